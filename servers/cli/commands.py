@@ -7,6 +7,7 @@ import typer
 from servers.native.command import serve_native
 from servers.plain.command import serve_fastapi, serve_litserve
 from servers.triton.command import serve_triton
+from servers.vllm.command import serve_vllm
 
 HELP_GROUP = "Serve"
 
@@ -15,3 +16,4 @@ serve.command("native")(serve_native)
 serve.command("triton")(serve_triton)
 serve.command("fastapi")(serve_fastapi)
 serve.command("litserve")(serve_litserve)
+serve.command("vllm")(serve_vllm)

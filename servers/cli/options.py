@@ -13,9 +13,11 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from servers.cli import defaults
-from servers.cli.defaults import ALL, chosen_tuning
+from servers.cli.defaults import ALL, OptionError, chosen_tuning
 from servers.engines.padding import pad_to_text, parse_pad_to
 from servers.engines.settings import EngineSettings, parse_spinning
+from servers.language.engine import GenerationSettings
+from servers.language.specification import LanguageModel
 from servers.models.registry import DEFAULT_MODEL
 
 S = TypeVar("S", bound=BaseSettings)
@@ -94,6 +96,47 @@ class EngineOptions(ModelOptions):
             max_batch_size,
             spinning=parse_spinning(self.spinning),
         )
+
+
+class GenerationOptions(BaseSettings):
+    """What every server of a language model is told."""
+
+    slots: int = Field(
+        0, ge=0, le=4096, title="Language models", description="Requests generated at once; 0: the engine's default."
+    )
+    max_length: int = Field(
+        0,
+        ge=0,
+        le=2**24,
+        title="Language models",
+        description="Most tokens of a prompt and its answer together; 0: the engine's default, at most the model's.",
+    )
+
+    def check_length(self, model: LanguageModel) -> None:
+        """Raise `OptionError` for a maximum length beyond the model's."""
+        if self.max_length > model.max_length:
+            raise OptionError(f"--max-length {self.max_length}: {model.title} takes at most {model.max_length} tokens")
+
+
+class GeneratingOptions(GenerationOptions):
+    """How one of abserve's engines generates tokens."""
+
+    prefill_chunk: int = Field(
+        0,
+        ge=0,
+        le=2**24,
+        title="Language models",
+        description="Most prompt tokens per step, beside the running answers; 0: the engine's default.",
+    )
+    graphs: bool = Field(True, title="Language models", description="Replay CUDA graphs on a GPU.")
+
+    def generation_settings(self, engine: str, device: str, precision: str, threads: int) -> GenerationSettings:
+        """The options as a generating engine takes them. Raises `EngineError` for a value that is wrong everywhere."""
+        settings = GenerationSettings(
+            engine, device, precision, self.slots, self.max_length, self.prefill_chunk, self.graphs, threads
+        )
+        settings.check()
+        return settings
 
 
 def takes_settings(kind: type[BaseSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.language.specification import LanguageModel
 from servers.language.weights import draw_tensor, weights_sha256
+from servers.models.files import atomic_folder, exclusive, remove_abandoned
 from servers.models.modules import quiet_transformers, refuse_misfits
 from servers.models.specification import UnknownModelError
 from servers.models.weights import RandomWeights, WeightsError
@@ -20,6 +21,8 @@ from servers.models.weights import RandomWeights, WeightsError
 if TYPE_CHECKING:
     import torch
 
+ABOUT = "abserve.json"
+"""In a folder that was written: the model, the digest of its weights and the precision."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -101,9 +104,29 @@ def write_folder(model: LanguageModel, folder: Path, precision: str, device: str
         "weights_sha256": weights_sha256(model.weights, model.fields),
         "precision": precision,
     }
-    (folder / "abserve.json").write_text(json.dumps(about, indent=2) + "\n")
-    if not (model.folder and (model.folder / "tokenizer.json").is_file()):
-        write_tokenizer(folder, model.vocabulary, model.max_length)
+    (folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+    write_tokenizer(folder, model.vocabulary, model.max_length)
+
+
+def served_folder(
+    model: LanguageModel, precision: str, device: str, artefacts: Path, announce: Callable[[str], None]
+) -> Path:
+    """A folder from which other servers load the model: the user's own if it has the weights and a tokenizer, else one
+    below `artefacts`, which is written once for these weights in this precision. Raises `FolderError`."""
+    own = model.folder
+    if own is not None and getattr(model.weights, "path", None) == own and (own / "tokenizer.json").is_file():
+        return own
+    digest = weights_sha256(model.weights, model.fields)
+    folder = artefacts.absolute() / "language" / f"{model.name}-{precision}-{digest[:16]}"
+    with exclusive(folder):
+        if (folder / ABOUT).is_file():
+            return folder
+        remove_abandoned(folder)
+        announce(f"writing {model.title} to {folder}")
+        bytes_each = 4 if precision == "fp32" else 2
+        with atomic_folder(folder, count_parameters(model) * bytes_each) as fresh:
+            write_folder(model, fresh, precision, device)
+    return folder
 
 
 def _class_of(model: LanguageModel) -> Any:

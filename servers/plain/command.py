@@ -11,8 +11,11 @@ import typer
 
 from servers.cli.defaults import OptionError
 from servers.cli.launch import LaunchPlan, bind, host_in_url
-from servers.cli.options import checked, fail, takes_settings, to_argument, tuning_of, with_tuning
+from servers.cli.options import checked, fail, flag_of, takes_settings, to_argument, tuning_of, with_tuning
 from servers.engines.settings import EngineError, EngineSettings
+from servers.language.engine import GenerationSettings, generation_precision
+from servers.language.specification import is_language_model, language_model
+from servers.language.weights import pin_language_weights
 from servers.models.registry import UnknownModelError
 from servers.models.weights import WeightsError, parse_weights, pin
 from servers.plain.settings import PlainSettings
@@ -38,16 +41,18 @@ def serve_litserve(print_launch: PrintLaunch = False, **options: object) -> None
 
 def _serve(kind: str, title: str, requested: PlainSettings, print_launch: bool) -> None:
     try:
+        if is_language_model(requested.model):
+            _start(_language_plan(kind, title, requested), print_launch)
+            return
         requested = with_tuning(requested, requested.tuning)
         settings, name = _resolved(requested)
     except (UnknownModelError, WeightsError, EngineError, OptionError) as exc:
         fail(str(exc), exc, status=2)
-    url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
     assert settings.max_batch_size is not None
     plan = LaunchPlan(
         argv=(sys.executable, "-P", "-m", f"servers.plain.{kind}_server", to_argument(settings)),
         env={},
-        http_url=url,
+        http_url=_url(settings),
         grpc_address=None,
         model=name,
         title=f"{title} torch {settings.precision}",
@@ -55,6 +60,11 @@ def _serve(kind: str, title: str, requested: PlainSettings, print_launch: bool) 
         tuning=tuning_of(requested),
         cannot_pad=f"the {title} server does not pad",
     )
+    _start(plan, print_launch)
+
+
+def _start(plan: LaunchPlan, print_launch: bool) -> None:
+    """Become the server process, or print how it is started."""
     if print_launch:
         sys.stdout.buffer.write(plan.to_json())
         return
@@ -81,3 +91,41 @@ def _resolved(requested: PlainSettings) -> tuple[PlainSettings, str]:
         "max_batch_size": largest,
     }
     return requested.model_copy(update=chosen), specification.name
+
+
+def _language_plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
+    """The launch of a language model with generate(). Raises for what is wrong."""
+    if kind != "fastapi":
+        raise OptionError(f"abserve serve {kind} serves no language models; use fastapi, native, triton or vllm")
+    for option in ("max_batch_size", "payloads", "max_queue_delay_us"):
+        if getattr(requested, option) != PlainSettings.model_fields[option].default:
+            raise OptionError(
+                f"{flag_of(option)} has no effect on a language model: generate() serves one request each"
+            )
+    model = language_model(requested.model, requested.weights)
+    GenerationSettings(precision=requested.precision).check()
+    requested.check_length(model)
+    device = EngineSettings("torch", "fp32", "eager", requested.device).device_here()
+    bind(requested.host, requested.http_port).close()
+    settings = requested.model_copy(
+        update={
+            "model": model.reference,
+            "weights": pin_language_weights(model.weights, model.fields).text,
+            "device": device,
+            "precision": generation_precision(requested.precision, device),
+        }
+    )
+    return LaunchPlan(
+        argv=(sys.executable, "-P", "-m", "servers.plain.generate_server", to_argument(settings)),
+        env={},
+        http_url=_url(settings),
+        grpc_address=None,
+        model=model.name,
+        title=f"{title} generate() {settings.precision}",
+        max_batch_size=None,
+        cannot_pad="generate() runs one request at a time",
+    )
+
+
+def _url(settings: PlainSettings) -> str:
+    return f"http://{host_in_url(settings.host)}:{settings.http_port}"

@@ -58,7 +58,14 @@ def read_runtime(
     settings: PlainSettings, module: torch.nn.Module, infer: Callable[[Sequence[list[Array]]], object]
 ) -> Runtime:
     """Read everything back from torch; `infer` executes one batch, which the profiler watches on a GPU."""
-    parameters, device = list(module.parameters()), torch.device(settings.device)
+    spec = settings.specification()
+    zeros = [np.zeros((1, *spec.item_shape(tensor)), tensor.dtype) for tensor in spec.inputs]
+    return runtime_of(settings.device, module, lambda: infer([zeros]))
+
+
+def runtime_of(device_name: str, module: torch.nn.Module, execute: Callable[[], object]) -> Runtime:
+    """What torch says about a module on a device; on a GPU the profiler watches `execute`."""
+    parameters, device = list(module.parameters()), torch.device(device_name)
     floating = [parameter for parameter in parameters if parameter.is_floating_point()]
     dtype = max(floating, key=torch.Tensor.numel).dtype if floating else torch.float32
     tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
@@ -70,10 +77,8 @@ def read_runtime(
         "parameters_by_device": dict(Counter(str(parameter.device) for parameter in parameters)),
     }
     if device.type == "cuda":
-        spec = settings.specification()
-        zeros = [np.zeros((1, *spec.item_shape(tensor)), tensor.dtype) for tensor in spec.inputs]
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            infer([zeros])
+            execute()
             torch.cuda.synchronize(device)
         names = [event.name for event in profiler.events() or () if event.device_type.name == "CUDA"]
         details |= {

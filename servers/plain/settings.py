@@ -7,16 +7,15 @@ from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
-from pydantic_settings import BaseSettings
 
 from servers.cli import defaults
 from servers.cli.defaults import ALL
-from servers.cli.options import OptionTraits, Tuning, from_argument, settings_of
+from servers.cli.options import GenerationOptions, OptionTraits, Tuning, from_argument, settings_of
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
 
 
-class PlainSettings(BaseSettings):
+class PlainSettings(GenerationOptions):
     """One FastAPI or LitServe server; it serves one model with one payload, over HTTP."""
 
     model_config = settings_of("ABSERVE_PLAIN_")
@@ -35,6 +34,9 @@ class PlainSettings(BaseSettings):
     threads: int = Field(0, ge=0, title="Engine", description="Intra-op threads on the CPU; 0: torch's default.")
     max_batch_size: int | None = Field(
         None, ge=1, le=4096, title="Batching", description="Largest batch; default: the model's."
+    )
+    slots: Annotated[int, OptionTraits(hidden=True)] = Field(
+        0, ge=0, title="Language models", description="Without effect: generate() runs every request at once."
     )
     tuning: Tuning = ALL
     max_queue_delay_us: Annotated[int, OptionTraits(tunes=True)] = Field(

@@ -19,6 +19,7 @@ from servers.cli.launch import LaunchPlan
 from servers.cli.options import checked, fail, takes_settings
 from servers.engines.interface import EngineError
 from servers.export.manifest import ExportError, Manifest
+from servers.language.specification import is_language_model
 from servers.models.files import FolderError
 from servers.models.registry import UnknownModelError, get_variants
 from servers.models.weights import WeightsError, parse_weights, pin
@@ -31,6 +32,7 @@ from servers.triton.launch import (
     find_installation,
     is_loopback,
     prepare,
+    prepare_language,
     prepare_repository,
 )
 from servers.triton.process import TritonProcess
@@ -88,6 +90,8 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
         )
     if settings.triton_repository is not None:
         return prepare_repository(settings, installation)
+    if is_language_model(settings.model):
+        return prepare_language(settings, installation, console.print)
     specifications = get_variants(settings.model, settings.payloads)
     assert_ready(settings)  # before the export, which takes most of a minute
     requested = parse_weights(settings.weights, specifications[0].default_weights)

@@ -36,11 +36,12 @@ MODEL_PY = """import sys
 
 # Triton puts the folder in which it was started first, and a folder servers there would be imported instead.
 sys.path.sort(key=lambda path: not path)
-# abserve must be installed beside Triton, since the code is in servers.triton.python_backend.
-from servers.triton.python_backend import {0}
+# abserve must be installed beside Triton, since the code is in servers.triton.{0}.
+from servers.triton.{0} import {1}
 
-TritonPythonModel = {0}
+TritonPythonModel = {1}
 """
+"""Where the class of a python model is: its module and its name."""
 REFERENCE = "reference.txt"
 """Beside model.py: the path of a user's model."""
 _EMPTY = {".gitkeep": ""}
@@ -209,7 +210,7 @@ def preprocess_name(specification: ModelSpecification) -> str:
 def preprocess_files(specification: ModelSpecification) -> Mapping[str, str]:
     """The files of the decoding model's version folder. A user's model is found by its path, which no config shows."""
     private = {} if specification.reference == specification.label else {REFERENCE: specification.reference}
-    return {"model.py": MODEL_PY.format("DecodingModel"), **private}
+    return {"model.py": MODEL_PY.format("python_backend", "DecodingModel"), **private}
 
 
 def preprocess_config(
@@ -277,6 +278,54 @@ instance_group [ {{ {group} }} ]
 {batching}
 # The model compares these with the settings of its engine. No model_warmup: the model warms its engine itself.
 {_parameter_lines(parameters)}"""
+
+
+def language_config(name: str, device: str, parameters: Mapping[str, str]) -> str:
+    """The python backend executing `servers.triton.language_model`: a stream of responses for each request.
+
+    `parameters` are the engine's settings; the model refuses to load when its engine has other ones.
+    """
+    index = cuda_index(device)
+    group = "kind: KIND_CPU count: 1" if index is None else f"kind: KIND_GPU count: 1 gpus: [ {index} ]"
+    return f"""# Generated from the options of a launch; do not edit.
+name: {quote(name)}
+backend: "python"
+# The engine batches tokens by itself, so that Triton has nothing to merge: no batch dimension, and no batcher.
+max_batch_size: 0
+model_transaction_policy {{ decoupled: true }}
+input [
+  {{ name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] }},
+  {{ name: "max_tokens" data_type: TYPE_INT32 dims: [ 1 ] }},
+  {{ name: "ignore_eos" data_type: TYPE_BOOL dims: [ 1 ] optional: true }}
+]
+output [
+  {{ name: "token_ids" data_type: TYPE_INT32 dims: [ -1 ] }},
+  {{ name: "prompt_tokens" data_type: TYPE_INT32 dims: [ 1 ] }},
+  {{ name: "finish_reason" data_type: TYPE_STRING dims: [ 1 ] }}
+]
+# One instance is one process with one engine, whose loop generates for all requests.
+instance_group [ {{ {group} }} ]
+# The model compares these with the settings of its engine.
+{_parameter_lines(parameters)}"""
+
+
+def vllm_config(name: str, device: str) -> str:
+    """Triton's vLLM backend: text in and text out. The engine's arguments are in model.json beside it."""
+    index = cuda_index(device)
+    group = "kind: KIND_MODEL count: 1" if index is None else f"kind: KIND_GPU count: 1 gpus: [ {index} ]"
+    return f"""# Generated from the options of a launch; do not edit.
+name: {quote(name)}
+backend: "vllm"
+max_batch_size: 0
+model_transaction_policy {{ decoupled: true }}
+input [
+  {{ name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }},
+  {{ name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true }},
+  {{ name: "sampling_parameters" data_type: TYPE_STRING dims: [ 1 ] optional: true }}
+]
+output [ {{ name: "text_output" data_type: TYPE_STRING dims: [ -1 ] }} ]
+instance_group [ {{ {group} }} ]
+"""
 
 
 def quote(text: str) -> str:
@@ -429,6 +478,15 @@ def settings_from_parameters(parameters: Mapping[str, str], max_batch_size: int)
         max_batch_size=max_batch_size,
         pad_to=parse_pad_to(parameters.get("pad_to", "")),
         spinning=parse_spinning(parameters.get("spinning", "")),
+    )
+
+
+def contradicting_parameters(parameters: Mapping[str, str], in_effect: Mapping[str, object]) -> tuple[str, ...]:
+    """A phrase for each parameter of a language model's config of which its engine reports another value."""
+    return tuple(
+        f"{name} is {in_effect[name]!r}, the config says {value!r}"
+        for name, value in parameters.items()
+        if name in in_effect and str(in_effect[name]) != value
     )
 
 

@@ -7,22 +7,30 @@ creation of that process.
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from servers.cli.defaults import ALL, OptionError
 from servers.cli.launch import LaunchPlan, check_free, host_in_url, in_path
+from servers.cli.options import flag_of
 from servers.engines.processors import wait_policy
 from servers.engines.settings import EngineError, EngineSettings
+from servers.language.engine import GenerationSettings, make_engine
+from servers.language.module import DTYPES, served_folder
+from servers.language.specification import language_model
+from servers.language.weights import pin_language_weights
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.weights import WeightsSource
+from servers.triton.config import MODEL_PY, language_config, vllm_config
 from servers.triton.installation import (
     CODE,
     Installation,
@@ -35,6 +43,7 @@ from servers.triton.installation import (
 )
 from servers.triton.process import (
     CAUSES,
+    MEBIBYTE,
     YOUNG_FOLDER_SECONDS,
     assert_space,
     new_prefix,
@@ -53,12 +62,21 @@ from servers.triton.repository import (
     lay_out,
     merge_config,
     plain_path,
+    write_model,
 )
 from servers.triton.settings import TritonSettings
 from servers.triton.wheel import find_wheel
 
 STUB_TIMEOUT_SECONDS = 300
 EXIT_TIMEOUT_SECONDS = 20
+LANGUAGE_REGION_BYTES = 64 * MEBIBYTE
+"""Shared memory for the prompts and responses of language models, a few KB each."""
+VLLM_TAKES_TEXT = (
+    "Triton's vLLM backend takes text and returns text, and abserve measures servers that take token ids; measure vLLM "
+    "itself with the target vllm"
+)
+VLLM_MEMORY_SHARE = 0.4
+"""Of the GPU's memory: what the vLLM backend takes, so that another server fits beside it."""
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -234,6 +252,89 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
         cannot_pad="your model repository is served unchanged",
         cannot_measure=next(filter(None, map(_cannot_measure, steps)), None),
     )
+
+
+def prepare_language(
+    settings: TritonSettings, installation: Installation, announce: Callable[[str], None] = lambda _message: None
+) -> LaunchPlan:
+    """A launch of a language model: one of abserve's engines behind the python backend, or Triton's vLLM backend.
+
+    Raises `OptionError`, `TritonError`, `EngineError`, and `UnknownModelError` and `WeightsError` for the model.
+    """
+    backend = "python" if settings.backend == "auto" else settings.backend
+    for option in ("payloads", "max_batch_size", "max_queue_delay_us", "pad_to"):
+        if getattr(settings, option) != TritonSettings.model_fields[option].default:
+            raise OptionError(
+                f"{flag_of(option)} has no effect on a language model, whose engine batches tokens itself"
+            )
+    if backend not in ("python", "vllm"):
+        raise OptionError(f"--backend {backend} generates no tokens; use python, or vllm where it is installed")
+    if backend not in installation.backends:
+        raise OptionError(
+            f"--backend {backend}: the tritonserver of {installation.origin} does not have it; its backends: "
+            f"{', '.join(installation.backends) or 'none'}"
+        )
+    assert_python(installation, f"the {backend} backend", "use a server of NVIDIA's images for this Python")
+    assert_ready(settings)
+    model = language_model(settings.model, settings.weights)
+    settings.check_length(model)
+    generation = settings.resolved_generation()
+    weights = pin_language_weights(model.weights, model.fields)
+    lay_out(settings.folder, installation)
+    _clean_up()
+    assert_space(LANGUAGE_REGION_BYTES)
+    if backend == "python":
+        generating = make_engine(model, generation)
+        parameters = {
+            **{name: str(value) for name, value in generating.settings().items()},
+            "weights": weights.label,
+            "model": model.label,
+        }
+        config = language_config(model.name, generation.device, parameters)
+        private = {
+            "model": model.reference,
+            "weights": weights.text,
+            "settings": asdict(generation),
+            "queue_size": settings.queue_size,
+        }
+        files = {"model.py": MODEL_PY.format("language_model", "GeneratingModel"), "engine.json": json.dumps(private)}
+    else:
+        folder = served_folder(model, generation.precision, generation.device, settings.artefacts, announce)
+        config = vllm_config(model.name, generation.device)
+        files = {"model.json": json.dumps(vllm_arguments(generation, folder))}
+    write_model(settings.folder / MODELS / model.name, config, files)
+    if settings.merge_config:
+        merge_config(settings.folder / MODELS, model.name, settings.merge_config)
+    how = f"{generation.engine} {generation.precision}" if backend == "python" else generation.precision
+    more = [
+        "--model-control-mode=none",
+        # Triton's vLLM backend adds its optional inputs and outputs to the config itself.
+        *(["--disable-auto-complete-config"] if backend == "python" else []),
+        *(["--pinned-memory-pool-byte-size=0"] if generation.device == "cpu" else []),
+        f"--backend-config=python,shm-default-byte-size={LANGUAGE_REGION_BYTES}",
+    ]
+    return LaunchPlan(
+        **_shared_fields(settings, installation, settings.folder / MODELS, more),
+        model=model.name,
+        title=f"{installation.title}, {backend} backend, {how}",
+        max_batch_size=None,
+        cannot_pad="a language model's engine batches tokens",
+        cannot_measure=None if backend == "python" else VLLM_TAKES_TEXT,
+    )
+
+
+def vllm_arguments(generation: GenerationSettings, folder: Path) -> dict[str, object]:
+    """The content of model.json: arguments of vLLM's engine, alike in what `abserve serve vllm` sets."""
+    limits = {"max_model_len": generation.max_length, "max_num_seqs": generation.slots}
+    return {
+        "model": str(folder),
+        "dtype": DTYPES[generation.precision],
+        "seed": 0,
+        "generation_config": "vllm",
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": VLLM_MEMORY_SHARE,
+        **{name: value for name, value in limits.items() if value},
+    }
 
 
 def does_not_pad(backend: str) -> str | None:

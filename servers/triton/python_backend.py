@@ -144,7 +144,7 @@ def _measurable(elements: bytes) -> Array:
     return array
 
 
-def _read(args: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str], Path]:
+def read_launch(args: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str], Path]:
     """The model's config, its parameters, and the folder of its version."""
     config = json.loads(args["model_config"])
     parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
@@ -164,7 +164,7 @@ class EngineModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Build, load, verify and warm up the engine; a failure fails the load, with its message in Triton's log."""
         started_ns = time.perf_counter_ns()
-        config, parameters, folder = _read(args)
+        config, parameters, folder = read_launch(args)
         max_batch_size = int(config["max_batch_size"])
         private = json.loads((folder / "engine.json").read_bytes())
         specification = get_variant(for_python(private["model"]), parameters["payload"])
@@ -233,7 +233,7 @@ class DecodingModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Read the model and the decoding settings from the config."""
         repair_bytes()
-        _, parameters, folder = _read(args)
+        _, parameters, folder = read_launch(args)
         private = folder / REFERENCE
         reference = private.read_text(encoding="utf-8") if private.is_file() else parameters["model"]
         specification = get_variant(for_python(reference), "jpeg")

@@ -164,10 +164,10 @@ def _place_python(models: Path, model: PlacedModel, serving: Serving) -> None:
         "weights": serving.weights.text,
         "artefact": None if model.artefact is None else str(model.artefact.absolute()),
     }
-    _write(
+    write_model(
         models / specification.name,
         config,
-        {"model.py": MODEL_PY.format("EngineModel"), "engine.json": json.dumps(private)},
+        {"model.py": MODEL_PY.format("python_backend", "EngineModel"), "engine.json": json.dumps(private)},
     )
 
 
@@ -179,7 +179,7 @@ def _place_native(models: Path, model: PlacedModel, serving: Serving) -> None:
     backend, parameters = NATIVE_BACKENDS[serving.backend], _parameters(model, serving, executed)
     config = backend.config(executed, serving.batching, serving.engine.device, parameters)
     folder = models / serving.name(executed)
-    _write(folder, config, {})
+    write_model(folder, config, {})
     artefact = folder / "1" / artefact_name(executed, backend.suffix)
     if not artefact.is_symlink():  # JPEG and UINT8 execute the same file
         artefact.symlink_to(model.artefact.absolute())
@@ -187,8 +187,8 @@ def _place_native(models: Path, model: PlacedModel, serving: Serving) -> None:
         name = serving.name(specification)
         decoding = serving.decoding
         decoder = preprocess_config(specification, decoding.thread_count, decoding.max_pixels)
-        _write(models / preprocess_name(specification), decoder, preprocess_files(specification))
-        _write(models / name, ensemble_config(specification, name, serving.name(executed)), {})
+        write_model(models / preprocess_name(specification), decoder, preprocess_files(specification))
+        write_model(models / name, ensemble_config(specification, name, serving.name(executed)), {})
 
 
 def _parameters(model: PlacedModel, serving: Serving, executed: ModelSpecification | None = None) -> dict[str, str]:
@@ -198,7 +198,8 @@ def _parameters(model: PlacedModel, serving: Serving, executed: ModelSpecificati
     }
 
 
-def _write(folder: Path, config: str, files: Mapping[str, str]) -> None:
+def write_model(folder: Path, config: str, files: Mapping[str, str]) -> None:
+    """A model's folder with the files of its one version."""
     (folder / "1").mkdir(parents=True, exist_ok=True)
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
     for name, content in files.items():

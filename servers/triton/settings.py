@@ -10,10 +10,11 @@ from pydantic import Field
 
 from servers.cli import defaults
 from servers.cli.defaults import ALL
-from servers.cli.options import EngineOptions, PadTo, Tuning, settings_of
+from servers.cli.options import EngineOptions, GeneratingOptions, PadTo, Tuning, settings_of
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import thread_count
 from servers.engines.settings import EngineError, EngineSettings
+from servers.language.engine import DEFAULT_ENGINE, GenerationSettings, generation_precision
 from servers.models.images import DecodingSettings
 from servers.models.registry import get_variants
 from servers.triton.config import NATIVE_BACKENDS
@@ -21,7 +22,7 @@ from servers.triton.config import NATIVE_BACKENDS
 DECODING = DecodingSettings()
 
 
-class TritonSettings(EngineOptions):
+class TritonSettings(EngineOptions, GeneratingOptions):
     """One embedded tritonserver; every field is an option of `abserve serve triton` and a variable ABSERVE_TRITON_…"""
 
     model_config = settings_of("ABSERVE_TRITON_")
@@ -33,11 +34,11 @@ class TritonSettings(EngineOptions):
         description="Folder of an installed tritonserver; default: the one on PATH or in /opt/tritonserver, else the "
         "wheel's.",
     )
-    backend: Literal["auto", "tensorrt", "onnxruntime", "python"] = Field(
+    backend: Literal["auto", "tensorrt", "onnxruntime", "python", "vllm"] = Field(
         "auto",
         title="Engine",
         description="Triton's backend; auto: tensorrt if it is installed and its plan is there, else onnxruntime if it "
-        "is installed, else python, which runs the engine.",
+        "is installed, else python, which runs the engine. Language models: python or vllm.",
     )
     triton_repository: Path | None = Field(
         None, title="Model", description="Your own model repository, served unchanged; the model is one of its names."
@@ -86,6 +87,12 @@ class TritonSettings(EngineOptions):
     def decoding(self) -> DecodingSettings:
         """Settings for decoding JPEG files."""
         return DecodingSettings(self.decode_threads, self.max_image_pixels)
+
+    def resolved_generation(self) -> GenerationSettings:
+        """The settings of a generating engine, with device and precision chosen. Raises `EngineError`."""
+        engine = DEFAULT_ENGINE if self.engine == type(self).model_fields["engine"].default else self.engine
+        device = EngineSettings("torch", "fp32", "eager", self.device).device_here()
+        return self.generation_settings(engine, device, generation_precision(self.precision, device), self.threads)
 
     def resolved_engine(self, backend: str = "python") -> EngineSettings:
         """The engine's settings without `auto`: Triton's config must name the device before the engine runs.

@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "native": {"protocol", "models", "engines", "gpu", "language"},
     "plain": {"protocol", "models", "gpu", "language"},
     "triton": {"protocol", "models", "engines", "export", "language"},
-    "vllm": {"protocol", "models", "gpu", "language"},
+    "vllm": {"models", "engines", "language"},
 }
 SHARED = {"servers.cli.defaults", "servers.cli.launch", "servers.cli.options"}
 ENTRY_MODULES = {"command", "worker"}

@@ -1,0 +1,1 @@
+"""`abserve serve vllm`: vLLM, where it is installed, with a language model's folder. Imports neither vllm nor torch."""

@@ -1,0 +1,143 @@
+"""`abserve serve vllm`: writes the model's folder if vLLM needs one, then becomes `vllm serve` or prints its plan.
+
+Two settings differ from vLLM's defaults for a fair comparison: no prefix cache, which would answer a repeated prompt
+without computing it, and no sampling defaults of the model's generation_config.json. VLLM_SERVER_DEV_MODE adds the
+route /server_info, from which a comparison reads the settings in effect. Other routes of that mode can stop the server,
+so only trusted clients may reach it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from servers.cli.defaults import OptionError
+from servers.cli.launch import LaunchPlan, bind, host_in_url
+from servers.cli.options import checked, fail, takes_settings
+from servers.engines.processors import cuda_index
+from servers.engines.settings import EngineError, EngineSettings
+from servers.language.engine import GenerationSettings, generation_precision
+from servers.language.module import DTYPES, served_folder
+from servers.language.specification import LanguageModel, language_model
+from servers.models.files import FolderError
+from servers.models.specification import UnknownModelError
+from servers.models.weights import WeightsError
+from servers.vllm.settings import VllmSettings
+
+INSTALL = "pip install vllm==0.26.0"
+PYTHON_SECONDS = 60.0
+CAUSES = (
+    r"(?P<cause>Free memory on device .+)$",
+    r"^.*(?:ValueError|RuntimeError|OSError|AssertionError): (?P<cause>.+)$",
+    r"^.*error: (?P<cause>(?:argument|unrecognized) .+)$",
+)
+"""How vLLM's log says why it ended."""
+
+
+@takes_settings(VllmSettings)
+def serve_vllm(
+    print_launch: Annotated[
+        bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
+    ] = False,
+    **options: object,
+) -> None:
+    """Serve a language model with vLLM, which must be installed; it speaks OpenAI's protocol."""
+    settings = checked(VllmSettings, options)
+    try:
+        plan = launch_plan(settings, lambda step: typer.echo(step, err=True))
+    except (OptionError, UnknownModelError, WeightsError, EngineError) as exc:
+        fail(str(exc), exc, status=2)
+    except FolderError as exc:
+        fail(str(exc), exc)
+    if print_launch:
+        sys.stdout.buffer.write(plan.to_json())
+        return
+    typer.echo(f"starting {plan.title} at {plan.http_url}", err=True)
+    sys.stdout.flush()
+    os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})
+
+
+def launch_plan(settings: VllmSettings, announce: Callable[[str], None]) -> LaunchPlan:
+    """How to start vLLM, after everything that can be checked before: the options, the port, the installation."""
+    model = language_model(settings.model, settings.weights)
+    GenerationSettings(precision=settings.precision).check()
+    device = EngineSettings("torch", "fp32", "eager", settings.device).device_here()
+    precision = generation_precision(settings.precision, device)
+    settings.check_length(model)
+    bind(settings.host, settings.http_port).close()
+    python, release = find_vllm(settings.python)
+    folder = served_folder(model, precision, device, settings.artefacts, announce)
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if device == "cpu" and settings.threads:
+        environment["OMP_NUM_THREADS"] = str(settings.threads)
+    return LaunchPlan(
+        argv=(
+            python,
+            "-P",
+            "-m",
+            "vllm.entrypoints.cli.main",
+            "serve",
+            *arguments(settings, model, folder, precision, device),
+        ),
+        env=environment,
+        http_url=(url := f"http://{host_in_url(settings.host)}:{settings.http_port}"),
+        grpc_address=None,
+        metrics_url=f"{url}/metrics",
+        model=model.name,
+        title=f"vLLM {release} {precision}",
+        max_batch_size=None,
+        cannot_pad="vLLM batches tokens",
+        causes=CAUSES,
+    )
+
+
+def arguments(
+    settings: VllmSettings, model: LanguageModel, folder: Path, precision: str, device: str
+) -> tuple[str, ...]:
+    """The arguments of `vllm serve`, as vLLM 0.26 names them."""
+    index = cuda_index(device)
+    return (
+        str(folder),
+        *("--host", settings.host),
+        *("--port", str(settings.http_port)),
+        *("--served-model-name", model.name),
+        *("--dtype", DTYPES[precision]),
+        *("--seed", "0"),
+        *("--generation-config", "vllm"),
+        "--no-enable-prefix-caching",
+        *(("--max-model-len", str(settings.max_length)) if settings.max_length else ()),
+        *(("--max-num-seqs", str(settings.slots)) if settings.slots else ()),
+        *(("--gpu-memory-utilization", str(settings.gpu_memory_utilization)) if index is not None else ()),
+        *(("--device-ids", str(index)) if index else ()),
+    )
+
+
+def find_vllm(python: Path | None) -> tuple[str, str]:
+    """The interpreter that has vLLM, and vLLM's version. Raises `OptionError` if it is not installed there."""
+    if python is None:
+        running = sys.executable
+        try:
+            return running, version("vllm")
+        except PackageNotFoundError:
+            raise OptionError(
+                f"vLLM is not installed; run {INSTALL}, or name the Python of an environment that has it with --python"
+            ) from None
+    # Not resolved: the interpreter of a virtual environment is a link, and its place names the environment.
+    program = "from importlib.metadata import version; print(version('vllm'))"
+    command = [str(python.expanduser().absolute()), "-P", "-c", program]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PYTHON_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise OptionError(
+            f"--python {python} does not run ({exc}); give the python of an environment with vLLM"
+        ) from exc
+    if done.returncode != 0:
+        raise OptionError(f"--python {python} has no vLLM; run {python} -m {INSTALL}")
+    return command[0], done.stdout.strip()

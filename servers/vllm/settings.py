@@ -1,0 +1,36 @@
+"""The settings of a vLLM server: each field is an option and the variable `ABSERVE_VLLM_<FIELD>`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from servers.cli import defaults
+from servers.cli.options import GenerationOptions, ModelOptions, settings_of
+
+
+class VllmSettings(ModelOptions, GenerationOptions):
+    """One `vllm serve` for one language model. What is not set here is vLLM's default."""
+
+    model_config = settings_of("ABSERVE_VLLM_")
+
+    host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
+    http_port: int = Field(8200, ge=1, le=65535, title="Target", description="Port of HTTP.")
+    python: Path | None = Field(
+        None,
+        title="Target",
+        description="The Python of an environment that has vLLM; default: the one that runs abserve.",
+    )
+    precision: str = Field(
+        defaults.PRECISION, title="Engine", description="auto (bf16 on a GPU, fp32 on a CPU), fp32, bf16 or fp16."
+    )
+    device: str = Field(defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N.")
+    threads: int = Field(0, ge=0, title="Engine", description="Threads on the CPU; 0: vLLM's default.")
+    gpu_memory_utilization: float = Field(
+        0.4,
+        gt=0,
+        le=1,
+        title="Limits",
+        description="Share of the GPU's memory that vLLM takes; with its own default, 0.92, no other server fits.",
+    )
