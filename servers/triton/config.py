@@ -36,8 +36,8 @@ MODEL_PY = """import sys
 
 # Triton puts the folder in which it was started first, and a folder servers there would be imported instead.
 sys.path.sort(key=lambda path: not path)
-# abserve must be installed beside Triton, since the code is in servers.triton.{0}.
-from servers.triton.{0} import {1}
+# abserve must be installed beside Triton, since the code is in {0}.
+from {0} import {1}
 
 TritonPythonModel = {1}
 """
@@ -210,7 +210,7 @@ def preprocess_name(specification: ModelSpecification) -> str:
 def preprocess_files(specification: ModelSpecification) -> Mapping[str, str]:
     """The files of the decoding model's version folder. A user's model is found by its path, which no config shows."""
     private = {} if specification.reference == specification.label else {REFERENCE: specification.reference}
-    return {"model.py": MODEL_PY.format("python_backend", "DecodingModel"), **private}
+    return {"model.py": MODEL_PY.format("servers.triton.python_backend", "DecodingModel"), **private}
 
 
 def preprocess_config(

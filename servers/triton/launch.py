@@ -297,7 +297,10 @@ def prepare_language(
             "settings": asdict(generation),
             "queue_size": settings.queue_size,
         }
-        files = {"model.py": MODEL_PY.format("language_model", "GeneratingModel"), "engine.json": json.dumps(private)}
+        files = {
+            "model.py": MODEL_PY.format("servers.triton.language_model", "GeneratingModel"),
+            "engine.json": json.dumps(private),
+        }
     else:
         folder = served_folder(model, generation.precision, generation.device, settings.artefacts, announce)
         config = vllm_config(model.name, generation.device)

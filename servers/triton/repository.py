@@ -167,7 +167,10 @@ def _place_python(models: Path, model: PlacedModel, serving: Serving) -> None:
     write_model(
         models / specification.name,
         config,
-        {"model.py": MODEL_PY.format("python_backend", "EngineModel"), "engine.json": json.dumps(private)},
+        {
+            "model.py": MODEL_PY.format("servers.triton.python_backend", "EngineModel"),
+            "engine.json": json.dumps(private),
+        },
     )
 
 
