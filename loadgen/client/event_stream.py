@@ -24,6 +24,7 @@ from loadgen.client.http import HttpConnection, chunk_size
 MOST_STREAM_BYTES = 2**26
 """The largest stream that is read; 100,000 tokens with their usage take about half of it."""
 _LINE = re.compile(rb"([^\r\n]*)(?:\r\n|\n|\r)")
+_END_OF_EVENT = b"\n\n"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -35,6 +36,8 @@ class StreamEvent(NamedTuple):
     data: bytes
     read: int
     """Number of the read that completed it."""
+    ended: bool
+    """Whether an empty line came after it; only the last event may lack that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +50,16 @@ class ReceivedStream:
     chunked: bool = False
     """Whether the bytes are in HTTP's chunked coding."""
 
-    def events(self) -> tuple[list[StreamEvent], bytes]:
-        """All events in order, and the lines after the last one, which may be a part of another. Raises
-        `ResponseError` for a chunk without a size."""
+    def events(self) -> list[StreamEvent]:
+        """All events in order. Raises `ResponseError` for a chunk without a size."""
         body, chunk_ends, chunk_places = _decoded(self.raw) if self.chunked else (self.raw, [len(self.raw)], [0])
         events: list[StreamEvent] = []
-        end = 0
-        for kind, data, end in _split(body):
-            last = end - 1
+        for kind, data, end in _split(body + _END_OF_EVENT):
+            last = min(end, len(body)) - 1
             chunk = bisect_right(chunk_ends, last)
-            before = chunk_ends[chunk - 1] if chunk else 0
-            place = chunk_places[chunk] + last - before
-            events.append(StreamEvent(kind, data, min(bisect_right(self.ends, place), len(self.ends) - 1)))
-        return events, body[end:].strip(b"\r\n")
+            place = chunk_places[chunk] + last - (chunk_ends[chunk - 1] if chunk else 0)
+            events.append(StreamEvent(kind, data, bisect_right(self.ends, place), end <= len(body)))
+        return events
 
 
 def _decoded(raw: bytes) -> tuple[bytes, list[int], list[int]]:

@@ -39,6 +39,7 @@ from loadgen.client.traffic import counts_bytes
 from loadgen.headers import secret_of
 from loadgen.records.run import WorkerRecord
 from loadgen.records.samples import SAMPLE_DTYPE, Samples, part_path, read_samples, store_samples, with_errors_of
+from loadgen.records.tokens import TokenRows, join_tokens, read_tokens, remove_tokens, store_tokens
 
 LOST_MESSAGE = "failed in a load worker that was lost before it could say why"
 
@@ -270,7 +271,7 @@ def merge(command: Open, parts: Sequence[Contribution]) -> BlockOutcome:
     samples: Samples | None = None
     if command.samples_path is not None:
         try:
-            samples = _store(Path(command.samples_path), parts, messages)
+            samples = _store(command, parts, messages)
         except (OSError, ValueError) as exc:
             storage_errors.append(exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc))
     workers = tuple(_record(part, samples) for part in parts)
@@ -295,28 +296,39 @@ def merge(command: Open, parts: Sequence[Contribution]) -> BlockOutcome:
         late=sum(outcome.late for outcome in outcomes),
         cool_down=sum(outcome.cool_down for outcome in outcomes),
         cool_down_ns=sum(outcome.cool_down_ns for outcome in outcomes),
+        cool_down_tokens=sum(outcome.cool_down_tokens for outcome in outcomes),
         first_answer_ns=max(first_answers, default=None),
         answers=tuple(answer for outcome in outcomes for answer in outcome.answers),
     )
 
 
-def _store(path: Path, parts: Sequence[Contribution], messages: list[str]) -> Samples:
+def _store(command: Open, parts: Sequence[Contribution], messages: list[str]) -> Samples:
     """Store all samples in the order in which they were sent, their errors numbered by `messages`, which grows by one
-    for the failures of a lost process."""
+    for the failures of a lost process. A lost process has no streamed answers."""
+    path, streamed = Path(command.samples_path or ""), command.shape is not None
     pieces = []
+    rows: list[TokenRows] = []
     for part in parts:
         if part.outcome is not None:
+            if streamed:
+                rows.append(read_tokens(part.samples_path))
             piece = read_samples(part.samples_path)
             pieces.append(with_errors_of(piece, part.outcome.error_messages, messages))
+        elif streamed:
+            continue
         elif part.samples_path.exists() or part_path(part.samples_path).exists():  # else lost before it opened its file
             piece = read_samples(part.samples_path)
             if (piece["error"] >= 0).any() and LOST_MESSAGE not in messages:
                 messages.append(LOST_MESSAGE)
             pieces.append(with_errors_of(piece, [LOST_MESSAGE] if LOST_MESSAGE in messages else [], messages))
     merged = np.concatenate(pieces) if pieces else np.empty(0, dtype=SAMPLE_DTYPE)
-    merged = merged[np.argsort(merged["send_ns"], kind="stable")]
+    order = np.argsort(merged["send_ns"], kind="stable")
+    merged = merged[order]
+    if streamed:
+        store_tokens(path, join_tokens(rows, order))
     store_samples(path, [merged])
     for part in parts:
+        remove_tokens(part.samples_path)
         part.samples_path.unlink(missing_ok=True)
         part_path(part.samples_path).unlink(missing_ok=True)
     return merged

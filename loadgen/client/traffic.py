@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from random import Random
 from time import perf_counter_ns
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from loadgen.client.connection import ClientConnection, ConnectionRefused, Excha
 from loadgen.client.inputs import Array, byte_array
 from loadgen.client.messages import KeptAnswer, KeptTensor
 from loadgen.client.outputs import AnswerError, ExpectedOutputs
-from loadgen.client.transports import InferenceTarget, PreparedBodies, Request, keep_answer
+from loadgen.client.transports import InferenceTarget, Request, keep_answer
 from loadgen.records.samples import SampleWriter
 
 FAILURES_IN_A_ROW = 100
@@ -230,11 +230,36 @@ def unpacked(tensor: KeptTensor) -> Array:
     return np.frombuffer(tensor.data, np.dtype(tensor.dtype)).reshape(tensor.shape)
 
 
+class Bodies(Protocol):
+    """Prepared requests, and what makes each of them new."""
+
+    @property
+    def requests(self) -> Sequence[Request]: ...
+
+    def patches(self, body: int, /) -> tuple[int, Sequence[bytes]]:
+        """The number of the request's first item, and the bytes at the places that vary."""
+
+
+class SentRequest(NamedTuple):
+    """What a request was, besides its outcome."""
+
+    number: int
+    """Number of requests that were sent before."""
+    slot: int | None
+    """Where its answer is kept, if it is."""
+    first: int
+    """The number of its first item."""
+    body: int
+    user: int
+    intended_ns: int | None
+    measured: bool
+
+
 class Traffic:
     """The target, the requests and the sample file that the users of one block share."""
 
     def __init__(
-        self, target: InferenceTarget, bodies: PreparedBodies, batch_size: int, writer: SampleWriter,
+        self, target: InferenceTarget, bodies: Bodies, batch_size: int, writer: SampleWriter,
         *, timeout_s: float = 60.0, others: tuple[Request, ...] = (), expected: ExpectedOutputs | None = None,
         answers: KeptAnswers | None = None, first_body: int = 0,
     ) -> None:  # fmt: skip
@@ -251,6 +276,8 @@ class Traffic:
         """Good answers that were not recorded: those of a cool-down."""
         self.unmeasured_ns = 0
         """Sum of their latencies."""
+        self.unmeasured_tokens = 0
+        """Tokens in them, of a language model."""
         self.last_end_ns = 0
         self.user_numbers = count()
         """Numbers users whose caller does not."""
@@ -286,18 +313,32 @@ class Traffic:
         body = (self._first_body + number) % len(self.requests)
         slot = self.answers.slot(number) if measured else None
         first, patches = self._bodies.patches(body)
+        sent = SentRequest(number, slot, first, body, user, intended_ns, measured)
         try:
             exchange = connection.send(self.requests[body], patches)
         except ConnectionRefused as refused:
             nothing = Exchange()
             nothing.send_ns = nothing.end_ns = perf_counter_ns()
-            self._record(nothing, str(refused), body, user, intended_ns)
+            nothing.failure = str(refused)
+            self._take(connection, nothing, sent)
             raise
+        return exchange, self._take(connection, exchange, sent)
+
+    def settling_fault(self, _connection: ClientConnection, exchange: Exchange) -> str | None:
+        """Why the small request before a block failed; None if its answer is good."""
+        return None if exchange.good else failure_message(exchange)
+
+    def finish(self) -> None:
+        """Call it after the last answer, when time no longer matters. May raise `OSError` (disk full)."""
+
+    def _take(self, connection: ClientConnection, exchange: Exchange, sent: SentRequest) -> str | None:
+        """Judge and record an answer; returns why it failed."""
         fault: str | None = None
         if not exchange.good:
             fault = failure_message(exchange)
         elif self._expected is not None:
             fault = self._expected.fault(exchange)
+        _, slot, first, body, user, intended_ns, measured = sent
         if measured or fault is not None:
             self._record(exchange, fault, body, user, intended_ns)
         else:
@@ -306,9 +347,9 @@ class Traffic:
             self.last_end_ns = exchange.end_ns
         if slot is not None and fault is None:
             self.answers.keep(
-                slot, number, user, body, first, keep_answer(connection, exchange, batched=self.target.batched)
+                slot, sent.number, user, body, first, keep_answer(connection, exchange, batched=self.target.batched)
             )
-        return exchange, fault
+        return fault
 
     def _record(self, exchange: Exchange, fault: str | None, body: int, user: int, intended_ns: int | None) -> None:
         """Store the sample. In a closed loop a request is due when it is sent."""

@@ -1,4 +1,4 @@
-"""The transports http, grpc and shm: how each encodes a request, which connection sends it, how its answer is read."""
+"""The transports: how each encodes a request, which connection sends it, how its answer is read."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from loadgen.client.connection import (
     split_at,
 )
 from loadgen.client.endpoint import Signature, TensorSignature
+from loadgen.client.event_stream import StreamConnection
+from loadgen.client.generation import for_stream
 from loadgen.client.grpc import GrpcConnection, grpc_request
 from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import Array, InputError, SampleInputs
 from loadgen.client.outputs import HEADER_LENGTH, AnswerError, byte_size, read_body, read_message
 from loadgen.client.shared_memory import CopiedOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
 from loadgen.documents import DocumentError
-from loadgen.records.run import DEFAULT_ACCESS, Access, Transport
+from loadgen.records.run import DEFAULT_ACCESS, TOKEN_TRANSPORTS, Access, Transport
 
 _ELEMENT_BYTES = 1024
 _VARIABLE_SIZE = 1024
@@ -53,6 +55,8 @@ class InferenceTarget:
         """A prepared request for this server; the bytes are shared."""
         if isinstance(request, PreparedRequest) and self.transport == "http":
             return for_server(request, Address.parse(self.url, self.access), self.model)
+        if isinstance(request, PreparedRequest) and self.transport in ("completions", "generate_stream"):
+            return for_stream(request, self.transport, Address.parse(self.url, self.access), self.model)
         return request
 
     def memory(self, requests: Sequence[Request]) -> SlotPool | None:
@@ -71,6 +75,8 @@ class InferenceTarget:
             return GrpcConnection(self.grpc_address or "", timeout_s=timeout_s, access=self.access)
         if (pool := memory or self.memory(requests)) is not None:
             return SharedMemoryConnection(pool, timeout_s=timeout_s)
+        if self.transport in TOKEN_TRANSPORTS:
+            return StreamConnection(Address.parse(self.url, self.access), timeout_s=timeout_s)
         return HttpConnection(Address.parse(self.url, self.access), timeout_s=timeout_s)
 
 

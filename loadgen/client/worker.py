@@ -30,7 +30,8 @@ from gevent.lock import Semaphore
 from gevent.queue import Queue
 
 from loadgen.client.bodies import choose_items, find_variation, fresh_numbers
-from loadgen.client.connection import ClientConnection, ConnectionRefused, failure_message
+from loadgen.client.connection import ClientConnection, ConnectionRefused
+from loadgen.client.generation import PreparedPrompts, prepare_prompts
 from loadgen.client.inputs import InputError, read_inputs
 from loadgen.client.messages import (
     CONNECT_SECONDS,
@@ -46,14 +47,18 @@ from loadgen.client.messages import (
 )
 from loadgen.client.outputs import ExpectedOutputs
 from loadgen.client.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
+from loadgen.client.token_traffic import TokenTraffic
 from loadgen.client.traffic import Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
+from loadgen.experiment.prompts import SETTLING, PromptShape
 from loadgen.records.samples import NS_PER_S, SampleWriter
 
 _FLUSH_SECONDS = 0.5
 
-BodyShape = tuple[int, int | None]
-"""The batch size of a body, and the length of all its items; None: of any."""
+BodyShape = tuple[int, int | None] | PromptShape
+"""The batch size of a body, and the length of all its items; None: of any. Of a language model the shape of a
+prompt."""
+Prepared = Mapping[BodyShape, PreparedBodies | PreparedPrompts]
 
 _ALIVE_SECONDS = 1.0
 
@@ -61,9 +66,7 @@ _ALIVE_SECONDS = 1.0
 class Block:
     """One block of load: `gather`, then `run` once, or `discard`."""
 
-    def __init__(
-        self, command: Open, prepared: Prepare, bodies: Mapping[BodyShape, PreparedBodies], counts: Counts | None
-    ) -> None:
+    def __init__(self, command: Open, prepared: Prepare, bodies: Prepared, counts: Counts | None) -> None:
         """Raises `OSError` when something cannot be opened."""
         target = InferenceTarget(
             prepared.transport, command.url, prepared.signature.model, command.grpc_address, command.access,
@@ -82,7 +85,7 @@ class Block:
         )  # fmt: skip
         self._path = None if command.samples_path is None else Path(command.samples_path)
         self._users = range(command.first_user, command.first_user + command.concurrency)
-        self._settling = target.sendable(bodies[1, None].requests[0])
+        self._settling = target.sendable(bodies[SETTLING if command.shape else (1, None)].requests[0])
         """The request that every user has answered before the window."""
         with ExitStack() as undo:  # what was opened before something cannot be
             self._pacer = None if self._offsets_ns is None else Pacer(self.window)
@@ -90,12 +93,19 @@ class Block:
             undo.callback(self._timer.close)
             self._writer = SampleWriter(self._path)
             undo.callback(self._writer.abandon)
-            self._traffic = Traffic(
-                target, bodies[command.batch_size, command.length], command.batch_size, self._writer,
-                timeout_s=command.timeout_s, others=(self._settling,),
-                expected=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
-                answers=KeptAnswers(command.keep_answers, command.keep_seed), first_body=command.first_body,
-            )  # fmt: skip
+            answers, others = KeptAnswers(command.keep_answers, command.keep_seed), (self._settling,)
+            chosen = bodies[command.shape or (command.batch_size, command.length)]
+            if isinstance(chosen, PreparedPrompts):
+                self._traffic: Traffic = TokenTraffic(
+                    target, chosen, self._writer, self._path, timeout_s=command.timeout_s, others=others,
+                    answers=answers, first_body=command.first_body,
+                )  # fmt: skip
+            else:
+                self._traffic = Traffic(
+                    target, chosen, command.batch_size, self._writer, timeout_s=command.timeout_s, others=others,
+                    expected=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
+                    answers=answers, first_body=command.first_body,
+                )  # fmt: skip
             undo.pop_all()
         self._go = Event()
         """Set when all users start."""
@@ -179,7 +189,10 @@ class Block:
         self._timer.close()
         self._traffic.close()
         try:
-            self._writer.close()
+            try:
+                self._traffic.finish()
+            finally:
+                self._writer.close()
         except OSError as exc:
             self._storage_failed(exc)
         return BlockOutcome(
@@ -193,6 +206,7 @@ class Block:
             reconnects=reconnects,
             cool_down=self._traffic.unmeasured,
             cool_down_ns=self._traffic.unmeasured_ns,
+            cool_down_tokens=self._traffic.unmeasured_tokens,
             first_answer_ns=int(median(self._first_answers_ns)),
             cut_reason=self.window.cut_reason,
             storage_error=self._storage_error,
@@ -265,8 +279,8 @@ class Block:
         self._connected.append(connection)
         with self._turns:
             exchange = connection.send(self._settling)
-        if not exchange.good:
-            raise GeneratorError(failure_message(exchange))
+        if (fault := self._traffic.settling_fault(connection, exchange)) is not None:
+            raise GeneratorError(fault)
         self._first_answers_ns.append(connected_ns + exchange.end_ns - exchange.send_ns)
         return connection
 
@@ -287,7 +301,7 @@ class BlockRunner:
     """Carries out the commands: holds the prepared bodies and the block, if one is open."""
 
     def __init__(self) -> None:
-        self._prepared: dict[str, tuple[Prepare, dict[BodyShape, PreparedBodies]]] = {}
+        self._prepared: dict[str, tuple[Prepare, Prepared]] = {}
         self._numbers = fresh_numbers()
         self._block: Block | None = None
         self._counts: Counts | None = None
@@ -318,19 +332,36 @@ class BlockRunner:
 
     def _prepare(self, command: Prepare) -> CommandReply:
         self._prepared.pop(command.key, None)
+        self._prepared[command.key] = command, self._prompts(command) or self._bodies(command)
+        return CommandReply()
+
+    def _prompts(self, command: Prepare) -> Prepared:
+        """The bodies for a language model; none for another one."""
+        plan, transport = command.prompts, command.transport
+        if plan is None:
+            return {}
+        if transport not in ("completions", "generate_stream"):
+            raise GeneratorError(f"prompts cannot be sent over {transport}; choose completions or generate_stream")
+        model = command.signature.model
+        return {
+            shape: prepare_prompts(transport, model, plan, shape, self._numbers) for shape in {SETTLING, *plan.shapes}
+        }
+
+    def _bodies(self, command: Prepare) -> Prepared:
         inputs, signature = read_inputs(Path(command.samples_directory), command.payload), command.signature
         variation = find_variation(inputs, signature)
-        bodies = {}
+        bodies: dict[BodyShape, PreparedBodies | PreparedPrompts] = {}
         for shape in product(sorted({1, *command.batch_sizes}), (None, *command.lengths)):
             chosen = choose_items(inputs, shape[0], command.seed, length=shape[1])
             bodies[shape] = prepare_bodies(command.transport, inputs, signature, variation, chosen, self._numbers)
-        self._prepared[command.key] = command, bodies
-        return CommandReply()
+        return bodies
 
     def _open(self, command: Open) -> CommandReply:
         self.close()
         prepared, bodies = self._prepared.get(command.key, (None, {}))
-        if prepared is None or (command.batch_size, command.length) not in bodies:
+        if prepared is not None and command.shape is not None and command.shape not in bodies:
+            raise GeneratorError(f"no prompts of {command.shape.prompt_tokens} tokens are prepared for such answers")
+        if prepared is None or (command.shape or (command.batch_size, command.length)) not in bodies:
             of_length = "" if command.length is None else f" and length {command.length}"
             raise GeneratorError(f"no bodies of batch size {command.batch_size}{of_length} are prepared")
         if command.counts is not None and self._counts is None:

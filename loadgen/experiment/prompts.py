@@ -86,18 +86,21 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
     def prepared(self, shape: PromptShape) -> tuple[Ids, ...]:
         """The prepared prompts of a shape, one per body. The ids made from a number are 0 here."""
         self.require(shape)
+        return tuple(self._base(shape, body) for body in range(body_count(1)))
+
+    def _base(self, shape: PromptShape, body: int) -> Ids:
         prefix = self._ids(shape.shared_prefix, 0, 0, 0)
         varying = np.zeros(self.varying(shape), dtype=np.int32)
         rest = shape.prompt_tokens - len(prefix) - len(varying)
-        return tuple(
-            np.concatenate([prefix, varying, self._ids(rest, 1 + body, shape.prompt_tokens, shape.output_tokens)])
-            for body in range(body_count(1))
-        )
+        return np.concatenate([prefix, varying, self._ids(rest, 1 + body, shape.prompt_tokens, shape.output_tokens)])
 
     def prompt(self, shape: PromptShape, body: int, number: int) -> Ids:
         """The prompt of the request that was sent with this body and this number."""
-        ids = self.prepared(shape)[body].copy()
-        count = self.varying(shape)
+        return self.with_number(self._base(shape, body), shape, number)
+
+    def with_number(self, prepared: Ids, shape: PromptShape, number: int) -> Ids:
+        """A prepared prompt with the ids that are made from a number."""
+        ids, count = prepared.copy(), self.varying(shape)
         ids[shape.shared_prefix : shape.shared_prefix + count] = self.numbered(number, count)
         return ids
 

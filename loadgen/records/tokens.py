@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from loadgen.records.samples import Samples, part_path, read_samples, store_samples
 
@@ -108,7 +109,7 @@ def remove_tokens(samples: Path) -> None:
         part_path(samples.with_name(name)).unlink(missing_ok=True)
 
 
-def join_tokens(parts: Sequence[TokenRows], order: Samples) -> TokenRows:
+def join_tokens(parts: Sequence[TokenRows], order: npt.NDArray[np.intp]) -> TokenRows:
     """The rows of several processes. `order[i]` is the place among all their answers, one part after the other, of the
     sample that has the number i in the merged file."""
     if not parts:

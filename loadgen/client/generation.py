@@ -1,0 +1,337 @@
+"""Language models on the wire: the two forms of a request, and what a stream of events says.
+
+    completions       POST /v1/completions of OpenAI's API: chunks with text and ids, then the usage, then [DONE]
+    generate_stream   POST /v2/models/MODEL/generate_stream of Triton's generate extension: an event per response
+
+Prompts and answers are token ids; a server that takes text gets the words t0, t1, … for them. A chunk counts as many
+tokens as it has ids. Without ids it counts as many as the server's running count of completion tokens grew by; without
+that, as many as its text has such words; without those, as one. A chunk without any of them, such as one with only a
+role, is not a chunk with tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from secrets import token_hex
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from loadgen.client.connection import Address, PreparedRequest, ResponseError
+from loadgen.client.event_stream import ReceivedStream
+from loadgen.client.http import request_head
+from loadgen.documents import one_line
+from loadgen.experiment.prompts import MOST_ID, Ids, PromptPlan, PromptShape
+from loadgen.records.run import TokenTransport
+from loadgen.records.tokens import ASSUMED, BY_USAGE, COALESCED, LENGTH, OTHER, STOP, UNKNOWN
+
+_SALT_BYTES = 8
+_WORDS = re.compile(r"\s*t\d{1,9}(?:\s+t\d{1,9})*\s*")
+_FINISH = {None: UNKNOWN, "length": LENGTH, "stop": STOP, "eos": STOP, "eos_token": STOP, "stop_sequence": STOP}
+_DONE = b"[DONE]"
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
+
+
+# Requests
+
+
+def prompt_request(
+    transport: TokenTransport, model: str, prompt: Sequence[bytes], max_tokens: int, *, text: bool, salt: str | None
+) -> PreparedRequest:
+    """One request without a head. `prompt` is the encoded prompt in three pieces, of which the middle one varies. With
+    a salt, which varies too, the prompt is never found in a cache; only completions have that field."""
+    if transport == "completions":
+        document: dict[str, object] = {"model": model, "prompt": "" if text else []}
+        rest: dict[str, object] = {
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+    else:
+        document = {"text_input": ""} if text else {"input_ids": []}
+        rest = {"max_tokens": max_tokens, "ignore_eos": True}
+        rest |= {"stream": True, "temperature": 0} if text else {}
+        salt = None
+    head, tail = msgspec.json.encode(document)[:-2], msgspec.json.encode(rest)[1:-1]
+    before, varying, after = prompt
+    closing = (b'",' if text else b"],") + tail
+    pieces: list[bytes | memoryview] = [head + before, varying, after + closing]
+    if salt is None:
+        pieces[-1] = bytes(pieces[-1]) + b"}"
+    else:
+        pieces[-1] = bytes(pieces[-1]) + b',"cache_salt":"'
+        pieces += [salt.encode(), b'"}']
+    return PreparedRequest(b"", b"".join(pieces), sum(map(len, prompt)), tuple(pieces))
+
+
+def for_stream(request: PreparedRequest, transport: TokenTransport, address: Address, model: str) -> PreparedRequest:
+    """The request with the head for one server; the body is shared. A base path that ends with /v1, as OpenAI's
+    clients take it, is not repeated."""
+    path = f"{address.model_path(model)}/generate_stream"
+    if transport == "completions":
+        path = "/completions" if address.base_path.endswith("/v1") else "/v1/completions"
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+    return replace(request, head=request_head("POST", path, address, content_length=len(request.body), headers=headers))
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompts:
+    """The requests of one shape, and the numbers that make each of them new."""
+
+    requests: tuple[PreparedRequest, ...]
+    prepared: tuple[Ids, ...]
+    """The prompt of each, without the ids that are made from a number."""
+    shape: PromptShape
+    plan: PromptPlan
+    salted: bool
+    numbers: Iterator[int]
+
+    def patches(self, _body: int) -> tuple[int, Sequence[bytes]]:
+        """The number of the next request, and the bytes at the places that vary."""
+        number = next(self.numbers)
+        patch = self.plan.patch(number, self.plan.varying(self.shape))
+        return number, [patch, token_hex(_SALT_BYTES).encode()] if self.salted else [patch]
+
+    def prompt(self, body: int, number: int) -> Ids:
+        """The prompt that was sent with this body and this number."""
+        return self.plan.with_number(self.prepared[body], self.shape, number)
+
+
+def prepare_prompts(
+    transport: TokenTransport, model: str, plan: PromptPlan, shape: PromptShape, numbers: Iterator[int]
+) -> PreparedPrompts:
+    """Encode the bodies of a shape. Prompts with a shared prefix have no salt, so that servers may share it. Raises
+    `PromptError`."""
+    salted = transport == "completions" and not shape.shared_prefix
+    separator = b" " if plan.text else b","
+    start, count = shape.shared_prefix, plan.varying(shape)
+    requests = []
+    prepared = plan.prepared(shape)
+    for ids in prepared:
+        before, after = plan.encode(ids[:start]), plan.encode(ids[start + count :])
+        pieces = (before + separator if before else b"", plan.patch(0, count), separator + after if after else b"")
+        salt = "0" * 2 * _SALT_BYTES if salted else None
+        requests.append(prompt_request(transport, model, pieces, shape.output_tokens, text=plan.text, salt=salt))
+    return PreparedPrompts(tuple(requests), prepared, shape, plan, salted, numbers)
+
+
+# Answers
+
+
+class UsageCounts(msgspec.Struct, frozen=True):
+    """The usage that a server reports."""
+
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    prompt_tokens_details: dict[str, Any] | None = None
+
+
+class ChoicePart(msgspec.Struct, frozen=True):
+    """What a chunk of a completion adds to the answer."""
+
+    index: int = 0
+    text: str | None = None
+    token_ids: list[TokenId] | TokenId | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    finish_reason: str | None = None
+
+
+class AnswerEvent(msgspec.Struct, frozen=True):
+    """The data of an event, of either protocol."""
+
+    choices: list[ChoicePart] | None = None
+    usage: UsageCounts | None = None
+    error: Any = None
+    token_ids: list[TokenId] | TokenId | None = None
+    text_output: str | list[str] | None = None
+    prompt_tokens: list[Count] | Count | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    finish_reason: str | list[str] | None = None
+    object: str | None = None
+    message: str | None = None
+
+
+class TokenChunk(NamedTuple):
+    """One chunk with tokens."""
+
+    tokens: int
+    at_ns: int
+    flags: int
+
+
+@dataclass(slots=True)
+class StreamedAnswer:
+    """What a stream says. Counts that the server does not report are -1."""
+
+    chunks: list[TokenChunk] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    """The ids of the answer, of the chunks that have them."""
+    output_tokens: int = 0
+    prompt_ids: list[int] | None = None
+    """The prompt as the server echoes it."""
+    prompt_tokens: int = -1
+    usage_tokens: int = -1
+    cached_tokens: int = -1
+    finish_reason: str | None = None
+    error: str | None = None
+    """Why it is not an answer: an error event, or an event that cannot be read."""
+    ended: bool = False
+    """Whether the server said that it is the end: [DONE] or a finish reason."""
+    torn: bool = False
+    """Whether it ended inside an event."""
+    sends_ids: bool = False
+    """Whether the server sends ids, so that a chunk without any has no tokens."""
+    sent_ns: int = 0
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether every token came with its id."""
+        return 0 < self.output_tokens == len(self.ids)
+
+    @property
+    def counted(self) -> bool:
+        """Whether all tokens were counted; without ids, counts and words chunks are counted instead."""
+        return self.usage_tokens >= 0 or not any(chunk.flags & ASSUMED for chunk in self.chunks)
+
+    @property
+    def finish(self) -> int:
+        """The code of the finish reason in `ANSWER_DTYPE`."""
+        return _FINISH.get(self.finish_reason, OTHER)
+
+    def fault(self, asked: int, failure: str | None = None, *, of_any_length: bool = False) -> str | None:
+        """Why this is not a good answer of `asked` tokens, as a sentence; None if it is. `failure` is that of the
+        connection."""
+        progress = f"{self.output_tokens:,} of {asked:,} tokens"
+        if failure is not None:
+            return f"{failure} (after {progress})" if self.output_tokens else failure
+        if self.error is not None:
+            return f"{self.error} (after {progress})" if self.output_tokens else self.error
+        if self.torn:
+            return f"the stream ended inside an event after {progress}"
+        if self.output_tokens == asked or (not self.counted and self.finish == LENGTH):
+            return None
+        if of_any_length and self.output_tokens:
+            return None
+        if not self.ended:
+            return f"the stream ended without a finish reason after {progress}"
+        reason = self.finish_reason
+        words = "no finish reason" if reason is None else f"finish reason {one_line(reason, 40)}"
+        return f"answered {progress} ({words})"
+
+
+_DECODER = msgspec.json.Decoder(AnswerEvent)
+
+
+def read_answer_stream(stream: ReceivedStream) -> StreamedAnswer:
+    """Take a stream apart; what cannot be read ends it with an `error`."""
+    answer = StreamedAnswer()
+    try:
+        events = stream.events()
+    except ResponseError as exc:
+        answer.error = str(exc)
+        return answer
+    last_read = -1
+    for number, (kind, data, read, ended) in enumerate(events):
+        if data == _DONE:
+            answer.ended = True
+            break
+        try:
+            event = _DECODER.decode(data)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
+            if not ended:
+                answer.torn = True
+                break
+            answer.error = f"event {number + 1:,} of the stream cannot be read: {one_line(str(exc), 100)}"
+            return answer
+        if (error := _error(kind, event)) is not None:
+            answer.error = f"error event: {error}"
+            return answer
+        tokens, flags = _add(answer, event)
+        if tokens:
+            flags |= COALESCED if read == last_read else 0
+            last_read = read
+            answer.output_tokens += tokens
+            answer.chunks.append(TokenChunk(tokens, stream.moments[read], flags))
+    _assume_rest(answer)
+    return answer
+
+
+def _error(kind: bytes, event: AnswerEvent) -> str | None:
+    """The server's words for an error, if the event is one."""
+    words = event.error
+    if words is None and (event.object == "error" or kind == b"error"):
+        words = event.message or "without a message"
+    if isinstance(words, dict):
+        words = words.get("message", words)
+    return None if words is None else one_line(str(words), 200)
+
+
+def _add(answer: StreamedAnswer, event: AnswerEvent) -> tuple[int, int]:
+    """Add one event; returns its tokens and the flags that say how they were counted."""
+    choice = next((part for part in event.choices or () if part.index == 0), None)
+    usage = event.usage
+    before = max(answer.usage_tokens, 0)
+    if usage is not None:
+        _add_usage(answer, usage)
+    finish: str | list[str] | None
+    if choice is not None:
+        ids, text, finish, echo = choice.token_ids, choice.text, choice.finish_reason, choice.prompt_token_ids
+    else:
+        ids, text, finish, echo = event.token_ids, event.text_output, event.finish_reason, None
+        counts = event.prompt_tokens
+        if counts is not None and counts != []:
+            answer.prompt_tokens = counts if isinstance(counts, int) else counts[0]
+    if (echo := echo if echo is not None else event.prompt_token_ids) is not None:
+        answer.prompt_ids = echo
+    reason = "".join(finish) if isinstance(finish, list) else finish
+    if reason:
+        answer.finish_reason, answer.ended = reason, True
+    if ids is not None:
+        added = [ids] if isinstance(ids, int) else ids
+        answer.ids += added
+        answer.sends_ids = answer.sends_ids or bool(added)
+        return len(added), 0
+    if answer.sends_ids or event.choices == []:  # without choices it is the usage of the whole answer
+        return 0, 0
+    if usage is not None and usage.completion_tokens is not None:
+        return max(0, usage.completion_tokens - before), BY_USAGE
+    text = "".join(text) if isinstance(text, list) else text
+    if not text:
+        return 0, 0
+    if _WORDS.fullmatch(text):
+        words = [int(word[1:]) for word in text.split()]
+        answer.ids += words
+        return len(words), 0
+    return 1, ASSUMED
+
+
+def _add_usage(answer: StreamedAnswer, usage: UsageCounts) -> None:
+    if usage.prompt_tokens is not None:
+        answer.prompt_tokens = usage.prompt_tokens
+    if usage.completion_tokens is not None:
+        answer.usage_tokens = usage.completion_tokens
+    cached = (usage.prompt_tokens_details or {}).get("cached_tokens")
+    if isinstance(cached, int) and 0 <= cached <= MOST_ID:
+        answer.cached_tokens = cached
+
+
+def _assume_rest(answer: StreamedAnswer) -> None:
+    """Where chunks were counted as one token each and the server reports a larger total, the last one has the rest."""
+    rest = answer.usage_tokens - answer.output_tokens
+    if rest > 0 and answer.chunks and answer.chunks[-1].flags & ASSUMED:
+        last = answer.chunks[-1]
+        answer.chunks[-1] = last._replace(tokens=last.tokens + rest)
+        answer.output_tokens += rest
+
+
+def ids_array(ids: Sequence[int]) -> Ids:
+    """Ids as an array with one row."""
+    return np.array(ids, dtype=np.int32)[np.newaxis]

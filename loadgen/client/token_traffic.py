@@ -1,0 +1,195 @@
+"""The requests of one block to a language model: answers are kept as they came, and taken apart after the window.
+
+While the load runs an answer costs a copy of its bytes and of the times of its reads. What it says, whether it is good
+and what is stored of it follows in `finish`. If a block's answers need more than `_MOST_HELD_BYTES` of memory, further
+ones are taken apart as they end.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import perf_counter_ns, sleep
+from typing import NamedTuple
+
+import numpy as np
+
+from loadgen.client.connection import ClientConnection, Exchange, failure_message
+from loadgen.client.event_stream import ReceivedStream, StreamConnection, StreamExchange
+from loadgen.client.generation import (
+    PreparedPrompts,
+    StreamedAnswer,
+    ids_array,
+    prompt_request,
+    read_answer_stream,
+)
+from loadgen.client.inputs import Array
+from loadgen.client.outputs import AnswerError
+from loadgen.client.traffic import GOOD, KeptAnswers, SentRequest, Traffic
+from loadgen.client.transports import InferenceTarget, Request
+from loadgen.experiment.prompts import SETTLING, PromptPlan
+from loadgen.records.run import TokenTransport
+from loadgen.records.samples import SampleWriter
+from loadgen.records.tokens import (
+    ANSWER_DTYPE,
+    CUT,
+    ECHO,
+    ECHO_DIFFERS,
+    EVENT_DTYPE,
+    IDS,
+    TokenRows,
+    store_tokens,
+)
+
+_MOST_HELD_BYTES = 2**29
+_PAUSE_NS = 50_000_000
+"""How often `finish` lets other greenlets run, such as the one that says that this process is alive."""
+_NOTHING = ReceivedStream(b"", array("q"), array("q"))
+_ERROR_BYTES = 4096
+"""How many of an answer's last bytes are searched for an error event while the load runs."""
+
+
+class _HeldAnswer(NamedTuple):
+    sent: SentRequest
+    intended_ns: int
+    send_ns: int
+    end_ns: int
+    request_bytes: int
+    response_bytes: int
+    status: int
+    failure: str | None
+    stream: ReceivedStream
+
+
+class TokenTraffic(Traffic):
+    """See `Traffic`; `samples` is where the chunks and the answers are stored, beside the sample file. Without it, in a
+    warm-up, answers of other lengths than asked are good: a run that measures them is invalid, and says why."""
+
+    def __init__(
+        self, target: InferenceTarget, prompts: PreparedPrompts, writer: SampleWriter, samples: Path | None,
+        *, timeout_s: float = 60.0, others: tuple[Request, ...] = (), answers: KeptAnswers | None = None,
+        first_body: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            target, prompts, 1, writer, timeout_s=timeout_s, others=others, answers=answers, first_body=first_body
+        )
+        self._prompts = prompts
+        self._samples = samples
+        self._held: list[_HeldAnswer] = []
+        self._held_bytes = 0
+        self._events: list[tuple[int, int, int, int]] = []
+        self._rows: list[tuple[int, ...]] = []
+
+    def settling_fault(self, connection: ClientConnection, exchange: Exchange) -> str | None:
+        failure = None if exchange.good else failure_message(exchange)
+        answer = read_answer_stream(_received(connection, exchange))
+        return answer.fault(SETTLING.output_tokens, failure, of_any_length=True)
+
+    def _take(self, connection: ClientConnection, exchange: Exchange, sent: SentRequest) -> str | None:
+        """Hold the answer. What is returned is a first judgement, for the rule that ends the block."""
+        fault = None if exchange.good else failure_message(exchange)
+        stream = _received(connection, exchange)
+        intended_ns = exchange.send_ns if sent.intended_ns is None else sent.intended_ns
+        held = _HeldAnswer(
+            sent, intended_ns, exchange.send_ns, exchange.end_ns, exchange.request_bytes, exchange.response_bytes,
+            exchange.status, fault, stream,
+        )  # fmt: skip
+        self.last_end_ns = exchange.end_ns
+        if self._held_bytes < _MOST_HELD_BYTES:
+            self._held_bytes += len(stream.raw) + 16 * len(stream.ends)
+            self._held.append(held)
+        else:
+            self._judge(held)
+        if fault is None and (b'data: {"error"' in stream.raw[-_ERROR_BYTES:] or not stream.raw):
+            fault = "error event"
+        return fault
+
+    def finish(self) -> None:
+        """Take all held answers apart, and store them."""
+        paused_ns = perf_counter_ns()
+        for held in self._held:
+            self._judge(held)
+            if perf_counter_ns() - paused_ns > _PAUSE_NS:
+                sleep(0.0001)
+                paused_ns = perf_counter_ns()
+        self._held = []
+        if self._samples is not None:
+            events = np.array(self._events, dtype=EVENT_DTYPE)
+            store_tokens(self._samples, TokenRows(events, np.array(self._rows, dtype=ANSWER_DTYPE)))
+
+    def _judge(self, held: _HeldAnswer) -> None:
+        sent, asked = held.sent, self._prompts.shape.output_tokens
+        answer = read_answer_stream(held.stream)
+        fault = answer.fault(asked, held.failure, of_any_length=self._samples is None)
+        if fault is None and not sent.measured:
+            self.unmeasured += 1
+            self.unmeasured_ns += held.end_ns - held.send_ns
+            self.unmeasured_tokens += answer.output_tokens
+            return
+        first_ns = answer.chunks[0].at_ns if answer.chunks else 0
+        end_ns = answer.chunks[-1].at_ns if answer.chunks and fault is None else held.end_ns
+        sample = self.writer.count
+        self.writer.add(
+            held.intended_ns, held.send_ns, first_ns, end_ns, held.request_bytes, held.response_bytes,
+            1, sent.user, sent.body, held.status, GOOD if fault is None else self._error_index(fault),
+        )  # fmt: skip
+        self.errors += fault is not None
+        if self._samples is not None:
+            self._events += [(sample, *chunk) for chunk in answer.chunks]
+            self._rows.append(self._row(answer, sent))
+        if sent.slot is not None and fault is None and answer.has_ids:
+            self.answers.keep(sent.slot, sent.number, sent.user, sent.body, sent.first, self._kept(answer, sent))
+
+    def _kept(self, answer: StreamedAnswer, sent: SentRequest) -> Callable[[], Mapping[str, Array]]:
+        tokens = ids_array(answer.ids)
+        return lambda: {"prompt": ids_array(self._prompts.prompt(sent.body, sent.first).tolist()), "tokens": tokens}
+
+    def _row(self, answer: StreamedAnswer, sent: SentRequest) -> tuple[int, ...]:
+        """The answer's row of `ANSWER_DTYPE`."""
+        shape = self._prompts.shape
+        flags = IDS if answer.has_ids else 0
+        if answer.prompt_ids is not None:
+            same = answer.prompt_ids == self._prompts.prompt(sent.body, sent.first).tolist()
+            flags |= ECHO if same else ECHO | ECHO_DIFFERS
+        if answer.torn or not (answer.ended or answer.output_tokens == shape.output_tokens):
+            flags |= CUT
+        prompt_tokens = answer.prompt_tokens
+        if prompt_tokens < 0 and answer.prompt_ids is not None:
+            prompt_tokens = len(answer.prompt_ids)
+        distinct = len(set(answer.ids)) if answer.has_ids else -1
+        return (
+            shape.output_tokens, shape.prompt_tokens, prompt_tokens, answer.output_tokens, answer.usage_tokens,
+            answer.cached_tokens, distinct, len(answer.chunks), sent.first, answer.finish, flags,
+        )  # fmt: skip
+
+
+def _received(connection: ClientConnection, exchange: Exchange) -> ReceivedStream:
+    """What came in answer to this exchange; nothing if the connection was refused."""
+    if isinstance(connection, StreamConnection) and isinstance(exchange, StreamExchange):
+        return connection.received()
+    return _NOTHING
+
+
+def ask_tokens(
+    target: InferenceTarget, plan: PromptPlan, prompt: Sequence[int], max_tokens: int, *, timeout_s: float = 60.0,
+    salt: str | None = None,
+) -> StreamedAnswer:  # fmt: skip
+    """Send one prompt on its own connection and wait for the whole answer; not for measurements under load. Raises
+    `AnswerError` with a sentence when it is not an answer of `max_tokens`, `ConnectionRefused` and `AddressError`."""
+    transport: TokenTransport = "completions" if target.transport == "completions" else "generate_stream"
+    encoded = plan.encode(np.array(prompt, dtype=np.int32))
+    request = prompt_request(transport, target.model, (encoded, b"", b""), max_tokens, text=plan.text, salt=salt)
+    sendable = target.sendable(request)
+    connection = target.connection((sendable,), timeout_s=timeout_s)
+    try:
+        connection.connect()
+        exchange = connection.send(sendable)
+        answer = read_answer_stream(_received(connection, exchange))
+        answer.sent_ns = exchange.send_ns
+        fault = answer.fault(max_tokens, None if exchange.good else failure_message(exchange))
+    finally:
+        connection.close()
+    if fault is not None:
+        raise AnswerError(fault)
+    return answer

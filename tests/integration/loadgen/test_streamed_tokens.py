@@ -1,0 +1,257 @@
+"""The load generator receives streamed tokens from real servers whose schedule is known."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loadgen.client.endpoint import Signature
+from loadgen.client.generator import GeneratorProcess
+from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
+from loadgen.client.outputs import AnswerError
+from loadgen.client.token_traffic import ask_tokens
+from loadgen.client.traffic import unpacked
+from loadgen.client.transports import InferenceTarget
+from loadgen.experiment.prompts import PromptPlan, PromptShape
+from loadgen.records.run import Transport
+from loadgen.records.samples import Samples, good, read_samples
+from loadgen.records.tokens import (
+    ASSUMED,
+    BY_USAGE,
+    COALESCED,
+    CUT,
+    ECHO,
+    ECHO_DIFFERS,
+    IDS,
+    LENGTH,
+    STOP,
+    TokenRows,
+    read_tokens,
+)
+
+SERVER = Path(__file__).parents[2] / "truth" / "planted_stream.py"
+SHAPE = PromptShape(32, 16)
+PLAN = PromptPlan(low=3, high=4095, seed=7, shapes=(SHAPE, PromptShape(32, 16, 16)))
+NS_PER_MS = 1e6
+
+
+class Streams:
+    """Starts planted servers, and runs blocks on them with one generator."""
+
+    def __init__(self, folder: Path, generator: GeneratorProcess) -> None:
+        self.folder, self.generator = folder, generator
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, options: str = "") -> str:
+        process = subprocess.Popen([sys.executable, str(SERVER), *options.split()], stdout=subprocess.PIPE, text=True)
+        self.running.append(process)
+        assert process.stdout is not None
+        return f"http://127.0.0.1:{process.stdout.readline().strip()}"
+
+    def stop(self) -> None:
+        for process in self.running:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        self.running = []
+
+    def block(
+        self, options: str = "", transport: Transport = "completions", plan: PromptPlan = PLAN,
+        generator: GeneratorProcess | None = None, **changes: Any,
+    ) -> tuple[BlockOutcome, Samples, TokenRows]:  # fmt: skip
+        generator = generator or self.generator
+        url, path = self.start(options), self.folder / "0000.npy"
+        generator.prepare(
+            Prepare(
+                samples_directory="", payload="", signature=Signature("planted", (), ()), batch_sizes=(1,), seed=7,
+                transport=transport, prompts=plan,
+            )
+        )  # fmt: skip
+        fields: dict[str, Any] = {
+            "url": url, "batch_size": 1, "shape": SHAPE, "concurrency": 2, "requests": 12, "seconds": 0.0,
+            "max_seconds": 20.0, "timeout_s": 10.0, "samples_path": str(path),
+        }  # fmt: skip
+        command = Open(**{**fields, **changes})
+        generator.open(command)
+        outcome = generator.go(command)
+        self.stop()
+        return outcome, read_samples(path), read_tokens(path)
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GeneratorProcess]:
+    process = GeneratorProcess(tmp_path_factory.mktemp("generator") / "generator.log")
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def streams(tmp_path: Path, generator: GeneratorProcess) -> Iterator[Streams]:
+    started = Streams(tmp_path, generator)
+    yield started
+    started.stop()
+
+
+def by_sample(rows: TokenRows) -> list[Samples]:
+    return [rows.events[rows.events["sample"] == number] for number in range(len(rows.answers))]
+
+
+@pytest.mark.parametrize("transport", ["completions", "generate_stream"])
+def test_every_token_has_its_time(streams: Streams, transport: Transport) -> None:
+    outcome, samples, rows = streams.block("--first-ms 20 --step-ms 5 --crlf", transport)
+    assert (outcome.errors, outcome.cut_reason, outcome.storage_error) == (0, None, None)
+    assert len(samples) == len(rows.answers) == outcome.requests >= 12
+    for sample, events in zip(samples, by_sample(rows), strict=True):
+        assert events["tokens"].tolist() == [1] * 16
+        assert (sample["first_byte_ns"], sample["end_ns"]) == (events["at_ns"][0], events["at_ns"][-1])
+        assert np.all(np.diff(events["at_ns"]) >= 0)  # equal where a busy machine delays the client
+    first_ms = (samples["first_byte_ns"] - samples["intended_ns"]) / NS_PER_MS
+    last_ms = (samples["end_ns"] - samples["first_byte_ns"]) / NS_PER_MS
+    assert 20.0 <= np.median(first_ms) < 60.0
+    assert 60.0 <= np.median(last_ms) < 115.0
+    assert not (rows.events["flags"] & (BY_USAGE | ASSUMED)).any()
+    answers = rows.answers
+    for name, value in (("asked", 16), ("prompt_asked", 32), ("prompt_tokens", 32), ("output_tokens", 16)):
+        assert answers[name].tolist() == [value] * len(answers)
+    assert (answers["distinct"] >= 14).all()
+    assert set(answers["finish"].tolist()) == {LENGTH}
+    echoed = transport == "completions"
+    assert answers["usage_tokens"].tolist() == [16 if echoed else -1] * len(answers)
+    assert answers["flags"].tolist() == [IDS | (ECHO if echoed else 0)] * len(answers)
+    assert len(set(answers["number"].tolist())) == len(answers)
+
+
+def test_kept_answers_have_their_prompts(streams: Streams) -> None:
+    sys.path.insert(0, str(SERVER.parent))
+    from planted_stream import planted_tokens
+
+    outcome, _, _ = streams.block(keep_answers=5, keep_seed=1)
+    assert len(outcome.answers) == 5
+    for answer in outcome.answers:
+        outputs = {tensor.name: unpacked(tensor)[0].tolist() for tensor in answer.outputs}
+        assert outputs["prompt"] == PLAN.prompt(SHAPE, answer.body, answer.first).tolist()
+        assert outputs["tokens"] == planted_tokens(outputs["prompt"], 16)
+        assert answer.error is None
+
+
+def test_several_processes_share_a_block(streams: Streams, tmp_path: Path) -> None:
+    several = GeneratorProcess(tmp_path / "several.log", processes=2)
+    try:
+        outcome, samples, rows = streams.block(
+            "--stop-share 0.3 --stop-at 9", generator=several, concurrency=4, requests=40
+        )
+    finally:
+        several.stop()
+    assert len(samples) == len(rows.answers) == outcome.requests
+    assert np.all(np.diff(samples["send_ns"]) >= 0)
+    for sample, answer, events in zip(samples, rows.answers, by_sample(rows), strict=True):
+        assert events["tokens"].sum() == answer["output_tokens"]
+        assert sample["first_byte_ns"] == events["at_ns"][0]
+        assert (answer["output_tokens"] == 16) == (sample["error"] < 0)
+    assert outcome.error_messages == ("answered 9 of 16 tokens (finish reason stop)",)
+    assert sorted(path.name for path in tmp_path.glob("*.npy*")) == ["0000.answers.npy", "0000.events.npy", "0000.npy"]
+
+
+def test_an_open_loop_counts_from_the_intended_start(streams: Streams) -> None:
+    outcome, samples, rows = streams.block(
+        "--first-ms 30 --step-ms 4", concurrency=1, arrivals="constant", rate_per_s=20.0, requests=6, max_seconds=2.0
+    )
+    assert outcome.offered == 6
+    waited_ms = (samples["first_byte_ns"] - samples["intended_ns"]) / NS_PER_MS
+    assert waited_ms[-1] > waited_ms[0] + 100.0  # one connection answers every 90 ms, and 50 ms lie between two
+    assert len(rows.answers) == len(samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--error-every 2 --error-after 4", "error event: the engine failed (after 4 of 16 tokens)"),
+        ("--error-every 2", "error event: the engine failed"),
+        ("--cut-every 2", "connection closed by the server in the middle of a response (after 7 of 16 tokens)"),
+        ("--usage-share 0.5", "answered 8 of 16 tokens (finish reason length)"),
+    ],
+)
+def test_what_is_no_whole_answer_has_failed(streams: Streams, options: str, sentence: str) -> None:
+    with_good_settling = options.replace("every 2", "every 3")
+    outcome, samples, rows = streams.block(with_good_settling, concurrency=1)
+    assert outcome.error_messages == (sentence,)
+    assert 0 < outcome.errors <= outcome.requests
+    failed = samples["error"] >= 0
+    assert (rows.answers["output_tokens"][failed] < 16).all()
+    assert (rows.answers["output_tokens"][~failed] == 16).all()
+    if "cut" in options:
+        assert (rows.answers["flags"][failed] & CUT).all()
+    if "usage" in options:
+        assert (rows.answers["usage_tokens"] == 16).all()
+
+
+def test_a_server_without_ids_is_counted_by_its_words_or_its_usage(streams: Streams) -> None:
+    for options, plan, flags, has_ids in (
+        ("--no-ids --no-usage", PLAN, 0, True),
+        ("--no-ids --no-usage", PromptPlan(low=3, high=4095, seed=7, shapes=(SHAPE,), text=True), 0, True),
+        ("--no-ids --prose", PLAN, BY_USAGE, False),
+        ("--no-ids --prose --no-usage", PLAN, ASSUMED, False),
+    ):
+        outcome, _, rows = streams.block(options, plan=plan)
+        assert outcome.errors == 0
+        assert set((rows.events["flags"] & (BY_USAGE | ASSUMED)).tolist()) == {flags}
+        assert (rows.answers["output_tokens"] == 16).all()
+        assert ((rows.answers["flags"] & IDS) > 0).tolist() == [has_ids] * len(rows.answers)
+
+
+def test_chunks_are_counted_as_they_come(streams: Streams) -> None:
+    _, samples, rows = streams.block("--chunk-tokens 4 --first-tokens 8 --early-empty-ms 4 --first-ms 20")
+    for events in by_sample(rows):
+        assert events["tokens"].tolist() == [8, 4, 4]
+    assert np.median(samples["first_byte_ns"] - samples["intended_ns"]) >= 20 * NS_PER_MS
+    assert (rows.answers["chunks"] == 3).all()
+
+
+def test_chunks_of_one_read_are_marked(streams: Streams) -> None:
+    _, _, rows = streams.block("--step-ms 0")
+    events = by_sample(rows)[0]
+    merged = np.flatnonzero(np.diff(events["at_ns"]) == 0) + 1
+    assert np.flatnonzero(events["flags"] & COALESCED).tolist() == merged.tolist()
+
+
+def test_a_changed_echo_and_cached_tokens_are_told(streams: Streams) -> None:
+    outcome, _, rows = streams.block("--wrong-echo --cache-prefix 16", shape=PromptShape(32, 16, 16))
+    assert outcome.errors == 0
+    assert (rows.answers["flags"] & ECHO_DIFFERS).all()
+    assert rows.answers["cached_tokens"].tolist()[2:] == [16] * (len(rows.answers) - 2)
+
+
+def test_no_two_prompts_share_their_first_id_often(streams: Streams) -> None:
+    _, _, rows = streams.block("--step-ms 0.1 --first-ms 0.1 --cache-prefix 4", requests=200)
+    assert (rows.answers["cached_tokens"] == 0).all()
+
+
+def test_one_prompt_alone(streams: Streams) -> None:
+    url = streams.start("--cache")
+    for transport in ("completions", "generate_stream"):
+        target = InferenceTarget(transport, url, "planted")  # type: ignore[arg-type]
+        answer = ask_tokens(target, PLAN, [5, 6, 7], 9)
+        assert (len(answer.ids), answer.output_tokens, answer.finish, answer.prompt_tokens) == (9, 9, LENGTH, 3)
+        assert answer.chunks[0].at_ns > answer.sent_ns > 0
+    stops = InferenceTarget("completions", streams.start("--stop-share 1 --stop-at 5"), "planted")
+    with pytest.raises(AnswerError, match=r"^answered 5 of 9 tokens \(finish reason stop\)$"):
+        ask_tokens(stops, PLAN, [5, 6, 7], 9)
+    assert STOP == 2
+
+
+def test_a_block_needs_prepared_prompts(streams: Streams) -> None:
+    with pytest.raises(GeneratorError, match="no prompts of 99 tokens are prepared"):
+        streams.block(shape=PromptShape(99, 1))
+    with pytest.raises(GeneratorError, match="choose completions or generate_stream"):
+        streams.block(transport="grpc")
+    refusing = "--refuse-from 1 --first-ms 200"
+    outcome, samples, _ = streams.block(refusing, concurrency=1, requests=2)
+    assert outcome.errors == 0
+    assert len(good(samples)) == 2
