@@ -281,6 +281,7 @@ def _add(answer: StreamedAnswer, event: AnswerEvent) -> tuple[int, int]:
     before = max(answer.usage_tokens, 0)
     if usage is not None:
         _add_usage(answer, usage)
+    text: str | list[str] | None
     finish: str | list[str] | None
     if choice is not None:
         ids, text, finish, echo = choice.token_ids, choice.text, choice.finish_reason, choice.prompt_token_ids
@@ -303,11 +304,11 @@ def _add(answer: StreamedAnswer, event: AnswerEvent) -> tuple[int, int]:
         return 0, 0
     if usage is not None and usage.completion_tokens is not None:
         return max(0, usage.completion_tokens - before), BY_USAGE
-    text = "".join(text) if isinstance(text, list) else text
-    if not text:
+    words_sent = "".join(text) if isinstance(text, list) else text
+    if not words_sent:
         return 0, 0
-    if _WORDS.fullmatch(text):
-        words = [int(word[1:]) for word in text.split()]
+    if _WORDS.fullmatch(words_sent):
+        words = [int(word[1:]) for word in words_sent.split()]
         answer.ids += words
         return len(words), 0
     return 1, ASSUMED

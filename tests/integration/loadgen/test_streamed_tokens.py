@@ -19,7 +19,7 @@ from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.traffic import unpacked
 from loadgen.client.transports import InferenceTarget
 from loadgen.experiment.prompts import PromptPlan, PromptShape
-from loadgen.records.run import Transport
+from loadgen.records.run import TOKEN_TRANSPORTS, Transport
 from loadgen.records.samples import Samples, good, read_samples
 from loadgen.records.tokens import (
     ASSUMED,
@@ -34,6 +34,7 @@ from loadgen.records.tokens import (
     TokenRows,
     read_tokens,
 )
+from tests.truth.planted_stream import planted_tokens
 
 SERVER = Path(__file__).parents[2] / "truth" / "planted_stream.py"
 SHAPE = PromptShape(32, 16)
@@ -129,9 +130,6 @@ def test_every_token_has_its_time(streams: Streams, transport: Transport) -> Non
 
 
 def test_kept_answers_have_their_prompts(streams: Streams) -> None:
-    sys.path.insert(0, str(SERVER.parent))
-    from planted_stream import planted_tokens
-
     outcome, _, _ = streams.block(keep_answers=5, keep_seed=1)
     assert len(outcome.answers) == 5
     for answer in outcome.answers:
@@ -235,8 +233,8 @@ def test_no_two_prompts_share_their_first_id_often(streams: Streams) -> None:
 
 def test_one_prompt_alone(streams: Streams) -> None:
     url = streams.start("--cache")
-    for transport in ("completions", "generate_stream"):
-        target = InferenceTarget(transport, url, "planted")  # type: ignore[arg-type]
+    for transport in TOKEN_TRANSPORTS:
+        target = InferenceTarget(transport, url, "planted")
         answer = ask_tokens(target, PLAN, [5, 6, 7], 9)
         assert (len(answer.ids), answer.output_tokens, answer.finish, answer.prompt_tokens) == (9, 9, LENGTH, 3)
         assert answer.chunks[0].at_ns > answer.sent_ns > 0
