@@ -9,8 +9,8 @@ import orjson
 import typer
 
 from servers.cli.options import fail
+from servers.language.module import describe_language_model
 from servers.language.specification import language_model
-from servers.language.weights import weights_sha256
 from servers.models.specification import UnknownModelError
 from servers.models.weights import WeightsError
 
@@ -23,28 +23,9 @@ _Weights = Annotated[
 def language_info(model: _Model, weights: _Weights = None) -> None:
     """Describe a language model as one line of JSON: vocabulary, ids for prompts, longest answer, weights."""
     try:
-        described = language_model(model, weights)
-        digest = weights_sha256(described.weights, described.fields)
-        parameters = described.known_parameters
-        if parameters is None:
-            from servers.language.module import count_parameters
-
-            parameters = count_parameters(described)
+        document = describe_language_model(language_model(model, weights))
     except (UnknownModelError, WeightsError) as exc:
         fail(str(exc), exc, status=2)
-    document = {
-        "reference": described.label,
-        "name": described.name,
-        "title": described.title,
-        "architecture": described.architecture,
-        "parameters": parameters,
-        "vocabulary": described.vocabulary,
-        "eos": described.eos,
-        "max_length": described.max_length,
-        "prompt_ids": described.prompt_ids,
-        "weights": described.weights.label,
-        "weights_sha256": digest,
-    }
     typer.echo(orjson.dumps(document).decode())
 
 

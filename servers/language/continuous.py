@@ -87,9 +87,8 @@ class ContinuousEngine:
             torch.set_num_threads(self._settings.threads or len(os.sched_getaffinity(0)))
         set_fp32_products(tf32=False)
         module = build_module(self._model, str(self._device), self._precision)
-        generation = transformers.GenerationConfig(
-            do_sample=False, max_new_tokens=self.max_length, eos_token_id=-1, pad_token_id=0
-        )
+        configuration: Any = transformers.GenerationConfig  # has no annotations
+        generation = configuration(do_sample=False, max_new_tokens=self.max_length, eos_token_id=-1, pad_token_id=0)
         with quiet_transformers():
             self._manager = module.init_continuous_batching(
                 generation_config=generation, continuous_batching_config=self._batching()
@@ -151,7 +150,7 @@ class ContinuousEngine:
         kind = transformers.ContinuousBatchingConfig
         known = {field.name for field in fields(kind)}
         pages = -(-self.max_length // PAGE_TOKENS) + 1
-        wanted = {
+        wanted: dict[str, Any] = {
             "page_size" if "page_size" in known else "block_size": PAGE_TOKENS,
             "num_blocks": self.slots * pages,
             "max_batch_tokens": self._batch_tokens,

@@ -83,6 +83,24 @@ def count_parameters(model: LanguageModel) -> int:
     return sum(map(math.prod, shapes_of(model).values()))
 
 
+def describe_language_model(model: LanguageModel) -> dict[str, Any]:
+    """What `abserve models` and a load box say of a model. Reads the files of its weights for their digest; imports
+    transformers only for a model of the user."""
+    return {
+        "reference": model.label,
+        "name": model.name,
+        "title": model.title,
+        "architecture": model.architecture,
+        "parameters": count_parameters(model),
+        "vocabulary": model.vocabulary,
+        "eos": model.eos,
+        "max_length": model.max_length,
+        "prompt_ids": model.prompt_ids,
+        "weights": model.weights.label,
+        "weights_sha256": weights_sha256(model.weights, model.fields),
+    }
+
+
 def attention_of(model: LanguageModel) -> str:
     """Scaled dot-product attention, or transformers' own code for a model without it."""
     return "sdpa" if getattr(_class_of(model), "_supports_sdpa", False) else "eager"

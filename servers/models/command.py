@@ -7,6 +7,7 @@ said of them is kept in $XDG_CACHE_HOME/abserve, for the versions of these libra
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +19,8 @@ import typer
 from rich.console import Console
 
 from servers.cli.options import fail
+from servers.language.module import describe_language_model
+from servers.language.specification import PREFIX, is_language_model, language_model, language_names
 from servers.models.registry import (
     DEFAULT_MODEL,
     SOURCES,
@@ -29,6 +32,7 @@ from servers.models.registry import (
     payload_variants,
 )
 from servers.models.specification import ModelSpecification
+from servers.models.weights import WeightsError
 
 HELP_GROUP = "Explore"
 
@@ -71,20 +75,25 @@ def models(
     """List the sources of models and well-known models, all names of a source, or the details of one model.
 
     Sources are open_clip, torchvision, timm and transformers, as in timm:resnet50; FILE.py:FUNCTION, FILE.onnx, and
-    folders with a model of transformers or of Triton. Nothing is downloaded.
+    folders with a model of transformers or of Triton. Language models are language:NAME, or a folder with a causal
+    model. Nothing is downloaded.
     """
     known = KnownModels()
+    language = [f"{PREFIX}{name}" for name in language_names()]
+    if reference == PREFIX.rstrip(":"):
+        _print(_json({"schema": SCHEMA, "names": language}) if json else "\n".join(language))
+        return
     if reference in SOURCES and (listed := known.names(reference)):
         names = [f"{reference}:{name}" for name in listed]
         _print(_json({"schema": SCHEMA, "names": names}) if json else "\n".join(names))
         return
     described = []
     try:
-        for name in [reference] if reference else known_references():
-            described.append(known.describe(name))
+        for name in [reference] if reference else (*known_references(), *language):
+            described.append(_described_language(name) if is_language_model(name) else known.describe(name))
             if reference is None and not json:
                 _show_line(described[-1])
-    except UnknownModelError as exc:
+    except (UnknownModelError, WeightsError) as exc:
         fail(str(exc), exc, status=2)
     if json:
         _print(_json({"schema": SCHEMA, "models": described}))
@@ -156,7 +165,7 @@ def _versions() -> dict[str, str]:
 
 def _described(specification: ModelSpecification) -> dict[str, Any]:
     from servers.models.modules import measure_size
-    from servers.models.weights import WeightsError, parse_weights
+    from servers.models.weights import parse_weights
 
     try:
         parameters, flops_per_item = measure_size(specification)
@@ -187,6 +196,11 @@ def _described(specification: ModelSpecification) -> dict[str, Any]:
     }
 
 
+def _described_language(reference: str) -> dict[str, Any]:
+    """What `abserve models` says of a language model, which has no tensors."""
+    return {**describe_language_model(language_model(reference)), "kind": "language"}
+
+
 def _tensor(specification: ModelSpecification, tensor: Any) -> dict[str, Any]:
     """A tensor as JSON; in its shape a variable size is the name of its axis."""
     shape: list[int | str] = ["batch", *tensor.item_shape]
@@ -197,6 +211,11 @@ def _tensor(specification: ModelSpecification, tensor: Any) -> dict[str, Any]:
 
 
 def _show_line(model: dict[str, Any]) -> None:
+    if _is_language(model):
+        vocabulary, longest = f"{model['vocabulary']:,}", f"{model['max_length']:,}"
+        _print(f"{model['reference']}: {model['title']}, {_size(model)}")
+        _print(f"    vocabulary of {vocabulary}, prompt and answer of up to {longest} tokens")
+        return
     _print(f"{model['reference']}: {model['title']}, {_size(model)}")
     _print(f"    {_brief(model['inputs'])} → {_brief(model['outputs'])}")
 
@@ -207,13 +226,39 @@ def _show_details(model: dict[str, Any]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
+    for name, value in _language_details(model) if _is_language(model) else _details(model):
+        if value:
+            table.add_row(name, value)
+    Console(highlight=False, markup=False).print(table)
+
+
+def _is_language(model: dict[str, Any]) -> bool:
+    return model.get("kind") == "language"
+
+
+def _language_details(model: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    return (
+        ("Model", model["reference"]),
+        ("Title", model["title"]),
+        ("Name on servers", model["name"]),
+        ("Architecture", model["architecture"]),
+        ("Vocabulary", f"{model['vocabulary']:,} token ids"),
+        ("Ids that end an answer", ", ".join(map(str, model["eos"]))),
+        ("Longest prompt and answer", f"{model['max_length']:,} tokens together"),
+        ("Size", _size(model)),
+        ("Default weights", model["weights"]),
+        ("Weights, SHA-256", model["weights_sha256"]),
+    )
+
+
+def _details(model: dict[str, Any]) -> Iterable[tuple[str, str | None]]:
     tags = model["pretrained_tags"]
     axes = [
         f"{axis['name']}: {axis['default']} by default, at most {axis['largest']}, "
         f"{'padded' if axis['padding'] else 'not padded'}"
         for axis in model["axes"]
     ]
-    for name, value in (
+    return (
         ("Model", model["reference"]),
         ("Title", model["title"]),
         ("Name on servers", model["name"]),
@@ -226,10 +271,7 @@ def _show_details(model: dict[str, Any]) -> None:
         ("Definition, SHA-256", model["definition_sha256"]),
         ("Default weights", model["default_weights"]),
         ("Weights by tag", ", ".join(tags)),
-    ):
-        if value:
-            table.add_row(name, value)
-    Console(highlight=False, markup=False).print(table)
+    )
 
 
 def _brief(tensors: list[dict[str, Any]]) -> str:
@@ -247,7 +289,7 @@ def _line(tensor: dict[str, Any]) -> str:
 
 
 def _size(model: dict[str, Any]) -> str:
-    parameters, flops = model["parameters"], model["flops_per_item"]
+    parameters, flops = model["parameters"], model.get("flops_per_item")
     counted = f"{parameters / 1e6:,.1f} million" if parameters >= 10**6 else f"{parameters:,}"
     if flops is None:
         return f"{counted} parameters"

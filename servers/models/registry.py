@@ -68,6 +68,11 @@ def _variants(reference: str) -> Mapping[str, ModelSpecification]:
     if reference in _SERVED:
         return _variants(DEFAULT_MODEL)
     source, separator, name = reference.partition(":")
+    if source == "language":
+        raise UnknownModelError(
+            f"{reference} is a language model; this command takes models that answer with tensors, and abserve serve "
+            "and abserve compare take both"
+        )
     if separator and source in SOURCES:
         specification = source_module(source).specify(name)
         if specification is None:
