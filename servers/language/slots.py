@@ -1,0 +1,273 @@
+"""The engine `slots`: static KV slots, continuous batching, prompts in pieces beside the running answers.
+
+The requests that decode have the slots 0 … n-1, at most one prompt that is partly read has slot n. When an answer
+ends, the last slot moves into its place, so that no step computes a row without a request. A step takes one token of
+every request that decodes and up to `prefill_chunk` tokens of prompts, in the order of arrival: a long prompt delays
+the others by one piece per token and never by the whole of it.
+
+The tokens that a step chooses stay on the device, where the next step reads them. On a GPU they reach the host one step
+late, while the next step runs: the host never waits for an idle device. Then a request that stops at EOS has one token
+computed in vain, which nobody sees.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from servers.engines.settings import EngineError
+from servers.engines.torch.device import resolve_device, set_fp32_products
+from servers.language.decoder import DecoderWeights, decoder_weights
+from servers.language.engine import Emission, GenerationRequest, GenerationSettings, check_request, generation_precision
+from servers.language.forward import PromptPiece, StepPlan, TorchForward
+from servers.language.module import build_module
+from servers.language.specification import LanguageModel
+from servers.language.weights import weights_sha256
+
+SLOTS = {"cpu": 16, "cuda": 64}
+PREFILL_CHUNK = {"cpu": 32, "cuda": 128}
+"""Tokens of prompts per step that lengthen it to about twice its time."""
+ALONE = 8
+"""A piece is up to so many times larger while no answer is running that it could delay."""
+MAX_LENGTH = 4096
+"""A model may allow far more, but memory is reserved for every slot."""
+
+
+class _Generation:
+    """A request that has a slot or waits for one."""
+
+    __slots__ = ("finished", "length", "produced", "prompt", "read", "request")
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self.prompt = list(request.prompt)
+        self.read = 0
+        """Tokens of the prompt whose keys and values are in the slot."""
+        self.length = 0
+        """Tokens in the slot."""
+        self.produced = 0
+        """Tokens that started steps choose, in the slot's device memory or on their way to the host."""
+        self.finished = False
+        """Nothing more is to be emitted."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A started step whose tokens are on their way to the host."""
+
+    generations: Sequence[_Generation]
+    """By token."""
+    ends: Sequence[bool]
+    """By token: whether it is the last one that the request asked for."""
+    tokens: Tensor
+    arrived: torch.cuda.Event | None
+
+    def fetch(self) -> list[int]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens: list[int] = self.tokens.tolist()
+        return tokens
+
+
+class SlotsEngine:
+    """See `GeneratingEngine`, and this module."""
+
+    def __init__(self, model: LanguageModel, settings: GenerationSettings) -> None:
+        self._model, self._settings = model, settings
+        self._device = resolve_device(settings.device)
+        kind = "cpu" if self._device.type == "cpu" else "cuda"
+        self._precision = generation_precision(settings.precision, str(self._device))
+        self.slots = settings.slots or SLOTS[kind]
+        self._chunk = settings.prefill_chunk or PREFILL_CHUNK[kind]
+        if settings.max_length > model.max_length:
+            raise EngineError(
+                f"max_length {settings.max_length}: {model.title} has at most {model.max_length} positions"
+            )
+        self.max_length = settings.max_length or min(model.max_length, MAX_LENGTH)
+        self.vocabulary, self.eos = model.vocabulary, model.eos
+        self._eos = frozenset(model.eos)
+        self._late = kind == "cuda"
+        self._waiting: deque[_Generation] = deque()
+        self._decoding: list[_Generation] = []
+        """Row and slot i."""
+        self._reading: _Generation | None = None
+        """The request whose prompt is partly read, in the slot after those that decode."""
+        self._generations: dict[int, _Generation] = {}
+        self._flights: deque[_Flight] = deque()
+        self._forward: TorchForward | None = None
+
+    @property
+    def active(self) -> int:
+        """Requests with a slot, and those whose last tokens have not reached the host."""
+        return len(self._generations) - len(self._waiting)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def settings(self) -> dict[str, object]:
+        assert self._forward is not None
+        return {
+            "engine": "slots",
+            "version": torch.__version__,
+            "device": str(self._device),
+            "precision": self._precision,
+            "threads": torch.get_num_threads() if self._device.type == "cpu" else None,
+            "slots": self.slots,
+            "max_length": self.max_length,
+            "prefill_chunk": self._chunk,
+            "weights": self._model.weights.label,
+            "weights_sha256": weights_sha256(self._model.weights, self._model.fields),
+            "cache_bytes": self._forward.cache.nbytes,
+            "prefix_cache": False,
+            "speculation": False,
+            **self._forward.describe(),
+        }
+
+    def load(self) -> None:
+        if self._device.type == "cpu":
+            torch.set_num_threads(self._settings.threads or len(os.sched_getaffinity(0)))
+        set_fp32_products(tf32=False)
+        weights = decoder_weights(build_module(self._model, str(self._device), self._precision))
+        self._forward = self._make_forward(weights)
+
+    def _make_forward(self, weights: DecoderWeights) -> TorchForward:
+        try:
+            return TorchForward(weights, self.slots, self.max_length)
+        except (torch.OutOfMemoryError, RuntimeError) as exc:
+            raise EngineError(
+                f"there is no memory for {self.slots} slots of {self.max_length} tokens; use fewer --slots or a "
+                "smaller --max-length"
+            ) from exc
+
+    def warm_up(self) -> None:
+        assert self._forward is not None
+        self._forward.warm_up()
+
+    def add(self, request: GenerationRequest) -> None:
+        check_request(request, self)
+        generation = _Generation(request)
+        self._generations[request.number] = generation
+        self._waiting.append(generation)
+
+    def cancel(self, number: int) -> None:
+        generation = self._generations.pop(number, None)
+        if generation is not None:
+            generation.finished = True
+            self._release(generation)
+
+    def step(self) -> Sequence[Emission]:
+        try:
+            if self._decoding or self._reading or self._waiting:
+                self._start()
+                behind = 1 if self._late else 0
+            else:
+                behind = 0
+            emissions: list[Emission] = []
+            while len(self._flights) > behind:
+                self._finish(self._flights.popleft(), emissions)
+        except RuntimeError as exc:  # torch's errors, out of memory among them
+            raise EngineError(f"a step failed: {str(exc).splitlines()[0]}") from exc
+        return tuple(emissions)
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._decoding.clear()
+        self._flights.clear()
+        self._generations.clear()
+        self._reading = self._forward = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _start(self) -> None:
+        """Start one step, and give its rows the slots of the next one."""
+        assert self._forward is not None
+        rows = list(self._decoding)
+        pieces, read = self._take_pieces()
+        plan = StepPlan([generation.length for generation in rows], pieces)
+        chosen = self._forward.step(plan)
+        chosen_for = rows + [generation for generation, piece in zip(read, pieces, strict=True) if piece.last]
+        for generation, piece in zip(read, pieces, strict=True):
+            generation.read += len(piece.ids)
+            generation.length = generation.read
+            if piece.last:
+                self._decoding.append(generation)
+        for generation in rows:
+            generation.length += 1
+        ends = []
+        for generation in chosen_for:
+            generation.produced += 1
+            ends.append(generation.produced == generation.request.max_tokens)
+        self._flights.append(self._flight(chosen_for, ends, chosen))
+        for generation, ended in zip(reversed(chosen_for), reversed(ends), strict=True):
+            if ended:
+                self._release(generation)
+
+    def _take_pieces(self) -> tuple[list[PromptPiece], list[_Generation]]:
+        """The next tokens of prompts, first of the one that is partly read, and whose they are."""
+        left = self._chunk if self._decoding else self._chunk * ALONE
+        slot = len(self._decoding)
+        pieces, read = [], []
+        while left:
+            if self._reading is not None:
+                generation, self._reading = self._reading, None
+            elif self._waiting and slot < self.slots:
+                generation = self._waiting.popleft()
+            else:
+                break
+            ids = generation.prompt[generation.read : generation.read + left]
+            last = generation.read + len(ids) == len(generation.prompt)
+            pieces.append(PromptPiece(slot, generation.read, ids, last))
+            read.append(generation)
+            left -= len(ids)
+            slot += 1
+            if not last:
+                self._reading = generation
+                break
+        return pieces, read
+
+    def _flight(self, generations: Sequence[_Generation], ends: Sequence[bool], chosen: Tensor) -> _Flight:
+        if self._device.type == "cpu":
+            return _Flight(generations, ends, chosen, None)
+        host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+        host.copy_(chosen, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return _Flight(generations, ends, host, arrived)
+
+    def _finish(self, flight: _Flight, emissions: list[Emission]) -> None:
+        """Wait for the tokens of a step and emit them."""
+        for generation, ended, token in zip(flight.generations, flight.ends, flight.fetch(), strict=True):
+            if generation.finished:
+                continue
+            request = generation.request
+            finish: Literal["length", "stop"] | None = "length" if ended else None
+            if token in self._eos and not request.ignore_eos:
+                finish = "stop"
+            if finish:
+                generation.finished = True
+                del self._generations[request.number]
+                self._release(generation)
+            emissions.append(Emission(request.number, (token,), finish))
+
+    def _release(self, generation: _Generation) -> None:
+        """Take the slot of a request, or its place among the waiting, without waiting for steps that run."""
+        assert self._forward is not None
+        if generation in self._decoding:
+            slot, last = self._decoding.index(generation), len(self._decoding) - 1
+            moved = self._decoding.pop()
+            if moved is not generation:
+                self._decoding[slot] = moved
+                self._forward.move(last, slot, moved.length)
+            if self._reading is not None:  # its slot follows those that decode
+                self._forward.move(last + 1, last, self._reading.length)
+        elif generation is self._reading:
+            self._reading = None
+        elif generation in self._waiting:
+            self._waiting.remove(generation)

@@ -1,0 +1,268 @@
+"""The engine `slots` generates what transformers' `generate()` does, whatever else runs beside a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from servers.engines.settings import EngineError
+from servers.language.engine import Emission, GenerationRequest, GenerationSettings, make_engine
+from servers.language.forward import TorchForward
+from servers.language.module import build_module
+from servers.language.slots import SlotsEngine
+from servers.language.specification import LanguageModel, language_model
+
+LONGEST = 16
+PROMPTS: Sequence[Sequence[int]] = [
+    [(7 * number + 13 * place + place * place) % 1000 + 1 for place in range(length)]
+    for number, length in enumerate((1, 2, 7, 16, 33, 40))
+]
+
+ROTATED = {
+    "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "max_position_embeddings": 256, "eos_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **ROTATED},
+    "llama3-rope": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], **ROTATED, "attention_bias": True,
+        "mlp_bias": True, "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "qwen2-window": {
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **ROTATED, "use_sliding_window": True,
+        "sliding_window": 8, "max_window_layers": 1,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 1000, "n_positions": 256,
+        "n_embd": 64, "n_layer": 3, "n_head": 4, "eos_token_id": 0,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **ROTATED, "head_dim": 32,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8, "pad_token_id": 999,
+    },
+}  # fmt: skip
+
+
+def generated(model: LanguageModel, prompt: Sequence[int], length: int, module: Any = None) -> list[int]:
+    """The greedy answer of transformers, without regard to EOS."""
+    module = module or build_module(model)
+    ids = torch.tensor([list(prompt)])
+    answer = module.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, eos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    tokens: list[int] = answer[0, len(prompt) :].tolist()
+    return tokens
+
+
+@cache
+def tiny() -> LanguageModel:
+    return language_model("language:tiny")
+
+
+@cache
+def expected() -> list[list[int]]:
+    """The answers of tiny to the prompts."""
+    module = build_module(tiny())
+    return [generated(tiny(), prompt, LONGEST, module) for prompt in PROMPTS]
+
+
+def slots_engine(model: LanguageModel, **requested: Any) -> SlotsEngine:
+    values = {"device": "cpu", "threads": 1, "max_length": 64, **requested}
+    engine = make_engine(model, GenerationSettings("slots", **values))
+    assert isinstance(engine, SlotsEngine)
+    engine.load()
+    assert engine._forward is not None
+    engine._forward.cache.fill_(50.0)  # what an earlier request left must not be seen
+    return engine
+
+
+class Answers:
+    """Gathers emissions by request, and holds that each is finished once."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.finishes: dict[int, str] = {}
+
+    def take(self, emissions: Sequence[Emission]) -> None:
+        for emission in emissions:
+            assert emission.number not in self.finishes
+            self.tokens.setdefault(emission.number, []).extend(emission.tokens)
+            if emission.finish is not None:
+                self.finishes[emission.number] = emission.finish
+
+
+def finish(engine: SlotsEngine, answers: Answers) -> Answers:
+    for _ in range(1000):
+        if not (engine.active or engine.waiting):
+            return answers
+        answers.take(engine.step())
+    raise AssertionError("the engine never became idle")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_architecture_generates_what_transformers_does(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
+    model = language_model(f"language:{tmp_path}")
+    module = build_module(model)
+    engine = slots_engine(model, slots=4, prefill_chunk=1)
+    prompts = [[token % 900 for token in prompt] for prompt in PROMPTS]
+    answers = Answers()
+    for number, prompt in enumerate(prompts):
+        engine.add(GenerationRequest(number, prompt, LONGEST))
+        answers.take(engine.step())
+    finish(engine, answers)
+    assert answers.tokens == {n: generated(model, prompt, LONGEST, module) for n, prompt in enumerate(prompts)}
+    assert len(set(answers.tokens[3])) > 10  # the weights are no degenerate ones
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 32])
+def test_requests_share_steps_and_slots(chunk: int) -> None:
+    engine = slots_engine(tiny(), slots=3, prefill_chunk=chunk)
+    for number, prompt in enumerate(PROMPTS):
+        engine.add(GenerationRequest(number, prompt, LONGEST - number))
+    assert engine.waiting == len(PROMPTS)
+    answers = finish(engine, Answers())
+    assert answers.tokens == {n: answer[: LONGEST - n] for n, answer in enumerate(expected())}
+    assert set(answers.finishes.values()) == {"length"}
+    assert engine.step() == ()
+
+
+def test_an_answer_may_fill_its_slot() -> None:
+    engine = slots_engine(tiny(), slots=2, max_length=len(PROMPTS[4]) + LONGEST)
+    engine.add(GenerationRequest(1, PROMPTS[4], LONGEST))
+    assert finish(engine, Answers()).tokens == {1: expected()[4]}
+
+
+def test_a_long_prompt_is_read_beside_running_answers() -> None:
+    """While it is read each step gives every running answer its token."""
+    engine = slots_engine(tiny(), slots=3, prefill_chunk=4)
+    for number in (0, 1):
+        engine.add(GenerationRequest(number, PROMPTS[number], LONGEST))
+    answers = Answers()
+    answers.take(engine.step())
+    engine.add(GenerationRequest(5, PROMPTS[5], LONGEST))
+    for _ in range(len(PROMPTS[5]) // 4):
+        assert 5 not in answers.tokens
+        emissions = engine.step()
+        answers.take(emissions)
+        assert {0, 1} <= {emission.number for emission in emissions}
+    assert 5 in answers.tokens
+    assert finish(engine, answers).tokens == {n: expected()[n] for n in (0, 1, 5)}
+
+
+def test_a_cancelled_request_frees_its_slot_before_the_next_step() -> None:
+    engine = slots_engine(tiny(), slots=2, prefill_chunk=64)
+    for number in (0, 1, 2):
+        engine.add(GenerationRequest(number, PROMPTS[number], LONGEST))
+    answers = Answers()
+    answers.take(engine.step())
+    assert (engine.active, engine.waiting) == (2, 1)
+    engine.cancel(0)
+    engine.cancel(77)
+    assert (engine.active, engine.waiting) == (1, 1)
+    emissions = engine.step()
+    assert {emission.number for emission in emissions} == {1, 2}
+    answers.take(emissions)
+    assert finish(engine, answers).tokens == {0: expected()[0][:1], 1: expected()[1], 2: expected()[2]}
+
+
+events = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # steps before it arrives
+        st.integers(0, len(PROMPTS) - 1),
+        st.integers(1, LONGEST),
+        st.booleans(),  # ignores EOS
+        st.none() | st.integers(0, 12),  # the step of its cancel, from its arrival
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(events=events, slots=st.integers(1, 4), chunk=st.sampled_from([1, 3, 8, 64]))
+def test_whatever_arrives_and_leaves_each_answer_is_right(
+    late: bool, events: list[tuple[int, int, int, bool, int | None]], slots: int, chunk: int
+) -> None:
+    """Also where tokens reach the host a step late, as on a GPU."""
+    model = replace(tiny(), eos=(expected()[2][5], expected()[4][9]))
+    engine = SlotsEngine(model, GenerationSettings(device="cpu", slots=slots, max_length=64, prefill_chunk=chunk))
+    engine._forward, engine._late = used_slots(), late
+    answers, clock = Answers(), 0
+    cancels: dict[int, int] = {}
+    for number, (gap, prompt, length, ignores, leaves) in enumerate(events):
+        for _ in range(gap):
+            clock += 1
+            for leaving in [n for n, at in cancels.items() if at <= clock]:
+                engine.cancel(leaving)
+                del cancels[leaving]
+            answers.take(engine.step())
+        engine.add(GenerationRequest(number, PROMPTS[prompt], length, ignores))
+        if leaves is not None:
+            cancels[number] = clock + leaves
+    for leaving in cancels:
+        engine.cancel(leaving)
+    finish(engine, answers)
+    for number, (_, prompt, length, ignores, leaves) in enumerate(events):
+        answer = expected()[prompt][:length]
+        stop = next((place for place, token in enumerate(answer) if token in model.eos), None)
+        stops = not ignores and stop is not None
+        if stops:
+            assert stop is not None
+            answer = answer[: stop + 1]
+        given_tokens = answers.tokens.get(number, [])
+        if number in answers.finishes:
+            assert given_tokens == answer
+            assert answers.finishes[number] == ("stop" if stops else "length")
+        else:
+            assert leaves is not None
+            assert given_tokens == answer[: len(given_tokens)]
+    assert (engine.active, engine.waiting, engine._decoding, engine._reading) == (0, 0, [], None)
+
+
+@cache
+def used_slots() -> TorchForward:
+    """The same slots for all examples: what earlier ones left in them must not be seen."""
+    forward = slots_engine(tiny(), slots=4)._forward
+    assert forward is not None
+    return forward
+
+
+def test_the_settings_in_effect() -> None:
+    engine = slots_engine(tiny(), slots=2, prefill_chunk=16)
+    engine.warm_up()
+    described = engine.settings()
+    assert described | {"weights_sha256": "", "version": "", "attention": "", "kernels": ""} == {
+        "engine": "slots", "version": "", "device": "cpu", "precision": "fp32", "threads": 1, "slots": 2,
+        "max_length": 64, "prefill_chunk": 16, "weights": "random weights (seed 0)", "weights_sha256": "",
+        "cache_bytes": 2 * 2 * 64 * 2 * 32 * 4, "prefix_cache": False, "speculation": False, "cuda_graphs": 0,
+        "attention": "", "kernels": "",
+    }  # fmt: skip
+    json.dumps(described)
+
+
+def test_a_model_that_is_not_laid_out_is_refused(tmp_path: Path) -> None:
+    fields = {**CONFIGS["llama"], "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    engine = SlotsEngine(language_model(f"language:{tmp_path}"), GenerationSettings(device="cpu", threads=1))
+    with pytest.raises(EngineError, match="no mistral models, only llama, qwen2, gpt2, gpt_oss; use --engine contin"):
+        engine.load()
+
+
+def test_more_positions_than_the_model_has_are_refused() -> None:
+    with pytest.raises(EngineError, match=r"max_length 5000: Tiny .* has at most 1024 positions"):
+        SlotsEngine(tiny(), GenerationSettings(device="cpu", max_length=5000))
