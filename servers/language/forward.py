@@ -1,11 +1,12 @@
-"""One step of a decoder through torch's operators: all decoding rows and pieces of prompts, over static KV slots.
+"""One step of a decoder: all decoding rows and pieces of prompts, over static KV slots.
 
 Slot i is row i: the rows that decode are 0 … n-1, so the keys and values of a batch are a slice and nothing is
-gathered. It runs on every device, without graphs.
+gathered. `SlotForward` is the interface, `TorchForward` runs on every device, `triton_forward` on GPUs.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,42 +36,73 @@ class StepPlan:
     pieces: Sequence[PromptPiece] = ()
 
 
-class TorchForward:
-    """The weights of a decoder, and its slots: [layers, slots, length, 2, kv_heads, head_size]."""
+class SlotForward(ABC):
+    """The weights of a decoder and its slots; executes one step at a time, without waiting for a GPU."""
+
+    alignment = 1
+    """A piece of a prompt takes a multiple of so many tokens of a step."""
 
     def __init__(self, weights: DecoderWeights, slots: int, max_length: int) -> None:
         shape, device, dtype = weights.shape, weights.embedding.device, weights.embedding.dtype
-        self.weights, self.slots, self.max_length = weights, slots, max_length
-        self.device, self._dtype = device, dtype
+        self.weights, self.slots, self.max_length, self.device, self.dtype = weights, slots, max_length, device, dtype
+        self.most_pieces = slots
+        """How many pieces of prompts a step takes."""
         sizes = (shape.layers, slots, max_length, 2, shape.kv_heads, shape.head_size)
         self.cache = torch.zeros(sizes, dtype=dtype, device=device)
+        """[layers, slots, length, keys and values, kv_heads, head_size]"""
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         """The next token of each slot."""
-        self._lines = self.cache.view(shape.layers, slots * max_length, shape.cached_size)
-        # Each is [slots, kv_heads, length, head_size] of one layer.
-        self._keys = [layer[:, :, 0].transpose(1, 2) for layer in self.cache]
-        self._values = [layer[:, :, 1].transpose(1, 2) for layer in self.cache]
-        self._rotations = None if weights.frequencies is None else weights.rotations(max_length)[:, None]
-        self._range = torch.arange(max_length, device=device)
 
+    @abstractmethod
     def describe(self) -> dict[str, object]:
-        """For the settings in effect."""
-        return {"attention": "scaled_dot_product_attention", "kernels": "torch", "cuda_graphs": 0}
+        """What executes, for the settings in effect."""
 
+    @abstractmethod
     def warm_up(self) -> None:
-        """Execute steps of one and of all rows, so that torch's first calls are over."""
-        for rows in {1, self.slots}:
-            self.step(StepPlan([0] * rows))
-        self.step(StepPlan([], [PromptPiece(0, 0, [0] * min(16, self.max_length), last=True)]))
+        """Execute what the first steps would otherwise wait for."""
 
+    @abstractmethod
+    def step(self, plan: StepPlan) -> Tensor:
+        """Start a step: the tokens chosen for the rows, then for the last pieces of prompts, int64 on the device.
+
+        There may be more behind them. The next step may overwrite the tensor.
+        """
+
+    @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a slot and its next token to another slot."""
         self.cache[:, target, :length] = self.cache[:, source, :length]
         self.tokens[target] = self.tokens[source]
 
+
+class TorchForward(SlotForward):
+    """Runs on every device, by torch's operators, one call each."""
+
+    def __init__(self, weights: DecoderWeights, slots: int, max_length: int) -> None:
+        super().__init__(weights, slots, max_length)
+        shape = weights.shape
+        self._lines = self.cache.view(shape.layers, slots * max_length, shape.cached_size)
+        # Each is [slots, kv_heads, length, head_size] of one layer.
+        self._keys = [layer[:, :, 0].transpose(1, 2) for layer in self.cache]
+        self._values = [layer[:, :, 1].transpose(1, 2) for layer in self.cache]
+        self._rotations = None if weights.frequencies is None else weights.rotations(max_length)[:, None]
+        self._range = torch.arange(max_length, device=self.device)
+        for layer in weights.layers:
+            layer.qkv, layer.out = _inputs_first(layer.qkv), _inputs_first(layer.out)
+            if not shape.experts:
+                layer.up, layer.down = _inputs_first(layer.up), _inputs_first(layer.down)
+        self._head = _inputs_first(Affine(weights.head)).weight
+
+    def describe(self) -> dict[str, object]:
+        return {"attention": "scaled_dot_product_attention", "kernels": "torch", "cuda_graphs": 0}
+
+    def warm_up(self) -> None:
+        for rows in {1, self.slots}:
+            self.step(StepPlan([0] * rows))
+        self.step(StepPlan([], [PromptPiece(0, 0, [0] * min(16, self.max_length), last=True)]))
+
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> Tensor:
-        """Execute a plan: the tokens chosen for the rows, then for the last pieces of prompts; on the device."""
         rows = len(plan.lengths)
         places, positions = self._places(plan)
         ids = self.tokens[:rows]
@@ -103,7 +135,7 @@ class TorchForward:
                 if piece.last:
                     wanted.append(end - 1)
             hidden = hidden[wanted]
-        return functional.linear(self._norm(hidden, self.weights.norm), self.weights.head).argmax(-1)
+        return torch.mm(self._norm(hidden, self.weights.norm), self._head).argmax(-1)
 
     def _layers(self, ids: Tensor, places: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
         weights, shape = self.weights, self.weights.shape
@@ -114,7 +146,7 @@ class TorchForward:
         rotations = None if self._rotations is None else self._rotations[positions]
         mask = {window: self._row_mask(plan.lengths, window) for window in {layer.window for layer in weights.layers}}
         for index, layer in enumerate(weights.layers):
-            qkv = functional.linear(self._norm(hidden, layer.norm_1), layer.qkv.weight, layer.qkv.bias)
+            qkv = _product(self._norm(hidden, layer.norm_1), layer.qkv)
             if rotations is not None:
                 pairs = qkv[:, : turned_heads * shape.head_size].view(len(qkv), turned_heads, -1, 2)
                 if qkv.dtype == torch.float32:
@@ -142,7 +174,7 @@ class TorchForward:
         hidden = places > ends
         if window:
             hidden |= places <= ends - window
-        return torch.zeros(hidden.shape, dtype=self._dtype, device=self.device).masked_fill_(hidden, -torch.inf)[
+        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)[
             :, None, None
         ]
 
@@ -153,7 +185,7 @@ class TorchForward:
         hidden = places > queries
         if window:
             hidden |= places <= queries - window
-        return torch.zeros(hidden.shape, dtype=self._dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
 
     def _attention(self, index: int, layer: LayerWeights, query: Tensor, plan: StepPlan, mask: Tensor | None) -> Tensor:
         """[tokens, query_size]: the attention of each token to its slot's tokens up to its own."""
@@ -199,7 +231,7 @@ class TorchForward:
         if shape.experts:
             self._experts(hidden, normal, layer)
             return
-        inner = functional.linear(normal, layer.up.weight, layer.up.bias)
+        inner = _product(normal, layer.up)
         if shape.activation == "silu":
             inner = functional.silu(inner[:, : shape.inner]).mul_(inner[:, shape.inner :])
         else:
@@ -223,8 +255,19 @@ class TorchForward:
             hidden.index_add_(0, rows, answer * shares[rows, places, None])
 
 
+def _inputs_first(part: Affine) -> Affine:
+    """The matrix as [inputs, outputs]; on a CPU in that order in memory too, which halves the time of few rows."""
+    weight = part.weight.t()
+    return Affine(weight.contiguous() if weight.device.type == "cpu" else weight, part.bias)
+
+
+def _product(inputs: Tensor, part: Affine) -> Tensor:
+    """inputs W + bias, with W [inputs, outputs]."""
+    return torch.mm(inputs, part.weight) if part.bias is None else torch.addmm(part.bias, inputs, part.weight)
+
+
 def _add_product(hidden: Tensor, inputs: Tensor, part: Affine) -> None:
-    """hidden += inputs Wᵀ + bias, without a copy of `hidden`."""
-    hidden.addmm_(inputs, part.weight.t())
+    """hidden += inputs W + bias, without a copy of `hidden`."""
+    hidden.addmm_(inputs, part.weight)
     if part.bias is not None:
         hidden += part.bias

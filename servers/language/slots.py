@@ -25,7 +25,7 @@ from servers.engines.settings import EngineError
 from servers.engines.torch.device import resolve_device, set_fp32_products
 from servers.language.decoder import DecoderWeights, decoder_weights
 from servers.language.engine import Emission, GenerationRequest, GenerationSettings, check_request, generation_precision
-from servers.language.forward import PromptPiece, StepPlan, TorchForward
+from servers.language.forward import PromptPiece, SlotForward, StepPlan, TorchForward
 from servers.language.module import build_module
 from servers.language.specification import LanguageModel
 from servers.language.weights import weights_sha256
@@ -33,7 +33,7 @@ from servers.language.weights import weights_sha256
 SLOTS = {"cpu": 16, "cuda": 64}
 PREFILL_CHUNK = {"cpu": 32, "cuda": 128}
 """Tokens of prompts per step that lengthen it to about twice its time."""
-ALONE = 8
+ALONE = 4
 """A piece is up to so many times larger while no answer is running that it could delay."""
 MAX_LENGTH = 4096
 """A model may allow far more, but memory is reserved for every slot."""
@@ -100,7 +100,7 @@ class SlotsEngine:
         """The request whose prompt is partly read, in the slot after those that decode."""
         self._generations: dict[int, _Generation] = {}
         self._flights: deque[_Flight] = deque()
-        self._forward: TorchForward | None = None
+        self._forward: SlotForward | None = None
 
     @property
     def active(self) -> int:
@@ -137,7 +137,7 @@ class SlotsEngine:
         weights = decoder_weights(build_module(self._model, str(self._device), self._precision))
         self._forward = self._make_forward(weights)
 
-    def _make_forward(self, weights: DecoderWeights) -> TorchForward:
+    def _make_forward(self, weights: DecoderWeights) -> SlotForward:
         try:
             return TorchForward(weights, self.slots, self.max_length)
         except (torch.OutOfMemoryError, RuntimeError) as exc:
@@ -211,10 +211,12 @@ class SlotsEngine:
 
     def _take_pieces(self) -> tuple[list[PromptPiece], list[_Generation]]:
         """The next tokens of prompts, first of the one that is partly read, and whose they are."""
+        assert self._forward is not None
+        alignment, most = self._forward.alignment, self._forward.most_pieces
         left = self._chunk if self._decoding else self._chunk * ALONE
         slot = len(self._decoding)
         pieces, read = [], []
-        while left:
+        while left > 0 and len(pieces) < most:
             if self._reading is not None:
                 generation, self._reading = self._reading, None
             elif self._waiting and slot < self.slots:
@@ -225,7 +227,7 @@ class SlotsEngine:
             last = generation.read + len(ids) == len(generation.prompt)
             pieces.append(PromptPiece(slot, generation.read, ids, last))
             read.append(generation)
-            left -= len(ids)
+            left -= -(-len(ids) // alignment) * alignment
             slot += 1
             if not last:
                 self._reading = generation
@@ -243,7 +245,7 @@ class SlotsEngine:
 
     def _finish(self, flight: _Flight, emissions: list[Emission]) -> None:
         """Wait for the tokens of a step and emit them."""
-        for generation, ended, token in zip(flight.generations, flight.ends, flight.fetch(), strict=True):
+        for generation, ended, token in zip(flight.generations, flight.ends, flight.fetch(), strict=False):
             if generation.finished:
                 continue
             request = generation.request
