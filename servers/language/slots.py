@@ -215,7 +215,8 @@ class SlotsEngine:
         alignment, most = self._forward.alignment, self._forward.most_pieces
         left = self._chunk if self._decoding else self._chunk * ALONE
         slot = len(self._decoding)
-        pieces, read = [], []
+        pieces: list[PromptPiece] = []
+        read: list[_Generation] = []
         while left > 0 and len(pieces) < most:
             if self._reading is not None:
                 generation, self._reading = self._reading, None

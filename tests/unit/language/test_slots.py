@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from servers.engines.settings import EngineError
 from servers.language.engine import Emission, GenerationRequest, GenerationSettings, make_engine
-from servers.language.forward import TorchForward
+from servers.language.forward import SlotForward
 from servers.language.module import build_module
 from servers.language.slots import SlotsEngine
 from servers.language.specification import LanguageModel, language_model
@@ -235,7 +235,7 @@ def test_whatever_arrives_and_leaves_each_answer_is_right(
 
 
 @cache
-def used_slots() -> TorchForward:
+def used_slots() -> SlotForward:
     """The same slots for all examples: what earlier ones left in them must not be seen."""
     forward = slots_engine(tiny(), slots=4)._forward
     assert forward is not None
