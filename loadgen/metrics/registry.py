@@ -455,7 +455,7 @@ THROUGHPUT = register(
 OUTPUT_TOKENS = register(
     Metric(
         "output_tokens_per_s",
-        "output tokens/s",
+        "token throughput",
         "tokens/s",
         higher_is_better=True,
         measured_in=is_streamed,
@@ -532,7 +532,7 @@ for _percent in (50, 99):
 register(
     Metric(
         "tokens_per_chunk",
-        "tokens per chunk",
+        "chunk size",
         "tokens",
         higher_is_better=True,
         measured_in=is_streamed,
@@ -542,7 +542,7 @@ register(
 register(
     Metric(
         "input_tokens_per_s",
-        "input tokens/s",
+        "prompt throughput",
         "tokens/s",
         higher_is_better=True,
         measured_in=is_streamed,

@@ -483,8 +483,8 @@ def _ratio_map(result: Result, scenario: str, what: str, workloads: Sequence[Wor
 
 
 def measurements(result: Result) -> doc.Section | None:
-    """The figures of each arm and scenario."""
-    more = without_field_in(result.summaries)
+    """The figures of each arm and scenario; those of tokens have their own table, and CSV has all."""
+    more = [] if result.experiment.is_language else without_field_in(result.summaries)
     rows = [
         (
             s.workload,
@@ -534,7 +534,10 @@ def _tokens_per_s(result: Result, summary: WorkloadSummary) -> str:
 
 
 def executed_batches(result: Result) -> doc.Section | None:
-    """The most frequent sizes of the servers' executions, with a chart where requests could be merged."""
+    """The most frequent sizes of the servers' executions, with a chart where requests could be merged; of language
+    models only where a server reports any, since slots take the place of batches."""
+    if result.experiment.is_language and all(batches.mean is None for batches in result.of(LoadFound).executed_batches):
+        return None
     rows: list[tuple[str, ...]] = []
     for batches in result.of(LoadFound).executed_batches:
         total = sum(batches.executions.values())

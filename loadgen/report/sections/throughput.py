@@ -41,7 +41,7 @@ def throughput_chart(result: Result) -> doc.Chart | None:
         traces = [trace for label in result.experiment.labels for trace in _traces(result, label, some, is_log=is_log)]
         made.append(charts.add_view(data, title, traces, **_layout(result, loads, some)))
     is_log = any("log" in str(view.layout["xaxis"].get("type")) for view in made)
-    item = metric.title if metric is OUTPUT_TOKENS else charts.rate_unit(result)
+    item = f"output {metric.unit}" if metric is OUTPUT_TOKENS else charts.rate_unit(result)
     return doc.Chart(
         "throughput",
         "",

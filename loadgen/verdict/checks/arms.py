@@ -372,6 +372,7 @@ def tf32(arm: ArmRecord, _: Facts) -> Judgement:
     "informs",
     "Add model_warmup for every batch size. abserve warms up before the load, but not before a cold start.",
     threshold="every model warms up",
+    language=False,
 )
 @per_model
 def model_warm_up(arm: ArmRecord, _: Facts) -> Judgement:

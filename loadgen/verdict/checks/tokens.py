@@ -287,7 +287,7 @@ def distinct_tokens(totals: Sequence[TokenTotals]) -> Judgement:
     if repeating:
         detail = f"in {share(worst)} of the answers of {join(repeating)} most tokens are repeats"
         return Judgement(False, detail, 1.0 - worst)
-    return Judgement(True, f"{share(worst)} of an arm's answers repeat tokens at most", 1.0 - worst)
+    return Judgement(True, f"at most {share(worst)} of an arm's answers repeat tokens", 1.0 - worst)
 
 
 @check(

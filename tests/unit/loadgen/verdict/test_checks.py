@@ -209,8 +209,17 @@ def test_the_faults_above_are_the_whole_registry() -> None:
     processors = {"cpu_steal", "other_processes"}  # test_taken_processors
     padding = {"padding_held_back"}  # test_checks_of_several_arms
     handicap = {"handicap"}  # tests/integration/loadgen/test_handicap.py
+    tokens = {name for name, definition in CHECKS.items() if definition.language}  # test_token_checks
     covered = (
-        {fault[0] for fault in FAULTS} | elsewhere | fairness | searches | ceilings | processors | padding | handicap
+        {fault[0] for fault in FAULTS}
+        | elsewhere
+        | fairness
+        | searches
+        | ceilings
+        | processors
+        | padding
+        | handicap
+        | tokens
     )
     assert covered == set(CHECKS)
 

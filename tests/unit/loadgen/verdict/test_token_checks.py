@@ -1,0 +1,187 @@
+"""Every check of streamed answers can fail, and takes the verdict from what it covers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loadgen.probes.tokens_analysis import beside_reference, chance_to_find, deficit_limit, share_found, wrong_answers
+from loadgen.records.probes import CacheProbe, TokensCompared
+from loadgen.records.tokens import CUT, ECHO, ECHO_DIFFERS
+from loadgen.verdict.checks.registry import CHECKS, Check
+from loadgen.verdict.result import Result, analyse
+from tests.language_runs import LanguagePlan, TokenArm, write_language_run
+
+Edit = Callable[[Path], None]
+SOUND = TokenArm()
+
+
+def plan(b: TokenArm = SOUND, **changes: object) -> LanguagePlan:
+    return replace(LanguagePlan(arms=(SOUND, b), users=(1, 4), pairs=4), **changes)  # type: ignore[arg-type]
+
+
+def judged(result: Result, name: str) -> Check:
+    named = [made for made in result.checks if made.name == name]
+    return min(named, key=lambda made: (made.ok is not False, made.ok is not None))
+
+
+def edit_answers(directory: Path, **changes: int) -> None:
+    """Change every answer of B."""
+    for path in sorted((directory / "blocks").glob("*.json")):
+        block = json.loads(path.read_text())
+        if block["label"] == "b":
+            stored = directory / block["samples"].replace(".npy", ".answers.npy")
+            answers = np.load(stored)
+            for name, value in changes.items():
+                answers[name] = value
+            content = stored.read_bytes()
+            stored.write_bytes(content[: len(content) - answers.nbytes] + answers.tobytes())
+
+
+def in_effect(directory: Path, **settings: object) -> None:
+    """Change settings of B."""
+    path = directory / "arms.json"
+    arms = json.loads(path.read_text())
+    arms[1]["in_effect"] |= settings
+    path.write_text(json.dumps(arms))
+
+
+def one_answer(directory: Path) -> None:
+    path = directory / TokensCompared.FILE
+    records = json.loads(path.read_text())
+    for record in records:
+        for answer in record["answers"]:
+            answer["digest"] = "same" if record["label"] == "b" else answer["digest"]
+    path.write_text(json.dumps(records))
+
+
+def remembers(directory: Path) -> None:
+    probes = [
+        {"label": label, "fresh_ns": [50_000_000] * 12, "repeated_ns": [repeated] * 48}
+        for label, repeated in (("a", 50_000_001), ("b", 9_000_000))
+    ]
+    (directory / CacheProbe.FILE).write_text(json.dumps(probes))
+
+
+FAULTS: list[tuple[str, str, str, Edit | None, LanguagePlan]] = [
+    ("answer_lengths", "invalidates", "of B are too short", None, plan(TokenArm(short_share=0.05))),
+    ("request_errors", "invalidates", "60 tokens instead of 64", None, plan(TokenArm(short_share=0.05))),
+    ("finish_reasons", "warns", "have no end", lambda d: edit_answers(d, flags=1 | CUT), plan()),
+    ("prompts_received", "invalidates", "part of it", lambda d: edit_answers(d, prompt_tokens=16), plan()),
+    ("prompts_received", "invalidates", "of B", lambda d: edit_answers(d, flags=ECHO | ECHO_DIFFERS | 1), plan()),
+    ("token_counts", "invalidates", "usage of", None, plan(TokenArm(usage=0.5))),
+    ("tokens_agree", "invalidates", "of 64 answers of B have wrong tokens", None, plan(TokenArm(wrong_share=0.2))),
+    ("tokens_agree", "invalidates", "min_tokens", None, plan(TokenArm(wrong_share=0.2, masks_ends=True))),
+    ("answers_depend_on_prompts", "invalidates", "B gives the same answer", one_answer, plan()),
+    ("distinct_tokens", "invalidates", "of B most tokens are repeats", None, plan(TokenArm(distinct=0.1))),
+    ("cached_prompts", "invalidates", "prompt tokens of B came from a cache", None, plan(TokenArm(cached=16))),
+    ("repeated_requests", "invalidates", "so B answers from a cache", remembers, plan()),
+    ("chunk_sizes", "warns", "A 1.00, B 3.76", None, plan(TokenArm(chunk=4))),
+    ("chunks_read", "warns", "of the chunks of B", None, plan(TokenArm(coalesced=0.3))),
+    ("stalled_answers", "warns", "of B stalled", None, plan(TokenArm(stall_share=0.01))),
+    ("same_speculation", "invalidates", "B ngram", lambda d: in_effect(d, speculative="ngram"), plan()),
+    ("same_slots", "warns", "A 16, B 4", lambda d: in_effect(d, slots=4), plan()),
+    ("same_max_length", "warns", "A 128, B 4096", lambda d: in_effect(d, max_length=4096), plan()),
+    ("same_protocol", "warns", "B generate_stream", None, plan(TokenArm(transport="generate_stream"))),
+    ("generator_cpu_per_token", "warns", "µs of CPU per token", lambda d: slow_client(d), plan()),
+]
+
+
+def slow_client(directory: Path) -> None:
+    for path in (directory / "blocks").glob("*.json"):
+        block = json.loads(path.read_text())
+        path.write_text(json.dumps(block | {"generator_cpu_ns": block["requests"] * 64 * 30_000}))
+
+
+def test_a_sound_run_is_valid(tmp_path: Path) -> None:
+    result = analyse(write_language_run(tmp_path, plan()))
+    assert result.valid
+    language = {name for name, definition in CHECKS.items() if definition.language}
+    assert {made.name for made in result.checks if made.name in language and made.ok is not True} == set()
+    others = {name for name, definition in CHECKS.items() if definition.language is False}
+    assert not others & {made.name for made in result.checks}
+
+
+@pytest.mark.parametrize(
+    ("name", "severity", "words", "edit", "planted"), FAULTS, ids=[f"{f[0]}-{n}" for n, f in enumerate(FAULTS)]
+)
+def test_a_planted_fault_fails_its_check(
+    tmp_path: Path, name: str, severity: str, words: str, edit: Edit | None, planted: LanguagePlan
+) -> None:
+    write_language_run(tmp_path, planted)
+    if edit:
+        edit(tmp_path)
+    result = analyse(tmp_path)
+    failed = judged(result, name)
+    assert failed.ok is False
+    assert failed.severity == severity
+    assert words in failed.detail
+    assert failed.remedy
+    if severity == "invalidates":
+        assert not result.valid
+        assert {made.verdict for made in result.comparisons} == {"invalid"}
+
+
+def test_every_check_of_tokens_has_a_fault_above() -> None:
+    language = {name for name, definition in CHECKS.items() if definition.language}
+    assert language <= {fault[0] for fault in FAULTS}
+
+
+def test_without_a_reference_the_run_is_not_called_wrong_but_the_check_says_so(tmp_path: Path) -> None:
+    """A model that abserve does not know has none; where there should be one, its absence takes the verdict."""
+    write_language_run(tmp_path, plan(checked=False))
+    result = analyse(tmp_path)
+    assert (judged(result, "tokens_agree").ok, result.valid) == (None, True)
+    write_language_run(tmp_path, plan())
+    path = tmp_path / TokensCompared.FILE
+    records = json.loads(path.read_text())
+    path.write_text(json.dumps([record for record in records if record["label"] == "a"]))
+    result = analyse(tmp_path)
+    assert judged(result, "tokens_agree").detail == "no answers of B were compared"
+    assert not result.valid
+    path.write_text(json.dumps([{**record, "answers": [], "error": "out of memory"} for record in records]))
+    assert judged(analyse(tmp_path), "tokens_agree").detail == "out of memory"
+
+
+def compared(deficit: float, precision: str = "fp32", noise: float = 0.0, largest: float = 12.0) -> TokensCompared:
+    answer = beside_reference([5, 6], [0.0, deficit], [5, 7], largest, (0,), block="block 0", request=0, user=0)
+    return TokensCompared(
+        workload="single", label="b", restart=0, answers=(answer,), precision=precision, noise=noise
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("record", "is_wrong"),
+    [
+        (compared(6.8e-6), False),
+        (compared(0.003), True),
+        (compared(0.19, "bf16"), False),
+        (compared(9.8, "bf16"), True),
+        (compared(0.6, "fp32", noise=0.2), False),
+        (compared(0.9, "fp32", noise=0.2), True),
+        (compared(float("inf"), "bf16"), True),
+        (compared(float("nan"), "bf16"), True),
+    ],
+)
+def test_the_limit_follows_precision_and_the_reference_itself(record: TokensCompared, is_wrong: bool) -> None:
+    assert bool(wrong_answers(record)) is is_wrong
+    assert deficit_limit(record, 12.0) >= 4 * (record.noise or 0.0)
+
+
+def test_a_reference_that_judged_fewer_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="judged 1 of 2 tokens"):
+        beside_reference([5, 6], [0.0], [5], 1.0, (0,), block="block 0", request=0, user=0)
+
+
+def test_the_power_of_a_sample_is_known() -> None:
+    """One wrong answer in 200, as when one row of a cache is swapped now and then: 64 checked ones find it in 27 % of
+    runs, and what they find with 95 % is one in 22."""
+    assert chance_to_find(64, 1 / 200) == pytest.approx(0.274, abs=0.001)
+    assert share_found(64) == pytest.approx(1 / 22, rel=0.03)
+    assert chance_to_find(64, share_found(64)) == pytest.approx(0.95)
+    assert share_found(0) == 1.0
