@@ -38,6 +38,8 @@ TOKEN_SAMPLE_DTYPE = np.dtype(
 """A sample of a streamed answer."""
 MOST_TOKENS = 2**28
 """More tokens in one block are a damaged file."""
+LEAST_GOOD = 0.5
+"""Good answers that a block without any counts."""
 NO_GAPS = np.empty(0)
 
 
@@ -153,6 +155,9 @@ def good_share(samples: Samples, workload: Workload) -> float | None:
 
 
 def open_goodput_per_s(samples: Samples, workload: Workload) -> float | None:
-    """Good answers per second of an open loop: the rate at which requests fall due times the share of good answers."""
+    """Good answers per second of an open loop: the rate at which requests fall due times the share of good answers. A
+    block without a good answer counts half of one, so that two arms still have a ratio: the lead is at least that."""
     part = good_share(samples, workload)
-    return None if part is None or workload.rate_per_s is None else part * workload.rate_per_s
+    if part is None or workload.rate_per_s is None:
+        return None
+    return max(part, LEAST_GOOD / int(samples["due"][0])) * workload.rate_per_s

@@ -17,6 +17,8 @@ from loadgen.verdict.result import Result
 
 SHOWN = ("ttft", "ttft_p99", "tpot", "worst_gap_p90", "gap_p99", "tokens_per_chunk")
 """Metrics of the table, after tokens/s and goodput."""
+USERS = ("single", "concurrent")
+"""Scenarios that differ in the number of users alone."""
 
 
 def _streamed(result: Result) -> dict[str, Workload]:
@@ -122,19 +124,23 @@ def _lines(
 
 def _load(workload: Workload) -> str:
     """The load of a point: "1 user", "16 users", or the scenario's name."""
-    if workload.scenario in ("single", "concurrent"):
+    if workload.scenario in USERS:
         return f"{workload.concurrency} user{'' if workload.concurrency == 1 else 's'}"
     return workload.name
 
 
 def _pace_chart(result: Result, workloads: dict[str, Workload]) -> doc.Chart | None:
-    data = _lines(result, workloads, TTFT, TPOT, "first token after %{x:.4~g} ms, then %{y:.4~g} ms per token")
+    closed = {name: w for name, w in workloads.items() if w.scenario in USERS}
+    data = _lines(
+        result, closed or workloads, TTFT, TPOT, "first token after %{x:.4~g} ms, then %{y:.4~g} ms per token"
+    )
     if not data:
         return None
     return doc.Chart(
         "ttft-tpot",
         "First token and pace",
-        "Mean time to the first token against mean time per token after it, at every load. Lower left is better.",
+        "Mean time to the first token against mean time per token after it, from one user to the most. Lower left is "
+        "better.",
         data,
         {
             "height": charts.tall(result, 400),
@@ -146,8 +152,8 @@ def _pace_chart(result: Result, workloads: dict[str, Workload]) -> doc.Chart | N
 
 
 def _pareto_chart(result: Result, workloads: dict[str, Workload]) -> doc.Chart | None:
-    """Only closed loops whose prompts and answers are as long as those of most of them: others are other work."""
-    closed = {name: w for name, w in workloads.items() if w.scenario in ("single", "concurrent")}
+    """Only of the scenarios that differ in nothing but their users: others are other work."""
+    closed = {name: w for name, w in workloads.items() if w.scenario in USERS}
     if len(closed) < 2:
         return None
     data = _lines(

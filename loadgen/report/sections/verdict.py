@@ -20,6 +20,7 @@ from loadgen.report.sections.throughput import throughput_chart
 from loadgen.verdict.checks.registry import Check, gravest, reached, validity
 from loadgen.verdict.checks.run import gpu_present, parity_figures
 from loadgen.verdict.checks.run import parity as answers_agree
+from loadgen.verdict.checks.tokens import tokens_agree
 from loadgen.verdict.result import Result
 
 MOST_FAILED = 4
@@ -184,7 +185,9 @@ def brief_proof(result: Result) -> doc.Section | None:
 def proof(result: Result) -> list[doc.Item]:
     """Equal answers, the GPU verification, failed requests, the checks and the thresholds."""
     compared = any(check.name == answers_agree.name for check in reached(result.checks))
-    items = [*([_parity(result)] if compared else []), *_devices(result)]
+    tokens = [row for row in check_rows(result) if row.name == tokens_agree.name]
+    items = [_item(style_of_check(row), row.detail) for row in tokens]
+    items += [*([_parity(result)] if compared else []), *_devices(result)]
     requests = sum(summary.requests for summary in result.summaries)
     errors = sum(summary.errors for summary in result.summaries)
     if requests:
