@@ -16,8 +16,9 @@ from servers.gpu.info import Runtime, gpu_info
 from servers.native import documents
 from servers.native.documents import CONTENT_TYPE, render
 from servers.native.errors import INTERNAL_ERROR, HttpError, http_status
+from servers.native.generation import GenerationService
 from servers.native.http_parser import refusal
-from servers.native.inference import InferenceService, ServedModels
+from servers.native.inference import InferenceService, ModelService, ServedModels
 from servers.native.shared_memory import RegionTable
 from servers.protocol.errors import ContractError, InvalidRequestError
 from servers.protocol.values import parse_json
@@ -49,11 +50,30 @@ class _CudaMemory(msgspec.Struct):
 
 
 def create_app(models: ServedModels[InferenceService], regions: RegionTable) -> FastAPI:
-    """The routes behind the HTTP port."""
+    """The routes behind the HTTP port of models that take and answer tensors."""
+    methods = {
+        "GET /v2": lambda _: documents.server_metadata(regions),
+        **_model_methods(models),
+        **_region_methods(regions),
+    }
+    return _app(models, methods)
+
+
+def create_language_app(models: ServedModels[GenerationService]) -> FastAPI:
+    """The routes behind the HTTP port of a language model."""
+    methods: dict[str, Method] = {
+        "GET /v2": lambda _: documents.language_server_metadata(),
+        "GET /v1/models": lambda _: documents.openai_models(models),
+        **_model_methods(models),
+    }
+    return _app(models, methods)
+
+
+def _app(models: ServedModels[ModelService], methods: Mapping[str, Method]) -> FastAPI:
     # No documentation pages: they load scripts from other hosts.
     app = FastAPI(title="abserve native server", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_errors(app)
-    for route, method in _methods(models, regions).items():
+    for route, method in methods.items():
         verb, _, path = route.partition(" ")
         app.add_api_route(path, _endpoint(method), methods=[verb], name=route)
 
@@ -68,14 +88,38 @@ def create_app(models: ServedModels[InferenceService], regions: RegionTable) -> 
     return app
 
 
-def _methods(models: ServedModels[InferenceService], regions: RegionTable) -> dict[str, Method]:
-    """The protocol's methods by verb and path. A path without a region means all regions of its kind."""
+def _model_methods(models: ServedModels[ModelService]) -> dict[str, Method]:
+    """The methods about the server's state and its models, by verb and path."""
 
     async def repository_index(request: Request) -> Document:
         return documents.repository_index(models, (await _body(request, _Index)).ready)
 
     async def load(request: Request) -> None:
         await models.load(request.path_params["model"], (await _body(request, _Load)).parameters or {})
+
+    def find(request: Request) -> ModelService:
+        return models.find(request.path_params["model"], request.path_params.get("version"))
+
+    methods: dict[str, Method] = {
+        "GET /v2/health/live": lambda _: None,
+        "GET /v2/health/ready": lambda _: models.check_ready(),
+        "GET /v2/models/stats": lambda _: documents.statistics(models),
+        "POST /v2/repository/index": repository_index,
+        "POST /v2/repository/models/{model}/load": load,
+        "POST /v2/repository/models/{model}/unload": lambda request: models.unload(request.path_params["model"]),
+    }
+    for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        methods |= {
+            f"GET {model}": lambda request: documents.model_metadata(find(request)),
+            f"GET {model}/ready": lambda request: find(request).check_ready(),
+            f"GET {model}/config": lambda request: documents.model_config(find(request)),
+            f"GET {model}/stats": lambda request: documents.statistics([find(request)]),
+        }
+    return methods
+
+
+def _region_methods(regions: RegionTable) -> dict[str, Method]:
+    """The methods about shared memory, by verb and path. A path without a region means all regions of its kind."""
 
     async def register(request: Request) -> None:
         regions.check_allowed()
@@ -91,27 +135,10 @@ def _methods(models: ServedModels[InferenceService], regions: RegionTable) -> di
             raise InvalidRequestError("'raw_handle' must hold the bytes of the IPC handle in base64") from exc
         await regions.register_cuda(_region(request), handle, memory.device_id, memory.byte_size)
 
-    def find(request: Request) -> InferenceService:
-        return models.find(request.path_params["model"], request.path_params.get("version"))
-
     methods: dict[str, Method] = {
-        "GET /v2": lambda _: documents.server_metadata(regions),
-        "GET /v2/health/live": lambda _: None,
-        "GET /v2/health/ready": lambda _: models.check_ready(),
-        "GET /v2/models/stats": lambda _: documents.statistics(models),
-        "POST /v2/repository/index": repository_index,
-        "POST /v2/repository/models/{model}/load": load,
-        "POST /v2/repository/models/{model}/unload": lambda request: models.unload(request.path_params["model"]),
         "POST /v2/systemsharedmemory/region/{region}/register": register,
         "POST /v2/cudasharedmemory/region/{region}/register": register_cuda,
     }
-    for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        methods |= {
-            f"GET {model}": lambda request: documents.model_metadata(find(request)),
-            f"GET {model}/ready": lambda request: find(request).check_ready(),
-            f"GET {model}/config": lambda request: documents.model_config(find(request)),
-            f"GET {model}/stats": lambda request: documents.statistics([find(request)]),
-        }
     for region in ("", "/region/{region}"):
         methods |= {
             f"GET /v2/systemsharedmemory{region}/status": lambda request: regions.rows(
@@ -170,7 +197,7 @@ def _json(document: object) -> Response:
     return Response(orjson.dumps(document), media_type="application/json")
 
 
-def _runtime(models: ServedModels[InferenceService]) -> Runtime | None:
+def _runtime(models: ServedModels[ModelService]) -> Runtime | None:
     """The engine of the first loaded model: all models of a process are executed by the same kind."""
     description = next((service.description for service in models if service.description is not None), None)
     if description is None:

@@ -14,7 +14,8 @@ from itertools import accumulate, chain
 
 from servers.engines.padding import pad_to_text
 from servers.engines.processors import cuda_index
-from servers.native.inference import InferenceService
+from servers.native.generation import GenerationService
+from servers.native.inference import InferenceService, ModelService
 from servers.native.interface import ModelState
 from servers.native.shared_memory import RegionTable
 from servers.native.statistics import Histogram
@@ -42,7 +43,30 @@ async def server_metadata(regions: RegionTable) -> Document:
     return {"name": SERVER_NAME, "version": package_version("abserve"), "extensions": extensions}
 
 
-def model_metadata(service: InferenceService) -> Document:
+def language_server_metadata() -> Document:
+    """The server of a language model."""
+    extensions = ["generate", "parameters", "statistics", "model_configuration", "model_repository"]
+    return {"name": SERVER_NAME, "version": package_version("abserve"), "extensions": extensions}
+
+
+def openai_models(services: Iterable[GenerationService]) -> Document:
+    """OpenAI's list of models, with vLLM's maximum length."""
+    return {
+        "object": "list",
+        "data": [
+            {
+                "id": service.signature.name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "abserve",
+                "max_model_len": service.max_length,
+            }
+            for service in services
+        ],
+    }
+
+
+def model_metadata(service: ModelService) -> Document:
     """A model's tensors. `platform` is the engine's kind, empty until it is loaded."""
     signature = service.signature
     return {
@@ -54,7 +78,7 @@ def model_metadata(service: InferenceService) -> Document:
     }
 
 
-def model_config(service: InferenceService) -> Document:
+def model_config(service: ModelService) -> Document:
     """A model's configuration, with the parameters in effect as the loaded engine reports them.
 
     Raises `RefusedError` until the model is loaded.
@@ -69,6 +93,16 @@ def model_config(service: InferenceService) -> Document:
     queue_policy: Document = {"max_queue_size": settings.queue_size, "timeout_action": "REJECT"}
     if settings.queue_timeout_us:
         queue_policy["default_timeout_microseconds"] = settings.queue_timeout_us
+    batching: Document = {"model_transaction_policy": {"decoupled": True}}
+    if isinstance(service, InferenceService):
+        batching = {
+            "dynamic_batching": {
+                "preferred_batch_size": [],
+                "max_queue_delay_microseconds": settings.max_queue_delay_us,
+                "preserve_ordering": True,
+                "default_queue_policy": {**queue_policy, "allow_timeout_override": True},
+            }
+        }
     return {
         "name": signature.name,
         "platform": "",
@@ -77,12 +111,7 @@ def model_config(service: InferenceService) -> Document:
         "max_batch_size": signature.max_batch_size,
         "input": [_config_tensor(spec) for spec in signature.inputs],
         "output": [_config_tensor(spec) for spec in signature.outputs],
-        "dynamic_batching": {
-            "preferred_batch_size": [],
-            "max_queue_delay_microseconds": settings.max_queue_delay_us,
-            "preserve_ordering": True,
-            "default_queue_policy": {**queue_policy, "allow_timeout_override": True},
-        },
+        **batching,
         "instance_group": [
             {
                 "name": f"{signature.name}_0",
@@ -96,11 +125,14 @@ def model_config(service: InferenceService) -> Document:
     }
 
 
-def parameters_in_effect(service: InferenceService) -> dict[str, str]:
+def parameters_in_effect(service: ModelService) -> dict[str, str]:
     """The engine's settings in effect as text, without those that do not apply to it."""
     description = service.description
     if description is None:
         return {}
+    if isinstance(service, GenerationService):
+        return service.parameters(description)
+    assert isinstance(service, InferenceService)
     parameters = {
         "engine": description.kind,
         "engine_version": description.version,
@@ -130,7 +162,7 @@ def parameters_in_effect(service: InferenceService) -> dict[str, str]:
     return parameters
 
 
-def repository_index(services: Iterable[InferenceService], ready_only: bool) -> list[Document]:
+def repository_index(services: Iterable[ModelService], ready_only: bool) -> list[Document]:
     """The models and their states."""
     rows = []
     for service in services:
@@ -142,7 +174,7 @@ def repository_index(services: Iterable[InferenceService], ready_only: bool) -> 
     return rows
 
 
-def statistics(services: Iterable[InferenceService]) -> Document:
+def statistics(services: Iterable[ModelService]) -> Document:
     """Triton's statistics of some models."""
     return {
         "model_stats": [
@@ -167,7 +199,7 @@ PREFIX = "abserve_native"
 Labels = tuple[tuple[str, str], ...]
 
 
-def render(services: Iterable[InferenceService]) -> bytes:
+def render(services: Iterable[ModelService]) -> bytes:
     """The exposition text: each family once, with its samples of every model."""
     families: dict[str, list[str]] = {}
     for service in services:
@@ -175,7 +207,7 @@ def render(services: Iterable[InferenceService]) -> bytes:
     return "".join(chain.from_iterable(families.values())).encode()
 
 
-def _add_service(families: dict[str, list[str]], service: InferenceService) -> None:
+def _add_service(families: dict[str, list[str]], service: ModelService) -> None:
     counters = service.statistics.snapshot()
     labels: Labels = (("model", service.signature.name), ("version", service.signature.version))
 
@@ -218,7 +250,14 @@ def _add_service(families: dict[str, list[str]], service: InferenceService) -> N
     add_histogram("request_duration_seconds", "From the request's head to its answer.", duration, 1e9)
     add_histogram("queue_duration_seconds", "Waiting for the engine and for other requests to join.", queue, 1e9)
     add_histogram("compute_duration_seconds", "Execution of one batch, copies included.", compute, 1e9)
-    add_histogram("executed_batch_size", "Items in one executed batch.", counters.batch_size, 1)
+    if isinstance(service, GenerationService):
+        add("counter", "prompt_tokens_total", "Tokens of prompts that got a slot.", counters.prompt_tokens)
+        add("counter", "output_tokens_total", "Tokens generated.", counters.output_tokens)
+        add("gauge", "slots_in_use", "Requests being generated.", counters.slots_in_use)
+        help_text = "From a request's head to its first token."
+        add_histogram("first_token_duration_seconds", help_text, counters.first_token, 1e9)
+    else:
+        add_histogram("executed_batch_size", "Items in one executed batch.", counters.batch_size, 1)
 
 
 @lru_cache(maxsize=1024)

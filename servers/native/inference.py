@@ -146,9 +146,17 @@ class ModelService:
 
     async def apply(self, status: ModelStatus) -> None:
         """What the engine's side says; returns when the engine has got every request that was accepted before."""
+        self.set_status(status)
+
+    def set_status(self, status: ModelStatus) -> None:
+        """What the engine's side says, unless the server stops."""
         if self.state is not ModelState.STOPPING:
             self.state = status.state
             self.description = status.description
+
+    def fail(self) -> None:
+        """The engine's process has ended: the model is not ready, and never will be."""
+        self.state = ModelState.FAILED
 
     def stop(self) -> None:
         """Accept nothing any more."""
@@ -407,7 +415,7 @@ class ServedModels(Generic[S_co]):
     def fail(self) -> None:
         """The engine's process has ended: nothing is ready, and never will be."""
         for service in self:
-            service.state = ModelState.FAILED
+            service.fail()
 
     def stop(self) -> None:
         """Accept nothing any more."""

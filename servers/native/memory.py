@@ -239,6 +239,8 @@ class RequestMemory:
     def __init__(self, arena: Arena, budget: ByteBudget, number: int = 0) -> None:
         self.arena = arena
         self.budget = budget
+        self.number = number
+        """Of the partition: no other front end that runs has it."""
         self._start = number * arena.partition_bytes
         self._keep_at_most = budget.limit // KEPT_SHARE
         # Reentrant: the garbage collector may free a slot anywhere. Each step below leaves everything consistent.

@@ -61,6 +61,9 @@ class Counters:
     disconnects: int
     decoding: int
     queued: int
+    prompt_tokens: int
+    output_tokens: int
+    slots_in_use: int
     failures: dict[str, int]
     compute: Sequence[int]
     """How many requests, and the ns of their inputs, their execution and their outputs."""
@@ -69,6 +72,8 @@ class Counters:
     request_duration: Histogram
     queue_duration: Histogram
     compute_duration: Histogram
+    first_token: Histogram
+    """From the head of a request for tokens to the first of them."""
 
     @property
     def batch_size(self) -> Histogram:
@@ -115,14 +120,16 @@ class Counters:
 _SCALARS = (
     *("last_inference_ms", "inference_count", "executed_rows", "receive_ns"),
     *("decode_ns", "encode_ns", "failed_ns", "disconnects", "decoding", "queued"),
+    *("prompt_tokens", "output_tokens", "slots_in_use"),
 )
 _LAST_MS, _INFERENCES, _EXECUTED, _RECEIVE_NS = range(4)
 _DECODE_NS, _ENCODE_NS, _FAILED_NS, _DISCONNECTS, _DECODING, _QUEUED = range(4, 10)
+_PROMPT_TOKENS, _OUTPUT_TOKENS, _SLOTS_IN_USE = range(10, 13)
 _FAILURES = len(_SCALARS)
 _HISTOGRAMS = _FAILURES + len(FAILURE_REASONS)
 _HISTOGRAM_WIDTH = len(DURATION_BOUNDS_NS) + 2  # its buckets, then the sum of its values
-_REQUEST_NS, _QUEUE_NS, _COMPUTE_NS = (_HISTOGRAMS + _HISTOGRAM_WIDTH * number for number in range(3))
-_COMPUTE = _HISTOGRAMS + 3 * _HISTOGRAM_WIDTH
+_REQUEST_NS, _QUEUE_NS, _COMPUTE_NS, _FIRST_TOKEN_NS = (_HISTOGRAMS + _HISTOGRAM_WIDTH * number for number in range(4))
+_COMPUTE = _HISTOGRAMS + 4 * _HISTOGRAM_WIDTH
 _BATCHES = _COMPUTE + 4  # from here on, four counters for each batch size, as in `Counters.batches`
 _FAILURE_PLACES = {reason: _FAILURES + place for place, reason in enumerate(FAILURE_REASONS)}
 
@@ -167,6 +174,29 @@ class Statistics:
                 self._add(_QUEUE_NS, waited_ns, count)
             self._add(_COMPUTE_NS, sum(parts))
 
+    def record_step(self, rows: int, tokens: int, started_ns: int) -> None:
+        """One step of a generating engine, with so many requests in its slots and so many tokens from it."""
+        counters, step_ns = self._counters, time.perf_counter_ns() - started_ns
+        place = _BATCHES + 4 * (min(rows, self._max_batch_size) - 1)
+        with self._lock:
+            counters[_LAST_MS] = time.time_ns() // 1_000_000
+            counters[_OUTPUT_TOKENS] += tokens
+            counters[place] += 1
+            counters[place + 2] += step_ns
+            self._add(_COMPUTE_NS, step_ns)
+
+    def record_prompt(self, tokens: int, waited_ns: int) -> None:
+        """One prompt that has got a slot, after so long."""
+        with self._lock:
+            self._counters[_INFERENCES] += 1
+            self._counters[_PROMPT_TOKENS] += tokens
+            self._add(_QUEUE_NS, waited_ns)
+
+    def record_first_token(self, times: RequestTimes) -> None:
+        """The first token of an answer; called just before it is sent."""
+        with self._lock:
+            self._add(_FIRST_TOKEN_NS, time.perf_counter_ns() - times.start_ns)
+
     def record_success(self, times: RequestTimes) -> None:
         """One answered request; called just before its answer is sent, so that its sender finds it counted."""
         total_ns = time.perf_counter_ns() - times.start_ns
@@ -192,6 +222,10 @@ class Statistics:
         """So many requests wait for the engine."""
         self._counters[_QUEUED] = count
 
+    def set_slots_in_use(self, count: int) -> None:
+        """So many requests are being generated."""
+        self._counters[_SLOTS_IN_USE] = count
+
     def set_decoding(self, count: int) -> None:
         """The images of so many requests are being decoded."""
         self._counters[_DECODING] = count
@@ -215,6 +249,7 @@ class Statistics:
             request_duration=_histogram(sums, _REQUEST_NS),
             queue_duration=_histogram(sums, _QUEUE_NS),
             compute_duration=_histogram(sums, _COMPUTE_NS),
+            first_token=_histogram(sums, _FIRST_TOKEN_NS),
         )
 
     def _add(self, histogram: int, value_ns: int, count: int = 1) -> None:

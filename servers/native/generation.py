@@ -1,0 +1,463 @@
+"""Language models over HTTP: the served model of a front end, the link to its engine, and the requests that it answers.
+
+A request is checked here, passed to the engine, and answered from the messages of its steps: for each token of a
+streamed answer one event, written to the connection in the callback that has received the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from servers.engines.interface import EngineDescription
+from servers.language.engine import GenerationRequest, check_request
+from servers.native.errors import (
+    INTERNAL_ERROR,
+    FailureLog,
+    HttpError,
+    failure_reason,
+    shutting_down,
+)
+from servers.native.http import Application, HttpFrontEnd, HttpServerConnection
+from servers.native.http_parser import STATUS_LINES, HttpRequest, HttpResponse, RequestHead, refusal
+from servers.native.inference import ModelService, ServedModels
+from servers.native.interface import (
+    ApplyStatus,
+    EngineOperation,
+    FrontEndOpened,
+    ModelStatus,
+)
+from servers.native.ipc import (
+    Cancel,
+    Control,
+    ControlDone,
+    Finished,
+    Generate,
+    Generated,
+    Message,
+    encode,
+    error_of,
+    read_frames,
+)
+from servers.native.memory import RequestMemory
+from servers.native.settings import NativeSettings
+from servers.native.statistics import RequestTimes, Statistics
+from servers.native.token_events import (
+    CHUNKED,
+    STREAM_HEADERS,
+    CompletionDocument,
+    CompletionEvents,
+    GenerateDocument,
+    GenerateEvents,
+    TokenAnswer,
+    completion_refusal,
+    document_response,
+)
+from servers.native.token_requests import TokenRequest, parse_completion, parse_generate
+from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
+from servers.protocol.records import ModelSignature
+from servers.protocol.tensors import TensorSpec
+
+log = FailureLog("abserve.front")
+
+VERSION = "1"
+ENGINE_ENDED = "the engine has ended, send the request again later"
+COMPLETIONS = "/v1/completions"
+BODY_BYTES = 64 * 1024
+BODY_BYTES_PER_TOKEN = 24
+"""A longer body cannot be a prompt that the model takes: an id has at most ten digits, and some blanks around it."""
+NUMBERS_PER_FRONT_END = 2**40
+"""Requests are numbered over all front ends: each has so many numbers of its own."""
+
+
+def language_signature(name: str) -> ModelSignature:
+    """The tensors of a language model, as Triton's generate extension has them."""
+    return ModelSignature(
+        name,
+        VERSION,
+        (
+            TensorSpec("input_ids", "INT32", (-1,)),
+            TensorSpec("max_tokens", "INT32", (1,)),
+            TensorSpec("ignore_eos", "BOOL", (1,)),
+        ),
+        (
+            TensorSpec("token_ids", "INT32", (-1,)),
+            TensorSpec("prompt_tokens", "INT32", (1,)),
+            TensorSpec("finish_reason", "BYTES", (1,)),
+        ),
+        max_batch_size=0,
+    )
+
+
+class AnswerSink(Protocol):
+    """What takes the tokens of one answer; belongs to the event loop."""
+
+    def token(self, token: int) -> None:
+        """One more token."""
+
+    def tokens(self, tokens: list[int]) -> None:
+        """Some more."""
+
+    def finished(self, tokens: list[int], finish: str) -> None:
+        """The last ones."""
+
+    def failed(self, error: ContractError) -> None:
+        """There will be no more."""
+
+
+class GenerationLink(asyncio.Protocol):
+    """The socket to the engine's process, or to its thread; belongs to the front end's event loop."""
+
+    def __init__(self, number: int, apply: Callable[[ModelStatus], None], on_end: Callable[[], None]) -> None:
+        """`number` is the front end's; `apply` learns the engine's state, `on_end` is called once it has ended."""
+        self._numbers = itertools.count(number * NUMBERS_PER_FRONT_END)
+        self._apply = apply
+        self._on_end = on_end
+        self._sinks: dict[int, AnswerSink] = {}
+        self._unread = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._ended = False
+
+    async def open(self, connected: socket.socket) -> None:
+        """Begin to use a connected socket."""
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=connected)
+
+    def opened(self) -> None:
+        """Tell the engine that clients are answered now."""
+        self._control(FrontEndOpened())
+
+    def submit(self, sink: AnswerSink, request: TokenRequest, received_ns: int) -> int:
+        """Queue a checked request; returns its number. Raises `UnavailableError`."""
+        if self._ended:
+            raise UnavailableError(ENGINE_ENDED)
+        number = next(self._numbers)
+        self._sinks[number] = sink
+        self._send(Generate(number, list(request.prompt), request.max_tokens, request.ignore_eos, received_ns))
+        return number
+
+    def cancel(self, number: int) -> None:
+        """The engine forgets a request before its next step; the sink hears nothing more."""
+        if self._sinks.pop(number, None) is not None:
+            self._send(Cancel(number))
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
+
+    def data_received(self, data: bytes) -> None:
+        """Messages of the engine's side."""
+        for message in read_frames(self._unread, data):
+            if isinstance(message, Generated):
+                self._pass_on(message)
+            elif isinstance(message, Control) and isinstance(message.operation, ApplyStatus):
+                self._apply(message.operation.models[0])
+                self._send(ControlDone(message.number))
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
+        """The engine has ended: nothing that waits will be answered by it."""
+        self._ended = True
+        self._on_end()
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            self._call(lambda sink: sink.failed(InternalError(ENGINE_ENDED)), sink)
+
+    def _pass_on(self, message: Generated) -> None:
+        sinks = self._sinks
+        for number, token in zip(message.numbers, message.tokens, strict=True):
+            sink = sinks.get(number)
+            if sink is not None:  # else it has been cancelled
+                try:
+                    sink.token(token)
+                except Exception:
+                    log.exception("an answer could not be sent")  # it must not stop the others
+                    self._lose(number, sink)
+        for number, tokens in message.several:
+            if (sink := sinks.get(number)) is not None:
+                self._call(lambda sink, tokens=tokens: sink.tokens(tokens), sink)
+        for done in message.finished:
+            if (sink := sinks.pop(done.number, None)) is not None:
+                self._call(lambda sink, done=done: _finish(sink, done), sink)
+
+    def _call(self, call: Callable[[AnswerSink], None], sink: AnswerSink) -> None:
+        try:
+            call(sink)
+        except Exception:
+            log.exception("an answer could not be sent")
+
+    def _lose(self, number: int, sink: AnswerSink) -> None:
+        self.cancel(number)
+        self._call(lambda sink: sink.failed(InternalError(INTERNAL_ERROR)), sink)
+
+    def _control(self, operation: EngineOperation) -> None:
+        self._send(Control(next(self._numbers), operation))
+
+    def _send(self, message: Message) -> None:
+        if self._transport is not None and not self._ended:
+            self._transport.write(encode([message]))
+
+
+def _finish(sink: AnswerSink, done: Finished) -> None:
+    if done.failure is not None:
+        sink.failed(error_of(done.failure))
+    else:
+        sink.finished(done.tokens, done.finish)
+
+
+class GenerationService(ModelService):
+    """One language model, whose engine is at the other end of `link`."""
+
+    def __init__(
+        self, name: str, label: str, settings: NativeSettings, statistics: Statistics, link_number: int = 0
+    ) -> None:
+        super().__init__(language_signature(name), settings, statistics)
+        self.label = label
+        self.vocabulary = 0
+        self.max_length = 0
+        """Both as the engine says once it is loaded."""
+        self.link = GenerationLink(link_number, self._apply, self._engine_ended)
+        self.on_engine_end: Callable[[], None] = lambda: None
+        self._identity = f"cmpl-{secrets.token_hex(8)}"
+        self._identities = itertools.count()
+
+    def identity(self) -> str:
+        """A new id of an answer."""
+        return f"{self._identity}{next(self._identities):08x}"
+
+    def check(self, request: TokenRequest) -> None:
+        """Raises `InvalidRequestError` for a request that the model cannot answer."""
+        check_request(GenerationRequest(0, request.prompt, request.max_tokens, request.ignore_eos), self)
+
+    @property
+    def largest_body_bytes(self) -> int:
+        """A body with more bytes holds more than a prompt."""
+        return min(self.settings.max_body_bytes, BODY_BYTES + BODY_BYTES_PER_TOKEN * self.max_length)
+
+    def parameters(self, description: EngineDescription) -> dict[str, str]:
+        """The settings in effect as text: the engine's, and the server's own."""
+        parameters = {
+            "engine": description.kind,
+            "precision": description.precision,
+            "device": description.device,
+            "weights": description.weights,
+            "model": self.label,
+            **{name: _as_text(value) for name, value in description.details.items() if not isinstance(value, dict)},
+        }
+        parameters["fronts"] = str(self.settings.fronts)
+        return {name: value for name, value in parameters.items() if value}
+
+    def _apply(self, status: ModelStatus) -> None:
+        if status.description is not None:
+            details = status.description.details
+            self.vocabulary, self.max_length = int(str(details["vocabulary"])), int(str(details["max_length"]))
+        self.set_status(status)
+
+    def _engine_ended(self) -> None:
+        self.fail()
+        self.on_engine_end()
+
+
+class GenerationFrontEnd(HttpFrontEnd):
+    """The front end of a language model."""
+
+    def __init__(
+        self,
+        application: Application,
+        models: ServedModels[GenerationService],
+        settings: NativeSettings,
+        memory: RequestMemory,
+    ) -> None:
+        self._language = models.default
+        name = self._language.signature.name
+        super().__init__(application, models, settings, memory, lambda path: generation_target(path, name))
+
+    def pending(self, connection: HttpServerConnection, request: HttpRequest) -> PendingGeneration:
+        return PendingGeneration(self._language, connection, request)
+
+    def check(self, head: RequestHead) -> ContractError | None:
+        assert head.target is not None
+        largest = self._language.largest_body_bytes
+        try:
+            self._models.find(*head.target).check_accepting()
+            if head.encoding is not None:
+                raise InvalidRequestError("the body must not be compressed; send it without Content-Encoding")
+            if head.length is not None and head.length > largest:
+                raise _too_large(head.length, largest)
+        except ContractError as error:
+            return error
+        return None
+
+    def refusal(self, head: RequestHead | None, error: ContractError | HttpError) -> HttpResponse:
+        return refusal_of(head, error)
+
+
+def generation_target(path: str, model: str) -> tuple[str, str | None] | None:
+    """Model and version of a route that generates, None for every other path; `model` is the served one."""
+    match path.split("/"):
+        case ["", "v1", "completions"]:
+            return model, None
+        case ["", "v2", "models", named, "generate" | "generate_stream"]:
+            return named, None
+        case ["", "v2", "models", named, "versions", version, "generate" | "generate_stream"]:
+            return named, version
+        case _:
+            return None
+
+
+def refusal_of(head: RequestHead | None, error: ContractError | HttpError) -> HttpResponse:
+    """The response to a request that failed before its answer began, in the form of its route."""
+    if head is not None and head.path.startswith("/v1/"):
+        return completion_refusal(error)
+    return refusal(error)
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def _too_large(size: int, largest: int) -> TooLargeError:
+    return TooLargeError(f"the body has {size} bytes; a prompt that the model takes has at most {largest}")
+
+
+class PendingGeneration:
+    """A `PendingRequest` for tokens, and the `AnswerSink` of its answer."""
+
+    __slots__ = ("_answer", "_begun", "_connection", "_done", "_head", "_number", "_request", "_service", "_times")
+
+    def __init__(self, service: GenerationService, connection: HttpServerConnection, request: HttpRequest) -> None:
+        self._service = service
+        self._connection = connection
+        self._request = request
+        self._head = request.head
+        self._times = RequestTimes(request.start_ns)
+        self._answer: TokenAnswer | None = None
+        self._number = -1
+        self._begun = False  # the first tokens have come; those of a stream have been sent
+        self._done = False
+
+    @property
+    def streams(self) -> bool:
+        return self._answer is not None and self._answer.streams
+
+    def begin(self, body: memoryview) -> None:
+        """Check the request and pass it to the engine."""
+        self._times.receive_ns = time.perf_counter_ns() - self._times.start_ns
+        try:
+            request = self._parsed(bytes(body))
+            self._service.check(request)
+            self._times.decode_ns = time.perf_counter_ns() - self._times.start_ns - self._times.receive_ns
+            self._answer = self._answer_to(request)
+            self._number = self._service.link.submit(self, request, self._times.start_ns)
+        except ContractError as error:
+            self.failed(error)
+        except Exception:
+            log.exception("a request failed unexpectedly")
+            self.failed(InternalError(INTERNAL_ERROR))
+        self._request.release()  # its memory need not wait for the answer
+
+    def client_left(self) -> None:
+        """Free the slot."""
+        if self._done:
+            return
+        self._done = True
+        self._service.link.cancel(self._number)
+        if self._connection.choked:
+            self._service.statistics.record_failure("slow_client", self._times.start_ns)
+        else:
+            self._service.statistics.record_disconnect()
+
+    def give_up(self) -> bytes | None:
+        """Free the slot; the end of a stream that has begun is an error event."""
+        error = shutting_down()
+        self._done = True
+        self._service.link.cancel(self._number)
+        self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
+        if self._begun and self._answer is not None:
+            return self._answer.failure(error)
+        return refusal_of(self._head, error).encode(self._connection.common_headers)
+
+    # AnswerSink
+
+    def token(self, token: int) -> None:
+        answer = self._answer
+        assert answer is not None
+        data = answer.token(token)
+        if not self._begun:
+            self._send_first(data)
+        elif data:
+            self._connection.stream(data)
+
+    def tokens(self, tokens: list[int]) -> None:
+        assert self._answer is not None
+        data = self._answer.tokens(tokens)
+        if not self._begun:
+            self._send_first(data)
+        elif data:
+            self._connection.stream(data)
+
+    def finished(self, tokens: list[int], finish: str) -> None:
+        answer = self._answer
+        assert answer is not None
+        data = answer.last(tokens, finish)
+        self._done = True
+        if self._connection.gone:
+            self._service.statistics.record_disconnect()
+            return
+        if not self._begun:
+            self._service.statistics.record_first_token(self._times)
+        self._service.statistics.record_success(self._times)
+        if not answer.streams:
+            self._connection.answer(document_response(data))
+        else:
+            self._connection.send(data if self._begun else self._stream_head() + data)
+
+    def failed(self, error: ContractError) -> None:
+        self._done = True
+        self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
+        if self._begun and self.streams:
+            assert self._answer is not None
+            self._connection.send(self._answer.failure(error))
+        else:
+            self._connection.answer(refusal_of(self._head, error))
+
+    def _send_first(self, data: bytes) -> None:
+        """The first tokens of the answer: those of a stream bring the head of the response."""
+        self._begun = True
+        self._service.statistics.record_first_token(self._times)
+        if self.streams:
+            self._connection.stream(self._stream_head() + data)
+
+    def _stream_head(self) -> bytes:
+        if self._head.version == "1.0":  # which has no chunks: the end of the connection is that of the answer
+            self._connection.close_after_response()
+        framing = b"" if self._head.version == "1.0" else CHUNKED
+        return b"%b%b%b%b\r\n" % (STATUS_LINES[200], self._connection.common_headers, STREAM_HEADERS, framing)
+
+    def _parsed(self, body: bytes) -> TokenRequest:
+        service = self._service
+        if len(body) > service.largest_body_bytes:  # in chunks, so that its size was not known before
+            raise _too_large(len(body), service.largest_body_bytes)
+        if self._head.path == COMPLETIONS:
+            return parse_completion(body, service.signature.name, service.vocabulary)
+        return parse_generate(body, service.vocabulary, stream=self._head.path.endswith("_stream"))
+
+    def _answer_to(self, request: TokenRequest) -> TokenAnswer:
+        name, version = self._service.signature.name, self._service.signature.version
+        chunked = self._head.version != "1.0"
+        if self._head.path == COMPLETIONS:
+            identity, created = self._service.identity(), int(time.time())
+            if request.stream:
+                return CompletionEvents(request, identity, created, name, chunked=chunked)
+            return CompletionDocument(request, identity, created, name)
+        if request.stream:
+            return GenerateEvents(request, name, version, chunked=chunked)
+        return GenerateDocument(request, name, version)

@@ -1,0 +1,367 @@
+"""The engine's side of a language model: the loop that steps a generating engine, and the process that it is alone in.
+
+One thread does everything with the engine. Between two steps it takes what front ends have sent: requests that came and
+requests whose client has left, so that a slot is free within one step. All tokens of a step that belong to one front
+end are one message; while the front end writes them to its clients the engine is in the next step already.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+import structlog
+
+from servers.engines.interface import EngineDescription
+from servers.engines.settings import EngineError
+from servers.language.engine import Emission, GeneratingEngine, GenerationRequest
+from servers.native.engine_process import READ_BYTES, FrontEndChannel
+from servers.native.errors import RefusedError, shutting_down
+from servers.native.interface import ApplyStatus, FrontEndOpened, ModelState, ModelStatus
+from servers.native.ipc import (
+    STOP_BY,
+    Cancel,
+    Control,
+    ControlDone,
+    Failure,
+    Finished,
+    Generate,
+    Generated,
+    Message,
+    UnusableMessage,
+    failure_of,
+    read_frames,
+)
+from servers.native.memory import Arena
+from servers.native.settings import NativeSettings
+from servers.native.statistics import Statistics
+from servers.protocol.errors import ContractError, InternalError
+
+log = structlog.get_logger("abserve.engine")
+
+BuildGeneratingEngine = Callable[[], GeneratingEngine]
+"""Makes the engine, in its thread: its imports take seconds."""
+
+
+class GenerationLoop:
+    """The thread of a generating engine, from loading to the end. Any thread calls the public methods."""
+
+    def __init__(
+        self,
+        build: BuildGeneratingEngine,
+        settings: NativeSettings,
+        statistics: Statistics,
+        arena: Arena,
+        on_failure: Callable[[], None],
+    ) -> None:
+        """`on_failure` is called, in the thread, when the model cannot be served; then the thread ends."""
+        self._build = build
+        self._settings = settings
+        self._statistics = statistics
+        self._arena = arena
+        self._on_failure = on_failure
+        self._epoll = select.epoll()
+        self._wakes, self._waker = socket.socketpair()
+        for wake_socket in (self._wakes, self._waker):
+            wake_socket.setblocking(False)
+        self._epoll.register(self._wakes, select.EPOLLIN)
+        self._incoming: deque[socket.socket] = deque()
+        self._channels: dict[int, FrontEndChannel] = {}
+        self._opened: set[FrontEndChannel] = set()
+        self._owners: dict[int, FrontEndChannel] = {}
+        """By number: whose request it is, of all that wait or are generated."""
+        self._unaware: set[FrontEndChannel] = set()
+        """Front ends that do not know yet that the model is accepting."""
+        self._queue: deque[Generate] = deque()
+        """Requests that the engine has not got, because its slots are taken."""
+        self._state = ModelState.LOADING
+        self._description: EngineDescription | None = None
+        self._stop_by: float | None = None
+        self._buffer = bytearray(READ_BYTES)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.failed = False
+
+    def start(self) -> None:
+        """Begin to load."""
+        self._thread.start()
+
+    def add(self, connected: socket.socket) -> None:
+        """A front end's socket."""
+        self._incoming.append(connected)
+        self._wake()
+
+    def stop(self, stop_by: float) -> bool:
+        """Finish accepted requests, at most until `stop_by` of `time.monotonic`; False if that was too short."""
+        self._stop_by = stop_by
+        self._wake()
+        if self._state is not ModelState.LOADING:  # a load cannot be interrupted, so do not wait for it
+            self._thread.join(max(0.0, stop_by - time.monotonic()))
+        return not self._thread.is_alive() and not self._owners
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):
+            self._waker.send(b"!")
+
+    # In the thread
+
+    def _run(self) -> None:
+        engine: GeneratingEngine | None = None
+        try:
+            engine = self._build()
+            engine.load()
+            engine.warm_up()
+            self._description = describe(engine)
+            self._set_state(ModelState.ACCEPTING)
+            self._serve(engine)
+        except EngineError as error:
+            log.error("the model cannot be served", reason=str(error))  # noqa: TRY400  the sentence says it all
+            self._fail()
+        except Exception:
+            log.exception("the model cannot be served")
+            self._fail()
+        finally:
+            for channel in self._channels.values():
+                channel.end()  # what waits at its front end fails
+            if engine is not None:
+                with suppress(Exception):
+                    engine.close()
+
+    def _serve(self, engine: GeneratingEngine) -> None:
+        slots, queue, statistics = engine.slots, self._queue, self._statistics
+        while self._stop_by is None or (self._owners and time.monotonic() < self._stop_by):
+            self._receive(engine, None if not self._owners else 0)
+            while queue and engine.active + engine.waiting < slots:
+                self._add(engine, queue.popleft())
+            rows = min(slots, engine.active + engine.waiting)
+            if rows:
+                started_ns = time.perf_counter_ns()
+                emissions = engine.step()
+                if emissions:
+                    self._send(emissions)
+                statistics.record_step(rows, sum([len(emission.tokens) for emission in emissions]), started_ns)
+            statistics.set_queued(len(queue) + engine.waiting)
+            statistics.set_slots_in_use(engine.active)
+
+    def _receive(self, engine: GeneratingEngine | None, seconds: float | None) -> None:
+        """Take what has come; wait for something at most so long."""
+        for descriptor, events in self._epoll.poll(seconds):
+            channel = self._channels.get(descriptor)
+            if channel is not None:
+                self._read(engine, channel, events)
+            else:
+                with suppress(BlockingIOError):
+                    self._wakes.recv(4096)
+        while self._incoming:
+            self._open(self._incoming.popleft())
+
+    def _open(self, connected: socket.socket) -> None:
+        channel = FrontEndChannel(connected, self._arena, self._epoll)
+        self._channels[connected.fileno()] = channel
+        self._epoll.register(connected, select.EPOLLIN)
+        self._notify(channel)
+
+    def _read(self, engine: GeneratingEngine | None, channel: FrontEndChannel, events: int) -> None:
+        if events & select.EPOLLOUT:
+            channel.send_more()
+        if not events & ~select.EPOLLOUT:
+            return
+        try:
+            count = channel.socket.recv_into(self._buffer)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            count = 0
+        if count == 0:
+            self._remove(engine, channel)
+            return
+        for message in read_frames(channel.unread, memoryview(self._buffer)[:count]):
+            self._handle(engine, channel, message)
+
+    def _handle(
+        self, engine: GeneratingEngine | None, channel: FrontEndChannel, message: Message | UnusableMessage
+    ) -> None:
+        if isinstance(message, Generate):
+            self._accept(channel, message)
+        elif isinstance(message, Cancel):
+            self._cancel(engine, message.number)
+        elif isinstance(message, ControlDone):
+            channel.control_done(message)
+        elif isinstance(message, Control) and isinstance(message.operation, FrontEndOpened):
+            self._opened = {*self._opened, channel} & {*self._channels.values()}  # without those that have ended
+            self._check_open()
+
+    def _accept(self, channel: FrontEndChannel, message: Generate) -> None:
+        if len(self._queue) >= self._settings.queue_size:
+            full = RefusedError("queue_full", f"Exceeds maximum queue size of {self._settings.queue_size} requests")
+            self._end(channel, message.number, failure_of(full))
+        elif self._stop_by is not None:
+            self._end(channel, message.number, failure_of(shutting_down()))
+        else:
+            self._owners[message.number] = channel
+            self._queue.append(message)
+
+    def _add(self, engine: GeneratingEngine, message: Generate) -> None:
+        waited_ns = time.perf_counter_ns() - message.received_ns
+        request = GenerationRequest(message.number, message.prompt, message.max_tokens, message.ignore_eos)
+        try:
+            engine.add(request)
+        except ContractError as error:
+            self._end(self._owners.pop(message.number), message.number, failure_of(error))
+        else:
+            self._statistics.record_prompt(len(message.prompt), waited_ns)
+
+    def _cancel(self, engine: GeneratingEngine | None, number: int) -> None:
+        if self._owners.pop(number, None) is None:  # it is finished
+            return
+        for waiting in self._queue:
+            if waiting.number == number:
+                self._queue.remove(waiting)
+                return
+        assert engine is not None
+        engine.cancel(number)
+
+    def _send(self, emissions: Sequence[Emission]) -> None:
+        """One message for each front end that has a request among these."""
+        owners = self._owners
+        messages: dict[FrontEndChannel, Generated] = {}
+        for emission in emissions:
+            number, tokens = emission.number, emission.tokens
+            channel = owners.get(number)
+            if channel is None:  # cancelled while the step ran
+                continue
+            message = messages.get(channel)
+            if message is None:
+                message = messages[channel] = Generated([], [], [], [])
+            if emission.finish is not None:
+                del owners[number]
+                failure = None
+                if emission.finish == "error":
+                    failure = failure_of(InternalError(emission.message or "the engine could not generate the answer"))
+                message.finished.append(Finished(number, list(tokens), emission.finish, failure))
+            elif len(tokens) == 1:
+                message.numbers.append(number)
+                message.tokens.append(tokens[0])
+            elif tokens:
+                message.several.append((number, list(tokens)))
+        for channel, message in messages.items():
+            channel.send([message])
+
+    def _end(self, channel: FrontEndChannel, number: int, failure: Failure) -> None:
+        channel.send([Generated([], [], [], [Finished(number, [], "error", failure)])])
+
+    def _remove(self, engine: GeneratingEngine | None, channel: FrontEndChannel) -> None:
+        """A front end has ended, and with it the connections of its clients."""
+        del self._channels[channel.socket.fileno()]
+        for number in [number for number, owner in self._owners.items() if owner is channel]:
+            self._cancel(engine, number)
+        channel.end()
+
+    # States
+
+    def _status(self) -> ApplyStatus:
+        return ApplyStatus((ModelStatus(self._state, self._description),))
+
+    def _set_state(self, state: ModelState) -> None:
+        """Tell all front ends."""
+        self._state = state
+        while self._incoming:
+            self._open(self._incoming.popleft())
+        for channel in self._channels.values():
+            self._notify(channel)
+
+    def _notify(self, channel: FrontEndChannel) -> None:
+        applied = channel.notify(self._status())
+        if self._state is ModelState.ACCEPTING:
+            self._unaware.add(channel)
+            applied.add_done_callback(lambda _: self._aware(channel))
+
+    def _aware(self, channel: FrontEndChannel) -> None:
+        self._unaware.discard(channel)
+        self._check_open()
+
+    def _check_open(self) -> None:
+        """A model that is accepting becomes ready once all front ends know, and answer clients."""
+        all_know = not self._unaware and len(self._opened) >= (self._settings.fronts or 1)
+        if self._state is ModelState.ACCEPTING and all_know:
+            self._set_state(ModelState.READY)
+
+    def _fail(self) -> None:
+        self.failed = True
+        self._set_state(ModelState.FAILED)
+        self._on_failure()
+
+
+def describe(engine: GeneratingEngine) -> EngineDescription:
+    """The settings in effect, and the limits of requests, so that a message can carry them."""
+    settings = engine.settings()
+    details = {
+        **settings,
+        "slots": engine.slots,
+        "max_length": engine.max_length,
+        "vocabulary": engine.vocabulary,
+        "eos": list(engine.eos),
+    }
+    device, threads = str(settings.get("device", "cpu")), settings.get("threads")
+    return EngineDescription(
+        kind=str(settings.get("engine", "")),
+        version=str(settings.get("engine_version", "")),
+        precision=str(settings.get("precision", "")),
+        mode=str(settings.get("mode", "")),
+        device=device,
+        threads=int(str(threads)) if threads is not None and device == "cpu" else None,
+        max_batch_size=engine.slots,
+        weights=str(settings.get("weights", "")),
+        details=msgspec.to_builtins(details, enc_hook=str),
+    )
+
+
+class GenerationProcess:
+    """The process of an engine: it gets the front ends' sockets from the supervisor until that says so, or has gone."""
+
+    def __init__(
+        self,
+        build: BuildGeneratingEngine,
+        settings: NativeSettings,
+        statistics: Statistics,
+        arena: Arena,
+        supervisor: socket.socket,
+    ) -> None:
+        self._settings = settings
+        self._supervisor = supervisor
+        self._failed, self._failing = socket.socketpair()
+        self._loop = GenerationLoop(build, settings, statistics, arena, self._fail)
+
+    def run(self) -> int:
+        """Returns the process's exit status."""
+        self._loop.start()
+        stop_by: float | None = None
+        while stop_by is None and not self._loop.failed:
+            readable, _, _ = select.select([self._supervisor, self._failed], [], [])
+            if self._supervisor in readable:
+                stop_by = self._read_supervisor()
+        if self._loop.failed:
+            return 1
+        finished = self._loop.stop(stop_by or 0.0)
+        log.info("stopped", accepted_work_finished=finished)
+        return 1 if self._loop.failed else 0
+
+    def _fail(self) -> None:
+        self._failing.send(b"!")
+
+    def _read_supervisor(self) -> float | None:
+        """Add a front end, or return when to have stopped."""
+        data, descriptors, _, _ = socket.recv_fds(self._supervisor, STOP_BY.size, 1)
+        for descriptor in descriptors:
+            self._loop.add(socket.socket(fileno=descriptor))
+        if descriptors:
+            return None
+        if len(data) == STOP_BY.size:
+            stop_by: float = STOP_BY.unpack(data)[0]
+            return stop_by
+        return time.monotonic() + self._settings.shutdown_timeout_s

@@ -1,0 +1,172 @@
+"""The server of a language model, from settings to the end: front ends and a generating engine, each in its process.
+
+With `fronts` 0 it is one process: the engine has a thread, and the event loop the main thread. Both have the same
+socket between them as two processes have.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import structlog
+
+from servers.cli.launch import host_in_url
+from servers.language.engine import make_engine
+from servers.language.specification import LanguageModel
+from servers.native.app import create_language_app
+from servers.native.front_server import HttpServer, Supervised, run_front_end
+from servers.native.generation import GenerationFrontEnd, GenerationService
+from servers.native.generation_loop import BuildGeneratingEngine, GenerationLoop, GenerationProcess
+from servers.native.inference import ServedModels
+from servers.native.memory import Arena, RequestMemory
+from servers.native.settings import NativeSettings
+from servers.native.statistics import Statistics
+from servers.native.supervisor import Supervisor, exit_status
+
+log = structlog.get_logger("abserve.server")
+
+
+class GenerationServer(HttpServer):
+    """The server of a language model on one event loop."""
+
+    def __init__(
+        self,
+        settings: NativeSettings,
+        model: ServedLanguageModel,
+        statistics: Statistics,
+        memory: RequestMemory,
+        engine: socket.socket,
+        on_listening: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`engine` is the socket to the engine."""
+        self._engine = engine
+        self.service = GenerationService(model.name, model.label, settings, statistics, memory.number)
+        self.models = ServedModels([self.service])
+        application = create_language_app(self.models)
+        http = GenerationFrontEnd(application, self.models, settings, memory)
+        super().__init__(settings, http, on_listening, self.service.link.opened)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Connect to the engine first: then health checks can be answered."""
+        await self.service.link.open(self._engine)
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self.models.stop()
+
+
+class GenerationFrontProcess(GenerationServer):
+    """The server in a front end's process."""
+
+    def __init__(
+        self,
+        settings: NativeSettings,
+        model: ServedLanguageModel,
+        statistics: Statistics,
+        memory: RequestMemory,
+        supervisor: socket.socket,
+        engine: socket.socket,
+    ) -> None:
+        self._supervised = Supervised(supervisor, self)
+        super().__init__(settings, model, statistics, memory, engine)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._supervised.open()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ctrl-C and process managers signal the whole group, and accepted work is finished in order."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._supervised.close()
+        await super().shutdown(sockets)
+
+    def on_close(self) -> None:
+        self._supervised.on_close()
+
+
+class ServedLanguageModel:
+    """What is served: the name, a label for people, and how its engine is built."""
+
+    def __init__(self, name: str, label: str, build: BuildGeneratingEngine) -> None:
+        self.name = name
+        self.label = label
+        self.build = build
+
+    @classmethod
+    def of(cls, model: LanguageModel, settings: NativeSettings) -> ServedLanguageModel:
+        """A model with the engine that the settings choose."""
+        return cls(model.name, model.label, lambda: make_engine(model, settings.language_engine()))
+
+    # The `Children` of a supervisor
+
+    @property
+    def models(self) -> int:
+        return 1
+
+    def run_engine(
+        self, settings: NativeSettings, statistics: Sequence[Statistics], arena: Arena, supervisor: socket.socket
+    ) -> int:
+        return GenerationProcess(self.build, settings, statistics[0], arena, supervisor).run()
+
+    def run_front_end(
+        self,
+        settings: NativeSettings,
+        statistics: Sequence[Statistics],
+        memory: RequestMemory,
+        supervisor: socket.socket,
+        engines: Sequence[socket.socket],
+    ) -> int:
+        server = GenerationFrontProcess(settings, self, statistics[0], memory, supervisor, engines[0])
+        return run_front_end(server)
+
+
+def serve_language(settings: NativeSettings, model: ServedLanguageModel, listener: socket.socket) -> int:
+    """Serve until SIGTERM or SIGINT, and return the process's exit status. Blocks; for the main thread."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    def on_listening() -> None:
+        host, port = listener.getsockname()[:2]
+        log.info("listening", url=f"http://{host_in_url(host)}:{port}", model=model.name)
+
+    if settings.fronts:
+        return Supervisor(settings, model, listener, None, on_listening).run()
+    return _serve_in_one_process(settings, model, listener, on_listening)
+
+
+def _serve_in_one_process(
+    settings: NativeSettings,
+    model: ServedLanguageModel,
+    listener: socket.socket,
+    on_listening: Callable[[], None],
+) -> int:
+    statistics, memory = Statistics(settings.max_batch_size), RequestMemory.alone(settings)
+    to_engine, to_front_end = socket.socketpair()
+    received: list[int] = []
+
+    def stop() -> None:
+        server.should_exit = True
+
+    def note(signal_number: int, _frame: FrameType | None) -> None:
+        """Keep a signal that comes before uvicorn handles them; see `serve_in_one_process` of the tensors' server."""
+        received.append(signal_number)
+        stop()
+
+    loop = GenerationLoop(model.build, settings, statistics, memory.arena, stop)
+    loop.add(to_front_end)
+    server = GenerationServer(settings, model, statistics, memory, to_engine, on_listening)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    loop.start()
+    server.run(sockets=[listener])
+    failed = loop.failed
+    finished = loop.stop(min(time.monotonic() + settings.shutdown_timeout_s, server.stop_by))
+    log.info("stopped", accepted_work_finished=finished)
+    return 1 if failed else exit_status(received)
