@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from servers.native.settings import NativeSettings
 
 
 def main() -> int:
@@ -20,12 +24,16 @@ def main() -> int:
     from servers.engines.padding import padding_of
     from servers.engines.processors import wait_policy
     from servers.engines.settings import EngineError, parse_spinning
+    from servers.language.specification import is_language_model
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
     from servers.native.settings import NativeSettings
 
     try:
         requested = from_argument(NativeSettings, sys.argv[1:])
+        if is_language_model(requested.model):
+            return _serve_language(requested)
+        requested.check_for_tensors()
         os.environ.update(wait_policy(parse_spinning(requested.spinning)))
         specifications = get_variants(requested.model, requested.payloads)
         settings = requested.resolved(specifications[0])
@@ -43,6 +51,21 @@ def main() -> int:
 
     configure_logs(settings.log_level)
     return run(settings, specifications, weights, listener, grpc_listener)
+
+
+def _serve_language(requested: NativeSettings) -> int:
+    from servers.cli.launch import bind
+    from servers.language.specification import language_model
+
+    model = language_model(requested.model, requested.weights)
+    settings = requested.resolved_for(model)
+    listener = bind(settings.host, settings.http_port)
+
+    from servers.native.generation_server import ServedLanguageModel, serve_language
+    from servers.native.server import configure_logs
+
+    configure_logs(settings.log_level)
+    return serve_language(settings, ServedLanguageModel.of(model, settings), listener)
 
 
 def _refuse(message: str) -> int:

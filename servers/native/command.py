@@ -20,6 +20,8 @@ from servers.engines.interface import EngineError
 from servers.engines.padding import padding_of
 from servers.engines.settings import engine_kind
 from servers.export.manifest import ExportError
+from servers.language.specification import is_language_model, language_model
+from servers.language.weights import pin_language_weights
 from servers.models.files import FolderError
 from servers.models.registry import UnknownModelError, get_variants
 from servers.models.sources import module_file
@@ -75,6 +77,7 @@ class NativeLaunch:
 def check(options: Mapping[str, Any]) -> NativeLaunch:
     """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
     requested = NativeSettings(**{name: value for name, value in options.items() if value is not None})
+    requested.check_for_tensors()
     requested = with_tuning(requested, requested.tuning)
     specifications = get_variants(requested.model, requested.payloads)
     first = specifications[0]
@@ -95,6 +98,33 @@ def check(options: Mapping[str, Any]) -> NativeLaunch:
     return NativeLaunch(settings, specifications, weights, tuning_of(requested))
 
 
+def check_language(options: Mapping[str, Any]) -> LaunchPlan:
+    """The launch of a language model. Raises an error whose message is one sentence."""
+    requested = NativeSettings(**{name: value for name, value in options.items() if value is not None})
+    if requested.max_batch_size != NativeSettings.model_fields["max_batch_size"].default:
+        raise OptionError("--max-batch-size is for models of tensors; a language model has --slots")
+    requested = with_tuning(requested, requested.tuning)
+    model = language_model(requested.model, requested.weights)
+    settings = requested.resolved_for(model)
+    bind(settings.host, settings.http_port).close()
+    weights = pin_language_weights(model.weights, model.fields)
+    settings = settings.model_copy(update={"weights": weights.text, "model": model.reference})
+    url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
+    return LaunchPlan(
+        argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
+        env={},
+        http_url=url,
+        grpc_address=None,
+        metrics_url=f"{url}/metrics",
+        model=model.name,
+        title=f"native {settings.engine} {settings.precision}",
+        max_batch_size=None,
+        cannot_pad="a language model has no batches to pad",
+        tuning=tuning_of(requested),
+        causes=CAUSES,
+    )
+
+
 @takes_settings(NativeSettings)
 def serve_native(
     artefacts: Annotated[
@@ -108,8 +138,11 @@ def serve_native(
 ) -> None:
     """Serve a model over the Open Inference Protocol, with PyTorch, ONNX Runtime or TensorRT inside."""
     try:
-        launch = check(options)
-        plan = launch.plan({model.name: _artefact(launch, model, artefacts) for model in launch.needs_artefacts})
+        if is_language_model(str(options.get("model"))):
+            plan = check_language(options)
+        else:
+            launch = check(options)
+            plan = launch.plan({model.name: _artefact(launch, model, artefacts) for model in launch.needs_artefacts})
     except ValidationError as exc:
         fail(validation_sentence(exc), exc, status=2)
     except (UnknownModelError, WeightsError, EngineError, OptionError) as exc:

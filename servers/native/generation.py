@@ -36,7 +36,6 @@ from servers.native.ipc import (
     Cancel,
     Control,
     ControlDone,
-    Finished,
     Generate,
     Generated,
     Message,
@@ -165,7 +164,7 @@ class GenerationLink(asyncio.Protocol):
         self._on_end()
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
-            self._call(lambda sink: sink.failed(InternalError(ENGINE_ENDED)), sink)
+            self._call(sink.failed, InternalError(ENGINE_ENDED))
 
     def _pass_on(self, message: Generated) -> None:
         sinks = self._sinks
@@ -179,20 +178,24 @@ class GenerationLink(asyncio.Protocol):
                     self._lose(number, sink)
         for number, tokens in message.several:
             if (sink := sinks.get(number)) is not None:
-                self._call(lambda sink, tokens=tokens: sink.tokens(tokens), sink)
+                self._call(sink.tokens, tokens)
         for done in message.finished:
-            if (sink := sinks.pop(done.number, None)) is not None:
-                self._call(lambda sink, done=done: _finish(sink, done), sink)
+            if (sink := sinks.pop(done.number, None)) is None:
+                continue
+            if done.failure is not None:
+                self._call(sink.failed, error_of(done.failure))
+            else:
+                self._call(sink.finished, done.tokens, done.finish)
 
-    def _call(self, call: Callable[[AnswerSink], None], sink: AnswerSink) -> None:
+    def _call(self, call: Callable[..., None], *arguments: object) -> None:
         try:
-            call(sink)
+            call(*arguments)
         except Exception:
             log.exception("an answer could not be sent")
 
     def _lose(self, number: int, sink: AnswerSink) -> None:
         self.cancel(number)
-        self._call(lambda sink: sink.failed(InternalError(INTERNAL_ERROR)), sink)
+        self._call(sink.failed, InternalError(INTERNAL_ERROR))
 
     def _control(self, operation: EngineOperation) -> None:
         self._send(Control(next(self._numbers), operation))
@@ -200,13 +203,6 @@ class GenerationLink(asyncio.Protocol):
     def _send(self, message: Message) -> None:
         if self._transport is not None and not self._ended:
             self._transport.write(encode([message]))
-
-
-def _finish(sink: AnswerSink, done: Finished) -> None:
-    if done.failure is not None:
-        sink.failed(error_of(done.failure))
-    else:
-        sink.finished(done.tokens, done.finish)
 
 
 class GenerationService(ModelService):

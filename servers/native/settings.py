@@ -7,23 +7,34 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings
 
 from servers.cli import defaults
-from servers.cli.defaults import ALL
-from servers.cli.options import OptionTraits, PadTo, Tuning, settings_of
+from servers.cli.defaults import ALL, OptionError
+from servers.cli.options import GeneratingOptions, OptionTraits, PadTo, Tuning, flag_of, settings_of
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import cuda_index, thread_count
 from servers.engines.settings import EngineError, EngineSettings, engine_kind, parse_spinning
+from servers.language.engine import DEFAULT_ENGINE, GENERATING_ENGINES, GenerationSettings, generation_precision
+from servers.language.specification import LanguageModel, is_language_model
 from servers.models.images import MAX_PIXELS
 from servers.models.registry import DEFAULT_MODEL
-from servers.models.specification import ModelSpecification
+from servers.models.specification import ModelSpecification, choose_from
 
+TENSORS_ONLY = (
+    *("payloads", "mode", "spinning", "max_queue_delay_us", "pad_to", "queue_timeout_us"),
+    *("max_json_bytes", "decode_threads", "max_image_pixels", "allow_shared_memory", "allow_model_control"),
+    "added_delay_ms",
+)
+"""Options that only a model of tensors has."""
+TOKENS_ONLY = ("slots", "max_length", "prefill_chunk", "graphs")
+"""Options that only a language model has."""
+DEFAULT_SLOTS = 256
+"""Statistics count the steps of up to so many rows, where the engine chooses how many slots it has."""
 MAX_TIMEOUT_US = 3_600_000_000
 """Longest timeout in the queue that the server or a request may set."""
 
 
-class NativeSettings(BaseSettings):
+class NativeSettings(GeneratingOptions):
     """Built once, in the entry point, and passed on. Unknown names are refused."""
 
     model_config = settings_of("ABSERVE_NATIVE_")
@@ -41,7 +52,8 @@ class NativeSettings(BaseSettings):
     engine: str = Field(
         "auto",
         title="Engine",
-        description=f"{defaults.ENGINES}. auto: torch, or onnxruntime for a model that is an ONNX file.",
+        description=f"{defaults.ENGINES}; of a language model: {', '.join(GENERATING_ENGINES)}. auto: torch, "
+        f"onnxruntime for a model that is an ONNX file, {DEFAULT_ENGINE} for a language model.",
     )
     precision: str = Field(defaults.PRECISION, title="Engine", description=defaults.PRECISIONS)
     mode: str = Field(
@@ -196,6 +208,41 @@ class NativeSettings(BaseSettings):
             }
         )
 
+    def resolved_for(self, model: LanguageModel) -> NativeSettings:
+        """The settings for a language model. Raises `OptionError` and `EngineError`."""
+        for name in TENSORS_ONLY:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise OptionError(f"{flag_of(name)} is for models of tensors; a language model has no such setting")
+        if "," in self.device:
+            raise OptionError(f"--device {self.device}: a language model runs on one device; choose one of them")
+        self.check_length(model)
+        device = EngineSettings("torch", "fp32", "eager", self.device).device_here()
+        engine = DEFAULT_ENGINE if self.engine == "auto" else self.engine
+        cores = len(os.sched_getaffinity(0))
+        fronts = 1 if device == "cpu" else max(1, min(2, cores - 2))
+        settings = self.model_copy(
+            update={
+                "engine": engine,
+                "device": device,
+                "precision": generation_precision(self.precision, device),
+                "fronts": fronts if self.fronts is None else self.fronts,
+                "grpc_port": 0,
+                "max_batch_size": self.slots or DEFAULT_SLOTS,
+            }
+        )
+        settings.language_engine().check()
+        return settings
+
+    def check_for_tensors(self) -> None:
+        """Raise `OptionError` for an option that only a language model has."""
+        for name in TOKENS_ONLY:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise OptionError(f"{flag_of(name)} is for language models, such as --model language:demo")
+
+    def language_engine(self) -> GenerationSettings:
+        """The options as a generating engine takes them; of resolved settings only."""
+        return self.generation_settings(self.engine, self.device, self.precision, self.threads)
+
     def _fronts_here(self) -> int:
         engines = len(self.devices)
         most = len(os.sched_getaffinity(0)) - 1 - engines if self.engine_settings().device_here() != "cpu" else 0
@@ -230,8 +277,12 @@ class NativeSettings(BaseSettings):
 
     @field_validator("engine")
     @classmethod
-    def _known_engine(cls, engine: str) -> str:
-        if engine != "auto":
+    def _known_engine(cls, engine: str, info: ValidationInfo) -> str:
+        if is_language_model(info.data.get("model", "")):
+            if engine not in ("auto", *GENERATING_ENGINES):
+                offered = choose_from(engine, ("auto", *GENERATING_ENGINES))
+                raise ValueError(f"no engine of this name generates tokens; {offered}")
+        elif engine != "auto":
             try:
                 engine_kind(engine)
             except EngineError as exc:

@@ -8,7 +8,7 @@ Fields that change nothing then, such as `seed` or `cache_salt`, are ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import orjson
@@ -17,6 +17,8 @@ from servers.language.tokenizer import ids_of
 from servers.protocol.errors import InvalidRequestError, NotFoundError
 from servers.protocol.records import shown
 from servers.protocol.values import parse_json
+
+T = TypeVar("T", int, bool)
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -150,7 +152,7 @@ def parse_generate(body: bytes, vocabulary: int, *, stream: bool) -> TokenReques
         ids = ids_of(generate.text_input or "", vocabulary)
     max_tokens = _single("max_tokens", generate.max_tokens, DEFAULT_MAX_TOKENS)
     ignore_eos = _single("ignore_eos", generate.ignore_eos, True)
-    return TokenRequest([ids] if isinstance(ids, int) else ids, max_tokens, bool(ignore_eos), stream)
+    return TokenRequest([ids] if isinstance(ids, int) else ids, max_tokens, ignore_eos, stream)
 
 
 def _prompt(raw: msgspec.Raw, vocabulary: int) -> Sequence[int]:
@@ -170,15 +172,13 @@ def _prompt(raw: msgspec.Raw, vocabulary: int) -> Sequence[int]:
     return parse_json(orjson.dumps(prompts[0]), _IDS, "the prompt")
 
 
-def _single(name: str, value: int | list[Any] | None, default: int) -> int:
+def _single(name: str, value: T | list[T] | None, default: T) -> T:
     """A value, alone or as a list of one element, as tensors are sent."""
-    if value is None:
-        return default
-    if isinstance(value, list):
-        if len(value) != 1:
-            raise InvalidRequestError(f"{name} must have one value, and has {len(value)}")
-        value = value[0]
-    return int(value)
+    if not isinstance(value, list):
+        return default if value is None else value
+    if len(value) != 1:
+        raise InvalidRequestError(f"{name} must have one value, and has {len(value)}")
+    return value[0]
 
 
 def _comparable(value: object, neutral: object) -> bool:
