@@ -1,8 +1,8 @@
 """A native server whose generating engine does what a test tells it: `gated_server.py PORT FOLDER {settings}`.
 
-The engine is the scripted one. Loading lasts until the file FOLDER/load exists. While FOLDER/hold exists a step waits;
-FOLDER/steps holds the number of steps that have begun, and FOLDER/slots how many requests hold a slot after the last
-one. FOLDER/fail makes the next step raise. FOLDER/pid is the process of the engine.
+The engine is the scripted one. Loading lasts until the file FOLDER/load exists. While FOLDER/hold exists
+steps from the number in it on wait; FOLDER/steps holds the number of the last step that has begun. FOLDER/fail makes
+the next step raise. FOLDER/pid is the process of the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class GatedEngine(ScriptedEngine):
     """The scripted engine behind two gates."""
 
     folder: Path = field(default=Path())
-    pause_s: float = 0.0
 
     def load(self) -> None:
         (self.folder / "pid").write_text(str(os.getpid()))
@@ -39,23 +38,22 @@ class GatedEngine(ScriptedEngine):
             time.sleep(POLL_S)
         if (self.folder / "load").read_text() == "fail":
             raise EngineError("the weights are missing: fetch them")
+        self._steps = os.open(self.folder / "steps", os.O_RDWR | os.O_CREAT)
         super().load()
 
     def step(self) -> Sequence[Emission]:
-        self._note("steps", self.steps + 1)
-        while (self.folder / "hold").exists():
+        os.pwrite(self._steps, b"%8d" % (self.steps + 1), 0)
+        while self._held():
             time.sleep(POLL_S)
         if (self.folder / "fail").exists():
             raise EngineError("the device is lost")
-        time.sleep(self.pause_s)
-        emissions = super().step()
-        self._note("slots", self.active)
-        return emissions
+        return super().step()
 
-    def _note(self, name: str, value: int) -> None:
-        written = self.folder / f"{name}.new"
-        written.write_text(str(value))
-        written.rename(self.folder / name)
+    def _held(self) -> bool:
+        try:
+            return self.steps + 1 >= int((self.folder / "hold").read_text())
+        except FileNotFoundError:
+            return False
 
 
 def main() -> int:
@@ -63,11 +61,8 @@ def main() -> int:
     settings = from_argument(NativeSettings, sys.argv[3:])
     configure_logs(settings.log_level)
     slots, longest = settings.slots or 4, settings.max_length or 256
-    pause_s = 0.001 if (folder / "slow").exists() else 0.0
     model = ServedLanguageModel(
-        "scripted",
-        "language:scripted",
-        lambda: GatedEngine(slots=slots, max_length=longest, folder=folder, pause_s=pause_s),
+        "scripted", "language:scripted", lambda: GatedEngine(slots=slots, max_length=longest, folder=folder)
     )
     return serve_language(settings, model, bind("127.0.0.1", settings.http_port))
 

@@ -1,0 +1,247 @@
+"""The life of the native server of a language model: clients that leave or do not read, full queues, failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from tests.integration.language.conftest import EventStream, StartGated, post
+from tests.integration.native.conftest import Server, wait_until
+
+STREAM = "/v2/models/scripted/generate_stream"
+FRONTS = pytest.mark.parametrize("fronts", ["0", "1"], ids=["one process", "own process"])
+
+
+def request(tokens: int, first: int = 5) -> dict[str, Any]:
+    return {"input_ids": [first, 17], "max_tokens": tokens}
+
+
+def number(server: Server, name: str) -> int:
+    path = server.folder / name
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+def ready(start: StartGated, *options: str) -> Server:
+    server = start(*options)
+    (server.folder / "load").touch()
+    server.wait_ready()
+    return server
+
+
+def hold(server: Server, step: int = 1) -> None:
+    """The engine's steps from this one on wait."""
+    written = server.folder / "hold.new"
+    written.write_text(str(step))
+    written.rename(server.folder / "hold")
+
+
+def release(server: Server) -> None:
+    (server.folder / "hold").unlink(missing_ok=True)
+
+
+@FRONTS
+def test_it_is_ready_only_once_the_engine_is_warm(gated: StartGated, fronts: str) -> None:
+    server = gated("--fronts", fronts)
+    server.wait_live()
+    assert server.status("/v2/health/ready") == 503
+    assert server.request("POST", STREAM, json.dumps(request(3)).encode()).status == 503
+    status, answer = post(server, "/v1/completions", {"prompt": [5], "max_tokens": 3})
+    assert status == 503
+    assert answer["error"]["type"] == "ServiceUnavailableError"
+    (server.folder / "load").touch()
+    server.wait_ready()
+    assert post(server, "/v2/models/scripted/generate", request(3))[0] == 200
+
+
+@FRONTS
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_reason(gated: StartGated, fronts: str) -> None:
+    server = gated("--fronts", fronts)
+    (server.folder / "load").write_text("fail")
+    assert server.process.wait(20) == 1
+    log = (server.folder / f"log-{server.port}").read_text()
+    assert "the model cannot be served" in log
+    assert "the weights are missing: fetch them" in log
+
+
+@FRONTS
+def test_a_client_that_leaves_in_the_middle_frees_its_slot_within_one_step(gated: StartGated, fronts: str) -> None:
+    server = ready(gated, "--fronts", fronts, "--slots", "1")
+    hold(server, 3)
+    with EventStream(server, STREAM, request(200)) as stream:
+        held_after_two(server, stream)
+    wait_until(lambda: server.metric("abserve_native_client_disconnects_total{") == 1, "the server has noticed")
+    release(server)
+    wait_until(lambda: server.metric("abserve_native_slots_in_use{") == 0, "the slot is free")
+    assert number(server, "steps") == 3  # the step that was running, and no other
+    assert post(server, "/v2/models/scripted/generate", request(3))[0] == 200
+
+
+def held_after_two(server: Server, stream: EventStream) -> None:
+    """Two tokens have come, and the third step waits."""
+    assert stream.read_head() == 200
+    stream.read_until(b"data: ")
+    wait_until(lambda: number(server, "steps") == 3, "the engine is in the third step")
+
+
+@FRONTS
+def test_a_client_that_leaves_while_it_waits_never_gets_a_slot(gated: StartGated, fronts: str) -> None:
+    server = ready(gated, "--fronts", fronts, "--slots", "1")
+    hold(server)
+    with EventStream(server, STREAM, request(3)) as stream:
+        wait_until(lambda: number(server, "steps") == 1, "the first has the slot")
+        with EventStream(server, STREAM, request(100)):
+            pass
+        wait_until(lambda: server.metric("abserve_native_client_disconnects_total{") == 1, "the server has noticed")
+        release(server)
+        assert stream.read_head() == 200
+        assert len(stream.events()) == 3
+    assert server.metric("abserve_native_prompt_tokens_total{") == 2
+
+
+@FRONTS
+def test_more_requests_than_may_wait_get_503_with_one_sentence(gated: StartGated, fronts: str) -> None:
+    server = ready(gated, "--fronts", fronts, "--slots", "1", "--queue-size", "2")
+    hold(server)
+    streams = [EventStream(server, STREAM, request(3)) for _ in range(3)]
+    streams[0].__enter__()
+    wait_until(lambda: number(server, "steps") == 1, "the first has the slot")
+    for stream in streams[1:]:
+        stream.__enter__()
+    answers: list[tuple[int, Any]] = []
+    refused = [
+        threading.Thread(target=lambda: answers.append(post(server, "/v1/completions", {"prompt": [5]}))),
+        threading.Thread(target=lambda: answers.append(post(server, STREAM, request(3)))),
+    ]
+    for thread in refused:
+        thread.start()
+    release(server)
+    for thread in refused:
+        thread.join()
+    statuses = {status for status, _ in answers}
+    assert statuses == {503}, answers
+    errors = [answer["error"] for _, answer in answers]
+    messages = {error if isinstance(error, str) else error["message"] for error in errors}
+    assert messages == {"Exceeds maximum queue size of 2 requests"}
+    for stream in streams:
+        assert stream.read_head() == 200
+        assert len(stream.events()) == 3
+        stream.socket.close()
+    assert server.metric('abserve_native_requests_failure_total{model="scripted",reason="queue_full"') == 2
+
+
+@FRONTS
+def test_a_client_that_does_not_read_is_cut_off_after_a_bound(gated: StartGated, fronts: str) -> None:
+    """Its socket takes a little, the server's buffer a bounded amount; then the request is cancelled."""
+    server = ready(gated, "--fronts", fronts, "--slots", "2", "--max-length", "100000", "--read-timeout-s", "60")
+    reader = socket.socket()
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    reader.connect(("127.0.0.1", server.port))
+    body = json.dumps({"prompt": [5] * 10, "max_tokens": 90_000, "stream": True, "ignore_eos": True}).encode()
+    reader.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    cut_off = 'abserve_native_requests_failure_total{model="scripted",reason="slow_client"'
+    wait_until(lambda: server.metric(cut_off) == 1, "it is cut off")
+    wait_until(lambda: server.metric("abserve_native_slots_in_use{") == 0, "the slot is free")
+    assert 0 < server.metric("abserve_native_output_tokens_total{") < 80_000
+    reader.close()
+    assert post(server, "/v2/models/scripted/generate", request(3))[0] == 200
+
+
+@FRONTS
+def test_a_client_that_stops_reading_for_too_long_is_cut_off(gated: StartGated, fronts: str) -> None:
+    server = ready(gated, "--fronts", fronts, "--max-length", "100000", "--read-timeout-s", "0.3")
+    reader = socket.socket()
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    reader.connect(("127.0.0.1", server.port))
+    # Enough for the buffers of both systems and more than the server's own low mark, less than its bound.
+    body = json.dumps({"prompt": [5] * 10, "max_tokens": 20_000, "stream": True, "ignore_eos": True}).encode()
+    reader.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    wait_until(lambda: server.metric("abserve_native_slots_in_use{") == 0, "the slot is free")
+    reader.close()
+
+
+@FRONTS
+def test_accepted_work_is_finished_at_the_end(gated: StartGated, fronts: str) -> None:
+    server = ready(gated, "--fronts", fronts, "--slots", "1")
+    hold(server)
+    with EventStream(server, STREAM, request(20)) as stream:
+        wait_until(lambda: number(server, "steps") == 1, "it has the slot")
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.status("/v2/health/live") is None, "nothing new is accepted")
+        release(server)
+        assert stream.read_head() == 200
+        events = stream.events()
+    assert len(events) == 20
+    assert events[-1]["finish_reason"] == "length"
+    assert server.process.wait(20) == 0
+
+
+@FRONTS
+def test_work_that_takes_too_long_ends_with_an_error_event(gated: StartGated, fronts: str) -> None:
+    server = ready(gated, "--fronts", fronts, "--slots", "1", "--shutdown-timeout-s", "1")
+    hold(server, 3)
+    with EventStream(server, STREAM, request(200)) as stream:
+        held_after_two(server, stream)
+        server.process.send_signal(signal.SIGTERM)
+        events = stream.events()
+    assert "shutting down" in events[-1]["error"]
+    assert server.process.wait(20) in (0, 1)
+
+
+@FRONTS
+def test_an_engine_that_fails_ends_streams_with_an_error_event_and_the_server(gated: StartGated, fronts: str) -> None:
+    server = ready(gated, "--fronts", fronts, "--slots", "1")
+    hold(server, 3)
+    completion = {"prompt": [5], "max_tokens": 200, "stream": True, "ignore_eos": True}
+    with EventStream(server, "/v1/completions", completion) as stream:
+        held_after_two(server, stream)
+        (server.folder / "fail").touch()
+        release(server)
+        *chunks, error, done = stream.events()
+    assert chunks
+    assert done == "[DONE]"
+    assert error["error"]["message"] == "the engine has ended, send the request again later"
+    assert server.process.wait(20) == 1
+    assert "the device is lost" in (server.folder / f"log-{server.port}").read_text()
+
+
+def test_the_death_of_the_engines_process_is_an_error_event_and_the_end(gated: StartGated) -> None:
+    server = ready(gated, "--fronts", "1", "--slots", "1")
+    hold(server, 3)
+    with EventStream(server, STREAM, request(200)) as stream:
+        held_after_two(server, stream)
+        os.kill(number(server, "pid"), signal.SIGKILL)
+        events = stream.events()
+    assert events[-1] == {"error": "the engine has ended, send the request again later"}
+    assert server.process.wait(20) == 1
+
+
+def test_a_front_end_that_dies_frees_its_slots_and_is_started_again(gated: StartGated) -> None:
+    server = ready(gated, "--fronts", "1", "--slots", "1")
+    hold(server, 3)
+    with EventStream(server, STREAM, request(200)) as stream:
+        held_after_two(server, stream)
+        engine = number(server, "pid")
+        (front_end,) = [child for child in server.processes[1:] if child.pid != engine]
+        front_end.kill()
+        release(server)
+        assert stream.read_until(b"never")
+    server.wait_ready()
+    assert post(server, "/v2/models/scripted/generate", request(3))[0] == 200
+    assert server.metric("abserve_native_slots_in_use{") == 0
+
+
+@FRONTS
+def test_a_prompt_that_the_engine_refuses_late_is_one_failed_request(gated: StartGated, fronts: str) -> None:
+    """Half-read streams beside it go on."""
+    server = ready(gated, "--fronts", fronts)
+    with EventStream(server, STREAM, request(200)) as stream:
+        assert stream.read_head() == 200
+        for _ in range(5):
+            assert post(server, "/v2/models/scripted/generate", request(3))[0] == 200
+        assert len(stream.events()) == 200
