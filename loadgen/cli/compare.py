@@ -287,6 +287,7 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     from loadgen.client.endpoint import EndpointError
     from loadgen.client.inputs import InputError
     from loadgen.launch.deployment import Deployment, DeploymentError, RemoteDeployment
+    from loadgen.run.language import model_info, prompt_plan
     from loadgen.run.preparation import make_deployment, make_inputs, model_name, prepare_inputs, with_generated_inputs
     from loadgen.run.storage import RunStore
 
@@ -314,6 +315,9 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
             decided.append(decide_padding(experiment, cannot_pad, pads_to))
         try:
             for number, experiment in enumerate(decided):
+                if experiment.is_language:
+                    prompt_plan(experiment, model_info(experiment))
+                    continue
                 started = any(arm.embedded and not arm.own_repository for arm in experiment.arms)
                 running = checked[experiment.baseline.label, experiment.payload_of(experiment.baseline)]
                 name = experiment.model_of(experiment.baseline) or experiment.model

@@ -224,6 +224,42 @@ class Endpoint:
         return max(_objects((document or {}).get("model_stats")), key=_version, default=None)
 
 
+class CompletionsEndpoint(Endpoint):
+    """A server that speaks OpenAI's API and not the Open Inference Protocol, such as vLLM."""
+
+    def _path(self, name: str) -> str:
+        """A path of the API; a base path that ends with /v1, as OpenAI's clients take it, is not repeated."""
+        return f"/{name}" if self.address.base_path.endswith("/v1") else f"/v1/{name}"
+
+    def live(self) -> bool:
+        """Whether the server lists its models, which a server does once it has loaded them."""
+        return self.status(self._path("models")) == 200
+
+    def why_not_live(self) -> str:
+        """Why the server is not live, from another request, for a message."""
+        exchange = self._get(self._path("models"))
+        return exchange.failure or f"{self._path('models')} answers {exchange.status}"
+
+    def ready(self, model: str) -> bool:
+        """Whether the model is listed."""
+        return model in (self.listed_names() or ())
+
+    def listed_names(self) -> tuple[str, ...] | None:
+        """The names of the language models that the server lists; None if it does not speak OpenAI's API."""
+        try:
+            document = self.document(self._path("models")) or {}
+        except EndpointError:
+            return None
+        if not isinstance(document.get("data"), list):
+            return None
+        names = (entry.get("id") for entry in _objects(document["data"]))
+        return tuple(name for name in names if isinstance(name, str) and name)
+
+    def _listed_models(self) -> tuple[IndexRow, ...] | None:
+        names = self.listed_names()
+        return None if names is None else tuple(IndexRow(name, state="READY") for name in names)
+
+
 def _objects(entries: object) -> list[dict[str, Any]]:
     """The JSON objects in what should be a list of them."""
     return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []

@@ -18,8 +18,10 @@ from loadgen.experiment.settings import LANGUAGE_USERS, ExperimentSettings, read
 from loadgen.records.run import (
     TOKEN_TRANSPORTS,
     ArmRequest,
+    Experiment,
     Scenario,
     TokenTransport,
+    Transport,
     Workload,
     option_of,
     shown,
@@ -32,7 +34,7 @@ SPOKEN: Mapping[str, tuple[TokenTransport, ...]] = {
     "vllm": ("completions",),
 }
 """The protocols of the servers that abserve starts; servers at URLs are asked (`loadgen.launch.discovery`)."""
-_TITLES: Mapping[TokenTransport, str] = {
+_TITLES: Mapping[Transport, str] = {
     "completions": "OpenAI's completions",
     "generate_stream": "Triton's generate_stream",
 }
@@ -147,11 +149,11 @@ def _spoken_by(arm: ArmRequest) -> tuple[TokenTransport, ...]:
     return (arm.transport,)
 
 
-def protocol_in_words(transport: TokenTransport, arms: Sequence[ArmRequest]) -> str:
+def protocol_in_words(experiment: Experiment) -> str:
     """Which protocol the arms get, for the first screen."""
-    spoken = {shown(arm.label): _TITLES[arm.transport or transport] for arm in arms}
-    if len(set(spoken.values())) == 1:
-        return f"all arms get the same prompts as token ids, over {_TITLES[transport]}"
+    spoken = {shown(arm.label): _TITLES.get(experiment.transport_of(arm), "") for arm in experiment.arms}
+    if len(titles := set(spoken.values())) == 1:
+        return f"all arms get prompts as token ids over {titles.pop()}"
     each = ", ".join(f"{label} over {title}" for label, title in spoken.items())
     return f"the arms have no protocol in common, so each gets its own: {each}"
 

@@ -21,7 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from random import Random
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -57,12 +59,37 @@ def closed_loop(
     max_seconds: float,
     length: int | None = None,
     rate_per_s: float | None = None,
+    of: Workload | None = None,
 ) -> Workload:
-    """A load that is not one of the experiment's workloads. `rate_per_s` does not limit it."""
-    return Workload(
+    """A load that is not one of the experiment's workloads, of the same requests as the workload `of`. `rate_per_s`
+    does not limit it."""
+    load = Workload(
         scenario="concurrent", batch_size=batch_size, concurrency=concurrency, requests=requests, seconds=seconds,
         max_seconds=max_seconds, rounds=1, sequence_length=length, rate_per_s=rate_per_s,
     )  # fmt: skip
+    return load if of is None else msgspec.structs.replace(load, **request_shape(of)._asdict())
+
+
+class RequestShape(NamedTuple):
+    """What all requests of a workload have in common."""
+
+    batch_size: int
+    sequence_length: int | None
+    prompt_tokens: int | None
+    output_tokens: int | None
+    shared_prefix: int
+
+    @property
+    def words(self) -> str:
+        """The shape for a message: "batch 8, length 32", "32 → 64 tokens"."""
+        if self.output_tokens is not None:
+            shared = f", {self.shared_prefix} of them shared" if self.shared_prefix else ""
+            return f"{self.prompt_tokens} → {self.output_tokens} tokens{shared}"
+        return f"batch {self.batch_size}" + ("" if self.sequence_length is None else f", length {self.sequence_length}")
+
+
+def request_shape(workload: Workload) -> RequestShape:
+    return RequestShape(*(getattr(workload, name) for name in RequestShape._fields))
 
 
 def load_workloads(workloads: Sequence[Workload]) -> list[Workload]:

@@ -15,7 +15,9 @@ import psutil
 from loadgen.child_process import cpu_ns, tree
 from loadgen.client.connection import Address, ConnectionRefused, TlsRefused
 from loadgen.client.endpoint import (
+    CompletionsEndpoint,
     Endpoint,
+    EndpointError,
     IndexRow,
     Signature,
     model_names,
@@ -30,11 +32,13 @@ from loadgen.client.tls import speaks_tls
 from loadgen.documents import one_line
 from loadgen.records.model_config import pad_sizes, reported_padding
 from loadgen.records.payloads import without_backend
-from loadgen.records.run import DEFAULT_ACCESS, Access
+from loadgen.records.run import DEFAULT_ACCESS, Access, TokenTransport
 
 RUNNING_READY_SECONDS = 5.0
 """How long a server at a URL, which runs already, may take to be ready."""
 _POLL_SECONDS = 0.005
+_MOST_ASKED = 8
+"""Most models of a server that are asked whether they stream."""
 
 RELAYS = frozenset(
     {"docker-proxy", "rootlessport", "slirp4netns", "pasta", "gvproxy", "ssh", "sshd", "nginx", "haproxy", "envoy",
@@ -88,6 +92,13 @@ class Deployment:
     """Why `pids` is empty, as the end of a sentence."""
     largest_batch = 1
     """The largest batch of the load."""
+    completions_only = False
+    """Whether the server speaks OpenAI's API and not the Open Inference Protocol."""
+
+    def endpoint(self, timeout_s: float = 10.0) -> Endpoint:
+        """Where the server answers about itself."""
+        kind = CompletionsEndpoint if self.completions_only else Endpoint
+        return kind(self.url, timeout_s=timeout_s, access=self.access)
 
     def check(self, model: str) -> None:
         """Find what would keep the server from serving the load, before a run begins. Raises `DeploymentError`."""
@@ -99,7 +110,7 @@ class Deployment:
         """Ask `live`, then `ready`, every 5 ms until the model is ready. Returns when the server was started, was live
         and was ready, by `perf_counter_ns`. Raises `DeploymentError` when the server ends or the time is up."""
         started_ns = perf_counter_ns() if self.started_ns is None else self.started_ns
-        endpoint = Endpoint(self.url, timeout_s=timeout_s, access=self.access)
+        endpoint = self.endpoint(timeout_s)
         deadline_s = monotonic() + timeout_s
         late = f"after {timeout_s:g} s"
         self.wait_until(
@@ -237,7 +248,7 @@ class RemoteDeployment(Deployment):
 
     def _other_models(self, model: str) -> str | None:
         """What the server serves instead of a model, and the option to give; None if it does not say."""
-        rows = Endpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access).repository_index()
+        rows = self.endpoint(RUNNING_READY_SECONDS).repository_index()
         if rows is None or any(row.name == model and row.state in (None, "READY") for row in rows):
             return None
         if row := next((row for row in rows if row.name == model), None):
@@ -293,6 +304,38 @@ class RemoteDeployment(Deployment):
             return
         finally:
             connection.close()
+
+
+class RemoteLanguageDeployment(RemoteDeployment):
+    """A server of a language model at a URL that is already running."""
+
+    def check(self, model: str) -> None:
+        """Wait a moment for a server that was started just now."""
+        self.wait_ready(model, RUNNING_READY_SECONDS)
+
+    def protocols(self) -> tuple[TokenTransport, ...]:
+        """The protocols that the server speaks, by what it says of itself; empty for one without language models."""
+        address = {"timeout_s": RUNNING_READY_SECONDS, "access": self.access}
+        spoken: list[TokenTransport] = []
+        if CompletionsEndpoint(self.url, **address).listed_names():
+            spoken.append("completions")
+        endpoint = Endpoint(self.url, **address)
+        names = endpoint.served_models() or () if endpoint.live() else ()
+        if any(_is_decoupled(endpoint, name) for name in names[:_MOST_ASKED]):
+            spoken.append("generate_stream")
+        return tuple(spoken)
+
+    def _check_protocol(self) -> None:
+        if self._address.tls:
+            self._check_tls()
+        self.completions_only = not Endpoint(self.url, access=self.access).live()
+
+
+def _is_decoupled(endpoint: Endpoint, model: str) -> bool:
+    """Whether a model may answer a request several times, as one that streams tokens does."""
+    with suppress(EndpointError):
+        return unmeasurable(endpoint.config(model), model) is not None
+    return False
 
 
 def _tls_remedy(address: Address, scheme: str) -> str:

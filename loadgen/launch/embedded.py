@@ -61,6 +61,7 @@ class EmbeddedDeployment(Deployment):
         self, kind: str, options: Mapping[str, str], log_path: Path, *, abserve: Sequence[str] = ABSERVE
     ) -> None:
         self._kind = kind
+        self.completions_only = kind == "vllm"
         self._options = dict(options)
         self._log_path = log_path
         self.environment: dict[str, str] = {}

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def wanted(experiment: Experiment) -> bool:
-    """Whether there is any load."""
-    return has_load(experiment) or bool(search_schedule(experiment))
+    """Whether there is any load. The answers of language models are judged by a reference instead."""
+    return not experiment.is_language and (has_load(experiment) or bool(search_schedule(experiment)))
 
 
 def measure(context: RunContext) -> None:

@@ -13,7 +13,8 @@ kept, so its files are in the page cache. `cached` also keeps what torch and Tri
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from random import Random
 
 import msgspec
@@ -21,7 +22,10 @@ import msgspec
 from loadgen.client.bodies import choose_items, for_server, prepare_body
 from loadgen.client.connection import Address, ConnectionRefused, PreparedRequest, failure_message
 from loadgen.client.http import HttpConnection
+from loadgen.client.outputs import AnswerError
+from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.transports import Request, prepare
+from loadgen.experiment.prompts import PromptPlan
 from loadgen.experiment.schedule import arm_orders
 from loadgen.launch.compose import ComposeDeployment, LogLine, wall_to_monotonic_ns
 from loadgen.launch.deployment import DeploymentError
@@ -30,6 +34,7 @@ from loadgen.records.probes import Caches, ContainerStart, ServerStart
 from loadgen.records.run import Label, shown
 from loadgen.run.arms import Arm
 from loadgen.run.context import RunContext
+from loadgen.run.language import probe_prompts
 from loadgen.run.preparation import READY_SECONDS
 
 CONDITIONS = "page cache warm, fresh ports, the other servers stopped"
@@ -71,8 +76,12 @@ def measure_cold_starts(context: RunContext, repetitions: int) -> None:
     def start(label: Label, repetition: int, caches: Caches = "cached") -> ServerStart:
         arm = arms[label]
         if not isinstance(arm.deployment, ComposeDeployment):
-            first = prepare(arm.transport, context.inputs[arm.payload], context.signatures[label], [0])
-            return _start_process(arm, repetition, first)
+            if context.prompts is not None:
+                ask = partial(_first_token, plan=context.prompts)
+            else:
+                inputs, signature = context.inputs[arm.payload], context.signatures[label]
+                ask = partial(_first_answer, first=prepare(arm.transport, inputs, signature, [0]))
+            return _start_process(arm, repetition, ask)
         container = _start_container(context, label, arm.deployment, repetition, caches)
         container_starts.append(container)
         context.store.write_all(ContainerStart, container_starts)
@@ -97,8 +106,9 @@ def cold_start_order(labels: Sequence[Label], repetitions: int, seed: int) -> li
     return [(repetition, label) for repetition, order in enumerate(orders) for label in order]
 
 
-def _start_process(arm: Arm, repetition: int, first: Request) -> ServerStart:
-    """Start, wait for live and ready, connect by the arm's transport, send one request, stop."""
+def _start_process(arm: Arm, repetition: int, ask: Callable[[Arm], int]) -> ServerStart:
+    """Start, wait for live and ready, connect by the arm's transport, send one request, stop. `ask` sends it and
+    returns when it was answered; its errors are those of `_first_answer`."""
     if isinstance(arm.deployment, EmbeddedDeployment):
         arm.deployment.environment |= WITHOUT_PROFILE
     moments: dict[str, int] = {}
@@ -107,18 +117,8 @@ def _start_process(arm: Arm, repetition: int, first: Request) -> ServerStart:
         arm.deployment.start()
         started_ns, live_ns, ready_ns = arm.deployment.wait_ready(arm.model, READY_SECONDS)
         moments = {"live_ns": live_ns - started_ns, "ready_ns": ready_ns - started_ns}
-        target = arm.target
-        request = target.sendable(first)
-        connection = target.connection((request,), timeout_s=READY_SECONDS)
-        try:
-            exchange = connection.send(request)
-            if exchange.good:
-                moments["first_answer_ns"] = exchange.end_ns - started_ns
-            else:
-                error = failure_message(exchange)
-        finally:
-            connection.close()
-    except (DeploymentError, ConnectionRefused) as exc:
+        moments["first_answer_ns"] = ask(arm) - started_ns
+    except (AnswerError, DeploymentError, ConnectionRefused) as exc:
         error = str(exc)
     arm.deployment.stop()
     return ServerStart(
@@ -130,6 +130,28 @@ def _start_process(arm: Arm, repetition: int, first: Request) -> ServerStart:
         error=error,
         conditions=CONDITIONS,
     )
+
+
+def _first_answer(arm: Arm, first: Request) -> int:
+    """Send one request; returns when its answer was there. Raises `AnswerError`, `ConnectionRefused`."""
+    target = arm.target
+    request = target.sendable(first)
+    connection = target.connection((request,), timeout_s=READY_SECONDS)
+    try:
+        exchange = connection.send(request)
+    finally:
+        connection.close()
+    if not exchange.good:
+        raise AnswerError(failure_message(exchange))
+    return exchange.end_ns
+
+
+def _first_token(arm: Arm, plan: PromptPlan) -> int:
+    """Send one prompt; returns when the first token was there. Raises `AnswerError`, `ConnectionRefused`."""
+    shape = plan.shapes[0]
+    [prompt] = probe_prompts(plan, shape, 1)
+    answer = ask_tokens(arm.target, plan, prompt, shape.output_tokens, timeout_s=READY_SECONDS)
+    return answer.chunks[0].at_ns
 
 
 def _start_container(

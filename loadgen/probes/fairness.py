@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from loadgen.client.endpoint import Signature
     from loadgen.client.inputs import SampleInputs
     from loadgen.client.transports import InferenceTarget
+    from loadgen.experiment.prompts import PromptPlan
     from loadgen.run.arms import Arm
     from loadgen.run.context import RunContext
 
@@ -63,6 +64,8 @@ def measure(context: RunContext) -> None:
     most_s = _MOST_SECONDS_OF_SMOKE if context.experiment.preset == "smoke" else _MOST_SECONDS
     timed = [
         probe_cache(arm, context.inputs[arm.payload], context.signatures[label], most_s)
+        if context.prompts is None
+        else probe_prompts_again(arm, context.prompts, most_s)
         for label, arm in context.arms.items()
     ]
     context.store.write_all(CacheProbe, timed)
@@ -171,6 +174,21 @@ def probe_cache(arm: Arm, inputs: SampleInputs, signature: Signature, most_s: fl
             replace(arm.target, transport="http"), inputs, signature, arm.request_timeout_s, most_s
         )
     except (ConnectionRefused, InputError) as exc:
+        return CacheProbe(label=arm.request.label, fresh_ns=(), repeated_ns=(), error=str(exc))
+    return CacheProbe(label=arm.request.label, fresh_ns=tuple(fresh), repeated_ns=tuple(repeated))
+
+
+def probe_prompts_again(arm: Arm, plan: PromptPlan, most_s: float) -> CacheProbe:
+    """Send new and repeated prompts to a language model. A failure is in the record, not raised."""
+    from loadgen.client.connection import AddressError, ConnectionRefused
+    from loadgen.client.outputs import AnswerError
+    from loadgen.run.token_answers import probe_prompt_cache
+
+    try:
+        fresh, repeated = probe_prompt_cache(
+            arm, plan, groups=GROUPS, repeats=REPEATS, least_groups=_LEAST_GROUPS, most_s=most_s
+        )
+    except (AddressError, AnswerError, ConnectionRefused) as exc:
         return CacheProbe(label=arm.request.label, fresh_ns=(), repeated_ns=(), error=str(exc))
     return CacheProbe(label=arm.request.label, fresh_ns=tuple(fresh), repeated_ns=tuple(repeated))
 

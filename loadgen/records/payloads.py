@@ -101,6 +101,8 @@ def inputs_in_brief(about: Mapping[str, str | int], swept: Iterable[int] = ()) -
     """What is sent, from the stored description: "token ids of length 32, 128". `swept` are the lengths of a sweep.
     Empty if nothing was recorded."""
     kind = str(about.get("kind", ""))
+    if "token_lengths" in about:
+        return f"{kind} of {about['token_lengths']} tokens"
     kind = {"synthetic": "random values", "given": "your own inputs"}.get(kind, kind)
     lengths = ", ".join(map(str, sorted(set(swept))))
     if not lengths and "length_max" in about:
@@ -114,6 +116,8 @@ def inputs_in_brief(about: Mapping[str, str | int], swept: Iterable[int] = ()) -
 def inputs_in_words(about: Mapping[str, str | int]) -> str:
     """The stored description of the inputs in one line: what they are, how many, of which lengths, where from."""
     parts = [f"{about.get('count', '?')} {about.get('item', 'item')}s: {inputs_in_brief(about) or 'unknown'}"]
+    if "token_lengths" in about:
+        parts = [f"{inputs_in_brief(about)}, new ones for every request, token ids {about['token_ids']}"]
     parts += [f"seed {about['seed']}"] if "seed" in about else []
     parts += [f"from {about['source']}"] if "source" in about else []
     return ", ".join(parts)

@@ -311,6 +311,8 @@ class AnswersUnderLoad:
     tolerance: Tolerance
     samples: list[_AnswerSample] = field(default_factory=list)
     compared: list[AnswersCompared] = field(default_factory=list)
+    least: int = LEAST_ANSWERS
+    """Answers kept per workload and arm."""
 
     def begin(self) -> None:
         """Store an empty record, so that a run that ends before the comparison shows that it is missing. Raises
@@ -321,9 +323,9 @@ class AnswersUnderLoad:
         """The command with a number of answers to keep; `number` is the block's. Rounds beyond the plan keep one per
         block."""
         planned = workload.has_blocks or workload.scenario == "ramp"
-        count = -(-LEAST_ANSWERS // max(1, workload.rounds)) if planned else ANSWERS_OF_A_TRIAL
+        count = -(-self.least // max(1, workload.rounds)) if planned else ANSWERS_OF_A_TRIAL
         load = workload.name, command.concurrency
-        if sum((sample.workload.name, sample.users) == load for sample in self.samples) >= 2 * LEAST_ANSWERS:
+        if sum((sample.workload.name, sample.users) == load for sample in self.samples) >= 2 * self.least:
             count = 1
         return msgspec.structs.replace(command, keep_answers=count, keep_seed=self.seed * 1_000_003 + number)
 

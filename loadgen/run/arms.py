@@ -22,6 +22,7 @@ from loadgen.client.endpoint import Endpoint, EndpointError, Signature
 from loadgen.client.messages import Open, Prepare
 from loadgen.client.transports import InferenceTarget
 from loadgen.documents import one_line
+from loadgen.experiment.prompts import PromptPlan, PromptShape
 from loadgen.launch.deployment import Deployment
 from loadgen.records.model_config import (
     effective_settings,
@@ -236,7 +237,7 @@ class Arm:
     @property
     def endpoint(self) -> Endpoint:
         """The endpoint for all requests except inference."""
-        return Endpoint(self.deployment.url, access=self.deployment.access)
+        return self.deployment.endpoint()
 
     @property
     def body_key(self) -> str:
@@ -265,6 +266,19 @@ class Arm:
             key=self.body_key,
         )
 
+    def prompts(self, plan: PromptPlan) -> Prepare:
+        """The command that makes the generator prepare this arm's prompts."""
+        return Prepare(
+            samples_directory="",
+            payload=self.payload,
+            signature=Signature(self.model, (), ()),
+            batch_sizes=(1,),
+            seed=plan.seed,
+            transport=self.transport,
+            key=self.body_key,
+            prompts=plan,
+        )
+
     def load(
         self, workload: Workload, samples: Path | None, *, turn: int = 0, arrivals_seed: int = 0, late_allowed: int = 0
     ) -> Open:
@@ -276,6 +290,7 @@ class Arm:
             key=self.body_key,
             batch_size=workload.batch_size,
             length=workload.sequence_length,
+            shape=prompt_shape(workload),
             first_body=turn * BODIES_PER_TURN,
             concurrency=workload.concurrency,
             requests=workload.requests,
@@ -356,6 +371,13 @@ class Arm:
                 before = steps[name, version].calls if (name, version) in steps else 0
                 steps[name, version] = StepRecord(model=name, version=version, calls=before + calls, config=step_config)
         return tuple(steps.values())
+
+
+def prompt_shape(workload: Workload) -> PromptShape | None:
+    """The lengths of a workload's prompts and answers; None if it has none."""
+    if workload.prompt_tokens is None or workload.output_tokens is None:
+        return None
+    return PromptShape(workload.prompt_tokens, workload.output_tokens, workload.shared_prefix)
 
 
 def _title(server: Mapping[str, Any], in_effect: Mapping[str, object]) -> str:

@@ -24,7 +24,8 @@ from loadgen.client.endpoint import EndpointError, Signature
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import InputError
 from loadgen.client.messages import BlockOutcome, GeneratorError
-from loadgen.experiment.schedule import closed_loop, schedule
+from loadgen.experiment.prompts import PromptPlan
+from loadgen.experiment.schedule import closed_loop, request_shape, schedule
 from loadgen.launch.deployment import DeploymentError
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s
 from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload, shown
@@ -51,7 +52,7 @@ class RunContext:
     """A temporary folder of the run."""
     samples_folder: Path
     records: Sequence[ArmRecord]
-    """The records of the running arms, as are the `signatures`."""
+    """The records of the running arms, as are the `signatures`. A language model has no signatures and no inputs."""
     signatures: Mapping[Label, Signature]
     inputs: Inputs
     generator: GeneratorProcess
@@ -73,10 +74,13 @@ class RunContext:
         self.forecast = Forecast(experiment, schedule(experiment))
         self.gpu = GpuRecording(store, abserve, sampler)
         self.arms: dict[Label, Arm] = {}
+        self.signatures, self.inputs = {}, {}
         self.restart = 0
         """The number of this start of the servers, from 0."""
         self.done: list[StoredBlock] = []
         """The run's blocks so far, also of earlier restarts, when their number is not fixed."""
+        self.prompts: PromptPlan | None = None
+        """What the prompts of a language model are made from; None for another model."""
         self.phase = "starting"
         self.began_s = monotonic()
         self.resources = ExitStack()
@@ -127,11 +131,17 @@ class RunContext:
         self.resources.callback(self.generator.stop)
 
     def prepare_bodies(self, batch_sizes: Sequence[int]) -> None:
-        """Replace the generator's bodies with bodies of these batch sizes. Raises `GeneratorError`."""
+        """Replace the generator's bodies with bodies of these batch sizes, or with the prompts of a language model.
+        Raises `GeneratorError`."""
         self.progress.now("preparing request bodies")
         for label in {arm.body_key: label for label, arm in self.arms.items()}.values():
-            arm, signature = self.arms[label], self.signatures[label]
-            self.generator.prepare(arm.bodies(self.samples_folder, signature, batch_sizes, self.experiment))
+            arm = self.arms[label]
+            if self.prompts is not None:
+                self.generator.prepare(arm.prompts(self.prompts))
+                continue
+            self.generator.prepare(
+                arm.bodies(self.samples_folder, self.signatures[label], batch_sizes, self.experiment)
+            )
 
     @contextmanager
     def second_server(self, arm: Arm, experiment: Experiment, store: RunStore, work: Path) -> Iterator[Arm]:
@@ -190,17 +200,14 @@ def most_processes(loads: Sequence[Workload], cores: int | None = None) -> int:
 def pilot_loads(workloads: Sequence[Workload]) -> list[Workload]:
     """A closed loop in the shape of each load, with the rate of an open loop as `rate_per_s`."""
     shapes = {
-        (load.batch_size, min(load.concurrency, _MOST_USERS), load.sequence_length, load.rate_per_s): load
+        (request_shape(load), min(load.concurrency, _MOST_USERS), load.rate_per_s): load
         for load in workloads
         if load.scenario != "cold-start"
     }
     return [
-        closed_loop(
-            users, 1, batch_size=load.batch_size, seconds=PILOT_SECONDS, max_seconds=30.0, length=load.sequence_length,
-            rate_per_s=load.rate_per_s,
-        )
-        for (_, users, _, _), load in shapes.items()
-    ]  # fmt: skip
+        closed_loop(users, 1, seconds=PILOT_SECONDS, max_seconds=30.0, rate_per_s=rate, of=load)
+        for (_, users, rate), load in shapes.items()
+    ]
 
 
 def _used(context: RunContext, loads: Sequence[Workload], calibration: Calibration | None, processes: int) -> float:

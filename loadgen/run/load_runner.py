@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.messages import BlockOutcome, GeneratorError, Open
-from loadgen.experiment.schedule import ScheduledBlock, closed_loop, schedule_seed
+from loadgen.experiment.schedule import RequestShape, ScheduledBlock, closed_loop, request_shape, schedule_seed
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.records.run import BlockRecord, Label, Record, StageTotals, Workload, shown
 from loadgen.run.answers import AnswersUnderLoad
@@ -56,19 +56,17 @@ class LoadRunner:
     def warm_up(self, workloads: Sequence[Workload]) -> dict[str, float]:
         """Run every load shape on every arm without storing samples. Returns by workload how many seconds a request
         takes on the slowest arm. Raises `RunError`."""
-        slowest: dict[_Shape, float] = {}
+        slowest: dict[tuple[RequestShape, int], float] = {}
+        shapes = {(request_shape(workload), _warm_up_users(workload)): workload for workload in workloads}
         for label in self.arms:
-            shapes = dict.fromkeys(_warm_up_shape(workload) for workload in workloads)
-            for batch_size, concurrency, length in sorted(shapes, key=lambda shape: (*shape[:2], shape[2] or 0)):
-                of_length = "" if length is None else f", length {length}"
-                self.progress.now(f"{shown(label)}: batch {batch_size}, concurrency {concurrency}{of_length}")
-                requests = 2 * concurrency if batch_size > 1 or concurrency > 1 else 5
-                shape = closed_loop(concurrency, requests, batch_size=batch_size, max_seconds=60.0, length=length)
-                outcome = self.unstored(f"warm-up of arm {label}", label, shape)
-                took = concurrency / (outcome.requests_per_s or math.inf)
-                shape_key = batch_size, concurrency, length
-                slowest[shape_key] = max(took, slowest.get(shape_key, 0.0))
-        return {workload.name: slowest[_warm_up_shape(workload)] for workload in workloads}
+            for (shape, users), workload in sorted(shapes.items(), key=lambda entry: _size(*entry[0])):
+                self.progress.now(f"{shown(label)}: {shape.words}, concurrency {users}")
+                requests = 2 * users if shape.batch_size > 1 or users > 1 else 5
+                load = closed_loop(users, requests, max_seconds=60.0, of=workload)
+                outcome = self.unstored(f"warm-up of arm {label}", label, load)
+                took = users / (outcome.requests_per_s or math.inf)
+                slowest[shape, users] = max(took, slowest.get((shape, users), 0.0))
+        return {workload.name: slowest[request_shape(workload), _warm_up_users(workload)] for workload in workloads}
 
     def unstored(self, title: str, label: Label, load: Workload) -> BlockOutcome:
         """Run a load on one arm without storing samples; `title` is for messages. Raises `RunError`."""
@@ -282,10 +280,14 @@ def _wall_clock_ahead_ns() -> int:
     return time_ns() - perf_counter_ns()
 
 
-_Shape = tuple[int, int, int | None]
+def _warm_up_users(workload: Workload) -> int:
+    """Few users for an open loop, whose connections are only a limit."""
+    return min(workload.concurrency, OPEN_WARM_UP_USERS) if workload.is_open else workload.concurrency
 
 
-def _warm_up_shape(workload: Workload) -> _Shape:
-    """Batch size, concurrency and length; few users for an open loop, whose connections are only a limit."""
-    users = min(workload.concurrency, OPEN_WARM_UP_USERS) if workload.is_open else workload.concurrency
-    return workload.batch_size, users, workload.sequence_length
+def _size(shape: RequestShape, users: int) -> tuple[int, ...]:
+    """Sorts loads: small requests and few users first."""
+    return (
+        shape.batch_size, users, shape.sequence_length or 0, shape.prompt_tokens or 0, shape.output_tokens or 0,
+        shape.shared_prefix,
+    )  # fmt: skip

@@ -25,9 +25,10 @@ from loadgen.client.inputs import (
     signature_of,
     write_samples,
 )
+from loadgen.experiment.language import longest_answer, most_users
 from loadgen.experiment.plan import default_sizes, has_mixed_lengths
 from loadgen.launch.compose import PROJECT, ComposeDeployment
-from loadgen.launch.deployment import Deployment, RemoteDeployment
+from loadgen.launch.deployment import Deployment, RemoteDeployment, RemoteLanguageDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.payloads import OWN_TENSORS, reference
 from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, asked_for, option_of
@@ -59,6 +60,8 @@ def _deployment(
     arm: ArmRequest, experiment: Experiment, store: RunStore, work: Path, abserve: Sequence[str]
 ) -> Deployment:
     if not arm.embedded:
+        if experiment.is_language:
+            return RemoteLanguageDeployment(arm.target, None, arm.access, model_option=option_of(arm.label, "model"))
         grpc = arm.grpc if experiment.transport == "grpc" else None
         return RemoteDeployment(arm.target, grpc, arm.access, model_option=option_of(arm.label, "model"))
     if experiment.deployment == "compose":
@@ -74,6 +77,9 @@ def _deployment(
         options["weights"] = experiment.weights
     if experiment.precision is not None:
         options["precision"] = experiment.precision
+    if experiment.is_language:
+        options["max-length"] = str(longest_answer(experiment.workloads))
+        options["slots"] = str(most_users(experiment.workloads))
     if experiment.payload_of(arm) not in OWN_TENSORS:
         options["payloads"] = experiment.payload_of(arm)
     if experiment.pad_to and arm.target not in PLAIN and asked_for(arm.settings, "pad_to") is None:

@@ -19,7 +19,9 @@ import msgspec
 
 from loadgen.child_process import ABSERVE
 from loadgen.client.endpoint import EndpointError, Signature
+from loadgen.experiment.language import protocol_in_words, with_rates
 from loadgen.experiment.plan import padding_in_words, sized
+from loadgen.experiment.prompts import PromptPlan
 from loadgen.experiment.schedule import load_workloads, schedule
 from loadgen.launch.compose import ComposeDeployment, require_one_way
 from loadgen.launch.deployment import RUNNING_READY_SECONDS, DeploymentError
@@ -33,6 +35,7 @@ from loadgen.run.arms import Arm
 from loadgen.run.context import OBSTACLES, RunContext, size_generator
 from loadgen.run.gpu_recording import SAMPLER
 from loadgen.run.interruption import interruptible, uninterrupted
+from loadgen.run.language import describe_prompts, model_info, prompt_plan
 from loadgen.run.machine import own_calibration, read_environment, utc_now
 from loadgen.run.noise_floor import own_floors
 from loadgen.run.preparation import (
@@ -46,8 +49,13 @@ from loadgen.run.preparation import (
 )
 from loadgen.run.progress import RunProgress
 from loadgen.run.storage import RunError, RunStore, StorageError, running
+from loadgen.run.token_answers import TokenAnswers, equal_answers, probe_answers
 from loadgen.stats.agreement import Tolerance, tolerance_of
 
+ANSWERS_OF_SMOKE = 16
+"""Answers of a language model that a smoke run keeps per workload and arm."""
+REFERENCE_START_S, REFERENCE_SHARE = 10.0, 0.2
+"""Of the reference, for planning: its start, and its time per answer as a share of the server's."""
 RUN_ERRORS = (*OBSTACLES, StorageError)
 """Exceptions that end a run as failed, with their message; any other is a bug and is raised."""
 
@@ -93,24 +101,14 @@ def run_experiment(
 
 def _run_phases(context: RunContext) -> None:
     """The whole run in its order."""
-    store, progress = context.store, context.progress
+    store = context.store
     measured = [probe for probe in probes() if probe.wanted(context.experiment)]
     under_load = [probe for probe in measured if not probe.after_servers]
     after_servers = [probe for probe in measured if probe.after_servers]
-    progress.plan(context.forecast.remaining_s())
+    context.progress.plan(context.forecast.remaining_s())
     _make_work_folder(context)
-    context.enter("preparing inputs")
-    context.experiment, inputs = prepare_inputs(context.experiment, context.samples_folder, context.abserve)
+    _prepare(context)
     experiment = context.experiment
-    store.write(experiment)
-    make_arms(context)
-    about = {} if inputs is None else describe_inputs(inputs, experiment.seed)
-    store.write(read_environment({"status": "unknown"}, about))
-    if rule := padding_in_words(experiment, int(about.get("length_max", 0))):
-        progress.rule_decided(rule)
-    if experiment.deployment == "embedded":
-        context.enter("exporting the model")
-        export_artefacts(experiment, store, progress.now, context.abserve)
     for restart in range(experiment.restarts):
         if restart:
             _stop_servers(context)
@@ -120,19 +118,15 @@ def _run_phases(context: RunContext) -> None:
         start_servers(context)
         context.forecast.start_s = monotonic() - started
         if restart == 0:
-            context.inputs = inputs or make_inputs(
-                experiment, context.samples_folder, context.signatures[experiment.baseline.label]
-            )
-            described = describe_inputs(context.inputs, experiment.seed)
-            progress.inputs_ready(described)
-            environment = read_environment(_gpu_info(context), described)
-            store.write(environment)
-            store.write_all(NoiseFloor, own_floors(environment, experiment))
+            _describe(context)
         context.enter("checking parity")
         tolerance = tolerance_of(record.in_effect.get("precision") for record in context.records)
-        require_parity(context, tolerance)
-        if restart == 0:
-            context.answers = AnswersUnderLoad(store, experiment.seed, tolerance)
+        if context.prompts is not None:
+            _probe_answers(context, context.prompts, tolerance)
+        else:
+            require_parity(context, tolerance)
+            if restart == 0:
+                context.answers = AnswersUnderLoad(store, experiment.seed, tolerance)
         if under_load:
             _load(context, under_load)
     if under_load:
@@ -142,6 +136,64 @@ def _run_phases(context: RunContext) -> None:
     for probe in after_servers:
         probe.measure(context)
     context.phase = "finished"
+
+
+def _prepare(context: RunContext) -> None:
+    """Make what is sent, as far as no server must be asked for it, and what the servers need."""
+    store, progress = context.store, context.progress
+    context.enter("preparing inputs")
+    if context.experiment.is_language:
+        context.prompts = prompt_plan(context.experiment, model_info(context.experiment, context.abserve))
+    else:
+        context.experiment, inputs = prepare_inputs(context.experiment, context.samples_folder, context.abserve)
+        context.inputs = inputs or {}
+    experiment = context.experiment
+    store.write(experiment)
+    make_arms(context)
+    about = _about_inputs(context)
+    store.write(read_environment({"status": "unknown"}, about))
+    if rule := padding_in_words(experiment, int(about.get("length_max", 0))):
+        progress.rule_decided(rule)
+    if experiment.is_language:
+        progress.rule_decided(protocol_in_words(experiment))
+    elif experiment.deployment == "embedded":
+        context.enter("exporting the model")
+        export_artefacts(experiment, store, progress.now, context.abserve)
+
+
+def _describe(context: RunContext) -> None:
+    """Store the machine as the servers describe it, and what is sent to them."""
+    experiment, store = context.experiment, context.store
+    if context.prompts is None:
+        context.inputs = context.inputs or make_inputs(
+            experiment, context.samples_folder, context.signatures[experiment.baseline.label]
+        )
+    described = _about_inputs(context)
+    context.progress.inputs_ready(described)
+    environment = read_environment(_gpu_info(context), described)
+    store.write(environment)
+    store.write_all(NoiseFloor, own_floors(environment, experiment))
+
+
+def _about_inputs(context: RunContext) -> dict[str, str | int]:
+    """A description of what is sent; empty while it is not known."""
+    if context.prompts is not None:
+        return describe_prompts(context.prompts)
+    return describe_inputs(context.inputs, context.experiment.seed) if context.inputs else {}
+
+
+def _probe_answers(context: RunContext, plan: PromptPlan, tolerance: Tolerance) -> None:
+    """Ask every arm of a language model a few prompts, and keep the answers for the reference. Raises `RunError`."""
+    context.progress.now("sending a few prompts to every server")
+    if context.restart == 0:
+        least = ANSWERS_OF_SMOKE if context.experiment.preset == "smoke" else LEAST_ANSWERS
+        context.answers = TokenAnswers(context.store, context.experiment.seed, tolerance, least=least)
+    answers = context.answers
+    assert isinstance(answers, TokenAnswers)
+    answers.restart = context.restart
+    probed = probe_answers(context.arms, plan, context.restart)
+    answers.prompted += probed
+    context.progress.now(equal_answers(probed, tuple(context.arms)))
 
 
 def _make_work_folder(context: RunContext) -> None:
@@ -177,14 +229,16 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
         (took[workload.name] / max(workload.batch_size, workload.concurrency) for workload in workloads),
         default=0.0,
     )
-    context.forecast.checks_s = len(context.experiment.arms) * LEAST_ANSWERS * len(workloads) * alone_s
+    context.forecast.checks_s = len(context.experiment.arms) * context.answers.least * len(workloads) * alone_s
+    if context.prompts is not None:  # the reference starts, and reads an answer much faster than a server writes it
+        context.forecast.checks_s = REFERENCE_START_S + REFERENCE_SHARE * context.forecast.checks_s
     if first:
         calibration = own_calibration()
         if calibration is not None:
             context.store.write(calibration)
         context.experiment = msgspec.structs.replace(
             context.experiment,
-            workloads=sized(context.experiment.workloads, took),
+            workloads=with_rates(sized(context.experiment.workloads, took), took),
             processes=context.experiment.processes or size_generator(context, calibration, batch_sizes),
         )
         context.store.write(context.experiment)
@@ -211,7 +265,7 @@ def make_arms(context: RunContext) -> None:
             request,
             deployment,
             model,
-            experiment.transport,
+            experiment.transport_of(request),
             payload,
             request_timeout_s=experiment.request_timeout_s,
         )
@@ -229,7 +283,8 @@ def start_servers(context: RunContext) -> None:
     context.records = [_await(context, label) for label in context.arms]
     context.store.write_all(ArmRecord, context.records)
     _require_batch_sizes(context)
-    context.signatures = _signatures(context)
+    if context.prompts is None:
+        context.signatures = _signatures(context)
 
 
 def _await(context: RunContext, label: Label) -> ArmRecord:

@@ -1,0 +1,115 @@
+"""What a run must know of a language model before it can send prompts: its ids, its longest answer, its weights.
+
+`abserve language-info` describes the model in a process of its own, so that the load generator needs neither torch nor
+a tokenizer. A model of which only a name on running servers is known has no such description: then prompts are made of
+ids that every tokenizer has, and no reference can judge the answers.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from secrets import randbits
+from typing import Annotated
+
+import msgspec
+
+from loadgen.child_process import ABSERVE
+from loadgen.client.inputs import InputError
+from loadgen.documents import one_line
+from loadgen.experiment.language import longest_answer
+from loadgen.experiment.prompts import MOST_ID, MOST_TOKENS, PromptError, PromptPlan, PromptShape
+from loadgen.records.payloads import is_language
+from loadgen.records.run import MODEL_WEIGHTS, Experiment, body_count
+from loadgen.run.arms import prompt_shape
+
+_INFO_SECONDS = 120.0
+_NUMBER_BITS = 32
+UNKNOWN_IDS = (100, 999)
+"""Ids for prompts where the vocabulary is unknown: any tokenizer has that many, and its special ids are elsewhere."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
+
+
+class LanguageModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What `abserve language-info` prints. Other fields in it are ignored."""
+
+    name: str
+    vocabulary: Annotated[int, msgspec.Meta(ge=2, le=MOST_ID)]
+    eos: tuple[TokenId, ...]
+    max_length: Annotated[int, msgspec.Meta(ge=2, le=MOST_TOKENS)]
+    """The most tokens of a prompt and its answer together."""
+    architecture: str
+    parameters: Annotated[int, msgspec.Meta(ge=1)]
+    weights: str
+    weights_sha256: str = ""
+    prompt_ids: tuple[TokenId, TokenId]
+    """The smallest and the largest id of a prompt, without the special ones."""
+
+
+@cache
+def describe_model(model: str, weights: str | None, abserve: tuple[str, ...] = tuple(ABSERVE)) -> LanguageModelInfo:
+    """Ask `abserve language-info`, once per process. Raises `InputError`."""
+    command = [*abserve, "language-info", "--model", model, *(() if weights is None else ("--weights", weights))]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=_INFO_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise InputError(f"abserve language-info --model {model} printed nothing within {_INFO_SECONDS:g} s") from None
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+        raise InputError(one_line(lines[-1].removeprefix("error: ") if lines else f"{model} cannot be described", 500))
+    try:
+        return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=LanguageModelInfo)
+    except ValueError as exc:
+        raise InputError(f"abserve language-info --model {model} printed no description ({exc})") from exc
+
+
+def model_info(experiment: Experiment, abserve: Sequence[str] = ABSERVE) -> LanguageModelInfo | None:
+    """The description of the experiment's model; None if only its name on servers is known. Raises `InputError`, also
+    for workloads that are too long for the model."""
+    if not is_language(experiment.model):
+        return None
+    weights = None if experiment.weights == MODEL_WEIGHTS else experiment.weights
+    info = describe_model(experiment.model, weights, tuple(abserve))
+    longest = longest_answer(experiment.workloads)
+    if longest > info.max_length:
+        long = max(experiment.workloads, key=lambda load: (load.prompt_tokens or 0) + (load.output_tokens or 0))
+        raise InputError(
+            f"{long.name} has prompts of {long.prompt_tokens:,} and answers of {long.output_tokens:,} tokens, and "
+            f"{experiment.model} holds {info.max_length:,} together; lower --prompt-tokens or --output-tokens, or "
+            f"leave {long.scenario} out of --scenarios"
+        )
+    return info
+
+
+def prompt_plan(experiment: Experiment, info: LanguageModelInfo | None) -> PromptPlan:
+    """How the prompts of all workloads are made. Raises `InputError` for prompts that cannot differ."""
+    low, high = UNKNOWN_IDS if info is None else info.prompt_ids
+    shapes = dict.fromkeys(filter(None, map(prompt_shape, experiment.workloads)))
+    plan = PromptPlan(low=low, high=high, seed=experiment.seed, shapes=tuple(shapes))
+    try:
+        for shape in plan.shapes:
+            plan.require(shape)
+    except PromptError as exc:
+        raise InputError(str(exc)) from exc
+    return plan
+
+
+def describe_prompts(plan: PromptPlan) -> dict[str, str | int]:
+    """A description for the stored record of the machine and its inputs."""
+    lengths = sorted({(shape.prompt_tokens, shape.output_tokens) for shape in plan.shapes})
+    return {
+        "kind": "random prompts and answers",
+        "item": "request",
+        "seed": plan.seed,
+        "token_lengths": ", ".join(f"{prompt:,} → {output:,}" for prompt, output in lengths),
+        "token_ids": f"{plan.low:,} to {plan.high:,}",
+    }
+
+
+def probe_prompts(plan: PromptPlan, shape: PromptShape, count: int) -> list[list[int]]:
+    """New prompts of a shape. Their numbers are random, as those of the load are: a server that outlives a run may
+    remember the prompts of an earlier one with the same seed."""
+    first = randbits(_NUMBER_BITS)
+    return [plan.prompt(shape, number % body_count(1), first + number).tolist() for number in range(count)]

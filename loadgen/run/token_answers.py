@@ -1,0 +1,267 @@
+"""Proves the answers of a language model: a probe of every arm before the load, and a reference after it.
+
+**Before the load** every arm answers a few prompts, or its speed is not compared: with as many tokens as asked for, to
+the prompt that was sent. Two right engines need not give equal answers, so the answers are kept for the reference.
+
+**Under load** the generator keeps a random sample of each block's answers (`KeptAnswers`). When all servers are
+stopped, `abserve language-reference` reads each answer with transformers' own modules, and the checks judge how far
+each token is below the best one at its place.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import token_hex
+from time import monotonic
+from typing import Annotated
+
+import msgspec
+
+from loadgen.client.connection import AddressError, ConnectionRefused
+from loadgen.client.messages import BlockOutcome, KeptAnswer
+from loadgen.client.outputs import AnswerError
+from loadgen.client.token_traffic import ask_tokens
+from loadgen.client.traffic import unpacked
+from loadgen.documents import one_line
+from loadgen.experiment.prompts import MOST_ID, PromptPlan, PromptShape
+from loadgen.probes.tokens_analysis import beside_reference
+from loadgen.records.probes import ReferenceAnswer, TokensCompared
+from loadgen.records.run import MODEL_WEIGHTS, Experiment, Label, Workload, shown
+from loadgen.run.answers import AnswersUnderLoad
+from loadgen.run.arms import Arm
+from loadgen.run.language import probe_prompts
+from loadgen.run.storage import RunError
+
+PROBE_PROMPTS = 4
+PROBE_TOKENS = 16
+"""The longest answer to a prompt of the probe; the load's are shorter at most."""
+PROBE = "probe"
+"""The workload of the probe's answers in the records."""
+MOST_JUDGED_TOKENS = 300_000
+"""Of all answers and their prompts that the reference reads, so that it takes minutes at most on a CPU."""
+_REFERENCE_SECONDS = 1800.0
+
+Logit = Annotated[float, msgspec.Meta(ge=0.0)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptedAnswer:
+    """One answer with its prompt, and where it comes from."""
+
+    workload: str
+    label: Label
+    restart: int
+    block: str
+    request: int
+    user: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+
+class JudgedTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The reference's view of one answer."""
+
+    deficits: tuple[Logit | None, ...]
+    """None: not a number."""
+    best: tuple[TokenId, ...]
+    largest: Logit
+
+
+class ReferenceDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """What `abserve language-reference` writes. Other fields in it are ignored."""
+
+    answers: tuple[JudgedTokens, ...]
+    noise: Logit
+    eos: tuple[TokenId, ...]
+    weights_sha256: str = ""
+
+
+@dataclass(slots=True)
+class TokenAnswers(AnswersUnderLoad):
+    """The answers of a language model that are kept: those of the probe, and some of every block of the run."""
+
+    restart: int = 0
+    prompted: list[PromptedAnswer] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Store an empty record, so that a run that ends before the comparison shows that it is missing. Raises
+        `StorageError`."""
+        self.store.write_all(TokensCompared, [])
+
+    def take(self, workload: Workload, label: Label, block: str, users: int, outcome: BlockOutcome) -> None:
+        """Take over the answers that a block has kept."""
+        AnswersUnderLoad.take(self, workload, label, block, users, outcome)
+        self.prompted += [self._prompted(workload, label, block, answer) for answer in outcome.answers]
+
+    def _prompted(self, workload: Workload, label: Label, block: str, answer: KeptAnswer) -> PromptedAnswer:
+        ids = {tensor.name: unpacked(tensor)[0].tolist() for tensor in answer.outputs}
+        return PromptedAnswer(
+            workload.name, label, self.restart, block, answer.request, answer.user, ids["prompt"], ids["tokens"]
+        )  # fmt: skip
+
+    def judge(self, experiment: Experiment, folder: Path, abserve: Sequence[str], device: str | None = None) -> None:
+        """Have the reference judge the answers, and store how far their tokens are below its best ones. `folder` gets
+        the files for the reference. Raises `StorageError`."""
+        chosen = within_limit(self.prompted)
+        document, error = None, None
+        try:
+            document = ask_reference(chosen, experiment, self.tolerance.precision, folder, abserve, device)
+        except RunError as exc:
+            error = str(exc)
+        groups: dict[tuple[str, Label, int], list[ReferenceAnswer]] = {}
+        for place, answer in enumerate(chosen):
+            judged = None if document is None else document.answers[place]
+            compared = beside_reference(
+                answer.output,
+                None if judged is None else [float("nan") if d is None else d for d in judged.deficits],
+                () if judged is None else judged.best,
+                0.0 if judged is None else judged.largest,
+                () if document is None else document.eos,
+                block=answer.block,
+                request=answer.request,
+                user=answer.user,
+            )
+            groups.setdefault((answer.workload, answer.label, answer.restart), []).append(compared)
+        self.store.write_all(
+            TokensCompared,
+            [
+                TokensCompared(
+                    workload=workload,
+                    label=label,
+                    restart=restart,
+                    answers=tuple(answers),
+                    precision=self.tolerance.precision,
+                    noise=None if document is None else document.noise,
+                    weights_sha256="" if document is None else document.weights_sha256,
+                    error=error,
+                )
+                for (workload, label, restart), answers in groups.items()
+            ],
+        )
+
+
+def within_limit(answers: Sequence[PromptedAnswer], most_tokens: int = MOST_JUDGED_TOKENS) -> list[PromptedAnswer]:
+    """The answers that the reference judges: of every workload and arm alike, as many as the limit allows, and at
+    least one."""
+    groups: dict[tuple[str, Label, int], list[PromptedAnswer]] = {}
+    for answer in answers:
+        groups.setdefault((answer.workload, answer.label, answer.restart), []).append(answer)
+    chosen, left = [], most_tokens
+    for place in range(max(map(len, groups.values()), default=0)):
+        for group in groups.values():
+            if place < len(group) and (place == 0 or left > 0):
+                chosen.append(group[place])
+                left -= len(group[place].prompt) + len(group[place].output)
+    return chosen
+
+
+def ask_reference(
+    answers: Sequence[PromptedAnswer],
+    experiment: Experiment,
+    precision: str,
+    folder: Path,
+    abserve: Sequence[str],
+    device: str | None = None,
+) -> ReferenceDocument:
+    """Run `abserve language-reference`. Raises `RunError` when it fails, or judges other answers."""
+    asked, told = folder / "reference-in.json", folder / "reference-out.json"
+    document = {
+        "model": experiment.model,
+        "weights": None if experiment.weights == MODEL_WEIGHTS else experiment.weights,
+        "precision": precision,
+        "device": device or "auto",
+        "answers": [{"prompt": list(answer.prompt), "output": list(answer.output)} for answer in answers],
+    }
+    try:
+        asked.write_bytes(msgspec.json.encode(document))
+        command = [*abserve, "language-reference", "--in", str(asked), "--out", str(told)]
+        done = subprocess.run(command, capture_output=True, check=False, timeout=_REFERENCE_SECONDS)
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+            raise RunError(f"the reference failed: {one_line(lines[-1], 500) if lines else 'it said nothing'}")
+        judged = msgspec.json.decode(told.read_bytes(), type=ReferenceDocument)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"the reference took longer than {_REFERENCE_SECONDS:g} s") from None
+    except (OSError, ValueError) as exc:
+        raise RunError(f"the reference cannot be read: {one_line(str(exc), 300)}") from exc
+    lengths = [(len(judgement.deficits), len(judgement.best)) for judgement in judged.answers]
+    if lengths != [(len(answer.output), len(answer.output)) for answer in answers]:
+        raise RunError("the reference judged other answers than it was asked for")
+    return judged
+
+
+# The probe before the load
+
+
+def probe_answers(arms: Mapping[Label, Arm], plan: PromptPlan, restart: int) -> list[PromptedAnswer]:
+    """Send a few prompts to every arm, one at a time. Raises `RunError` for an arm that does not answer them as
+    asked."""
+    shape = min(plan.shapes, key=lambda shape: shape.prompt_tokens)
+    short = PromptShape(shape.prompt_tokens, min(shape.output_tokens, PROBE_TOKENS), shape.shared_prefix)
+    prompts = probe_prompts(plan, short, PROBE_PROMPTS)
+    return [
+        answer
+        for label, arm in arms.items()
+        for answer in _answers_of(label, arm, plan, prompts, short.output_tokens, restart)
+    ]
+
+
+def _answers_of(
+    label: Label, arm: Arm, plan: PromptPlan, prompts: Sequence[Sequence[int]], tokens: int, restart: int
+) -> list[PromptedAnswer]:
+    answers = []
+    for number, prompt in enumerate(prompts):
+        try:
+            answer = ask_tokens(arm.target, plan, prompt, tokens, timeout_s=max(arm.request_timeout_s, 120.0))
+        except (AnswerError, ConnectionRefused, AddressError) as exc:
+            raise RunError(
+                f"{shown(label)} does not answer the prompts of the probe as asked ({len(prompt)} → {tokens} tokens): "
+                f"{exc}{arm.failure_message()}"
+            ) from exc
+        if answer.prompt_ids is not None and answer.prompt_ids != list(prompt):
+            raise RunError(
+                f"{shown(label)} answers another prompt than the one that was sent: it reads {len(answer.prompt_ids)} "
+                f"tokens, not {len(prompt)} of these ids; turn off templates and truncation on that server"
+            )
+        if answer.has_ids:
+            answers.append(PromptedAnswer(PROBE, label, restart, "probe", number, 0, prompt, answer.ids))
+    return answers
+
+
+def equal_answers(answers: Sequence[PromptedAnswer], labels: Sequence[Label]) -> str:
+    """How many answers of the probe are the same ids on every arm, for the screen."""
+    by_prompt: dict[int, set[tuple[int, ...]]] = {}
+    for answer in answers:
+        by_prompt.setdefault(answer.request, set()).add(tuple(answer.output))
+    silent = [shown(label) for label in labels if not any(answer.label == label for answer in answers)]
+    equal = sum(len(outputs) == 1 for outputs in by_prompt.values())
+    words = f"{equal} of {len(by_prompt)} probe answers have the same ids on every arm"
+    return words + (f"; {' and '.join(silent)} sent no ids" if silent else "")
+
+
+def probe_prompt_cache(
+    arm: Arm, plan: PromptPlan, *, groups: int, repeats: int, least_groups: int, most_s: float
+) -> tuple[list[int], list[int]]:
+    """Times to the first token of new prompts and of repeated ones among them, in ns. The longest prompts are sent,
+    since a cache saves most of them, each time with another salt, as in the load. Raises `AnswerError`,
+    `ConnectionRefused`, `AddressError`."""
+    shape = max(plan.shapes, key=lambda shape: shape.prompt_tokens)
+    prompts = probe_prompts(plan, PromptShape(shape.prompt_tokens, 2), repeats + groups)
+    fresh: list[int] = []
+    repeated: list[int] = []
+    began = monotonic()
+    for group in range(repeats + groups):
+        for number in [*range(max(0, group - repeats), group), group]:
+            answer = ask_tokens(
+                arm.target, plan, prompts[number], 2, timeout_s=arm.request_timeout_s, salt=token_hex(8)
+            )
+            first_ns = answer.chunks[0].at_ns - answer.sent_ns
+            if group >= repeats:  # the first groups warm the server up
+                (fresh if number == group else repeated).append(first_ns)
+        if len(fresh) >= least_groups and monotonic() - began > most_s:
+            break
+    return fresh, repeated
