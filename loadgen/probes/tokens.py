@@ -1,23 +1,35 @@
 """Streamed answers of language models: how tokens arrive at each arm, and what they cost.
 
-The figures are metrics (`loadgen.metrics.tokens`), the totals are in `tokens_analysis`; here are the sections.
+The figures are metrics (`loadgen.metrics.tokens`), the totals are in `tokens_analysis`. What is measured here is whether
+the answers are right: a reference judges some of them once all servers are stopped (`loadgen.run.token_answers`).
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from loadgen.experiment.schedule import has_load
 from loadgen.probes.registry import Probe
 from loadgen.probes.tokens_analysis import TokensFound, analyse
 from loadgen.records.probes import TokensCompared
 from loadgen.records.run import Experiment
 
-
-def wanted(_: Experiment) -> bool:
-    """Nothing is measured here: the blocks hold the tokens, and `answers` keeps some of them."""
-    return False
+if TYPE_CHECKING:
+    from loadgen.run.context import RunContext
 
 
-def measure(_: object) -> None:
-    """Nothing."""
+def wanted(experiment: Experiment) -> bool:
+    """Whether there are streamed answers."""
+    return experiment.is_language and has_load(experiment)
+
+
+def measure(context: RunContext) -> None:
+    """Have the reference judge the answers that were kept, when the servers no longer use the machine."""
+    from loadgen.run.token_answers import TokenAnswers
+
+    context.enter("comparing answers with the reference")
+    if isinstance(context.answers, TokenAnswers):
+        context.answers.judge(context.experiment, context.work, context.abserve)
 
 
 PROBE = Probe(
@@ -26,4 +38,5 @@ PROBE = Probe(
     records=(TokensCompared,),
     finding=TokensFound,
     analyse=analyse,
+    after_servers=True,
 )
