@@ -315,11 +315,10 @@ class RemoteLanguageDeployment(RemoteDeployment):
 
     def protocols(self) -> tuple[TokenTransport, ...]:
         """The protocols that the server speaks, by what it says of itself; empty for one without language models."""
-        address = {"timeout_s": RUNNING_READY_SECONDS, "access": self.access}
         spoken: list[TokenTransport] = []
-        if CompletionsEndpoint(self.url, **address).listed_names():
+        if CompletionsEndpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access).listed_names():
             spoken.append("completions")
-        endpoint = Endpoint(self.url, **address)
+        endpoint = Endpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access)
         names = endpoint.served_models() or () if endpoint.live() else ()
         if any(_is_decoupled(endpoint, name) for name in names[:_MOST_ASKED]):
             spoken.append("generate_stream")

@@ -1,7 +1,7 @@
 """Streamed answers of language models: how tokens arrive at each arm, and what they cost.
 
-The figures are metrics (`loadgen.metrics.tokens`), the totals are in `tokens_analysis`. What is measured here is whether
-the answers are right: a reference judges some of them once all servers are stopped (`loadgen.run.token_answers`).
+The figures are metrics (`loadgen.metrics.tokens`), the totals are in `tokens_analysis`. What is measured here is
+whether the answers are right: a reference judges some of them once all servers are stopped.
 """
 
 from __future__ import annotations
