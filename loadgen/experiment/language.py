@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from loadgen.experiment.plan import PRESETS, PlanError, base_workload, unique_names
-from loadgen.experiment.settings import LANGUAGE_USERS, ExperimentSettings, read_limits
+from loadgen.experiment.settings import LANGUAGE_USERS, SMOKE_BATCH_SIZES, ExperimentSettings, read_limits
 from loadgen.records.run import (
     TOKEN_TRANSPORTS,
     ArmRequest,
@@ -74,7 +74,8 @@ def check_language(settings: ExperimentSettings) -> None:
         _check_tensors(settings)
         return
     for name, reason in _MEANT_FOR_TENSORS:
-        if name in settings.model_fields_set and getattr(settings, name) not in (None, (), False):
+        value = getattr(settings, name)
+        if name in settings.model_fields_set and value not in (None, (), False, SMOKE_BATCH_SIZES):
             option = f"--{name.replace('_', '-')}"
             raise PlanError(f"{option} has no effect on a language model: {reason}; leave it out")
     if settings.deployment == "compose":

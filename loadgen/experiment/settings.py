@@ -48,6 +48,7 @@ MAIN, TARGET, LOAD, MEASUREMENT, OUTPUT = PANELS = ("Main options", "Target", "L
 REPEATED = "repeated"
 """Marks a tuple whose values hold commas or spaces: the option is given once per value and has no variable."""
 DEFAULT_SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
+SMOKE_BATCH_SIZES = (8,)
 LANGUAGE_SCENARIOS: tuple[Scenario, ...] = ("single", "concurrent")
 LANGUAGE_USERS = (4, 16)
 DEFAULT_PROJECT = "abserve"
@@ -404,7 +405,7 @@ class ExperimentSettings(Settings):
     def _small_batches_for_smoke(cls, value: Any) -> Any:
         """A batch of 32 takes longer than the whole rest of a smoke run."""
         is_smoke = isinstance(value, dict) and value.get("preset") == "smoke"
-        return {"batch_sizes": (8,), **value} if is_smoke else value
+        return {"batch_sizes": SMOKE_BATCH_SIZES, **value} if is_smoke else value
 
     @model_validator(mode="before")
     @classmethod

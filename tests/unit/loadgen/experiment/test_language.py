@@ -118,7 +118,7 @@ def test_all_arms_get_one_protocol_if_they_have_one_in_common(
     ("settings", "message"),
     [
         ({"payload": "fp32"}, "token ids"),
-        ({"batch_sizes": 8}, "--batch-sizes has no effect on a language model"),
+        ({"batch_sizes": 16}, "--batch-sizes has no effect on a language model"),
         ({"inputs": "random"}, "--prompt-tokens"),
         ({"explain": True}, "do not exist yet"),
         ({"handicap_check": True}, "--handicap-check has no effect"),
