@@ -55,9 +55,18 @@ from loadgen.experiment.plan import (
     minutes_of,
     plan_combinations,
 )
-from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, ExperimentSettings
+from loadgen.experiment.settings import DEFAULT_PROJECT, LANGUAGE_DEFAULTS, MAIN, OUTPUT, ExperimentSettings
 from loadgen.records.payloads import TOKENS, implied_payload, served_name
-from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, Transport, option_of
+from loadgen.records.run import (
+    MODEL_WEIGHTS,
+    PLAIN,
+    TOKEN_TRANSPORTS,
+    ArmRequest,
+    Experiment,
+    Label,
+    Transport,
+    option_of,
+)
 
 if TYPE_CHECKING:
     from loadgen.verdict.result import Result
@@ -145,7 +154,8 @@ def name_models(settings: ExperimentSettings) -> tuple[ExperimentSettings, tuple
     from loadgen.launch.discovery import find_models
 
     arms = make_arms(settings)
-    if "model" in settings.model_fields_set or any(arm.embedded for arm in arms):
+    settings = with_language_models(settings, arms)
+    if settings.is_language or "model" in settings.model_fields_set or any(arm.embedded for arm in arms):
         return settings, ()
     for arm in arms:
         check_reachable(arm, "http")
@@ -164,6 +174,42 @@ def name_models(settings: ExperimentSettings) -> tuple[ExperimentSettings, tuple
     }
     model = found.names[next(iter(settings.arms))]
     return settings.model_copy(update={"arms": named, "model": model}), found.notes
+
+
+def with_language_models(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> ExperimentSettings:
+    """The settings with the model and the protocol of each server at a URL, if these serve language models. A
+    comparison of nothing but such servers is one of language models, whatever it calls the model. Raises
+    `PlanError`."""
+    from loadgen.launch.deployment import DeploymentError
+    from loadgen.launch.discovery import find_language_models
+
+    urls = [arm for arm in arms if not arm.embedded]
+    if not urls or (len(urls) < len(arms) and not settings.is_language):
+        return settings
+    for arm in urls:
+        check_reachable(arm, "http")
+    preferred = served_name(settings.model, TOKENS) or settings.model
+    try:
+        found = find_language_models(urls, preferred, certain=settings.is_language)
+    except DeploymentError as exc:
+        raise PlanError(str(exc)) from exc
+    if found is None:
+        return settings
+    named = dict(settings.arms)
+    for label, served in found.items():
+        given = named[label]
+        only = served.protocols[0] if len(served.protocols) == 1 else None
+        model = given.model if served.model == preferred else served.model
+        named[label] = given.model_copy(update={"model": model, "transport": given.transport or only})
+    update: dict[str, object] = {"arms": named}
+    if not settings.is_language:
+        update |= {name: value for name, value in LANGUAGE_DEFAULTS.items() if name not in settings.model_fields_set}
+        if settings.transport is None:
+            common = [name for name in TOKEN_TRANSPORTS if all(name in served.protocols for served in found.values())]
+            update["transport"] = tuple(common[:1]) or None
+        if "model" not in settings.model_fields_set:
+            update["model"] = found[arms[0].label].model
+    return settings.model_copy(update=update)
 
 
 @dataclass(frozen=True, slots=True)

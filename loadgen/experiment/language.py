@@ -14,6 +14,7 @@ from functools import partial
 import msgspec
 
 from loadgen.experiment.plan import PRESETS, PlanError, base_workload, unique_names
+from loadgen.experiment.schedule import warm_up_users
 from loadgen.experiment.settings import LANGUAGE_USERS, SMOKE_BATCH_SIZES, ExperimentSettings, read_limits
 from loadgen.records.run import (
     TOKEN_TRANSPORTS,
@@ -215,11 +216,9 @@ def token_workloads(
 def with_rates(workloads: Sequence[Workload], request_seconds: Mapping[str, float]) -> tuple[Workload, ...]:
     """The workloads with the rates of open loops that were asked for as shares, by the seconds per request and user of
     each closed loop on the slowest arm."""
-    rates = [
-        workload.concurrency / request_seconds[workload.name]
-        for workload in workloads
-        if workload.name in request_seconds and request_seconds[workload.name] > 0.0
-    ]
+    measured = [workload for workload in workloads if request_seconds.get(workload.name, 0.0) > 0.0]
+    closed = [workload for workload in measured if not workload.is_open] or measured
+    rates = [warm_up_users(workload) / request_seconds[workload.name] for workload in closed]
     capacity = max((rate for rate in rates if math.isfinite(rate)), default=1.0)
     return tuple(
         workload

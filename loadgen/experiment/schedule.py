@@ -31,6 +31,7 @@ from loadgen.records.run import Arrivals, Experiment, Label, Workload
 
 RATE_LIMIT_PER_S = 100_000.0
 """Above this rate the generator cannot send the requests one by one."""
+OPEN_WARM_UP_USERS = 8
 _DRAIN_SHARE = 0.25
 _LEAST_DRAIN_SECONDS = 1.0
 _CHUNK = 4096
@@ -90,6 +91,11 @@ class RequestShape(NamedTuple):
 
 def request_shape(workload: Workload) -> RequestShape:
     return RequestShape(*(getattr(workload, name) for name in RequestShape._fields))
+
+
+def warm_up_users(workload: Workload) -> int:
+    """Users of the warm-up: few for an open loop, whose connections are only a limit."""
+    return min(workload.concurrency, OPEN_WARM_UP_USERS) if workload.is_open else workload.concurrency
 
 
 def load_workloads(workloads: Sequence[Workload]) -> list[Workload]:

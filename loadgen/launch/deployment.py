@@ -313,16 +313,16 @@ class RemoteLanguageDeployment(RemoteDeployment):
         """Wait a moment for a server that was started just now."""
         self.wait_ready(model, RUNNING_READY_SECONDS)
 
-    def protocols(self) -> tuple[TokenTransport, ...]:
-        """The protocols that the server speaks, by what it says of itself; empty for one without language models."""
-        spoken: list[TokenTransport] = []
-        if CompletionsEndpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access).listed_names():
-            spoken.append("completions")
+    def models_by_protocol(self) -> dict[TokenTransport, tuple[str, ...]]:
+        """The names of its language models, by the protocols under which it lists them; empty without any."""
+        listed: dict[TokenTransport, tuple[str, ...]] = {}
+        if names := CompletionsEndpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access).listed_names():
+            listed["completions"] = names
         endpoint = Endpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access)
         names = endpoint.served_models() or () if endpoint.live() else ()
-        if any(_is_decoupled(endpoint, name) for name in names[:_MOST_ASKED]):
-            spoken.append("generate_stream")
-        return tuple(spoken)
+        if names := tuple(name for name in names[:_MOST_ASKED] if _is_decoupled(endpoint, name)):
+            listed["generate_stream"] = names
+        return listed
 
     def _check_protocol(self) -> None:
         if self._address.tls:

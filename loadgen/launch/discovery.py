@@ -1,4 +1,4 @@
-"""The model of servers at URLs when none was named: by the models that each of them lists."""
+"""The model of servers at URLs when none was named, and whether it streams tokens: by what each of them lists."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from loadgen.client.endpoint import IndexRow, model_names, nothing_ready, ready_models
 from loadgen.documents import one_line
-from loadgen.launch.deployment import DeploymentError, RemoteDeployment
-from loadgen.records.run import ArmRequest, Label, option_of, shown
+from loadgen.launch.deployment import DeploymentError, RemoteDeployment, RemoteLanguageDeployment
+from loadgen.records.run import ArmRequest, Label, TokenTransport, option_of, shown
 
 _MOST_COMMANDS = 8
 
@@ -55,6 +55,41 @@ def find_models(arms: Sequence[ArmRequest], preferred: str) -> FoundModels:
             raise DeploymentError(_to_choose(arms, common, listed))
         names |= dict.fromkeys(listed, wanted or common[0])
     return FoundModels(names, _notes(arms, names, named, rows, preferred))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTokens:
+    """The language model of a server at a URL."""
+
+    model: str
+    protocols: tuple[TokenTransport, ...]
+
+
+def find_language_models(
+    arms: Sequence[ArmRequest], preferred: str, *, certain: bool
+) -> Mapping[Label, ServedTokens] | None:
+    """The language model of each of these servers: the arm's, or `preferred`, or the only one. None if one of them
+    serves no language model, unless it is `certain` that all do. Raises `DeploymentError`."""
+    found = {}
+    for arm in arms:
+        listed = RemoteLanguageDeployment(arm.target, access=arm.access).models_by_protocol()
+        if not listed:
+            if not certain:
+                return None
+            raise DeploymentError(
+                f"{option_of(arm.label)} {arm.target} serves no language model: it lists none at /v1/models (OpenAI's "
+                "API) and has no decoupled one (Triton's generate_stream); start it, or correct the URL"
+            )
+        names = list(dict.fromkeys(name for those in listed.values() for name in those))
+        model = next((name for name in (arm.model, preferred) if name in names), None)
+        if model is None and (arm.model is not None or len(names) > 1):
+            raise DeploymentError(
+                f"{option_of(arm.label)} {arm.target} serves {model_names(names)}, not {arm.model or preferred}; "
+                f"choose one with {option_of(arm.label, 'model')}"
+            )
+        model = model or names[0]
+        found[arm.label] = ServedTokens(model, tuple(protocol for protocol, those in listed.items() if model in those))
+    return found
 
 
 def _rows(server: RemoteDeployment, arm: ArmRequest) -> tuple[IndexRow, ...] | None:

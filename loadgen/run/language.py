@@ -100,7 +100,7 @@ def describe_prompts(plan: PromptPlan) -> dict[str, str | int]:
     """A description for the stored record of the machine and its inputs."""
     lengths = sorted({(shape.prompt_tokens, shape.output_tokens) for shape in plan.shapes})
     return {
-        "kind": "random prompts and answers",
+        "kind": "prompts",
         "item": "request",
         "seed": plan.seed,
         "token_lengths": ", ".join(f"{prompt:,} → {output:,}" for prompt, output in lengths),

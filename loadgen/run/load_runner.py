@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.messages import BlockOutcome, GeneratorError, Open
-from loadgen.experiment.schedule import RequestShape, ScheduledBlock, closed_loop, request_shape, schedule_seed
+from loadgen.experiment.schedule import (
+    RequestShape,
+    ScheduledBlock,
+    closed_loop,
+    request_shape,
+    schedule_seed,
+    warm_up_users,
+)
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.records.run import BlockRecord, Label, Record, StageTotals, Workload, shown
 from loadgen.run.answers import AnswersUnderLoad
@@ -23,7 +30,6 @@ from loadgen.run.machine_watch import machine_load, read_processors, server_proc
 from loadgen.run.progress import Forecast, RunProgress
 from loadgen.run.storage import RunError, RunStore, StorageError, StoredBlock, read_block, storage_sentence
 
-OPEN_WARM_UP_USERS = 8
 GAP_EVERY_SECONDS = 90.0
 """Interval between measurements of the idle GPU; each takes six seconds."""
 CLOCK_STEP_SECONDS = 1.0
@@ -57,7 +63,7 @@ class LoadRunner:
         """Run every load shape on every arm without storing samples. Returns by workload how many seconds a request
         takes on the slowest arm. Raises `RunError`."""
         slowest: dict[tuple[RequestShape, int], float] = {}
-        shapes = {(request_shape(workload), _warm_up_users(workload)): workload for workload in workloads}
+        shapes = {(request_shape(workload), warm_up_users(workload)): workload for workload in workloads}
         for label in self.arms:
             for (shape, users), workload in sorted(shapes.items(), key=lambda entry: _size(*entry[0])):
                 self.progress.now(f"{shown(label)}: {shape.words}, concurrency {users}")
@@ -66,7 +72,7 @@ class LoadRunner:
                 outcome = self.unstored(f"warm-up of arm {label}", label, load)
                 took = users / (outcome.requests_per_s or math.inf)
                 slowest[shape, users] = max(took, slowest.get((shape, users), 0.0))
-        return {workload.name: slowest[request_shape(workload), _warm_up_users(workload)] for workload in workloads}
+        return {workload.name: slowest[request_shape(workload), warm_up_users(workload)] for workload in workloads}
 
     def unstored(self, title: str, label: Label, load: Workload) -> BlockOutcome:
         """Run a load on one arm without storing samples; `title` is for messages. Raises `RunError`."""
@@ -278,11 +284,6 @@ def _cut_short(title: str, reason: str, arm: Arm) -> RunError:
 def _wall_clock_ahead_ns() -> int:
     """The wall clock minus the monotonic clock, which changes only when the wall clock is set."""
     return time_ns() - perf_counter_ns()
-
-
-def _warm_up_users(workload: Workload) -> int:
-    """Few users for an open loop, whose connections are only a limit."""
-    return min(workload.concurrency, OPEN_WARM_UP_USERS) if workload.is_open else workload.concurrency
 
 
 def _size(shape: RequestShape, users: int) -> tuple[int, ...]:

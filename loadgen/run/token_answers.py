@@ -28,6 +28,7 @@ from loadgen.client.traffic import unpacked
 from loadgen.documents import one_line
 from loadgen.experiment.prompts import MOST_ID, PromptPlan, PromptShape
 from loadgen.probes.tokens_analysis import beside_reference
+from loadgen.records.payloads import is_language
 from loadgen.records.probes import ReferenceAnswer, TokensCompared
 from loadgen.records.run import MODEL_WEIGHTS, Experiment, Label, Workload, shown
 from loadgen.run.answers import AnswersUnderLoad
@@ -104,12 +105,14 @@ class TokenAnswers(AnswersUnderLoad):
         )  # fmt: skip
 
     def judge(self, experiment: Experiment, folder: Path, abserve: Sequence[str], device: str | None = None) -> None:
-        """Have the reference judge the answers, and store how far their tokens are below its best ones. `folder` gets
-        the files for the reference. Raises `StorageError`."""
+        """Have the reference judge the answers, and store how far their tokens are below its best ones; there is none
+        of a model of which only a name on servers is known. `folder` gets the files for the reference. Raises
+        `StorageError`."""
         chosen = within_limit(self.prompted)
         document, error = None, None
         try:
-            document = ask_reference(chosen, experiment, self.tolerance.precision, folder, abserve, device)
+            if is_language(experiment.model) and chosen:
+                document = ask_reference(chosen, experiment, self.tolerance.precision, folder, abserve, device)
         except RunError as exc:
             error = str(exc)
         groups: dict[tuple[str, Label, int], list[ReferenceAnswer]] = {}

@@ -1,0 +1,136 @@
+"""`abserve compare` of language models: running servers by URL, and servers that it starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
+
+pytestmark = pytest.mark.usefixtures("no_process_left")
+
+PLANTED = Path(__file__).parents[2] / "truth" / "planted_stream.py"
+SHORT = (
+    "--preset",
+    "smoke",
+    "--rounds",
+    "2",
+    "--prompt-tokens",
+    "16",
+    "--output-tokens",
+    "8",
+    "--no-gpu-control",
+    "--anyway",
+)
+
+
+@pytest.fixture
+def planted() -> Iterator[Callable[..., str]]:
+    """Starts planted servers; returns their URL."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(options: str = "") -> str:
+        command = [sys.executable, str(PLANTED), "--first-ms", "2", "--step-ms", "1", *options.split()]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert running[-1].stdout is not None
+        return f"http://127.0.0.1:{running[-1].stdout.readline().strip()}"
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def compare(out: Path, *options: str) -> tuple[int, str]:
+    """The exit status and the output of a comparison, in one line."""
+    command = [*UNWATCHED_ABSERVE, "compare", *SHORT, "--out", str(out), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def record(out: Path, name: str) -> Any:
+    return json.loads((out / name).read_text())
+
+
+def test_servers_at_urls_say_that_they_stream_tokens(tmp_path: Path, planted: Callable[..., str]) -> None:
+    """No option names the model or the protocol."""
+    status, output = compare(tmp_path, "--a", planted(), "--b", planted(), "--concurrency", "2")
+    assert status == 0, output
+    assert "all arms get prompts as token ids over OpenAI's completions" in output
+    experiment = record(tmp_path, "experiment.json")
+    assert (experiment["model"], experiment["transport"], experiment["payload"]) == ("planted", "completions", "tokens")
+    assert [(w["scenario"], w["concurrency"]) for w in experiment["workloads"]] == [("single", 1), ("concurrent", 2)]
+    compared = record(tmp_path, "token_answers.json")
+    assert {(entry["workload"], entry["label"]) for entry in compared} >= {("probe", "a"), ("concurrent(2)", "b")}
+    assert all(answer["deficit"] is None for entry in compared for answer in entry["answers"])
+    assert len(record(tmp_path, "cache_probes.json")[0]["fresh_ns"]) > 5
+
+
+@pytest.mark.slow
+def test_arms_without_a_common_protocol_get_their_own(tmp_path: Path, planted: Callable[..., str]) -> None:
+    status, output = compare(
+        tmp_path, "--a", planted(), "--b", planted(), "--scenarios", "single",
+        "--a-transport", "completions", "--b-transport", "generate_stream",
+    )  # fmt: skip
+    assert "A over OpenAI's completions, B over Triton's generate_stream" in output
+    arms = record(tmp_path, "experiment.json")["arms"]
+    assert [arm["transport"] for arm in arms] == [None, "generate_stream"]
+    assert record(tmp_path, "run.json")["state"] == "finished", (status, output)
+
+
+@pytest.mark.slow
+def test_rates_of_an_open_loop_come_from_the_slower_arm(tmp_path: Path, planted: Callable[..., str]) -> None:
+    """A planted answer takes 9 ms on A and 19 ms on B, so two users get at most 105 answers a second from B."""
+    status, output = compare(
+        tmp_path, "--a", planted(), "--b", planted("--first-ms 12"), "--scenarios", "concurrent,open",
+        "--concurrency", "2", "--open-seconds", "0.5", "--limits", "ttft=50ms",
+    )  # fmt: skip
+    assert record(tmp_path, "run.json")["state"] == "finished", (status, output)
+    rates = {load["rate_share"]: load["rate_per_s"] for load in record(tmp_path, "experiment.json")["workloads"]}
+    assert 20.0 < rates[0.5] < 60.0
+    assert rates[0.8] / rates[0.5] == pytest.approx(1.6, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--wrong-echo", "B answers another prompt than the one that was sent"),
+        ("--usage-share 0.5", "B does not answer the prompts of the probe as asked"),
+        ("--error-every 1", "the engine failed"),
+    ],
+)
+def test_a_wrong_arm_costs_no_load(tmp_path: Path, planted: Callable[..., str], options: str, message: str) -> None:
+    status, output = compare(tmp_path, "--a", planted(), "--b", planted(options), "--scenarios", "single")
+    assert status == 1
+    assert message in output
+    assert not list((tmp_path / "blocks").iterdir())
+
+
+def test_a_url_without_language_models_is_refused(tmp_path: Path, fake_url: Callable[..., str]) -> None:
+    status, output = compare(tmp_path, "--model", "language:tiny", "--a", "native", "--b", fake_url())
+    assert status == 2
+    assert re.search(r"--b http://\S+ serves no language model: it lists none at /v1/models", output)
+
+
+def test_a_model_that_is_started_is_judged_by_the_reference(tmp_path: Path) -> None:
+    """FastAPI with generate() against itself: every token is the reference's own."""
+    status, output = compare(
+        tmp_path, "--model", "language:tiny", "--a", "fastapi", "--b", "fastapi", "--scenarios", "single"
+    )
+    assert status == 0, output
+    compared = record(tmp_path, "token_answers.json")
+    assert {(entry["workload"], entry["label"]) for entry in compared} == {
+        (workload, label) for workload in ("probe", "single") for label in "ab"
+    }
+    assert all(entry["error"] is None for entry in compared)
+    deficits = [answer["deficit"] for entry in compared for answer in entry["answers"]]
+    assert len(deficits) > 8
+    assert max(deficits) < 0.01
+    assert "FastAPI" in output
