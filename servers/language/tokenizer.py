@@ -6,11 +6,10 @@ No id is special in it: none is hidden from the text, and none is added to a pro
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-
-import orjson
 
 from servers.protocol.errors import InvalidRequestError
 
@@ -58,5 +57,5 @@ def write_tokenizer(folder: Path, vocabulary: int, max_length: int) -> None:
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer.json").write_bytes(orjson.dumps(document))
-    (folder / "tokenizer_config.json").write_bytes(orjson.dumps(settings, option=orjson.OPT_INDENT_2))
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

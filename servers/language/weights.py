@@ -9,13 +9,12 @@ look right. Norms and biases are not exactly 1 and 0 either: an engine that leav
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import orjson
 
 from servers.models.files import parts_sha256
 from servers.models.weights import RandomWeights, WeightsError, parse_weights
@@ -99,8 +98,8 @@ def weights_sha256(weights: LanguageWeights, fields: Mapping[str, Any]) -> str:
     that of these two. Raises `WeightsError` if the files are not the pinned ones.
     """
     if isinstance(weights, RandomWeights):
-        named = orjson.dumps([FORMAT, weights.seed, dict(fields)], option=orjson.OPT_SORT_KEYS)
-        return hashlib.sha256(named).hexdigest()
+        named = json.dumps([FORMAT, weights.seed, dict(fields)], sort_keys=True)
+        return hashlib.sha256(named.encode()).hexdigest()
     try:
         digest = parts_sha256(weights_files(weights))
     except OSError as exc:
