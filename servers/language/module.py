@@ -70,10 +70,14 @@ def build_module(
 
 def shapes_of(model: LanguageModel) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter; of tied ones only the first. Allocates no weights."""
+    return {name: tuple(parameter.shape) for name, parameter in empty_module(model).named_parameters()}
+
+
+def empty_module(model: LanguageModel) -> Any:
+    """The module with parameters on the meta device, to count what it has."""
     import torch
 
-    module = _empty(model, model.config, torch.float32, "eager")
-    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    return _empty(model, model.config, torch.float32, "eager")
 
 
 def count_parameters(model: LanguageModel) -> int:

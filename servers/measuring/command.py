@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -21,6 +21,8 @@ from servers.engines.factory import check_engine, enter_environment_of
 from servers.engines.interface import EngineDescription, EngineError
 from servers.engines.processors import nvidia_device_present, wait_policy
 from servers.engines.settings import EngineSettings, parse_spinning
+from servers.language.engine import DEFAULT_ENGINE, GenerationSettings
+from servers.language.specification import is_language_model, language_model
 from servers.measuring.measurement import (
     BatchMeasurement,
     EngineTimes,
@@ -65,11 +67,17 @@ def engine(
     json: Annotated[Path | None, typer.Option("--json", help="Also write all results to this file.")] = None,
     **options: object,
 ) -> None:
-    """Measure an engine in process: latency, items/s, TFLOP/s, and its share of a matrix product on the same card."""
+    """Measure an engine in process: latency, items/s, TFLOP/s, and its share of a matrix product on the same card.
+
+    Of a language model: tokens/s for prompts and for answers, and the share of the memory's bandwidth.
+    """
     settings = checked(MeasurementSettings, options)
     console = Console(highlight=False)
     if json is not None and not json.absolute().parent.is_dir():
         fail(f"--json {json}: give the path of a file in a folder that exists", status=2)
+    if is_language_model(settings.model):
+        _measure_language(settings, json)
+        return
     os.environ.update(wait_policy(parse_spinning(settings.spinning)))
     on_cpu = resolved_device(settings.device) == "cpu"
     try:
@@ -121,10 +129,7 @@ def engine(
             document |= {"profile": [], "profile_missing": profile}
         elif profile is not None:
             document["profile"] = [asdict(batch) for batch in profile]
-        try:
-            json.write_bytes(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2) + b"\n")
-        except OSError as exc:
-            fail(f"cannot write {json}: {exc.strerror or exc}", exc)
+        _write(json, document)
     if wrong := [result for result in results if result.fault is not None and description.kind != "null"]:
         for result in wrong:
             console.print(f"WRONG ANSWERS at batch {result.batch}: {result.fault}", style="bold red", markup=False)
@@ -157,6 +162,46 @@ def _measure(
 
             profile = profile_engine(measured.engine, specification, times)
     return description, matrix, load_seconds, [batch_measurement(t, specification, matrix) for t in times], profile
+
+
+def _write(path: Path, document: Mapping[str, object]) -> None:
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2) + b"\n")
+    except OSError as exc:
+        fail(f"cannot write {path}: {exc.strerror or exc}", exc)
+
+
+def _measure_language(settings: MeasurementSettings, json: Path | None) -> None:
+    """Measure an engine that generates tokens: prompts and decoding, by batch and length of the prompt."""
+    from servers.measuring.generation import measure_generation, table_of
+
+    on_cpu = resolved_device(settings.device) == "cpu"
+    default = settings.engine == MeasurementSettings.model_fields["engine"].default
+    if settings.profile:
+        fail("--profile shows no kernels of a language model; leave it out", status=2)
+    try:
+        batches = _numbers("--batches", settings.batches or ("1,4,16" if on_cpu else "1,4,16,64"), "1,8,32")
+        lengths = _numbers("--sequence-length", settings.sequence_length or "128", "32,128,512")
+        document = measure_generation(
+            language_model(settings.model, settings.weights),
+            GenerationSettings(
+                DEFAULT_ENGINE if default else settings.engine,
+                settings.device,
+                settings.precision,
+                slots=max(batches),
+                threads=settings.threads,
+            ),
+            batches,
+            lengths,
+            say=lambda text: typer.echo(text, err=True),
+        )
+    except (UnknownModelError, WeightsError) as exc:
+        fail(str(exc), exc, status=2)
+    except EngineError as exc:
+        fail(str(exc), exc)
+    typer.echo("\n".join(table_of(document)))
+    if json is not None:
+        _write(json, document)
 
 
 def _sizes(settings: MeasurementSettings) -> list[int]:

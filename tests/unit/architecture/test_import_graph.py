@@ -21,7 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "models": {"protocol"},
     "engines": {"protocol", "models", "gpu"},
     "export": {"protocol", "models", "gpu", "engines"},
-    "measuring": {"protocol", "models", "gpu", "engines", "export"},
+    "measuring": {"protocol", "models", "gpu", "engines", "export", "language"},
     "language": {"protocol", "models", "engines", "gpu"},
     "native": {"protocol", "models", "engines", "gpu", "language"},
     "plain": {"protocol", "models", "gpu", "language"},
