@@ -1,9 +1,12 @@
-"""The server of a calibration: `python -m loadgen.client.sink` reads requests whole and answers 2 KB.
+"""The server of a calibration: `python -m loadgen.client.sink` reads requests whole and answers 2 KB, or tokens.
 
 It speaks as much HTTP and gRPC as the load generator needs and ignores the content: no model, no decoding, no queue, so
 it costs less than any server. Over gRPC it does without the gRPC library, which costs several times what the client
 does. Requests that refer to shared memory are answered without reading the memory. It can delay its answers, and
 measures how long it kept each request, from its last byte read to just before its answer is written.
+
+A request for tokens is answered by a stream of as many chunks as it asks for. All streams get one at the same moments,
+as from an engine that decodes them in one batch, and slowly enough for the client to read each alone.
 
     argument                 {"port": …, "grpc_port": …}; 0: free ports. Several processes may share them (SO_REUSEPORT)
     first line of output     the same with the ports in use
@@ -49,6 +52,8 @@ ANSWER_BYTES = 2048
 
 _RECEIVE_BYTES = 1 << 20
 _PREFACE_BYTES = 24
+_STEP_S = 0.002
+"""From one token of a stream to the next."""
 _GRPC_HEAD = header_block([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _GRPC_TRAILER = header_block([(b"grpc-status", b"0")])
 
@@ -59,6 +64,18 @@ class Sink:
     def __init__(self) -> None:
         self.delay_s = 0.0
         self.held_ns: list[int] = []
+        self._streams: list[Callable[[], bool]] = []
+
+    def stream(self, send_next: Callable[[], bool]) -> None:
+        """Call it at every step from the next one on, until it returns False."""
+        self._streams.append(send_next)
+        if len(self._streams) == 1:
+            asyncio.get_running_loop().call_later(_STEP_S, self._step)
+
+    def _step(self) -> None:
+        self._streams = [send_next for send_next in self._streams if send_next()]
+        if self._streams:
+            asyncio.get_running_loop().call_later(_STEP_S, self._step)
 
     def respond(self, send: Callable[[], None]) -> None:
         """Answer a complete request, after the delay if there is one."""
@@ -101,6 +118,23 @@ _MEMORY_ANSWER = http_answer({"model_name": MODEL, "outputs": [_TENSOR]})
 _EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
 
+def _chunk(data: str) -> bytes:
+    event = f"data: {data}\n\n"
+    return f"{len(event):x}\r\n{event}\r\n".encode()
+
+
+_STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+_STREAM_END = b"0\r\n\r\n"
+_USAGE = '"usage":{"prompt_tokens":32,"completion_tokens":64,"total_tokens":96}'
+_COMPLETION = f'{{"id":"cmpl-0","object":"text_completion","created":0,"model":"{MODEL}","choices":'
+_COMPLETION_CHUNK = _chunk(
+    f'{_COMPLETION}[{{"index":0,"text":" t1234","token_ids":[1234],"logprobs":null,"finish_reason":null}}],{_USAGE}}}'
+)
+_COMPLETION_END = _chunk(f"{_COMPLETION}[],{_USAGE}}}") + _chunk("[DONE]") + _STREAM_END
+_GENERATE_CHUNK = _chunk(f'{{"model_name":"{MODEL}","model_version":"1","token_ids":1234}}')
+_MAX_TOKENS = b'"max_tokens":'
+
+
 class _SinkProtocol(asyncio.BufferedProtocol):
     """One connection with one receive buffer."""
 
@@ -128,8 +162,15 @@ class HttpSink(_SinkProtocol):
 
     _answer = _EMPTY
     _is_inference = False
+    _streams = False
+    _chunk = _end = b""
+    _tokens_left = 0
+    _body = b""
+    """The last bytes of a request for tokens."""
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._streams:
+            self._body += bytes(memoryview(self._buffer)[:nbytes])
         if self._left:
             self._left -= nbytes
         else:
@@ -141,7 +182,12 @@ class HttpSink(_SinkProtocol):
             self._head.clear()
         if self._left:
             return
-        if self._is_inference:
+        if self._streams:
+            body, self._body = self._body, b""
+            place = body.rfind(_MAX_TOKENS) + len(_MAX_TOKENS)
+            tokens = int(body[place:].split(b",", 1)[0])
+            self._sink.respond(lambda: self._begin_stream(tokens))
+        elif self._is_inference:
             self._sink.respond(lambda: self._write(self._answer))
         else:
             self._write(self._answer)
@@ -150,13 +196,30 @@ class HttpSink(_SinkProtocol):
         path = head.split(b" ", 2)[1].decode("latin-1")
         fields = head.lower()
         self._is_inference = path.endswith("/infer")
-        if self._is_inference:
+        self._streams = path.endswith(("/completions", "/generate_stream"))
+        if self._streams:
+            self._chunk, self._end = (
+                (_COMPLETION_CHUNK, _COMPLETION_END) if path.endswith("s") else (_GENERATE_CHUNK, _STREAM_END)
+            )
+            self._body = bytes(self._head[len(head) + 4 :])
+        elif self._is_inference:
             self._answer = _BINARY_ANSWER if b"\r\ninference-header-content-length:" in fields else _MEMORY_ANSWER
         else:
             self._answer = self.document(path)
         start = fields.find(b"\r\ncontent-length:")
         length = 0 if start < 0 else int(fields[start + 17 :].split(b"\r\n", 1)[0])
         self._left = length - body_bytes
+
+    def _begin_stream(self, tokens: int) -> None:
+        self._write(_STREAM_HEAD)
+        self._tokens_left = tokens
+        self._sink.stream(self._next_token)
+
+    def _next_token(self) -> bool:
+        """Send a chunk; False after the last one."""
+        self._tokens_left -= 1
+        self._write(self._chunk if self._tokens_left else self._chunk + self._end)
+        return self._tokens_left > 0 and not self._transport.is_closing()
 
     def document(self, _path: str) -> bytes:
         """The answer to a request that is not inference."""

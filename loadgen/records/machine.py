@@ -1,8 +1,9 @@
 """Records about one machine: the calibration of the load generator (`abserve calibrate`) and the noise floor.
 
 The generator is calibrated against a sink: a process that takes a request, keeps it for a known time and answers with
-2 KB, so that the generator's own cost remains. The check `generator_ceiling` warns about a workload that reaches more
-than half of the maximum found here. `loadgen.verdict.noise_floor` makes and applies the noise floor.
+2 KB, or with a stream of tokens, so that the generator's own cost remains. The check `generator_ceiling` warns
+about a workload that reaches more than half of the maximum found here. `loadgen.verdict.noise_floor` makes and applies
+the noise floor.
 """
 
 from __future__ import annotations
@@ -62,6 +63,19 @@ class CalibrationWorkload(Record, frozen=True, kw_only=True):
     timing: tuple[TimingError, ...] = ()
 
 
+class TokenCeiling(Record, frozen=True, kw_only=True):
+    """What it costs one generator process to receive streamed tokens, each in a read of its own."""
+
+    transport: Transport
+    concurrency: int
+    measured_tokens_per_s: float
+    """The rate at which the sink sent them."""
+    cpu_us_per_token: float
+    """CPU time of the generator, user and system, with the token's share of its request's."""
+    tokens_per_s: float
+    """The ceiling: that cost takes a whole core. Above it chunks come several per read, and their times are late."""
+
+
 class Calibration(Record, frozen=True, kw_only=True):
     """The calibration of one machine with one set of versions."""
 
@@ -79,6 +93,8 @@ class Calibration(Record, frozen=True, kw_only=True):
     workloads: tuple[CalibrationWorkload, ...]
     problems: tuple[str, ...] = ()
     """Measurements that failed, and why."""
+    tokens: tuple[TokenCeiling, ...] = ()
+    """Empty in calibrations from before language models."""
 
 
 def ceiling_images_per_s(
@@ -99,6 +115,13 @@ def ceiling_images_per_s(
     nearest = min(max(batch_size, measured[0][0]), measured[-1][0])
     seconds = float(np.interp(nearest, [size for size, _ in measured], [request_s for _, request_s in measured]))
     return processes * nearest / seconds
+
+
+def ceiling_tokens_per_s(calibration: Calibration, transport: str, processes: int = 1) -> float | None:
+    """The most streamed tokens per second that the generator can receive; None if the calibration lacks the transport.
+    Generator processes add up."""
+    measured = (ceiling.tokens_per_s for ceiling in calibration.tokens if ceiling.transport == transport)
+    return max((processes * tokens_per_s for tokens_per_s in measured), default=None)
 
 
 class FloorEntry(Record, frozen=True, kw_only=True):

@@ -230,6 +230,7 @@ def calibration_document(calibration: Calibration) -> doc.Document:
                 (*doc.names("workload"), *doc.numbers(*CALIBRATION_HEADINGS)),
                 [_calibration_row(workload) for workload in calibration.workloads],
             ),
+            *([_token_ceilings(calibration)] if calibration.tokens else []),
             *map(doc.Text, _calibration_notes(calibration)),
         ),
     )
@@ -250,6 +251,22 @@ def _calibration_row(workload: CalibrationWorkload) -> tuple[str, ...]:
     )
 
 
+def _token_ceilings(calibration: Calibration) -> doc.Table:
+    """The most streamed tokens that one process receives one by one."""
+    return doc.Table(
+        (*doc.names("streamed tokens"), *doc.numbers("tokens\n/s", "users", "CPU\nµs")),
+        [
+            (
+                ceiling.transport,
+                number(ceiling.tokens_per_s),
+                str(ceiling.concurrency),
+                number(ceiling.cpu_us_per_token),
+            )
+            for ceiling in calibration.tokens
+        ],
+    )
+
+
 def _timing_errors(timing: TimingError | None) -> tuple[str, ...]:
     return tuple(
         "–" if value is None else ("+" if value >= 0.0 else "−") + number(abs(value) / 1000.0, 2)
@@ -266,6 +283,11 @@ def _calibration_notes(calibration: Calibration) -> list[str]:
         "Idle, load: the timing error in ms, which is the reported latency minus the time that the server held the "
         "request, so it includes the way there and back. Idle is with one user, load at that share of the ceiling.",
     ]
+    if calibration.tokens:
+        lines.append(
+            "Tokens/s: the most streamed tokens that one process can receive, each in a read of its own, by its CPU "
+            "time per token."
+        )
     if any(workload.limited_by != "generator" for workload in calibration.workloads):
         lines.append(
             "* The generator used less than 90 % of a core, so the sink or other programs set the limit and the true "

@@ -1,4 +1,5 @@
-"""Measures the load generator itself on this machine: its highest rate, its CPU per request, its timing error.
+"""Measures the load generator itself on this machine: its highest rates, its CPU per request and token, its timing
+error.
 
 The other side is the sink (`loadgen.client.sink`), in separate processes. It does less than the native server with
 a null engine (no tensors, no batcher, no threads), so with a core for each side the generator limits the rate. The
@@ -23,12 +24,14 @@ from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
 from loadgen.client.sink import ANSWER_BYTES, INPUT, ITEM_SHAPE, MODEL, OUTPUT
+from loadgen.experiment.prompts import PromptPlan, PromptShape
 from loadgen.launch.work_folder import work_folder
 from loadgen.metrics.registry import throughput_per_s
-from loadgen.records.machine import Calibration, CalibrationWorkload, TimingError
+from loadgen.records.machine import Calibration, CalibrationWorkload, TimingError, TokenCeiling
 from loadgen.records.payloads import IMAGE_PAYLOADS
-from loadgen.records.run import TRANSPORTS, Transport
+from loadgen.records.run import TOKEN_TRANSPORTS, TRANSPORTS, Transport
 from loadgen.records.samples import good, latencies_ms, read_samples
+from loadgen.records.tokens import COALESCED, read_tokens
 from loadgen.run.machine import MachineRecordError, command_line, fingerprint, read_machine, utc_now
 from loadgen.stats.percentiles import percentile
 
@@ -42,6 +45,7 @@ _IDLE_DELAY_MS = 2.0
 _TIMING_REQUESTS = 700
 _LOADED_DELAY = 1.2
 """Factor on the latency at the ceiling; together with the transfer that gives about half the rate."""
+_TOKEN_SHAPE = PromptShape(32, 64)
 _DATATYPES = {"fp32": "FP32", "uint8": "UINT8", "jpeg": "BYTES"}
 
 
@@ -126,6 +130,14 @@ def calibrate(
                     workloads.append(measurement.measure(batch_size, users, seconds))
             except GeneratorError as exc:
                 problems.append(f"{transport}, {payload}: {exc}")
+        tokens: list[TokenCeiling] = []
+        for token_transport in TOKEN_TRANSPORTS:
+            say(f"{token_transport}, streamed tokens")
+            measurement = _Measurement(generator, sinks, folder, token_transport, "tokens")
+            try:
+                tokens.append(measurement.measure_tokens(concurrency, seconds))
+            except GeneratorError as exc:
+                problems.append(f"{token_transport}: {exc}")
     if not workloads:
         raise MachineRecordError(
             f"nothing could be measured: {'; '.join(problems) or 'no transport or payload was given'}"
@@ -140,6 +152,7 @@ def calibrate(
         seconds=seconds,
         workloads=tuple(workloads),
         problems=tuple(problems),
+        tokens=tuple(tokens),
     )
 
 
@@ -201,6 +214,29 @@ class _Measurement:
             timing=timing,
         )
 
+    def measure_tokens(self, users: int, seconds: float) -> TokenCeiling:
+        """The ceiling in streamed tokens. Raises `GeneratorError`."""
+        plan = PromptPlan(low=1, high=4095, seed=0, shapes=(_TOKEN_SHAPE,))
+        self._generator.prepare(
+            Prepare(
+                samples_directory="", payload=self._payload, signature=Signature(MODEL, (), ()), batch_sizes=(1,),
+                seed=0, transport=self._transport, prompts=plan,
+            )
+        )  # fmt: skip
+        self._sinks.delay(0.0)
+        self._run(1, users, 2 * users, seconds / 10, _TOKEN_SHAPE)
+        outcome = self._run(1, users, 1, seconds, _TOKEN_SHAPE)
+        alone = float(np.mean((read_tokens(self._samples).events["flags"] & COALESCED) == 0))
+        tokens = alone * (outcome.requests + outcome.cool_down) * _TOKEN_SHAPE.output_tokens
+        cpu_us = outcome.cpu_ns / tokens / 1000.0
+        return TokenCeiling(
+            transport=self._transport,
+            concurrency=users,
+            measured_tokens_per_s=tokens / ((outcome.window_end_ns - outcome.window_start_ns) / 1e9),
+            cpu_us_per_token=cpu_us,
+            tokens_per_s=1e6 / cpu_us,
+        )
+
     def _time(self, users: int, delay_ms: float, ceiling: float, seconds: float) -> TimingError:
         """The latency that the generator reports, minus the time for which the sink kept the request. The delay decides
         the rate: a closed loop sends at most users / delay requests per second."""
@@ -219,13 +255,16 @@ class _Measurement:
             p99_us=_difference(reported_us, held_us, 0.99),
         )
 
-    def _run(self, batch_size: int, users: int, requests: int, seconds: float) -> BlockOutcome:
+    def _run(
+        self, batch_size: int, users: int, requests: int, seconds: float, shape: PromptShape | None = None
+    ) -> BlockOutcome:
         """Run one block; afterwards the sinks hold only the times of its requests. Raises `GeneratorError`."""
         self._samples.unlink(missing_ok=True)
         command = Open(
             url=self._sinks.url,
             grpc_address=self._sinks.grpc_address,
             batch_size=batch_size,
+            shape=shape,
             concurrency=users,
             requests=requests,
             seconds=seconds,

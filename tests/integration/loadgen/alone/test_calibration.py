@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from loadgen.client.grpc import GrpcConnection, grpc_request
 from loadgen.entry import build
-from loadgen.records.machine import Calibration, ceiling_images_per_s
+from loadgen.records.machine import Calibration, ceiling_images_per_s, ceiling_tokens_per_s
 from loadgen.run.calibrate import SinkProcesses, calibrate
 from loadgen.run.machine import cache_path, own_calibration, read_calibration, store_record
 
@@ -43,6 +43,11 @@ def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (idle.concurrency, loaded.concurrency) == (1, 16)
     assert ceiling_images_per_s(calibration, "http", "jpeg", 1) == pytest.approx(workload.images_per_s)
     assert ceiling_images_per_s(calibration, "grpc", "jpeg", 1) is None
+    assert [ceiling.transport for ceiling in calibration.tokens] == ["completions", "generate_stream"]
+    for ceiling in calibration.tokens:
+        assert ceiling.tokens_per_s > 0.0
+        assert ceiling_tokens_per_s(calibration, ceiling.transport, 2) == pytest.approx(2 * ceiling.tokens_per_s)
+    assert ceiling_tokens_per_s(calibration, "http") is None
 
 
 @pytest.mark.slow
