@@ -146,6 +146,8 @@ class GreenletSocket:
         self._timer_s = self._timeout_s
         self._timer = loop.timer(self._timer_s)
         self._closed = False
+        self._streams_to: Any = None
+        """The greenlet that reads a stream."""
         self._nothing_to_read = False
         """Whether a request was sent since the last read, so that the response has yet to come."""
 
@@ -181,9 +183,28 @@ class GreenletSocket:
             except BlockingIOError:
                 self._wait(self._readable)
 
-    def expect_input(self) -> None:
-        """Make the next read wait first: for a stream, whose next piece is rarely there before it is asked for."""
-        self._nothing_to_read = True
+    def recv_stream_into(self, buffer: memoryview) -> int:
+        """Wait, then read: for a stream, whose next piece is rarely there before it is asked for. The watcher and the
+        timer run from the first such read until `end_stream`, so the time limit is that of the whole stream; this
+        halves the cost of a read. Only this greenlet may wait for the socket meanwhile."""
+        if self._streams_to is None:
+            self._streams_to = self._current()
+            self._readable.start(self._streams_to.switch)
+            self._timer.start(self._streams_to.throw, TimeoutError)
+        while True:
+            self._hub.switch()
+            try:
+                return self._recv_into(buffer)
+            except BlockingIOError:
+                pass
+
+    def end_stream(self) -> None:
+        """Idempotent."""
+        if self._streams_to is not None:
+            self._streams_to = None
+            self._readable.stop()
+            self._timer.stop()
+            self._nothing_to_read = False
 
     def has_input(self) -> bool:
         """Whether there is something to read now, or the end of the stream."""
@@ -193,6 +214,8 @@ class GreenletSocket:
         """Idempotent; a greenlet that waits gets an `OSError`."""
         if not self._closed:
             self._closed = True
+            if self._streams_to is self._current():
+                self.end_stream()
             self._timer.close()
             watchers = self._readable, self._writable
             self._hub.cancel_waits_close_and_then(watchers, ConnectionAbortedError, self._socket.close)

@@ -13,18 +13,18 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from loadgen.client.connection import Address, AnySocket, Exchange, GreenletSocket
+from loadgen.client.connection import Address, AnySocket, Exchange, GreenletSocket, PreparedRequest
 from loadgen.client.http import HttpConnection, chunk_size
 
 MOST_STREAM_BYTES = 2**26
 """The largest stream that is read; 100,000 tokens with their usage take about half of it."""
 _LINE = re.compile(rb"([^\r\n]*)(?:\r\n|\n|\r)")
-_END_OF_EVENT = b"\n\n"
+_END_OF_EVENT = b"\r\n\r\n"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -134,13 +134,23 @@ class StreamConnection(HttpConnection):
         ends = array("q", [end - start for end in stream.ends])
         return ReceivedStream(raw, ends, array("q", stream.moments), stream.chunked)
 
+    def send(self, request: PreparedRequest, patches: Sequence[bytes] = ()) -> Exchange:
+        try:
+            return super().send(request, patches)
+        finally:
+            if isinstance(self._socket, GreenletSocket):
+                self._socket.end_stream()
+
     def _read_some(self, connection: AnySocket, exchange: Exchange, filled: int) -> int:
         if filled == len(self._buffer):
             self._grow(filled)
-        if isinstance(connection, GreenletSocket):
-            connection.expect_input()
-        count = connection.recv_into(self._view[filled:] if filled else self._view)
-        now_ns = perf_counter_ns()
+        if type(connection) is GreenletSocket:
+            count = connection.recv_stream_into(self._view[filled:] if filled else self._view)
+            now_ns = perf_counter_ns()
+        else:
+            count = connection.recv_into(self._view[filled:])
+            now_ns = perf_counter_ns()
+            self._deadline.check(connection)
         if count:
             stream = self._stream
             if exchange.first_byte_ns == 0:
@@ -149,13 +159,14 @@ class StreamConnection(HttpConnection):
                 stream.ends, stream.moments = [filled], [now_ns]
             stream.ends.append(filled + count)
             stream.moments.append(now_ns)
-        self._deadline.check(connection)
         return count
 
-    def _receive_chunked(self, connection: AnySocket, exchange: Exchange, start: int, filled: int) -> None:
-        self._keeps_coding = self._stream.chunked = b"text/event-stream" in exchange.head
-        self._stream.start = start if self._keeps_coding else 0
-        super()._receive_chunked(connection, exchange, start, filled)
+    def _receive_chunked(
+        self, connection: AnySocket, exchange: Exchange, start: int, filled: int, *, decode: bool = True
+    ) -> None:
+        if b"text/event-stream" in exchange.head:
+            self._stream.start, self._stream.chunked, decode = start, True, False
+        super()._receive_chunked(connection, exchange, start, filled, decode=decode)
 
     def _receive_until_closed(self, connection: AnySocket, exchange: Exchange, start: int, filled: int) -> None:
         self._stream.start = start

@@ -79,8 +79,6 @@ class HttpConnection:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._exchange = Exchange()
-        self._keeps_coding = False
-        """Whether the chunks of a response stay in their coding."""
         self._last_head = _NO_HEAD
         """The head of an earlier response, with its form in lower case, its status and the end of its response: a
         server's answers to requests of a kind mostly begin with the same bytes."""
@@ -227,31 +225,37 @@ class HttpConnection:
         exchange.response_bytes = filled
         self.close()
 
-    def _receive_chunked(self, connection: AnySocket, exchange: Exchange, start: int, filled: int) -> None:
-        """Decodes chunks in place: the payload of every chunk moves to the end of the body so far. With `_keeps_coding`
-        it only finds the end."""
+    def _receive_line(
+        self, connection: AnySocket, exchange: Exchange, start: int, filled: int
+    ) -> tuple[bytes, int, int]:
+        """The line that begins at `start`, where the next one begins, and how many bytes there are now."""
+        while (end := self._buffer.find(b"\r\n", start, filled)) < 0:
+            if filled - start > _MAX_HEAD_BYTES:
+                raise ResponseError(f"{MALFORMED}: more than {_MAX_HEAD_BYTES} bytes before a chunk")
+            filled += self._read(connection, exchange, filled)
+        return bytes(self._view[start:end]), end + 2, filled
+
+    def _receive_chunked(
+        self, connection: AnySocket, exchange: Exchange, start: int, filled: int, *, decode: bool = True
+    ) -> None:
+        """Decodes chunks in place: the payload of every chunk moves to the end of the body so far. If not `decode`, it
+        only finds the end."""
         body_end = cursor = start
-
-        def line() -> bytes:
-            nonlocal cursor, filled
-            while (end := self._buffer.find(b"\r\n", cursor, filled)) < 0:
-                if filled - cursor > _MAX_HEAD_BYTES:
-                    raise ResponseError(f"{MALFORMED}: more than {_MAX_HEAD_BYTES} bytes before a chunk")
+        while True:
+            line, cursor, filled = self._receive_line(connection, exchange, cursor, filled)
+            if not (size := chunk_size(line)):
+                break
+            following = cursor + size + 2
+            self._bound(following)
+            while filled < following:
                 filled += self._read(connection, exchange, filled)
-            text = bytes(self._view[cursor:end])
-            cursor = end + 2
-            return text
-
-        while (size := chunk_size(line())) > 0:
-            self._bound(cursor + size + 2)
-            while filled < cursor + size + 2:
-                filled += self._read(connection, exchange, filled)
-            if not self._keeps_coding:
+            if decode:
                 self._buffer[body_end : body_end + size] = self._buffer[cursor : cursor + size]
                 body_end += size
-            cursor += size + 2
+            cursor = following
         for _ in range(_MOST_TRAILERS):
-            if not line():
+            line, cursor, filled = self._receive_line(connection, exchange, cursor, filled)
+            if not line:
                 break
         else:
             raise ResponseError(f"{MALFORMED}: more than 100 trailers")
@@ -290,9 +294,9 @@ class HttpConnection:
         self._view = memoryview(grown)
 
 
-def chunk_size(line: bytes | bytearray) -> int:
+def chunk_size(line: bytes) -> int:
     """The size that the line before a chunk gives. Raises `ResponseError`."""
-    text = line.partition(b";")[0].strip()
+    text = line if line.isalnum() else line.partition(b";")[0].strip()
     try:
         size = int(text, 16)
     except ValueError:

@@ -244,6 +244,17 @@ def test_one_prompt_alone(streams: Streams) -> None:
     assert STOP == 2
 
 
+def test_a_stream_that_stands_still_ends_with_its_time_limit(streams: Streams) -> None:
+    outcome, samples, rows = streams.block(
+        "--gap-share 0.02 --gap-ms 60000", timeout_s=1.5, requests=40, concurrency=4, max_seconds=10.0
+    )
+    assert outcome.errors > 0
+    assert all("no complete response within 1.5 s" in message for message in outcome.error_messages)
+    failed = samples[samples["error"] >= 0]
+    assert ((failed["end_ns"] - failed["send_ns"]) / 1e9 < 1.9).all()
+    assert (rows.answers["output_tokens"][samples["error"] < 0] == 16).all()
+
+
 def test_a_block_needs_prepared_prompts(streams: Streams) -> None:
     with pytest.raises(GeneratorError, match="no prompts of 99 tokens are prepared"):
         streams.block(shape=PromptShape(99, 1))
