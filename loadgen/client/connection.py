@@ -397,10 +397,12 @@ def failure_message(exchange: Exchange) -> str:
     """One line for a failed request: the transport's failure, or the status with the server's error."""
     if exchange.failure is not None:
         return exchange.failure
+    body = bytes(exchange.body).removeprefix(b"data: ")  # Triton's form of an error before the first event
     try:
-        words = str(read_json(exchange.body)["error"])
+        error = read_json(body)["error"]
+        words = str(error["message"] if isinstance(error, dict) and "message" in error else error)
     except (DocumentError, KeyError, TypeError):
-        words = bytes(exchange.body[:80]).decode("utf-8", "replace")
+        words = body[:80].decode("utf-8", "replace")
     return f"HTTP {exchange.status}: {one_line(words)}"
 
 

@@ -164,7 +164,7 @@ class StreamConnection(HttpConnection):
     def _receive_chunked(
         self, connection: AnySocket, exchange: Exchange, start: int, filled: int, *, decode: bool = True
     ) -> None:
-        if b"text/event-stream" in exchange.head:
+        if exchange.head[9:12] == b"200" and b"text/event-stream" in exchange.head:
             self._stream.start, self._stream.chunked, decode = start, True, False
         super()._receive_chunked(connection, exchange, start, filled, decode=decode)
 
