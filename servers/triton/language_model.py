@@ -1,9 +1,11 @@
 """The decoupled model of Triton's python backend that generates tokens: one engine, one loop for all requests.
 
-Runs inside the backend's stub process. `execute` only reads the requests and queues them. The loop's thread alone calls
-the engine. Each response is a round trip between two processes (50 µs), during which another thread lets the engine go
-on. Whether a client has left is such a round trip, too, so it is asked ten times per second and not per token; Triton
-itself learns of it when it next writes to the connection.
+Runs inside the backend's stub process. `execute` only reads the requests and queues them; the loop's thread alone calls
+the engine and sends what each step has produced. A response is a round trip between two processes, and so is the
+question whether a client has left: another thread asks it ten times per second, not for each token. Triton itself
+notices that a client has left when it next writes to the connection.
+
+A response that holds one token is made once per token and sent again: making it costs as much as sending it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,8 @@ from servers.triton.config import contradicting_parameters
 from servers.triton.python_backend import FAILED, array_of, read_launch, repair_bytes, tensor_of
 
 CANCEL_SECONDS = 0.1
-STEPS_AHEAD = 2
-"""How many steps the engine may be ahead of the responses: more would only make them later."""
+MOST_KEPT = 32_768
+"""Responses that are kept, in up to 32 MiB of the shared memory."""
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -64,20 +66,20 @@ class GeneratingModel:
         """Of requests without a response yet."""
         self._arrivals: queue.SimpleQueue[GenerationRequest | int | None] = queue.SimpleQueue()
         """Requests, the numbers of those whose client has left, and at the end None."""
-        self._emitted: queue.Queue[Sequence[Emission] | None] = queue.Queue(STEPS_AHEAD)
+        self._responses: dict[tuple[int, ...], Any] = {}
+        """By their tokens, of responses without anything else."""
         self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=run) for run in (self._generate, self._send, self._watch_clients)]
+        self._threads = [threading.Thread(target=run) for run in (self._generate, self._watch_clients)]
         for thread in self._threads:
             thread.start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Queue the requests; their responses follow from the other threads."""
+        """Queue the requests; the loop's thread sends their responses."""
         for request in requests:
             sender = request.get_response_sender()
             if self._queue_size and self._engine.waiting + self._arrivals.qsize() >= self._queue_size:
-                _refuse(
-                    sender, f"{self._queue_size} requests are waiting; retry later", pb_utils.TritonError.UNAVAILABLE
-                )
+                message = f"{self._queue_size} requests are waiting; retry later"
+                _send(sender, _error(message, pb_utils.TritonError.UNAVAILABLE), final=True)
                 continue
             prompt = _values(request, "input_ids") or []
             (max_tokens,) = _values(request, "max_tokens") or [0]
@@ -99,70 +101,64 @@ class GeneratingModel:
         """The engine's loop."""
         try:
             while self._take_arrivals():
-                self._emitted.put(self._engine.step())
+                for emission in self._engine.step():
+                    self._respond(emission)
         except Exception:  # noqa: BLE001 - every request gets the error, and the log the cause
             pb_utils.Logger.log_error(f"the engine failed: {traceback.format_exc()}")
-            self._emitted.put([Emission(number, (), "error", FAILED) for number in list(self._senders)])
+            for number in list(self._senders):
+                self._end(number, FAILED, pb_utils.TritonError.INTERNAL)
             while (arrival := self._arrivals.get()) is not None:
                 number = arrival if isinstance(arrival, int) else arrival.number
-                self._emitted.put([Emission(number, (), "error", FAILED)])
-        self._emitted.put(None)
+                self._end(number, FAILED, pb_utils.TritonError.INTERNAL)
 
     def _take_arrivals(self) -> bool:
         """Tell the engine what has come since the last step; wait while it is idle. False at the end."""
-        idle = not (self._engine.active or self._engine.waiting)
-        while idle or not self._arrivals.empty():
+        while not self._arrivals.empty() or not (self._engine.active or self._engine.waiting):
             arrival = self._arrivals.get()
             if arrival is None:
                 return False
             if isinstance(arrival, int):
                 self._engine.cancel(arrival)
-                self._emitted.put([Emission(arrival, (), "error")])
-            else:
-                idle = not self._add(arrival) and idle
+                self._end(arrival)
+                continue
+            try:
+                self._engine.add(arrival)
+            except ContractError as error:
+                self._end(arrival.number, str(error))
         return True
-
-    def _add(self, request: GenerationRequest) -> bool:
-        try:
-            self._engine.add(request)
-        except ContractError as error:
-            self._emitted.put([Emission(request.number, (), "error", str(error))])
-            return False
-        return True
-
-    def _send(self) -> None:
-        while (emissions := self._emitted.get()) is not None:
-            for emission in emissions:
-                try:
-                    self._respond(emission)
-                except Exception:  # noqa: BLE001 - Triton's own type; the other requests go on
-                    pb_utils.Logger.log_error(f"a response was not sent: {traceback.format_exc()}")
-                    self._arrivals.put(emission.number)
 
     def _respond(self, emission: Emission) -> None:
-        number, finish = emission.number, emission.finish
-        sender = self._senders.get(number)
-        if sender is None:  # its client left, and the engine was a step ahead
+        number, tokens, finish = emission.number, emission.tokens, emission.finish
+        if finish == "error":
+            self._end(number, emission.message)
             return
+        sender = self._senders.get(number)
+        if sender is None:  # its client has left, and the engine was a step ahead
+            return
+        prompt_tokens = self._prompt_tokens.pop(number, None)
+        response = self._responses.get(tokens) if prompt_tokens is None and finish is None else None
+        if response is None:
+            tensors = [tensor_of("token_ids", np.array(tokens, np.int32))]
+            if prompt_tokens is not None:
+                tensors.append(tensor_of("prompt_tokens", np.array([prompt_tokens], np.int32)))
+            if finish is not None:
+                tensors.append(tensor_of("finish_reason", np.array([finish.encode()], object)))
+            response = pb_utils.InferenceResponse(tensors)
+            if len(tensors) == len(tokens) == 1 and len(self._responses) < MOST_KEPT:
+                self._responses[tokens] = response
         if finish is not None:
             del self._senders[number]
-        prompt_tokens = self._prompt_tokens.pop(number, None)
-        if finish == "error":
-            if emission.message:
-                _refuse(sender, emission.message, pb_utils.TritonError.INVALID_ARG)
-            else:
-                sender.send(flags=FINAL)
-            return
-        tensors = [tensor_of("token_ids", np.array(emission.tokens, np.int32))]
-        if prompt_tokens is not None:
-            tensors.append(tensor_of("prompt_tokens", np.array([prompt_tokens], np.int32)))
-        if finish is not None:
-            tensors.append(tensor_of("finish_reason", np.array([finish.encode()], object)))
-        sender.send(pb_utils.InferenceResponse(tensors), FINAL if finish is not None else 0)
+        _send(sender, response, final=finish is not None)
+
+    def _end(self, number: int, message: str = "", code: int = pb_utils.TritonError.INVALID_ARG) -> None:
+        """The last response of a request without a good end; without a message its client has left."""
+        self._prompt_tokens.pop(number, None)
+        if (sender := self._senders.pop(number, None)) is not None:
+            _send(sender, _error(message, code) if message else None, final=True)
 
     def _watch_clients(self) -> None:
         while not self._stopping.wait(CANCEL_SECONDS):
-            for number, sender in list(self._senders.items()):
+            for number, sender in self._senders.copy().items():
                 if sender.is_cancelled():
                     self._arrivals.put(number)
 
@@ -172,5 +168,13 @@ def _values(request: Any, name: str) -> list[int] | None:
     return None if tensor is None else array_of(tensor).reshape(-1).tolist()
 
 
-def _refuse(sender: Any, message: str, code: int) -> None:
-    sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)), FINAL)
+def _error(message: str, code: int) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+
+
+def _send(sender: Any, response: Any, *, final: bool) -> None:
+    """A response that cannot be sent is logged: other requests go on."""
+    try:
+        sender.send(response, FINAL if final else 0)
+    except Exception:  # noqa: BLE001 - Triton's own type, made anew in each process
+        pb_utils.Logger.log_error(f"a response was not sent: {traceback.format_exc()}")

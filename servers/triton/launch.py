@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from typing import Any
 from servers.cli.defaults import ALL, OptionError
 from servers.cli.launch import LaunchPlan, check_free, host_in_url, in_path
 from servers.cli.options import flag_of
+from servers.engines.padding import parse_pad_to
 from servers.engines.processors import wait_policy
 from servers.engines.settings import EngineError, EngineSettings
-from servers.language.engine import GenerationSettings, make_engine
+from servers.language.engine import GenerationSettings
 from servers.language.module import DTYPES, served_folder
-from servers.language.specification import language_model
-from servers.language.weights import pin_language_weights
+from servers.language.specification import LanguageModel, language_model
+from servers.language.weights import pin_language_weights, weights_sha256
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.weights import WeightsSource
 from servers.triton.config import MODEL_PY, language_config, vllm_config
@@ -69,8 +70,8 @@ from servers.triton.wheel import find_wheel
 
 STUB_TIMEOUT_SECONDS = 300
 EXIT_TIMEOUT_SECONDS = 20
-LANGUAGE_REGION_BYTES = 64 * MEBIBYTE
-"""Shared memory for the prompts and responses of language models, a few KB each."""
+LANGUAGE_REGION_BYTES = 48 * MEBIBYTE
+"""Shared memory for the prompts and responses of language models, and for the responses that are kept."""
 VLLM_TAKES_TEXT = (
     "Triton's vLLM backend takes text and returns text, and abserve measures servers that take token ids; measure vLLM "
     "itself with the target vllm"
@@ -262,8 +263,14 @@ def prepare_language(
     Raises `OptionError`, `TritonError`, `EngineError`, and `UnknownModelError` and `WeightsError` for the model.
     """
     backend = "python" if settings.backend == "auto" else settings.backend
-    for option in ("payloads", "max_batch_size", "max_queue_delay_us", "pad_to"):
-        if getattr(settings, option) != TritonSettings.model_fields[option].default:
+    without_effect = {
+        "payloads": settings.payloads,
+        "max_batch_size": settings.max_batch_size,
+        "max_queue_delay_us": settings.max_queue_delay_us,
+        "pad_to": parse_pad_to(settings.pad_to),
+    }
+    for option, value in without_effect.items():
+        if value:
             raise OptionError(
                 f"{flag_of(option)} has no effect on a language model, whose engine batches tokens itself"
             )
@@ -277,23 +284,17 @@ def prepare_language(
     assert_python(installation, f"the {backend} backend", "use a server of NVIDIA's images for this Python")
     assert_ready(settings)
     model = language_model(settings.model, settings.weights)
+    model = replace(model, weights=pin_language_weights(model.weights, model.fields))
     settings.check_length(model)
     generation = settings.resolved_generation()
-    weights = pin_language_weights(model.weights, model.fields)
     lay_out(settings.folder, installation)
     _clean_up()
     assert_space(LANGUAGE_REGION_BYTES)
     if backend == "python":
-        generating = make_engine(model, generation)
-        parameters = {
-            **{name: str(value) for name, value in generating.settings().items()},
-            "weights": weights.label,
-            "model": model.label,
-        }
-        config = language_config(model.name, generation.device, parameters)
+        config = language_config(model.name, generation.device, generation_parameters(model, generation))
         private = {
             "model": model.reference,
-            "weights": weights.text,
+            "weights": model.weights.text,
             "settings": asdict(generation),
             "queue_size": settings.queue_size,
         }
@@ -324,6 +325,21 @@ def prepare_language(
         cannot_pad="a language model's engine batches tokens",
         cannot_measure=None if backend == "python" else VLLM_TAKES_TEXT,
     )
+
+
+def generation_parameters(model: LanguageModel, generation: GenerationSettings) -> dict[str, str]:
+    """The settings of a language model's engine as parameters of its config; what is left to the engine is missing."""
+    chosen = {name: getattr(generation, name) for name in ("slots", "max_length", "prefill_chunk")}
+    return {
+        "engine": generation.engine,
+        "precision": generation.precision,
+        "device": generation.device,
+        **({"threads": str(generation.threads)} if generation.device == "cpu" else {}),
+        "weights": model.weights.label,
+        "weights_sha256": weights_sha256(model.weights, model.fields),
+        "model": model.label,
+        **{name: str(value) for name, value in chosen.items() if value},
+    }
 
 
 def vllm_arguments(generation: GenerationSettings, folder: Path) -> dict[str, object]:

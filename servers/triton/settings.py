@@ -92,7 +92,8 @@ class TritonSettings(EngineOptions, GeneratingOptions):
         """The settings of a generating engine, with device and precision chosen. Raises `EngineError`."""
         engine = DEFAULT_ENGINE if self.engine == type(self).model_fields["engine"].default else self.engine
         device = EngineSettings("torch", "fp32", "eager", self.device).device_here()
-        return self.generation_settings(engine, device, generation_precision(self.precision, device), self.threads)
+        threads = thread_count(self.threads) if device == "cpu" else 0
+        return self.generation_settings(engine, device, generation_precision(self.precision, device), threads)
 
     def resolved_engine(self, backend: str = "python") -> EngineSettings:
         """The engine's settings without `auto`: Triton's config must name the device before the engine runs.
