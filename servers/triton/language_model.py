@@ -77,7 +77,7 @@ class GeneratingModel:
         """Queue the requests; the loop's thread sends their responses."""
         for request in requests:
             sender = request.get_response_sender()
-            if self._queue_size and self._engine.waiting + self._arrivals.qsize() >= self._queue_size:
+            if self._queue_size and len(self._senders) >= self._engine.slots + self._queue_size:
                 message = f"{self._queue_size} requests are waiting; retry later"
                 _send(sender, _error(message, pb_utils.TritonError.UNAVAILABLE), final=True)
                 continue
@@ -150,10 +150,14 @@ class GeneratingModel:
             del self._senders[number]
         _send(sender, response, final=finish is not None)
 
-    def _end(self, number: int, message: str = "", code: int = pb_utils.TritonError.INVALID_ARG) -> None:
-        """The last response of a request without a good end; without a message its client has left."""
+    def _end(self, number: int, message: str = "", code: int | None = None) -> None:
+        """The last response of a request without a good end; without a message its client has left.
+
+        Without a `code` it is the request's fault.
+        """
         self._prompt_tokens.pop(number, None)
         if (sender := self._senders.pop(number, None)) is not None:
+            code = pb_utils.TritonError.INVALID_ARG if code is None else code
             _send(sender, _error(message, code) if message else None, final=True)
 
     def _watch_clients(self) -> None:
