@@ -54,8 +54,9 @@ class GeneratingModel:
         loaded_ns = time.perf_counter_ns()
         self._engine.warm_up()
         warm_ns = time.perf_counter_ns()
+        settings = self._engine.settings()
         report = {
-            "in_effect": self._engine.settings(),
+            "in_effect": {"kind": settings["engine"], "device": settings["device"], "details": settings},
             "load_ns": loaded_ns - started_ns,
             "warm_up_ns": warm_ns - loaded_ns,
         }

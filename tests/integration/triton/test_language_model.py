@@ -16,7 +16,7 @@ import pytest
 import tritonclient.grpc as grpc_client
 
 from servers.cli.defaults import OptionError
-from servers.gpu.info import engine_in_log
+from servers.gpu.info import engine_in_log, triton_info
 from servers.triton.launch import find_installation, prepare_language
 from servers.triton.process import TritonProcess
 from tests.integration.plain.test_generate_server import MODEL, PROMPTS, all_generated, events_of, generated
@@ -176,9 +176,12 @@ def test_the_config_says_what_the_engine_does(running: Running, client: httpx.Cl
     assert "dynamic_batching" not in config
     in_effect = engine_in_log(running.log_file.read_text())
     assert in_effect is not None
-    assert {name: str(in_effect[name]) for name in values.keys() & in_effect} == {
-        name: values[name] for name in values.keys() & in_effect
-    }
+    details = in_effect["details"]
+    shared = values.keys() & details
+    assert {"weights_sha256", "slots", "threads"} <= shared
+    assert {name: str(details[name]) for name in shared} == {name: values[name] for name in shared}
+    document = triton_info({"version": "2.51.0"}, config, running.log_file.read_text(), {"devices": []})
+    assert (document["runtime"]["engine"], document["runtime"]["device"]) == ("slots", "cpu")
     assert running.plan.title == "Triton 2.51, python backend, slots fp32"
 
 
