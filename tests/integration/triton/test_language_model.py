@@ -180,7 +180,7 @@ def test_the_config_says_what_the_engine_does(running: Running, client: httpx.Cl
     shared = values.keys() & details
     assert {"weights_sha256", "slots", "threads"} <= shared
     assert {name: str(details[name]) for name in shared} == {name: values[name] for name in shared}
-    document = triton_info({"version": "2.51.0"}, config, running.log_file.read_text(), {"devices": []})
+    document: Any = triton_info({"version": "2.51.0"}, config, running.log_file.read_text(), {"devices": []})
     assert (document["runtime"]["engine"], document["runtime"]["device"]) == ("slots", "cpu")
     assert running.plan.title == "Triton 2.51, python backend, slots fp32"
 
