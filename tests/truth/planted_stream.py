@@ -42,6 +42,8 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--swap-every", type=int, default=0, help="every Nth answer has a token of another one")
     parser.add_argument("--error-every", type=int, default=0, help="every Nth answer is an error event at status 200")
     parser.add_argument("--error-after", type=int, default=0, help="… after so many tokens")
+    parser.add_argument("--good-first", type=int, default=0, help="answers before any early stop, other token or error")
+    parser.add_argument("--crowd-ms", type=float, default=0.0, help="more per token for each other request under way")
     parser.add_argument("--refuse-from", type=int, default=0, help="503 while so many requests are under way")
     parser.add_argument("--cut-every", type=int, default=0, help="every Nth answer is cut in the middle of an event")
     parser.add_argument("--same-every", type=int, default=0, help="all answers repeat one token, if 1")
@@ -78,13 +80,13 @@ class PlantedStream:
         """Answer one request; False if the connection is to be closed."""
         settings, arrived_s = self.settings, time.monotonic()
         self.requests += 1
-        number = self.requests
+        number = self.requests - settings.good_first
         completions = path.endswith("/completions")
         given = body.get("prompt", body.get("input_ids", body.get("text_input", [])))
         prompt = [int(word[1:]) for word in given.split()] if isinstance(given, str) else list(given)
         self.prompts.append(prompt)
         self.bodies.append(body)
-        if settings.refuse_from and self.under_way >= settings.refuse_from:
+        if settings.refuse_from and number > 0 and self.under_way >= settings.refuse_from:
             writer.write(document({"error": {"message": "the queue is full"}}, "503 Service Unavailable"))
             return True
         self.under_way += 1
@@ -115,17 +117,22 @@ class PlantedStream:
         sent, due_s = 0, first_s
         for count in pieces(len(tokens), settings.first_tokens, settings.chunk_tokens):
             if sent:
-                due_s += count * settings.step_ms / 1e3
+                due_s += count * (settings.step_ms + settings.crowd_ms * (self.under_way - 1)) / 1e3
                 if self.random.random() < settings.gap_share:
                     due_s += settings.gap_ms / 1e3
             await until(due_s)
-            if settings.error_every and number % settings.error_every == 0 and sent >= settings.error_after:
+            if (
+                settings.error_every
+                and number > 0
+                and number % settings.error_every == 0
+                and sent >= settings.error_after
+            ):
                 writer.write(chunk(form.error("the engine failed")) + b"0\r\n\r\n")
                 return True
             sent += count
             ended = sent == len(tokens)
             event = form.event(tokens[sent - count : sent], sent, finish if ended else None)
-            if settings.cut_every and number % settings.cut_every == 0 and 2 * sent >= len(tokens):
+            if settings.cut_every and number > 0 and number % settings.cut_every == 0 and 2 * sent >= len(tokens):
                 writer.write(chunk(event[: len(event) // 2]))
                 return False
             writer.write(chunk(event) + (chunk(form.end()) + b"0\r\n\r\n" if ended and form.end() else b""))
@@ -136,11 +143,11 @@ class PlantedStream:
     def _tokens(self, number: int, prompt: list[int], asked: int) -> list[int]:
         settings = self.settings
         count = int(asked * settings.usage_share)
-        if self.random.random() < settings.stop_share:
+        if number > 0 and self.random.random() < settings.stop_share:
             count = min(count, settings.stop_at)
-        other = settings.other_from and self.under_way >= settings.other_from
+        other = settings.other_from and number > 0 and self.under_way >= settings.other_from
         tokens = planted_tokens([] if settings.ignore_prompt else prompt, count, 1 if other else 0)
-        if settings.swap_every and number % settings.swap_every == 0:
+        if settings.swap_every and number > 0 and number % settings.swap_every == 0:
             tokens[count // 2] = (tokens[count // 2] + 1) % VOCABULARY
         return [tokens[0]] * count if settings.same_every else tokens
 

@@ -1,0 +1,91 @@
+"""Comparisons of planted streams, over real sockets, from the probes before the load to the verdict."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from loadgen.records.run import ArmRequest, Experiment, TokenLimits, Workload
+from loadgen.run.progress import RunProgress
+from loadgen.run.runner import run_experiment
+from loadgen.verdict.checks.registry import Check
+from loadgen.verdict.result import Result, analyse
+
+SERVER = Path(__file__).with_name("planted_stream.py")
+REFERENCE = (sys.executable, str(Path(__file__).with_name("planted_reference.py")))
+PROMPT, TOKENS = 32, 32
+CompareStreams = Callable[..., Result]
+
+
+def users(count: int, requests: int, rounds: int, *, tokens: int = TOKENS) -> Workload:
+    """A closed loop."""
+    return Workload(
+        scenario="single" if count == 1 else "concurrent", batch_size=1, concurrency=count, requests=requests,
+        seconds=0.0, max_seconds=30.0, rounds=rounds, prompt_tokens=PROMPT, output_tokens=tokens,
+    )  # fmt: skip
+
+
+def poisson(rate: float, seconds: float, rounds: int, limits: TokenLimits) -> Workload:
+    """An open loop."""
+    return Workload(
+        scenario="open", batch_size=1, concurrency=256, requests=1, seconds=seconds, max_seconds=seconds, rounds=rounds,
+        arrivals="poisson", rate_per_s=rate, prompt_tokens=PROMPT, output_tokens=TOKENS, limits=limits,
+    )  # fmt: skip
+
+
+@contextmanager
+def planted_streams(arms: Sequence[str]) -> Iterator[list[str]]:
+    """Start a server per arm with its options; yields their URLs."""
+    running: list[subprocess.Popen[str]] = []
+    try:
+        for number, options in enumerate(arms):
+            argv = [sys.executable, str(SERVER), "--seed", str(number), *options.split()]
+            running.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
+        urls = []
+        for process in running:
+            assert process.stdout is not None
+            urls.append(f"http://127.0.0.1:{process.stdout.readline().strip()}")
+        yield urls
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+def compare_streams(out: Path, arms: Sequence[str], *workloads: Workload, margin: float = 0.05) -> Result:
+    """One comparison of planted streams; the first is the baseline, a."""
+    with planted_streams(arms) as urls:
+        experiment = Experiment(
+            arms=tuple(ArmRequest(label=label, target=url) for label, url in zip("abcdefgh", urls, strict=False)),
+            model="language:planted", weights="planted", payload="tokens", transport="completions",
+            workloads=workloads, preset="quick", seed=3, equivalence_margin=margin, threads=0,
+        )  # fmt: skip
+        run_experiment(experiment, out, RunProgress(), abserve=REFERENCE)
+    return analyse(out)
+
+
+def value(result: Result, metric: str, label: str, workload: str | None = None) -> float:
+    """An arm's figure over all blocks."""
+    from loadgen.metrics.registry import METRICS
+    from loadgen.metrics.summaries import figure_of
+
+    (summary, *_) = [s for s in result.summaries if s.label == label and workload in (None, s.workload)]
+    figure = figure_of(summary, METRICS[metric])
+    assert figure is not None, (metric, label)
+    return figure
+
+
+def verdict_of(result: Result, metric: str, label: str) -> str:
+    """The verdict on an arm beside the baseline."""
+    return next(c.verdict for c in result.comparisons if (c.metric, c.baseline, c.arm) == (metric, "a", label))
+
+
+def failed(result: Result, check: str) -> Check:
+    """The check that must have failed, with its detail."""
+    states = {made.detail: made for made in result.checks if made.name == check}
+    bad = [made for made in states.values() if made.ok is False]
+    assert bad, (check, list(states))
+    return bad[0]

@@ -1,0 +1,155 @@
+"""Servers of streamed tokens with a planted truth, the real load generator between them, and what must come out.
+
+All go through real sockets. Several truths share a comparison, each in an arm of its own beside the sound baseline A;
+the slow tests repeat them in pairs, in which there are rounds enough for a winner.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loadgen.records.run import TokenLimits
+from loadgen.verdict.result import Result
+from tests.truth.streams import compare_streams, failed, poisson, users, value, verdict_of
+
+SOUND = "--first-ms 60 --step-ms 4"
+ALIKE = ("no_difference", "inconclusive")
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """Truths about time: nothing but how and when the tokens come differs."""
+    arms = (
+        SOUND,
+        SOUND,  # b: the same server
+        "--first-ms 60 --step-ms 5",  # c: 1 ms more per token
+        "--first-ms 80 --step-ms 4",  # d: 20 ms more before the first
+        f"{SOUND} --chunk-tokens 4",  # e
+        f"{SOUND} --first-tokens 8",  # f
+        f"{SOUND} --early-empty-ms 50",  # g
+        f"{SOUND} --gap-share 0.01 --gap-ms 300",  # h
+    )
+    return compare_streams(tmp_path_factory.mktemp("timed") / "run", arms, users(8, 24, 4))
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """Truths about answers: each of these arms must lose its verdict."""
+    quick = "--first-ms 5 --step-ms 1 --good-first 120"
+    arms = (
+        quick,
+        f"{quick} --stop-share 0.05 --stop-at 20",  # b
+        f"{quick} --other-from 6",  # c: another seed's weights from 6 requests on
+        f"{quick} --swap-every 8",  # d: one token of another answer now and then
+        f"{quick} --error-every 9 --error-after 3",  # e: error events at status 200
+        f"{quick} --cut-every 11",  # f
+    )
+    return compare_streams(tmp_path_factory.mktemp("wrong") / "run", arms, users(8, 64, 2))
+
+
+def test_the_same_server_twice_has_no_winner(timed: Result) -> None:
+    for metric in ("output_tokens_per_s", "tpot", "ttft"):
+        assert verdict_of(timed, metric, "b") in ALIKE
+
+
+def test_a_millisecond_per_token_is_in_the_pace_alone(timed: Result) -> None:
+    assert value(timed, "tpot", "c") - value(timed, "tpot", "a") == pytest.approx(1.0, abs=0.1)
+    assert value(timed, "ttft", "c") == pytest.approx(value(timed, "ttft", "a"), abs=5.0)
+
+
+def test_a_wait_before_the_first_token_is_in_the_ttft_alone(timed: Result) -> None:
+    assert value(timed, "ttft", "d") - value(timed, "ttft", "a") == pytest.approx(20.0, abs=5.0)
+    assert value(timed, "tpot", "d") == pytest.approx(value(timed, "tpot", "a"), abs=0.1)
+
+
+def test_chunks_of_four_tokens_change_the_gaps_and_nothing_else(timed: Result) -> None:
+    assert value(timed, "tokens_per_chunk", "e") == pytest.approx(32 / 9, abs=0.01)
+    assert value(timed, "tpot", "e") == pytest.approx(value(timed, "tpot", "a"), abs=0.1)
+    ratio = value(timed, "output_tokens_per_s", "e") / value(timed, "output_tokens_per_s", "a")
+    assert ratio == pytest.approx(1.0, abs=0.06)
+    assert value(timed, "gap_p50", "e") == 0.0
+    assert value(timed, "worst_gap_p90", "e") > 3.0 * value(timed, "tpot", "a")
+    assert "E 3.56" in failed(timed, "chunk_sizes").detail
+
+
+def test_tokens_of_the_first_chunk_leave_the_pace_alone(timed: Result) -> None:
+    assert value(timed, "tpot", "f") == pytest.approx(value(timed, "tpot", "a"), abs=0.1)
+    assert value(timed, "output_tokens_per_s", "f") > 1.05 * value(timed, "output_tokens_per_s", "a")
+
+
+def test_a_chunk_without_tokens_is_no_first_token(timed: Result) -> None:
+    assert value(timed, "ttft", "g") == pytest.approx(value(timed, "ttft", "a"), abs=5.0)
+
+
+def test_the_worst_gap_finds_stalls_that_the_typical_pace_hides(timed: Result) -> None:
+    assert value(timed, "worst_gap_p90", "h") > 290.0
+    assert value(timed, "worst_gap_p90", "a") < 100.0
+    assert value(timed, "tpot_p50", "h") == pytest.approx(value(timed, "tpot_p50", "a"), abs=0.2)
+    assert "of H stalled" in failed(timed, "stalled_answers").detail
+
+
+def test_all_of_these_are_valid(timed: Result) -> None:
+    busy = ("generator_cpu", "send_lag", "warm_up")
+    against = [made for made in timed.checks if made.severity == "invalidates" and made.ok is not True]
+    assert [made.detail for made in against if made.name not in busy] == []
+
+
+def test_answers_that_end_early_are_found(wrong: Result) -> None:
+    detail = failed(wrong, "answer_lengths").detail
+    assert "of B are too short" in detail
+    assert "of A" not in detail
+
+
+def test_other_weights_under_load_and_a_swapped_token_are_found(wrong: Result) -> None:
+    """The probe before the load, with one prompt at a time, could not see them."""
+    detail = failed(wrong, "tokens_agree").detail
+    assert "answers of C have wrong tokens" in detail
+    assert "answers of D have wrong tokens" in detail
+    assert "9.8" in detail
+    assert "answers of A" not in detail
+
+
+def test_error_events_and_cut_streams_fail_and_are_no_tokens(wrong: Result) -> None:
+    errors = {s.label: s.errors / s.requests for s in wrong.summaries}
+    assert errors["a"] == errors["c"] == 0.0
+    assert errors["e"] == pytest.approx(1 / 9, abs=0.03)
+    assert errors["f"] == pytest.approx(1 / 11, abs=0.03)
+    assert failed(wrong, "request_errors")
+    # Three of four tokens of a failed answer had come: they count nowhere.
+    assert value(wrong, "output_tokens_per_s", "e") < value(wrong, "output_tokens_per_s", "a")
+    assert failed(wrong, "finish_reasons")
+
+
+def test_none_of_these_has_a_verdict(wrong: Result) -> None:
+    assert not wrong.valid
+    assert {made.verdict for made in wrong.comparisons} == {"invalid"}
+
+
+@pytest.mark.parametrize("hidden", ["", "--cache-hidden"])
+def test_a_prefix_cache_is_found(tmp_path: Path, hidden: str) -> None:
+    """B has the first token of a prompt that it has seen at once; the load never repeats one."""
+    quick = "--first-ms 20 --step-ms 1"
+    result = compare_streams(tmp_path / "run", (quick, f"{quick} --cache {hidden}"), users(4, 12, 2))
+    assert "B answers from a cache" in failed(result, "repeated_requests").detail
+    assert not result.valid
+
+
+def test_an_arm_that_counts_more_than_it_sends_gets_no_load(tmp_path: Path) -> None:
+    """Half of the tokens with the usage of all: the probe sees it."""
+    quick = "--first-ms 5 --step-ms 1"
+    result = compare_streams(tmp_path / "run", (quick, f"{quick} --usage-share 0.5"), users(4, 12, 2))
+    assert not result.valid
+    assert result.blocks == ()
+
+
+def test_an_arm_that_drops_requests_is_faster_and_has_less_goodput(tmp_path: Path) -> None:
+    """Both slow down with every request under way; B refuses the third one, and so looks faster."""
+    slow = "--first-ms 10 --step-ms 2 --crowd-ms 1"
+    limits = TokenLimits(ttft_ms=500.0, tpot_ms=100.0)
+    arms = (slow, f"{slow} --good-first 120 --refuse-from 2")
+    result = compare_streams(tmp_path / "run", arms, poisson(20.0, 2.0, 4, limits))
+    assert value(result, "tpot", "b") < value(result, "tpot", "a")
+    assert value(result, "goodput", "b") < 0.95 * value(result, "goodput", "a")
+    assert value(result, "good_share", "a") > 0.95
