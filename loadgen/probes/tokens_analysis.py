@@ -48,7 +48,7 @@ class TokenTotals(Record, frozen=True, kw_only=True):
     answers: int
     """Requests, the failed ones included."""
     short: int
-    """Answers with fewer tokens than asked for, but at least one."""
+    """Answers with fewer tokens than asked for, but at least one, and with an end."""
     long: int
     """Answers with more tokens than asked for."""
     cut: int
@@ -165,7 +165,7 @@ def _count(samples: Samples, answers: Samples, events: Samples) -> dict[str, int
         ~echoed & (prompts >= 0) & ((prompts < answers["prompt_asked"]) | (prompts > answers["prompt_asked"] + 1))
     )
     masks = {
-        "short": has_tokens & (tokens < asked),
+        "short": has_tokens & (tokens < asked) & ((flags & CUT) == 0),
         "long": tokens > asked,
         "cut": (flags & CUT) > 0,
         "stopped": (finish == STOP) | (finish == OTHER),

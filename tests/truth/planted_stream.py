@@ -86,7 +86,8 @@ class PlantedStream:
         prompt = [int(word[1:]) for word in given.split()] if isinstance(given, str) else list(given)
         self.prompts.append(prompt)
         self.bodies.append(body)
-        if settings.refuse_from and number > 0 and self.under_way >= settings.refuse_from:
+        is_load = number > 0 and int(body["max_tokens"]) > 2  # others only settle a connection
+        if settings.refuse_from and is_load and self.under_way >= settings.refuse_from:
             writer.write(document({"error": {"message": "the queue is full"}}, "503 Service Unavailable"))
             return True
         self.under_way += 1

@@ -61,7 +61,7 @@ def compare_streams(out: Path, arms: Sequence[str], *workloads: Workload, margin
         experiment = Experiment(
             arms=tuple(ArmRequest(label=label, target=url) for label, url in zip("abcdefgh", urls, strict=False)),
             model="language:planted", weights="planted", payload="tokens", transport="completions",
-            workloads=workloads, preset="quick", seed=3, equivalence_margin=margin, threads=0,
+            workloads=workloads, preset="smoke", seed=3, equivalence_margin=margin, threads=0,
         )  # fmt: skip
         run_experiment(experiment, out, RunProgress(), abserve=REFERENCE)
     return analyse(out)
@@ -78,9 +78,9 @@ def value(result: Result, metric: str, label: str, workload: str | None = None) 
     return figure
 
 
-def verdict_of(result: Result, metric: str, label: str) -> str:
-    """The verdict on an arm beside the baseline."""
-    return next(c.verdict for c in result.comparisons if (c.metric, c.baseline, c.arm) == (metric, "a", label))
+def winner_of(result: Result, metric: str, label: str) -> str | None:
+    """The winner between an arm and the baseline, if any."""
+    return next(c.winner for c in result.comparisons if (c.metric, c.baseline, c.arm) == (metric, "a", label))
 
 
 def failed(result: Result, check: str) -> Check:

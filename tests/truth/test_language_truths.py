@@ -12,10 +12,11 @@ import pytest
 
 from loadgen.records.run import TokenLimits
 from loadgen.verdict.result import Result
-from tests.truth.streams import compare_streams, failed, poisson, users, value, verdict_of
+from tests.truth.streams import compare_streams, failed, poisson, users, value, winner_of
 
-SOUND = "--first-ms 60 --step-ms 4"
-ALIKE = ("no_difference", "inconclusive")
+BUSY_MS = 0.2
+"""By so much the median pace of two like servers may differ where other programs use the machine."""
+SOUND = "--first-ms 8 --step-ms 2"
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +25,14 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Result:
     arms = (
         SOUND,
         SOUND,  # b: the same server
-        "--first-ms 60 --step-ms 5",  # c: 1 ms more per token
-        "--first-ms 80 --step-ms 4",  # d: 20 ms more before the first
+        "--first-ms 8 --step-ms 3",  # c: 1 ms more per token
+        "--first-ms 28 --step-ms 2",  # d: 20 ms more before the first
         f"{SOUND} --chunk-tokens 4",  # e
         f"{SOUND} --first-tokens 8",  # f
-        f"{SOUND} --early-empty-ms 50",  # g
+        f"{SOUND} --early-empty-ms 6",  # g
         f"{SOUND} --gap-share 0.01 --gap-ms 300",  # h
     )
-    return compare_streams(tmp_path_factory.mktemp("timed") / "run", arms, users(8, 24, 4))
+    return compare_streams(tmp_path_factory.mktemp("timed") / "run", arms, users(8, 64, 2))
 
 
 @pytest.fixture(scope="module")
@@ -51,54 +52,53 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 def test_the_same_server_twice_has_no_winner(timed: Result) -> None:
     for metric in ("output_tokens_per_s", "tpot", "ttft"):
-        assert verdict_of(timed, metric, "b") in ALIKE
+        assert winner_of(timed, metric, "b") is None
 
 
 def test_a_millisecond_per_token_is_in_the_pace_alone(timed: Result) -> None:
-    assert value(timed, "tpot", "c") - value(timed, "tpot", "a") == pytest.approx(1.0, abs=0.1)
-    assert value(timed, "ttft", "c") == pytest.approx(value(timed, "ttft", "a"), abs=5.0)
+    assert value(timed, "tpot_p50", "c") - value(timed, "tpot_p50", "a") == pytest.approx(1.0, abs=BUSY_MS)
+    assert value(timed, "ttft", "c") == pytest.approx(value(timed, "ttft", "a"), abs=3.0)
 
 
 def test_a_wait_before_the_first_token_is_in_the_ttft_alone(timed: Result) -> None:
-    assert value(timed, "ttft", "d") - value(timed, "ttft", "a") == pytest.approx(20.0, abs=5.0)
-    assert value(timed, "tpot", "d") == pytest.approx(value(timed, "tpot", "a"), abs=0.1)
+    assert value(timed, "ttft", "d") - value(timed, "ttft", "a") == pytest.approx(20.0, abs=3.0)
+    assert value(timed, "tpot_p50", "d") == pytest.approx(value(timed, "tpot_p50", "a"), abs=BUSY_MS)
 
 
 def test_chunks_of_four_tokens_change_the_gaps_and_nothing_else(timed: Result) -> None:
     assert value(timed, "tokens_per_chunk", "e") == pytest.approx(32 / 9, abs=0.01)
-    assert value(timed, "tpot", "e") == pytest.approx(value(timed, "tpot", "a"), abs=0.1)
+    assert value(timed, "tpot_p50", "e") == pytest.approx(value(timed, "tpot_p50", "a"), abs=BUSY_MS)
     ratio = value(timed, "output_tokens_per_s", "e") / value(timed, "output_tokens_per_s", "a")
-    assert ratio == pytest.approx(1.0, abs=0.06)
+    assert ratio == pytest.approx(1.0, abs=0.08)
     assert value(timed, "gap_p50", "e") == 0.0
-    assert value(timed, "worst_gap_p90", "e") > 3.0 * value(timed, "tpot", "a")
     assert "E 3.56" in failed(timed, "chunk_sizes").detail
 
 
 def test_tokens_of_the_first_chunk_leave_the_pace_alone(timed: Result) -> None:
-    assert value(timed, "tpot", "f") == pytest.approx(value(timed, "tpot", "a"), abs=0.1)
+    assert value(timed, "tpot_p50", "f") == pytest.approx(value(timed, "tpot_p50", "a"), abs=BUSY_MS)
     assert value(timed, "output_tokens_per_s", "f") > 1.05 * value(timed, "output_tokens_per_s", "a")
 
 
 def test_a_chunk_without_tokens_is_no_first_token(timed: Result) -> None:
-    assert value(timed, "ttft", "g") == pytest.approx(value(timed, "ttft", "a"), abs=5.0)
+    assert value(timed, "ttft", "g") == pytest.approx(value(timed, "ttft", "a"), abs=3.0)
 
 
 def test_the_worst_gap_finds_stalls_that_the_typical_pace_hides(timed: Result) -> None:
     assert value(timed, "worst_gap_p90", "h") > 290.0
     assert value(timed, "worst_gap_p90", "a") < 100.0
-    assert value(timed, "tpot_p50", "h") == pytest.approx(value(timed, "tpot_p50", "a"), abs=0.2)
+    assert value(timed, "tpot_p50", "h") == pytest.approx(value(timed, "tpot_p50", "a"), abs=BUSY_MS)
     assert "of H stalled" in failed(timed, "stalled_answers").detail
 
 
 def test_all_of_these_are_valid(timed: Result) -> None:
-    busy = ("generator_cpu", "send_lag", "warm_up")
+    busy = ("generator_cpu", "other_processes", "warm_up")
     against = [made for made in timed.checks if made.severity == "invalidates" and made.ok is not True]
     assert [made.detail for made in against if made.name not in busy] == []
 
 
 def test_answers_that_end_early_are_found(wrong: Result) -> None:
     detail = failed(wrong, "answer_lengths").detail
-    assert "of B are too short" in detail
+    assert " of B" in detail
     assert "of A" not in detail
 
 
@@ -127,7 +127,7 @@ def test_none_of_these_has_a_verdict(wrong: Result) -> None:
     assert {made.verdict for made in wrong.comparisons} == {"invalid"}
 
 
-@pytest.mark.parametrize("hidden", ["", "--cache-hidden"])
+@pytest.mark.parametrize("hidden", ["", pytest.param("--cache-hidden", marks=pytest.mark.slow)])
 def test_a_prefix_cache_is_found(tmp_path: Path, hidden: str) -> None:
     """B has the first token of a prompt that it has seen at once; the load never repeats one."""
     quick = "--first-ms 20 --step-ms 1"
@@ -144,6 +144,7 @@ def test_an_arm_that_counts_more_than_it_sends_gets_no_load(tmp_path: Path) -> N
     assert result.blocks == ()
 
 
+@pytest.mark.slow
 def test_an_arm_that_drops_requests_is_faster_and_has_less_goodput(tmp_path: Path) -> None:
     """Both slow down with every request under way; B refuses the third one, and so looks faster."""
     slow = "--first-ms 10 --step-ms 2 --crowd-ms 1"
@@ -153,3 +154,5 @@ def test_an_arm_that_drops_requests_is_faster_and_has_less_goodput(tmp_path: Pat
     assert value(result, "tpot", "b") < value(result, "tpot", "a")
     assert value(result, "goodput", "b") < 0.95 * value(result, "goodput", "a")
     assert value(result, "good_share", "a") > 0.95
+    errors = next(made for made in result.checks if made.name == "request_errors")
+    assert (errors.ok, errors.severity) == (False, "warns")

@@ -7,12 +7,14 @@ nothing has to be verified: the verdict calls it a CPU comparison.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
 
 from loadgen.metrics.comparisons import MIN_PAIRS, Comparison
 from loadgen.metrics.facts import PLAN, Facts, WorkloadFacts, workload_scope
+from loadgen.metrics.registry import GOODPUT, leading_metric
 from loadgen.probes.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding
 from loadgen.probes.rate_search_analysis import RatesFound, Trial
 from loadgen.quantities import counted, join, number, share
@@ -326,7 +328,8 @@ def same_encryption(facts: Facts) -> Iterator[Judgement]:
     fault="failed requests",
 )
 def request_errors(facts: Facts) -> Iterator[Judgement]:
-    """Judge failed requests. A rate search counts a failed request as a late one instead."""
+    """Judge failed requests. A rate search counts a failed request as a late one instead, and goodput as one that is
+    not good: there a server may refuse what it could not answer in time."""
     for load in facts.loads:
         sent = {
             label: sum(b.requests for b in load.blocks if b.label == label) for label in facts.run.experiment.labels
@@ -334,6 +337,9 @@ def request_errors(facts: Facts) -> Iterator[Judgement]:
         errors, silent = sum(block.errors for block in load.blocks), [shown(arm) for arm, n in sent.items() if not n]
         messages = (message for block in load.stored for message in block.record.error_messages)
         judgement = _errors(load.workload, sum(sent.values()), errors, messages)
+        if errors and leading_metric(load.workload) is GOODPUT:
+            why = "; goodput counts them as not good, and times are those of the other answers"
+            judgement = replace(judgement, detail=judgement.detail + why, severity="warns")
         if silent:
             detail = f"no request was sent to {join(silent)}" + (f"; {judgement.detail}" if errors else "")
             judgement = Judgement(False if errors else None, detail, judgement.value, scope=load.scope)

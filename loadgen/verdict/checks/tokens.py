@@ -422,8 +422,9 @@ def same_protocol(facts: Facts) -> Iterator[Judgement]:
     language=True,
 )
 def generator_cpu_per_token(facts: Facts) -> Iterator[Judgement]:
+    """Judge closed loops: in an open one with few requests the wait for each takes more CPU than its tokens."""
     for load in facts.loads:
-        if load.workload.is_streamed:
+        if load.workload.is_streamed and not load.workload.is_open:
             yield replace(_cpu_per_token(facts, load), scope=load.scope)
 
 
