@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
-import threading
 from typing import Any
 
 import pytest
@@ -108,30 +108,24 @@ def test_a_client_that_leaves_while_it_waits_never_gets_a_slot(gated: StartGated
 def test_more_requests_than_may_wait_get_503_with_one_sentence(gated: StartGated, fronts: str) -> None:
     server = ready(gated, "--fronts", fronts, "--slots", "1", "--queue-size", "2")
     hold(server)
-    streams = [EventStream(server, STREAM, request(3)) for _ in range(3)]
-    streams[0].__enter__()
-    wait_until(lambda: number(server, "steps") == 1, "the first has the slot")
-    for stream in streams[1:]:
-        stream.__enter__()
-    answers: list[tuple[int, Any]] = []
-    refused = [
-        threading.Thread(target=lambda: answers.append(post(server, "/v1/completions", {"prompt": [5]}))),
-        threading.Thread(target=lambda: answers.append(post(server, STREAM, request(3)))),
-    ]
-    for thread in refused:
-        thread.start()
-    release(server)
-    for thread in refused:
-        thread.join()
-    statuses = {status for status, _ in answers}
-    assert statuses == {503}, answers
-    errors = [answer["error"] for _, answer in answers]
-    messages = {error if isinstance(error, str) else error["message"] for error in errors}
-    assert messages == {"Exceeds maximum queue size of 2 requests"}
-    for stream in streams:
-        assert stream.read_head() == 200
-        assert len(stream.events()) == 3
-        stream.socket.close()
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(EventStream(server, STREAM, request(3)))]
+        wait_until(lambda: number(server, "steps") == 1, "the first has the slot")
+        streams += [stack.enter_context(EventStream(server, STREAM, request(3))) for _ in range(2)]
+        completion = {"prompt": [5], "max_tokens": 3, "stream": True}
+        refused = [
+            stack.enter_context(EventStream(server, path, document))
+            for path, document in (("/v1/completions", completion), (STREAM, request(3)))
+        ]
+        server.metric("abserve_native_ready{")  # comes after them, so they are with the engine when it is answered
+        release(server)
+        for stream in refused:
+            assert stream.read_head() == 503
+            assert b"Exceeds maximum queue size of 2 requests" in stream.read_until(b"}")
+            assert b"retry-after: 1" in stream.head
+        for stream in streams:
+            assert stream.read_head() == 200
+            assert len(stream.events()) == 3
     assert server.metric('abserve_native_requests_failure_total{model="scripted",reason="queue_full"') == 2
 
 
