@@ -19,6 +19,7 @@ from servers.native.inference import InferenceService, ModelService
 from servers.native.interface import ModelState
 from servers.native.shared_memory import RegionTable
 from servers.native.statistics import Histogram
+from servers.protocol.records import ModelSignature
 from servers.protocol.tensors import TensorSpec
 
 SERVER_NAME = "abserve-native"
@@ -109,8 +110,8 @@ def model_config(service: ModelService) -> Document:
         "backend": description.kind,
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": signature.max_batch_size,
-        "input": [_config_tensor(spec) for spec in signature.inputs],
-        "output": [_config_tensor(spec) for spec in signature.outputs],
+        "input": [_config_tensor(spec, signature) for spec in signature.inputs],
+        "output": [_config_tensor(spec, signature) for spec in signature.outputs],
         **batching,
         "instance_group": [
             {
@@ -188,9 +189,13 @@ def _tensor(spec: TensorSpec) -> Document:
     return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
 
 
-def _config_tensor(spec: TensorSpec) -> Document:
+def _config_tensor(spec: TensorSpec, signature: ModelSignature) -> Document:
     datatype = "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
-    return {"name": spec.name, "data_type": datatype, "dims": list(spec.item_shape)}
+    return {
+        "name": spec.name,
+        "data_type": datatype,
+        "dims": list(spec.item_shape if signature.max_batch_size else spec.shape),
+    }
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -310,7 +310,7 @@ def describe(engine: GeneratingEngine) -> EngineDescription:
     device, threads = str(settings.get("device", "cpu")), settings.get("threads")
     return EngineDescription(
         kind=str(settings.get("engine", "")),
-        version=str(settings.get("engine_version", "")),
+        version=str(settings.get("version", "")),
         precision=str(settings.get("precision", "")),
         mode=str(settings.get("mode", "")),
         device=device,

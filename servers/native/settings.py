@@ -211,7 +211,7 @@ class NativeSettings(GeneratingOptions):
     def resolved_for(self, model: LanguageModel) -> NativeSettings:
         """The settings for a language model. Raises `OptionError` and `EngineError`."""
         for name in TENSORS_ONLY:
-            if getattr(self, name) != type(self).model_fields[name].default:
+            if self._is_chosen(name):
                 raise OptionError(f"{flag_of(name)} is for models of tensors; a language model has no such setting")
         if "," in self.device:
             raise OptionError(f"--device {self.device}: a language model runs on one device; choose one of them")
@@ -236,8 +236,14 @@ class NativeSettings(GeneratingOptions):
     def check_for_tensors(self) -> None:
         """Raise `OptionError` for an option that only a language model has."""
         for name in TOKENS_ONLY:
-            if getattr(self, name) != type(self).model_fields[name].default:
+            if self._is_chosen(name):
                 raise OptionError(f"{flag_of(name)} is for language models, such as --model language:demo")
+
+    def _is_chosen(self, name: str) -> bool:
+        """Whether an option has another value than its default."""
+        if name == "pad_to":  # its default has another spelling once it is checked
+            return bool(self.pad_sizes)
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def language_engine(self) -> GenerationSettings:
         """The options as a generating engine takes them; of resolved settings only."""
