@@ -83,7 +83,8 @@ def test_an_unmodified_openai_client_streams(tiny: Server, answer: list[int]) ->
             )
         )
         *tokens, last = chunks
-        assert [token for chunk in tokens for token in chunk.choices[0].model_extra["token_ids"]] == answer
+        extras = [chunk.choices[0].model_extra or {} for chunk in tokens]
+        assert [token for extra in extras for token in extra["token_ids"]] == answer
         assert "".join(chunk.choices[0].text for chunk in tokens) == " ".join(f"t{token}" for token in answer)
         assert tokens[-1].choices[0].finish_reason == "length"
         assert last.choices == []
