@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -160,8 +161,8 @@ def test_any_value_of_any_field_is_a_request_or_one_sentence(value: object) -> N
     for name in names:
         body = json.dumps({"prompt": [5], "input_ids": [5], name: value}).encode()
         for outcome in (
-            outcome_of(lambda body=body: parse_completion(body, "m", VOCABULARY)),
-            outcome_of(lambda body=body: parse_generate(body, VOCABULARY, stream=True)),
+            outcome_of(partial(parse_completion, body, "m", VOCABULARY)),
+            outcome_of(partial(parse_generate, body, VOCABULARY, stream=True)),
         ):
             if isinstance(outcome, TokenRequest):
                 assert all(type(token) is int for token in outcome.prompt)
