@@ -75,16 +75,12 @@ def conformance(
     from loadgen.conformance.cases.long_runs import fuzz_case, growth_case
     from loadgen.conformance.records import ConformanceReport, SkippedError
     from loadgen.conformance.runner import CaseRun, markdown, print_report
-    from loadgen.conformance.servers import LaunchedSession, RemoteSession, SubjectError, is_loopback
+    from loadgen.conformance.servers import DEFAULTS, LaunchedSession, RemoteSession, SubjectError, is_loopback
     from loadgen.launch.work_folder import work_folder
     from loadgen.run.interruption import interruptible
 
     try:
-        cases = [
-            *select(only),
-            *([fuzz_case(fuzz, seed)] if fuzz else []),
-            *([growth_case()] if growth else []),
-        ]
+        select(only, language_model=None)
     except ValueError as exc:
         fail(str(exc))
     with interruptible(), work_folder("conformance") as temporary:
@@ -110,11 +106,19 @@ def conformance(
         except (SubjectError, SkippedError) as exc:
             fail(str(exc))
         try:
+            generates = session.subject(DEFAULTS).model.generates
+            cases = [
+                *select(only, language_model=generates),
+                *([fuzz_case(fuzz, seed)] if fuzz and not generates else []),
+                *([growth_case()] if growth and not generates else []),
+            ]
             run = CaseRun(session, destructive=launch is not None or i_own_this_server or is_loopback(url or ""))
             results = run.run(
                 cases,
                 announce=lambda case: errors.print(f"{case.number:>5} {case.title}", soft_wrap=True, style="dim"),
             )
+        except ValueError as exc:
+            fail(str(exc))
         finally:
             session.close()
     report = ConformanceReport(

@@ -23,6 +23,8 @@ Array = npt.NDArray[Any]
 HEADER = "Inference-Header-Content-Length"
 VARIABLE_DIMENSION = 4
 LARGEST_BODY_BYTES = 20_000_000
+GOLDEN_PROMPT = (5, 17, 3, 900, 44)
+"""Ids that every vocabulary has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +76,18 @@ class ServedModel:
     inputs: tuple[TensorSignature, ...] = ()
     outputs: tuple[TensorSignature, ...] = ()
     max_batch_size: int | None = None
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """Settings in effect, as its configuration has them."""
 
     @property
     def path(self) -> str:
         """The route of inference."""
-        return f"{model_path(self.name)}/infer"
+        return f"{model_path(self.name)}/{'generate_stream' if self.generates else 'infer'}"
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is a language model: token ids in, token ids out."""
+        return any(tensor.name == "token_ids" for tensor in self.outputs)
 
     @property
     def batches(self) -> bool:
@@ -136,6 +145,8 @@ class ServedModel:
 
     def binary(self, rows: int = 1, seed: int = 0) -> Body:
         """The body of a valid request."""
+        if self.generates:
+            return json_body({"input_ids": GOLDEN_PROMPT, "max_tokens": 8, "ignore_eos": True})
         return self.request(rows, seed).body()
 
 
@@ -144,6 +155,25 @@ def tensor_bytes(array: Array) -> bytes:
     if array.dtype == object:
         return b"".join(struct.pack("<I", len(item)) + item for item in array.ravel())
     return np.ascontiguousarray(array).tobytes()
+
+
+def events_of(body: bytes) -> list[Any]:
+    """The documents of a stream's events, "[DONE]" as text. Raises `ValueError`."""
+    lines = [line.removeprefix(b"data:").strip() for line in body.splitlines() if line.startswith(b"data:")]
+    return ["[DONE]" if line == b"[DONE]" else json.loads(line) for line in lines]
+
+
+def stream_problem(body: bytes) -> str | None:
+    """The error that a stream holds, None if it holds none."""
+    try:
+        events = events_of(body)
+    except (ValueError, RecursionError):
+        return "an event of the stream is not JSON"
+    errors = [event["error"] for event in events if isinstance(event, dict) and "error" in event]
+    if not errors:
+        return None if events else "the stream has no event"
+    error = errors[0]
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 
 def json_body(document: object) -> Body:

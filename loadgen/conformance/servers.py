@@ -25,7 +25,7 @@ from loadgen.child_process import ABSERVE
 from loadgen.client.connection import AddressError
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.client.outputs import read_body
-from loadgen.conformance.model import HEADER, Body, ServedModel
+from loadgen.conformance.model import HEADER, Body, ServedModel, events_of
 from loadgen.conformance.records import NotApplicableError, Response, SkippedError
 from loadgen.conformance.wire import GrpcClient, RawConnection, request_head
 from loadgen.documents import DocumentError, read_json
@@ -139,6 +139,9 @@ class Subject:
         response = self.ask_golden()
         if response.status != "200":
             return f"the golden inference got {response.status}"
+        if self.model.generates:
+            same = generated_ids(self.golden.body) == generated_ids(response.body)
+            return None if same else "the golden prompt is answered with other tokens"
         return output_difference(self.golden, response, GOLDEN_TOLERANCE)
 
     def statistics(self) -> dict[str, int]:
@@ -181,16 +184,20 @@ class Subject:
             signature = endpoint.signature(name)
         except EndpointError as exc:
             raise SubjectError(str(exc)) from exc
-        maximum: Any = None
+        config: dict[str, Any] = {}
         with suppress(EndpointError):
-            maximum = (endpoint.config(name) or {}).get("max_batch_size")
+            config = endpoint.config(name) or {}
+        maximum = config.get("max_batch_size")
         inputs, outputs = signature.inputs, signature.outputs
         if not signature.batched:  # there a signature has a dimension more than the server's metadata
             inputs, outputs = (
                 tuple(msgspec.structs.replace(tensor, shape=tensor.shape[1:]) for tensor in tensors)
                 for tensors in (inputs, outputs)
             )
-        return ServedModel(name, inputs, outputs, maximum if isinstance(maximum, int) else None)
+        parameters = {}
+        with suppress(AttributeError, TypeError, KeyError):
+            parameters = {key: str(value["string_value"]) for key, value in config.get("parameters", {}).items()}
+        return ServedModel(name, inputs, outputs, maximum if isinstance(maximum, int) else None, parameters)
 
     def with_model(self, name: str, image_model: str | None, golden: Response | None = None) -> Subject:
         """This server with its model read, the image model found and the golden answer. Raises `SubjectError`."""
@@ -223,6 +230,14 @@ class Subject:
                     raise SubjectError(f"{exc}; name another model with --image-model") from exc
                 return model
         return None
+
+
+def generated_ids(body: bytes) -> list[object]:
+    """The token ids of the events of a generate_stream, as they are; [] for another body."""
+    try:
+        return [event.get("token_ids") for event in events_of(body) if isinstance(event, dict)]
+    except (ValueError, RecursionError):
+        return []
 
 
 def output_difference(first: Response, second: Response, tolerance: float) -> str | None:

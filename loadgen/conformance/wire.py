@@ -110,6 +110,14 @@ class RawConnection:
         except OSError:
             return None
 
+    def receives_within(self, seconds: float) -> bool:
+        """Whether anything comes within that time; it is dropped."""
+        try:
+            self._socket.settimeout(seconds)
+            return bool(self._socket.recv(RECEIVE_BYTES))
+        except OSError:
+            return False
+
     def closed_within(self, seconds: float) -> bool:
         """Whether the server closes the connection within that time; an answer before that is dropped."""
         deadline = perf_counter() + seconds

@@ -238,11 +238,16 @@ class GenerationService(ModelService):
         """The settings in effect as text: the engine's, and the server's own."""
         parameters = {
             "engine": description.kind,
+            "engine_version": description.version,
             "precision": description.precision,
             "device": description.device,
             "weights": description.weights,
             "model": self.label,
-            **{name: _as_text(value) for name, value in description.details.items() if not isinstance(value, dict)},
+            **{
+                name: _as_text(value)
+                for name, value in description.details.items()
+                if not isinstance(value, dict) and name != "version"  # in Prometheus that is the model's
+            },
         }
         parameters["fronts"] = str(self.settings.fronts)
         return {name: value for name, value in parameters.items() if value}

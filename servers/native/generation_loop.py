@@ -148,7 +148,7 @@ class GenerationLoop:
             statistics.set_queued(len(queue) + engine.waiting)
             statistics.set_slots_in_use(engine.active)
 
-    def _receive(self, engine: GeneratingEngine | None, seconds: float | None) -> None:
+    def _receive(self, engine: GeneratingEngine, seconds: float | None) -> None:
         """Take what has come; wait for something at most so long."""
         for descriptor, events in self._epoll.poll(seconds):
             channel = self._channels.get(descriptor)
@@ -166,7 +166,7 @@ class GenerationLoop:
         self._epoll.register(connected, select.EPOLLIN)
         self._notify(channel)
 
-    def _read(self, engine: GeneratingEngine | None, channel: FrontEndChannel, events: int) -> None:
+    def _read(self, engine: GeneratingEngine, channel: FrontEndChannel, events: int) -> None:
         if events & select.EPOLLOUT:
             channel.send_more()
         if not events & ~select.EPOLLOUT:
@@ -183,11 +183,9 @@ class GenerationLoop:
         for message in read_frames(channel.unread, memoryview(self._buffer)[:count]):
             self._handle(engine, channel, message)
 
-    def _handle(
-        self, engine: GeneratingEngine | None, channel: FrontEndChannel, message: Message | UnusableMessage
-    ) -> None:
+    def _handle(self, engine: GeneratingEngine, channel: FrontEndChannel, message: Message | UnusableMessage) -> None:
         if isinstance(message, Generate):
-            self._accept(channel, message)
+            self._accept(engine, channel, message)
         elif isinstance(message, Cancel):
             self._cancel(engine, message.number)
         elif isinstance(message, ControlDone):
@@ -196,8 +194,9 @@ class GenerationLoop:
             self._opened = {*self._opened, channel} & {*self._channels.values()}  # without those that have ended
             self._check_open()
 
-    def _accept(self, channel: FrontEndChannel, message: Generate) -> None:
-        if len(self._queue) >= self._settings.queue_size:
+    def _accept(self, engine: GeneratingEngine, channel: FrontEndChannel, message: Generate) -> None:
+        free = max(0, engine.slots - engine.active - engine.waiting)  # these do not wait beyond the running step
+        if len(self._queue) >= self._settings.queue_size + free:
             full = RefusedError("queue_full", f"Exceeds maximum queue size of {self._settings.queue_size} requests")
             self._end(channel, message.number, failure_of(full))
         elif self._stop_by is not None:
@@ -216,14 +215,13 @@ class GenerationLoop:
         else:
             self._statistics.record_prompt(len(message.prompt), waited_ns)
 
-    def _cancel(self, engine: GeneratingEngine | None, number: int) -> None:
+    def _cancel(self, engine: GeneratingEngine, number: int) -> None:
         if self._owners.pop(number, None) is None:  # it is finished
             return
         for waiting in self._queue:
             if waiting.number == number:
                 self._queue.remove(waiting)
                 return
-        assert engine is not None
         engine.cancel(number)
 
     def _send(self, emissions: Sequence[Emission]) -> None:
@@ -255,7 +253,7 @@ class GenerationLoop:
     def _end(self, channel: FrontEndChannel, number: int, failure: Failure) -> None:
         channel.send([Generated([], [], [], [Finished(number, [], "error", failure)])])
 
-    def _remove(self, engine: GeneratingEngine | None, channel: FrontEndChannel) -> None:
+    def _remove(self, engine: GeneratingEngine, channel: FrontEndChannel) -> None:
         """A front end has ended, and with it the connections of its clients."""
         del self._channels[channel.socket.fileno()]
         for number in [number for number, owner in self._owners.items() if owner is channel]:

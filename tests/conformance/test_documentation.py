@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.conformance.cases import THEMES
+from loadgen.conformance.cases.language import LANGUAGE
 from loadgen.conformance.runner import escaped
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "conformance.md"
@@ -15,7 +16,7 @@ BEGIN, END = "<!-- cases -->\n", "<!-- end cases -->"
 
 def case_list() -> str:
     lines = []
-    for theme in THEMES:
+    for theme in (*THEMES, LANGUAGE):
         lines += [f"### {theme.title}", "", theme.why, "", "| Case | Protocol | Expected |", "|---|---|---|"]
         for case in theme.cases:
             lines.append(f"| {case.number} {escaped(case.title)} | {case.protocol} | {escaped(case.describe())} |")

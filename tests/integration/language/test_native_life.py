@@ -15,6 +15,7 @@ from tests.integration.language.conftest import EventStream, StartGated, post
 from tests.integration.native.conftest import Server, wait_until
 
 STREAM = "/v2/models/scripted/generate_stream"
+pytestmark = pytest.mark.slow  # each test starts servers of its own
 FRONTS = pytest.mark.parametrize("fronts", ["0", "1"], ids=["one process", "own process"])
 
 
@@ -127,6 +128,20 @@ def test_more_requests_than_may_wait_get_503_with_one_sentence(gated: StartGated
             assert stream.read_head() == 200
             assert len(stream.events()) == 3
     assert server.metric('abserve_native_requests_failure_total{model="scripted",reason="queue_full"') == 2
+
+
+def test_requests_for_free_slots_do_not_count_as_waiting(gated: StartGated) -> None:
+    server = ready(gated, "--fronts", "1", "--slots", "8", "--queue-size", "1")
+    hold(server)
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(EventStream(server, STREAM, request(3)))]
+        wait_until(lambda: number(server, "steps") == 1, "the first has a slot")
+        streams += [stack.enter_context(EventStream(server, STREAM, request(3))) for _ in range(7)]
+        server.metric("abserve_native_ready{")  # comes after them, so they are with the engine when it is answered
+        release(server)
+        for stream in streams:
+            assert stream.read_head() == 200
+            assert len(stream.events()) == 3
 
 
 @FRONTS

@@ -1,0 +1,237 @@
+"""Cases 36 to 45: language models, which stream token ids, over generate_stream and over completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from time import monotonic, sleep
+from typing import Any, Literal
+
+from loadgen.client.connection import model_path
+from loadgen.conformance.case import Case, Send, Theme
+from loadgen.conformance.model import GOLDEN_PROMPT, events_of, stream_problem
+from loadgen.conformance.records import Fact, NotApplicableError, Response, Seen
+from loadgen.conformance.servers import Setting, Subject
+from loadgen.conformance.wire import request_head
+
+Route = Literal["generate_stream", "completions"]
+RouteSend = Callable[[Subject, Route], Response | Seen]
+ROUTES: tuple[tuple[Route, str], ...] = (("generate_stream", ""), ("completions", "c"))
+ERROR_EVENT = "error event"
+"""The status of a stream that holds an error: Triton answers a model's refusal with status 200."""
+REFUSED = f"400 or {ERROR_EVENT}"
+COUNT = 5
+HUGE = 2**31 - 1
+LEAVING_CLIENTS = 8
+DEAF_CLIENTS = 4
+DEAF_SECONDS = 1.0
+FREE_SECONDS = 5.0
+CROWD = 16
+SLOT_SERIES = ("slots_in_use", "num_requests_running", "slots_active")
+_QUEUE = {"queue-size": "2", "slots": "1"}
+SHORT_TOKEN_QUEUES = Setting("one slot and a small queue", {"native": _QUEUE, "triton": _QUEUE}, anywhere=False)
+
+
+def _document(subject: Subject, route: Route, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A valid request with these fields changed; `prompt` is the prompt on either route."""
+    changed = dict(fields)
+    prompt = changed.pop("prompt", GOLDEN_PROMPT)
+    if route == "generate_stream":
+        return {"input_ids": prompt, "max_tokens": COUNT, "ignore_eos": True, **changed}
+    return {
+        "model": subject.model.name,
+        "prompt": prompt,
+        "max_tokens": COUNT,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        **changed,
+    }
+
+
+def _path(subject: Subject, route: Route) -> str:
+    return "/v1/completions" if route == "completions" else f"{model_path(subject.model.name)}/generate_stream"
+
+
+def _send(subject: Subject, route: Route, fields: Mapping[str, Any]) -> Response:
+    """One request, its answer with the error as a message wherever that is."""
+    _require(subject, route)
+    body = json.dumps(_document(subject, route, fields)).encode()
+    return judged(subject.http("POST", _path(subject, route), headers=_HEADERS, body=body))
+
+
+_HEADERS = {"Content-Type": "application/json"}
+
+
+def _require(subject: Subject, route: Route) -> None:
+    """Raise `NotApplicableError` if the server does not have the route."""
+    body = json.dumps(_document(subject, route, {"max_tokens": 1})).encode()
+    status = subject.http("POST", _path(subject, route), headers=_HEADERS, body=body).status
+    if status in ("404", "405"):
+        raise NotApplicableError(f"the server does not have {_path(subject, route)}")
+
+
+def judged(response: Response) -> Response:
+    """An error of either form as the answer's message; an error in a stream as a status of its own."""
+    if response.status == "200":
+        problem = stream_problem(response.body)
+        return response if problem is None else replace(response, status=ERROR_EVENT, message=problem)
+    try:
+        error = json.loads(response.body)["error"]
+        return replace(response, message=str(error["message"])) if isinstance(error, dict) else response
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return response
+
+
+def tokens(**fields: Any) -> RouteSend:
+    """A request with these fields changed."""
+    return lambda subject, route: _send(subject, route, fields)
+
+
+def malformed(content: bytes) -> RouteSend:
+    """A body that is no request."""
+
+    def send(subject: Subject, route: Route) -> Response:
+        _require(subject, route)
+        return judged(subject.http("POST", _path(subject, route), headers=_HEADERS, body=content))
+
+    return send
+
+
+def on(route: Route, send: RouteSend) -> Send:
+    """What a case sends, over one route."""
+    return lambda subject, _protocol: send(subject, route)
+
+
+def over_each(number: str, title: str, *sends: RouteSend, expected: str = REFUSED, **more: Any) -> list[Case]:
+    """One case for each route; the number of the one over completions ends in c."""
+    return [
+        Case(f"{number}{letter}", f"{title} ({route})", tuple(on(route, send) for send in sends), expected, **more)
+        for route, letter in ROUTES
+    ]
+
+
+def answer_is_whole(subject: Subject, route: Route) -> Seen:
+    """A valid request: as many tokens as asked, the prompt counted, a finish reason, an end."""
+    response = _send(subject, route, {})
+    yield response
+    if response.status != "200":
+        return
+    events = [event for event in events_of(response.body) if event != "[DONE]"]
+    ids: list[int] = []
+    finishes: list[Any] = []
+    for event in events:
+        for part in event.get("choices", [event]):
+            found = part.get("token_ids", [])
+            ids += found if isinstance(found, list) else [found]
+            finishes.append(part.get("finish_reason"))
+    yield Fact(f"{COUNT} token ids", len(ids) == COUNT, str(len(ids)))
+    yield Fact("finish reason length", "length" in finishes or ["length"] in finishes, str(finishes[-1:]))
+    counts = [event.get("prompt_tokens", (event.get("usage") or {}).get("prompt_tokens")) for event in events]
+    told = [count[0] if isinstance(count, list) else count for count in counts if count is not None]
+    seen = str(told[0]) if told else "no count"
+    yield Fact("prompt tokens counted", told[:1] == [len(GOLDEN_PROMPT)], seen)
+    if route == "completions":
+        yield Fact("the stream ends with [DONE]", response.body.rstrip().endswith(b"data: [DONE]"), "")
+
+
+def half_read(subject: Subject, route: Route) -> Seen:
+    """Clients that leave in the middle of their streams: the slots are free, and others are answered."""
+    _require(subject, route)
+    body = json.dumps(_document(subject, route, {"max_tokens": _longest(subject)})).encode()
+    data = request_head("POST", _path(subject, route), subject.authority, _HEADERS, len(body)) + body
+    for number in range(LEAVING_CLIENTS):
+        connection = subject.connect()
+        began = connection.send(data) and connection.receives_within(FREE_SECONDS)
+        connection.close(abruptly=number % 2 == 1)
+        if not began:
+            yield Fact("streams begin", False, f"nothing came within {FREE_SECONDS:g} s")
+    deadline = monotonic() + FREE_SECONDS
+    while (used := _slots_in_use(subject)) and monotonic() < deadline:
+        sleep(0.02)
+    seen = "the server's metrics do not say" if used is None else f"{used:g} in use"
+    yield Fact(f"all slots free within {FREE_SECONDS:g} s", None if used is None else used == 0, seen)
+    yield _send(subject, route, {})
+
+
+def deaf(subject: Subject, route: Route) -> Seen:
+    """Clients that do not read what they have asked for."""
+    _require(subject, route)
+    body = json.dumps(_document(subject, route, {"max_tokens": _longest(subject)})).encode()
+    data = request_head("POST", _path(subject, route), subject.authority, _HEADERS, len(body)) + body
+    with ExitStack() as stack:
+        for _number in range(DEAF_CLIENTS):
+            stack.enter_context(subject.connect()).send(data)
+        sleep(DEAF_SECONDS)
+    yield _send(subject, route, {})
+
+
+def crowd(subject: Subject, route: Route) -> Iterator[Response | Fact]:
+    """More requests at once than one slot and a queue of two take."""
+    _require(subject, route)
+    body = json.dumps(_document(subject, route, {"max_tokens": _longest(subject)})).encode()
+    data = request_head("POST", _path(subject, route), subject.authority, _HEADERS, len(body)) + body
+    statuses = []
+    with ExitStack() as stack:
+        connections = [stack.enter_context(subject.connect()) for _ in range(CROWD)]
+        for connection in connections:
+            connection.send(data)
+        for connection in connections:
+            response = judged(connection.request(b"", FREE_SECONDS * CROWD))
+            statuses.append(response.status)
+            yield response
+    refused = sum(status in ("503", ERROR_EVENT) for status in statuses)
+    yield Fact("some are refused and some are answered", 0 < refused < CROWD, f"{refused} of {CROWD} refused")
+
+
+def _longest(subject: Subject) -> int:
+    """The most tokens that an answer to the golden prompt may have, at most 512; 32 if the server does not say."""
+    limit = subject.model.parameters.get("max_length", "")
+    return min(512, int(limit) - len(GOLDEN_PROMPT)) if limit.isdigit() else 32
+
+
+def _slots_in_use(subject: Subject) -> float | None:
+    samples = subject.metrics() or {}
+    values = [value for series, value in samples.items() if any(name in series for name in SLOT_SERIES)]
+    return sum(values) if values else None
+
+
+LANGUAGE = Theme(
+    "Language models",
+    "A stream that holds an error, ends early or counts other tokens than it sends makes a comparison worthless; a "
+    "client that leaves must not keep its slot, and a prompt that cannot be answered must not stop the loop that all "
+    "share.",
+    (
+        *over_each("36", "A valid request is answered whole", answer_is_whole, expected="200"),
+        *over_each(
+            "37",
+            "Token ids that do not exist",
+            *(tokens(prompt=prompt) for prompt in ([HUGE], [-1], [5.5], ["x"], [2**70], [None])),
+        ),
+        *over_each("38", "An empty prompt, or none", tokens(prompt=[]), tokens(prompt=None), tokens(prompt={})),
+        *over_each(
+            "39",
+            "More tokens than the model takes",
+            tokens(max_tokens=HUGE),
+            tokens(prompt=[5] * 300_000),
+            expected=f"400 or 413 or {ERROR_EVENT}",
+        ),
+        *over_each("40", "max_tokens 0, negative or not a number", *(tokens(max_tokens=n) for n in (0, -1, "x"))),
+        *over_each("41", "Two answers to one prompt", tokens(n=2), naming=("n ", "n=", "n:", "'n'", "best_of")),
+        *over_each("42", "JSON that is no request", malformed(b"{"), malformed(b"[]"), malformed(b"\xff\xfe")),
+        *over_each("43", "Clients that leave in the middle of a stream", half_read, expected="200"),
+        *over_each("44", "Clients that do not read their streams", deaf, expected="200", peak_mib=64),
+        *over_each(
+            "45",
+            "More requests than may wait",
+            crowd,
+            expected=f"200 or 503 or {ERROR_EVENT}",
+            setting=SHORT_TOKEN_QUEUES,
+        ),
+    ),
+)
+CASES = tuple(sorted(LANGUAGE.cases, key=lambda case: case.order))
