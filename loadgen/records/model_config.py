@@ -53,6 +53,43 @@ def read_triton(config: Mapping[str, Any] | None, steps: Sequence[StepRecord] = 
     return settings
 
 
+def read_vllm(
+    info: Mapping[str, Any] | None, version: str | None, served: Mapping[str, Any] | None = None
+) -> dict[str, object]:
+    """The settings in effect of vLLM, from its answer to /server_info?config_format=json, with the names that abserve's
+    own servers use.
+
+    `served` says what abserve gave it to load: model, weights, weights_sha256.
+    """
+    config = mapping(mapping(info).get("vllm_config"))
+    model, cache, scheduler = (mapping(config.get(f"{name}_config")) for name in ("model", "cache", "scheduler"))
+    dtype = str(model.get("dtype") or "").removeprefix("torch.")
+    device = mapping(config.get("device_config")).get("device_type") or mapping(config.get("device_config")).get(
+        "device"
+    )
+    speculative = mapping(config.get("speculative_config"))
+    settings = {
+        "engine": "vllm",
+        "engine_version": version,
+        "precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype),
+        "device": device,
+        "slots": whole(scheduler.get("max_num_seqs")),
+        "max_length": whole(model.get("max_model_len")),
+        "prefill_chunk": whole(scheduler.get("max_num_batched_tokens")),
+        "prefix_cache": cache.get("enable_prefix_caching"),
+        "quantization": model.get("quantization"),
+        "eager": model.get("enforce_eager"),
+        "async_scheduling": scheduler.get("async_scheduling"),
+        "stream_interval": whole(scheduler.get("stream_interval")),
+        "generation_config": model.get("generation_config"),
+        "kv_cache_tokens": whole(cache.get("kv_cache_size_tokens")),
+        "tensor_parallel": whole(mapping(config.get("parallel_config")).get("tensor_parallel_size")),
+        "speculative": speculative.get("method") or ("on" if speculative else None),
+    }
+    named = {name: value for name in ("model", "weights", "weights_sha256") if (value := mapping(served).get(name))}
+    return {name: str(value)[:_MOST_TEXT] for name, value in {**settings, **named}.items() if value not in (None, "")}
+
+
 def triton_title(
     config: Mapping[str, Any] | None, version: str | None, precision: object, steps: Sequence[StepRecord] = ()
 ) -> str:

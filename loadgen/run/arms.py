@@ -29,6 +29,7 @@ from loadgen.records.model_config import (
     listed,
     mapping,
     read_triton,
+    read_vllm,
     split_steps,
     step_calls,
     triton_title,
@@ -50,6 +51,7 @@ from loadgen.records.samples import NS_PER_MS
 
 OWN_STAGES = "abserve_stages"
 """The native server's own object in its statistics: receive, decode, queue, compute, encode."""
+VLLM_INFO_SECONDS = 60.0
 _MOST_NS = 2**53
 """104 days in nanoseconds."""
 _COMPUTE = ("compute_input_ns", "compute_infer_ns", "compute_output_ns")
@@ -323,6 +325,15 @@ class Arm:
             in_effect = read_triton(config, steps := self._steps(config))
             version, precision = _text(server.get("version")), in_effect.get("precision")
             title = one_line(triton_title(config, version, precision, steps), _MOST_TITLE)
+        elif not server and (release := endpoint.document("/version")) is not None:
+            info: dict[str, object] | None = None
+            steps = ()
+            with suppress(EndpointError):  # it also lists the machine's packages, which takes it seconds
+                patient = Endpoint(self.deployment.url, timeout_s=VLLM_INFO_SECONDS, access=self.deployment.access)
+                info = patient.document("/server_info?config_format=json")
+            server = {"name": "vllm", "version": release.get("version")}
+            in_effect = read_vllm(info, _text(release.get("version")), self.deployment.artefact)
+            title = _title(server, {"precision": in_effect.get("precision")})
         else:
             in_effect, steps = effective_settings(config), ()
             title = _title(server, in_effect)

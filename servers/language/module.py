@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ABOUT = "abserve.json"
 """In a folder that was written: the model, the digest of its weights and the precision."""
+TOKENIZER = "tokenizer"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -111,7 +112,7 @@ def attention_of(model: LanguageModel) -> str:
 
 
 def write_folder(model: LanguageModel, folder: Path, precision: str, device: str = "cpu") -> None:
-    """Write config.json, the safetensors files and the tokenizer t0 … tN, as vLLM and others load them.
+    """Write config.json, the safetensors files and, in a folder in it, the tokenizer t0 … tN, as vLLM loads them.
 
     The folder must exist; write into `servers.models.files.atomic_folder`. Takes the memory of the weights once.
     """
@@ -127,7 +128,9 @@ def write_folder(model: LanguageModel, folder: Path, precision: str, device: str
         "precision": precision,
     }
     (folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
-    write_tokenizer(folder, model.vocabulary, model.max_length)
+    # Beside the configuration, transformers would take the tokenizer of the model's type, whatever is named here.
+    (folder / TOKENIZER).mkdir()
+    write_tokenizer(folder / TOKENIZER, model.vocabulary, model.max_length)
 
 
 def served_folder(

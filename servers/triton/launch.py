@@ -26,7 +26,7 @@ from servers.engines.padding import parse_pad_to
 from servers.engines.processors import wait_policy
 from servers.engines.settings import EngineError, EngineSettings
 from servers.language.engine import GenerationSettings
-from servers.language.module import DTYPES, served_folder
+from servers.language.module import DTYPES, TOKENIZER, served_folder
 from servers.language.specification import LanguageModel, language_model
 from servers.language.weights import pin_language_weights, weights_sha256
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
@@ -347,6 +347,7 @@ def vllm_arguments(generation: GenerationSettings, folder: Path) -> dict[str, ob
     limits = {"max_model_len": generation.max_length, "max_num_seqs": generation.slots}
     return {
         "model": str(folder),
+        **({"tokenizer": str(folder / TOKENIZER)} if (folder / TOKENIZER).is_dir() else {}),
         "dtype": DTYPES[generation.precision],
         "seed": 0,
         "generation_config": "vllm",

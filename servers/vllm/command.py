@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -24,8 +25,9 @@ from servers.cli.options import checked, fail, takes_settings
 from servers.engines.processors import cuda_index
 from servers.engines.settings import EngineError, EngineSettings
 from servers.language.engine import GenerationSettings, generation_precision
-from servers.language.module import DTYPES, served_folder
+from servers.language.module import DTYPES, TOKENIZER, served_folder
 from servers.language.specification import LanguageModel, language_model
+from servers.language.weights import pin_language_weights, weights_sha256
 from servers.models.files import FolderError
 from servers.models.specification import UnknownModelError
 from servers.models.weights import WeightsError
@@ -67,6 +69,7 @@ def serve_vllm(
 def launch_plan(settings: VllmSettings, announce: Callable[[str], None]) -> LaunchPlan:
     """How to start vLLM, after everything that can be checked before: the options, the port, the installation."""
     model = language_model(settings.model, settings.weights)
+    model = replace(model, weights=pin_language_weights(model.weights, model.fields))
     GenerationSettings(precision=settings.precision).check()
     device = EngineSettings("torch", "fp32", "eager", settings.device).device_here()
     precision = generation_precision(settings.precision, device)
@@ -94,6 +97,12 @@ def launch_plan(settings: VllmSettings, announce: Callable[[str], None]) -> Laun
         title=f"vLLM {release} {precision}",
         max_batch_size=None,
         cannot_pad="vLLM batches tokens",
+        artefact={
+            "model": model.label,
+            "weights": model.weights.label,
+            "weights_sha256": weights_sha256(model.weights, model.fields),
+            "precision": precision,
+        },
         causes=CAUSES,
     )
 
@@ -105,6 +114,7 @@ def arguments(
     index = cuda_index(device)
     return (
         str(folder),
+        *(("--tokenizer", str(folder / TOKENIZER)) if (folder / TOKENIZER).is_dir() else ()),
         *("--host", settings.host),
         *("--port", str(settings.http_port)),
         *("--served-model-name", model.name),
