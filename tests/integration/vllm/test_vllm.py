@@ -77,7 +77,7 @@ def test_the_folder_holds_the_same_model_and_a_tokenizer_of_ids(
         assert torch.equal(theirs, ours), name
     tokenizer = AutoTokenizer.from_pretrained(value_of(plan["argv"], "--tokenizer"))
     assert tokenizer("t5 t17 t1023", add_special_tokens=False)["input_ids"] == [5, 17, 1023]
-    assert tokenizer.decode([5, 17]).split() == ["t5", "t17"]
+    assert tokenizer.decode([5, 17]) == "t5 t17"
     written = (folder / "config.json").stat().st_mtime_ns
     assert Path(plan_of(monkeypatch, tmp_path, "--python", str(interpreter), "--device", "cpu")["argv"][5]) == folder
     assert (folder / "config.json").stat().st_mtime_ns == written, "the folder was written again"

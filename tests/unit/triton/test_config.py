@@ -21,8 +21,10 @@ from servers.models.weights import CheckpointWeights, RandomWeights
 from servers.protocol.tensors import TensorSpec
 from servers.triton.config import (
     BATCHING,
+    contradicting_parameters,
     contradictions,
     dynamic_batching,
+    language_config,
     onnxruntime_config,
     parameters_from_model,
     parameters_from_settings,
@@ -30,6 +32,7 @@ from servers.triton.config import (
     quote,
     settings_from_parameters,
     tensorrt_config,
+    vllm_config,
     write_model_repository,
 )
 from servers.triton.settings import resolve_engine
@@ -370,3 +373,31 @@ def test_nothing_is_left_to_choose() -> None:
     assert engine.threads >= 1
     assert resolve_engine(replace(ON_CPU, threads=5)).threads == 5
     assert resolve_engine(replace(ON_CPU, device="cuda:1", threads=0)).device == "cuda:1"
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", "KIND_CPU"), ("cuda:1", "KIND_GPU")])
+def test_a_language_model_streams_and_triton_merges_nothing(device: str, kind: str) -> None:
+    parameters = {"engine": "slots", "precision": "bf16", "device": device, "slots": "8"}
+    config = parse(language_config("demo", device, parameters))
+    assert config.model_transaction_policy.decoupled
+    assert config.max_batch_size == 0
+    assert config.WhichOneof("scheduling_choice") is None
+    assert [(t.name, list(t.dims), t.optional) for t in config.input] == [
+        ("input_ids", [-1], False), ("max_tokens", [1], False), ("ignore_eos", [1], True),
+    ]  # fmt: skip
+    (group,) = config.instance_group
+    assert (pb.ModelInstanceGroup.Kind.Name(group.kind), list(group.gpus)) == (kind, [1] if kind == "KIND_GPU" else [])
+    assert {key: value.string_value for key, value in config.parameters.items()} == parameters
+    in_effect = {**parameters, "slots": 8, "threads": None}
+    assert contradicting_parameters(parameters, in_effect) == ()
+    (difference,) = contradicting_parameters(parameters, {**in_effect, "precision": "fp32"})
+    assert difference == "precision is 'fp32', the config says 'bf16'"
+
+
+def test_tritons_vllm_backend_gets_a_config_as_its_documentation_has_it() -> None:
+    config = parse(vllm_config("demo", "cuda:0"))
+    assert (config.backend, config.max_batch_size, config.model_transaction_policy.decoupled) == ("vllm", 0, True)
+    assert [(t.name, t.optional) for t in config.input] == [
+        ("text_input", False), ("stream", True), ("sampling_parameters", True),
+    ]  # fmt: skip
+    assert [t.name for t in config.output] == ["text_output"]
