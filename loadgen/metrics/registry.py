@@ -537,7 +537,7 @@ for _percent in (50, 99):
             quantile=_percent / 100,
         )
     )
-register(
+CHUNK_SIZE = register(
     Metric(
         "tokens_per_chunk",
         "chunk size",

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from loadgen.metrics.facts import Facts, WorkloadFacts, workload_scope
-from loadgen.metrics.summaries import BlockSummary
+from loadgen.metrics.registry import CHUNK_SIZE, OUTPUT_TOKENS
+from loadgen.metrics.summaries import BlockSummary, figure_of
 from loadgen.probes.rate_search_analysis import BUSY, RatesFound, Trial
 from loadgen.quantities import join, number, per_second, share
-from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s
+from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s, ceiling_tokens_per_s
 from loadgen.records.run import Label, Workload, shown
 from loadgen.stats.ratios import critical_t
-from loadgen.verdict.checks.registry import Judgement, check, per_load
+from loadgen.verdict.checks.registry import Judgement, Severity, check, per_load
 
 SEND_LAG_LIMIT = 0.02
 CONNECTION_WAIT_LIMIT = 0.02
@@ -93,11 +94,16 @@ def _busy(workload: Workload, shares: Sequence[float], limited: bool, where: str
     "Spread the load generator over more --processes, or use a machine with more cores; `abserve calibrate` measures "
     "its maximum.",
     threshold=CEILING_SHARE_LIMIT,
+    fault="overloaded load generator",
 )
 def generator_ceiling(facts: Facts) -> Iterator[Judgement]:
-    """Compare with this machine's calibration; above half of the maximum the generator adds to the latencies."""
+    """Compare with this machine's calibration; above half of the maximum the generator adds to the latencies. Beyond
+    the maximum for streamed tokens it merges chunks and stamps them late, so the run is invalid."""
     searches = facts.of(RatesFound)
     for load in facts.loads:
+        if load.workload.is_streamed:
+            yield _token_ceiling(facts, load)
+            continue
         yield _ceiling(facts, load.workload, [(summary.label, summary.throughput_per_s) for summary in load.summaries])
     for workload in facts.run.experiment.workloads:
         if workload.scenario in ("slo", "ramp"):
@@ -126,6 +132,30 @@ def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, flo
         "generator can send"
     )
     return Judgement(used <= CEILING_SHARE_LIMIT, detail, used, scope=scope)
+
+
+def _token_ceiling(facts: Facts, load: WorkloadFacts) -> Judgement:
+    """Judge the chunks per second: a chunk of several tokens costs about as much as one of a single token."""
+    experiment, calibration = facts.run.experiment, facts.run.calibration
+    if calibration is None:
+        return Judgement(None, "this machine is not calibrated", scope=load.scope)
+    processes = max(1, min(experiment.processes, load.workload.concurrency))
+    measured = []
+    for summary in load.summaries:
+        transport = experiment.transport_of(experiment.arm(summary.label))
+        ceiling = ceiling_tokens_per_s(calibration, transport, processes)
+        speed, size = figure_of(summary, OUTPUT_TOKENS), figure_of(summary, CHUNK_SIZE)
+        if ceiling and speed and size:
+            measured.append((speed / size / ceiling, summary.label, speed / size, ceiling))
+    if not measured:
+        return Judgement(None, "the calibration does not cover this workload", scope=load.scope)
+    used, label, speed, ceiling = max(measured)
+    detail = (
+        f"{shown(label)} sent {number(speed)} chunks/s, {share(used)} of the {number(ceiling)}/s that the load "
+        "generator can receive one by one"
+    )
+    severity: Severity | None = "invalidates" if used > 1.0 else None
+    return Judgement(used <= CEILING_SHARE_LIMIT, detail, used, scope=load.scope, severity=severity)
 
 
 @check(

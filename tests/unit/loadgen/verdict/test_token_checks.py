@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from loadgen.probes.tokens_analysis import beside_reference, chance_to_find, deficit_limit, share_found, wrong_answers
+from loadgen.records.machine import Calibration, TokenCeiling
 from loadgen.records.probes import CacheProbe, TokensCompared
 from loadgen.records.tokens import CUT, ECHO, ECHO_DIFFERS
 from loadgen.verdict.checks.registry import CHECKS, Check
@@ -125,6 +127,30 @@ def test_a_planted_fault_fails_its_check(
     if severity == "invalidates":
         assert not result.valid
         assert {made.verdict for made in result.comparisons} == {"invalid"}
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "ok", "severity"), [(1e6, True, "warns"), (1600.0, False, "warns"), (900.0, False, "invalidates")]
+)
+def test_a_generator_that_could_not_receive_more_takes_the_verdict(
+    tmp_path: Path, ceiling: float, ok: bool, severity: str
+) -> None:
+    """A sends about 1,090 chunks a second to 16 users."""
+    write_language_run(tmp_path, plan(users=(16,)))
+    tokens = TokenCeiling(
+        transport="completions", concurrency=16, measured_tokens_per_s=ceiling, cpu_us_per_token=1e6 / ceiling,
+        tokens_per_s=ceiling,
+    )  # fmt: skip
+    calibration = Calibration(
+        fingerprint="", made_at="", command="", host={}, packages={}, sink_processes=1, seconds=1.0, workloads=(),
+        tokens=(tokens,),
+    )  # fmt: skip
+    (tmp_path / Calibration.FILE).write_bytes(msgspec.json.encode(calibration))
+    result = analyse(tmp_path)
+    made = judged(result, "generator_ceiling")
+    assert (made.ok, made.severity) == (ok, severity)
+    assert "chunks/s" in made.detail
+    assert result.valid == (severity == "warns")
 
 
 def test_every_check_of_tokens_has_a_fault_above() -> None:
