@@ -143,7 +143,7 @@ def write_language_run(directory: Path, plan: LanguagePlan | None = None) -> Pat
                     stages=None, complete=True, reconnects=0, transport=experiment.transport_of(experiment.arm(label)),
                     offered=len(samples) if workload.is_open else None,
                     due_span_ns=int(np.ptp(samples["intended_ns"])) if workload.is_open else None,
-                    machine=machine(end_ns - clock_ns),
+                    machine=machine(end_ns - clock_ns), generator_waited_ns=(end_ns - clock_ns) // 100,
                 )  # fmt: skip
                 _write(directory / "blocks" / f"{index:04d}.json", record)
                 clock_ns, index = end_ns + 300_000_000, index + 1

@@ -276,6 +276,7 @@ def merge(command: Open, parts: Sequence[Contribution]) -> BlockOutcome:
             storage_errors.append(exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc))
     workers = tuple(_record(part, samples) for part in parts)
     offsets = command.due_offsets_ns()
+    waits = [outcome.generator_waited_ns for outcome in outcomes if outcome.generator_waited_ns is not None]
     first_answers = [outcome.first_answer_ns for outcome in outcomes if outcome.first_answer_ns]
     return BlockOutcome(
         window_start_ns=min((worker.window_start_ns for worker in workers if worker.window_start_ns), default=0),
@@ -299,6 +300,7 @@ def merge(command: Open, parts: Sequence[Contribution]) -> BlockOutcome:
         cool_down_tokens=sum(outcome.cool_down_tokens for outcome in outcomes),
         first_answer_ns=max(first_answers, default=None),
         answers=tuple(answer for outcome in outcomes for answer in outcome.answers),
+        generator_waited_ns=max(waits, default=None),
     )
 
 

@@ -189,6 +189,8 @@ class BlockOutcome(GeneratorMessage, frozen=True, kw_only=True):
     """Time of connecting and of the first answer, before the window: the median over the users of a process, and of
     several processes the largest. The wait for other users' first answers is not a part of it."""
     answers: tuple[KeptAnswer, ...] = ()
+    generator_waited_ns: int | None = None
+    """Time in which the generator could have run and had no core; of several processes the longest. None: unknown."""
 
     @property
     def requests_per_s(self) -> float | None:

@@ -176,13 +176,14 @@ class Block:
         gc.disable()
         try:
             start_ns = self._await(start_at_ns)
-            cpu_ns, reconnects = process_time_ns(), self._reconnects()
+            cpu_ns, reconnects, waited_ns = process_time_ns(), self._reconnects(), _waited_ns()
             self.window.start(start_ns)
             self._go.set()
             if self._pacer is not None:
                 self._pacer.run(self._offsets_ns or (), start_ns, len(self._users))
             gevent.joinall(self._greenlets)
             cpu_ns, reconnects = process_time_ns() - cpu_ns, self._reconnects() - reconnects
+            waited = (waited_ns, _waited_ns())
         finally:
             gc.enable()
             gc.unfreeze()
@@ -202,6 +203,7 @@ class Block:
             errors=self._traffic.errors,
             error_messages=tuple(self._traffic.error_messages),
             cpu_ns=cpu_ns,
+            generator_waited_ns=None if waited[0] is None or waited[1] is None else waited[1] - waited[0],
             spin_ns=0 if self._pacer is None else self._pacer.spun_ns,
             reconnects=reconnects,
             cool_down=self._traffic.unmeasured,
@@ -429,3 +431,12 @@ def _send(descriptor: int, message: Reply | None) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def _waited_ns() -> int | None:
+    """Time in which this thread could have run and had no core: the kernel's run delay, which a CPU quota adds to. None
+    without such a kernel."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None

@@ -530,6 +530,9 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     """Requests that had to reconnect because the server had closed the connection; None in older records."""
     machine: MachineLoad | None = None
     """Use of the CPU cores during the block; None if /proc cannot be read, and in older records."""
+    generator_waited_ns: int | None = None
+    """Time in which the load generator could have run and had no core; None if the kernel does not say, and in older
+    records."""
     workers: tuple[WorkerRecord, ...] = ()
     """Processes of a distributed generator; empty if one process sent everything."""
 

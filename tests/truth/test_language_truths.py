@@ -6,6 +6,9 @@ the slow tests repeat them in pairs, in which there are rounds enough for a winn
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,3 +159,26 @@ def test_an_arm_that_drops_requests_is_faster_and_has_less_goodput(tmp_path: Pat
     assert value(result, "good_share", "a") > 0.95
     errors = next(made for made in result.checks if made.name == "request_errors")
     assert (errors.ok, errors.severity) == (False, "warns")
+
+
+@pytest.mark.slow
+def test_a_load_generator_with_a_third_of_a_core_has_no_winner(tmp_path: Path) -> None:
+    """Two programs that never rest share the generator's only core, while 24 users get a token per millisecond."""
+    allowed = os.sched_getaffinity(0)
+    core = {min(allowed)}
+    quick = "--first-ms 5 --step-ms 1"
+    busy = [
+        subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {core})\nwhile True: pass"])
+        for _ in range(2)
+    ]
+    try:
+        os.sched_setaffinity(0, core)  # what the run starts inherits it; so do the servers, which need little
+        result = compare_streams(tmp_path / "run", (quick, quick), users(24, 48, 2, tokens=128))
+    finally:
+        os.sched_setaffinity(0, allowed)
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert "waited for a core" in failed(result, "generator_scheduled").detail
+    assert not result.valid
+    assert {made.verdict for made in result.comparisons} == {"invalid"}

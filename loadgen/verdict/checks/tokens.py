@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
+from statistics import median
 
 from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.probes.tokens_analysis import (
@@ -23,7 +24,7 @@ from loadgen.probes.tokens_analysis import (
 from loadgen.quantities import counted, do_not, join, number, share
 from loadgen.records.probes import TokensCompared
 from loadgen.records.run import Label, shown
-from loadgen.verdict.checks.registry import Find, Judgement, check
+from loadgen.verdict.checks.registry import Find, Judgement, check, per_load
 
 CHUNKS_ALIKE = 1.1
 """Ratio of the tokens per chunk of two arms up to which their gaps compare."""
@@ -31,6 +32,8 @@ COALESCED_LIMIT = 0.05
 """Share of chunks that may arrive together with the one before."""
 STALLED_LIMIT = 0.01
 """Share of answers that may stall."""
+WAITED_LIMIT = 0.3
+"""Share of a block in which the load generator may be kept waiting: beyond it most tokens are stamped late."""
 CPU_PER_TOKEN_US = 15.0
 """Above this the load generator is a large part of what it measures on a small machine."""
 SAME_WORK = "Send the same prompts and lengths to every arm, and no stop words, min_tokens or penalties."
@@ -411,6 +414,33 @@ def same_protocol(facts: Facts) -> Iterator[Judgement]:
     alike = len(set(spoken.values())) == 1
     words = next(iter(spoken.values())) if alike else join([f"{label} {name}" for label, name in spoken.items()])
     yield Judgement(alike, words if alike else f"the arms speak different protocols ({words})", words)
+
+
+@check(
+    "the load generator ran when a token came",
+    "The load generator waited for a CPU core",
+    "invalidates",
+    "Give the load generator a core of its own (no quota), fewer users, or another machine: it stamped tokens late.",
+    threshold=WAITED_LIMIT,
+    fault="overloaded load generator",
+    language=True,
+)
+@per_load
+def generator_scheduled(load: WorkloadFacts, _: Facts) -> Judgement | None:
+    """Judge the median block, since a moment's wait only widens the intervals."""
+    if not load.workload.is_streamed:
+        return None
+    records = [block.record for block in load.stored if block.record.complete]
+    shares = [
+        record.generator_waited_ns / (record.window_end_ns - record.window_start_ns)
+        for record in records
+        if record.generator_waited_ns is not None and record.window_end_ns > record.window_start_ns
+    ]
+    if not shares:
+        return Judgement(None, "the kernel does not say how long the load generator waited for a core")
+    middle = median(shares)
+    detail = f"the load generator waited for a core for {share(middle)} of the time, in the median block"
+    return Judgement(middle <= WAITED_LIMIT, detail, middle)
 
 
 @check(

@@ -90,14 +90,17 @@ FAULTS: list[tuple[str, str, str, Edit | None, LanguagePlan]] = [
     ("same_slots", "warns", "A 16, B 4", lambda d: in_effect(d, slots=4), plan()),
     ("same_max_length", "warns", "A 128, B 4096", lambda d: in_effect(d, max_length=4096), plan()),
     ("same_protocol", "warns", "B generate_stream", None, plan(TokenArm(transport="generate_stream"))),
+    ("generator_scheduled", "invalidates", "waited for a core for 40 %", lambda d: slow_client(d, waited=0.4), plan()),
     ("generator_cpu_per_token", "warns", "µs of CPU per token", lambda d: slow_client(d), plan()),
 ]
 
 
-def slow_client(directory: Path) -> None:
+def slow_client(directory: Path, waited: float = 0.0) -> None:
     for path in (directory / "blocks").glob("*.json"):
         block = json.loads(path.read_text())
-        path.write_text(json.dumps(block | {"generator_cpu_ns": block["requests"] * 64 * 30_000}))
+        window_ns = block["window_end_ns"] - block["window_start_ns"]
+        changes = {"generator_cpu_ns": block["requests"] * 64 * 30_000, "generator_waited_ns": int(waited * window_ns)}
+        path.write_text(json.dumps(block | changes))
 
 
 def test_a_sound_run_is_valid(tmp_path: Path) -> None:
