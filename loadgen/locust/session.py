@@ -18,7 +18,7 @@ from locust import User
 
 from loadgen.client.bodies import choose_items, find_variation, fresh_numbers
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
-from loadgen.client.endpoint import Endpoint, Signature
+from loadgen.client.endpoint import Endpoint, EndpointError, Signature, unmeasurable
 from loadgen.client.grpc import parse_grpc_address
 from loadgen.client.inputs import (
     RANDOM_INPUTS,
@@ -40,6 +40,7 @@ from loadgen.records.payloads import (
     PAYLOADS,
     implied_payload,
     inputs_in_words,
+    is_language,
     is_reference,
     reference,
     served_name,
@@ -137,6 +138,11 @@ class LoadOptions(msgspec.Struct, frozen=True):
 
     def problem(self) -> str | None:
         """A sentence about the first invalid value, with the remedy."""
+        if is_language(self.model):
+            return (
+                f"--model {self.model}: the locustfile sends tensors and reads no streamed tokens; measure a language "
+                f"model with `abserve compare --model {self.model}`"
+            )
         if self.batch_size < 1:
             return f"--batch-size {self.batch_size} is not possible; give a whole number from 1"
         if not 0.0 < self.request_timeout <= _MOST_TIMEOUT_S:
@@ -263,7 +269,10 @@ class Session:
         if self._signature is None:
             if self._inputs is None:
                 self.load_inputs()
-            self._signature = self._endpoint().signature(self.model)
+            endpoint, model = self._endpoint(), self.model
+            if fault := unmeasurable(endpoint.config(model), model):
+                raise EndpointError(fault)
+            self._signature = endpoint.signature(model)
         return self._signature
 
     def _endpoint(self) -> Endpoint:

@@ -118,7 +118,8 @@ PROBLEMS = """
 from types import SimpleNamespace
 from loadgen.client.inputs import InputError
 from loadgen.locust.session import LoadOptions, Session
-print(LoadOptions().problem(), LoadOptions(batch_size=0).problem(), LoadOptions(request_timeout=0.0).problem(), sep="|")
+print(LoadOptions().problem(), LoadOptions(batch_size=0).problem(), LoadOptions(request_timeout=0.0).problem(),
+      LoadOptions(model="language:demo").problem(), sep="|")
 try:
     Session(SimpleNamespace(host="http://h:1"), LoadOptions(inputs="/no/such/file.npz")).load_inputs()
 except InputError as exc:
@@ -130,10 +131,11 @@ def test_each_option_that_cannot_be_is_named() -> None:
     """In another process, because importing Locust patches this one."""
     done = subprocess.run([sys.executable, "-c", PROBLEMS], capture_output=True, text=True, check=True)
     options, inputs = done.stdout.splitlines()
-    good, batch_size, timeout = options.split("|")
+    good, batch_size, timeout, language = options.split("|")
     assert good == "None"
     assert "--batch-size 0 is not possible" in batch_size
     assert "--request-timeout 0 is not possible" in timeout
+    assert language.startswith("--model language:demo: the locustfile sends tensors and reads no streamed tokens; ")
     assert "--inputs /no/such/file.npz does not exist" in inputs
 
 
