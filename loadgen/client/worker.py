@@ -429,10 +429,6 @@ def _send(descriptor: int, message: Reply | None) -> None:
         line = line[os.write(descriptor, line) :]
 
 
-if __name__ == "__main__":
-    main()
-
-
 def _waited_ns() -> int | None:
     """Time in which this thread could have run and had no core: the kernel's run delay, which a CPU quota adds to. None
     without such a kernel."""
@@ -440,3 +436,7 @@ def _waited_ns() -> int | None:
         return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
     except (OSError, IndexError, ValueError):
         return None
+
+
+if __name__ == "__main__":
+    main()
