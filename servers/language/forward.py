@@ -87,6 +87,11 @@ class TorchForward(SlotForward):
         self._values = [layer[:, :, 1].transpose(1, 2) for layer in self.cache]
         self._rotations = None if weights.frequencies is None else weights.rotations(max_length)[:, None]
         self._range = torch.arange(max_length, device=self.device)
+        self._floor: Tensor | None = None
+        if self.device.type == "cpu" and not shape.centred:
+            self._floor = torch.tensor((shape.hidden * shape.epsilon) ** 0.5, dtype=self.dtype)
+            for norm in (weights.norm, *(norm for layer in weights.layers for norm in (layer.norm_1, layer.norm_2))):
+                norm.weight = norm.weight * shape.hidden**0.5
         for layer in weights.layers:
             layer.qkv, layer.out = _inputs_first(layer.qkv), _inputs_first(layer.out)
             if not shape.experts:
@@ -94,7 +99,7 @@ class TorchForward(SlotForward):
         self._head = _inputs_first(Affine(weights.head)).weight
 
     def describe(self) -> dict[str, object]:
-        return {"attention": "scaled_dot_product_attention", "kernels": "torch", "cuda_graphs": 0}
+        return {"mode": "eager", "attention": "scaled_dot_product_attention", "kernels": "torch", "cuda_graphs": 0}
 
     def warm_up(self) -> None:
         for rows in {1, self.slots}:
@@ -163,7 +168,11 @@ class TorchForward(SlotForward):
         shape = self.weights.shape
         if shape.centred:
             return functional.layer_norm(hidden, (shape.hidden,), norm.weight, norm.bias, shape.epsilon)
-        return functional.rms_norm(hidden, (shape.hidden,), norm.weight, shape.epsilon)
+        if self._floor is None:
+            return functional.rms_norm(hidden, (shape.hidden,), norm.weight, shape.epsilon)
+        # On a CPU torch's own is nine operators: x·√n / √(Σx² + n·epsilon) are four.
+        lengths = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        return torch.div(hidden, torch.hypot(lengths, self._floor)).mul_(norm.weight)
 
     def _row_mask(self, lengths: Sequence[int], window: int) -> Tensor | None:
         """[rows, 1, 1, longest] to add to the logits of attention; None where every row sees all of the slice."""

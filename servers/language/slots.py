@@ -115,7 +115,7 @@ class SlotsEngine:
         assert self._forward is not None
         return {
             "engine": "slots",
-            "version": torch.__version__,
+            "engine_version": torch.__version__,
             "device": str(self._device),
             "precision": self._precision,
             "threads": torch.get_num_threads() if self._device.type == "cpu" else None,
@@ -139,6 +139,10 @@ class SlotsEngine:
 
     def _make_forward(self, weights: DecoderWeights) -> SlotForward:
         try:
+            if self._device.type == "cuda" and self._settings.graphs and not weights.shape.experts:
+                from servers.language.triton_forward import TritonForward  # imports Triton
+
+                return TritonForward(weights, self.slots, self.max_length, self._chunk, self._chunk * ALONE)
             return TorchForward(weights, self.slots, self.max_length)
         except (torch.OutOfMemoryError, RuntimeError) as exc:
             raise EngineError(

@@ -246,11 +246,11 @@ def test_the_settings_in_effect() -> None:
     engine = slots_engine(tiny(), slots=2, prefill_chunk=16)
     engine.warm_up()
     described = engine.settings()
-    assert described | {"weights_sha256": "", "version": "", "attention": "", "kernels": ""} == {
-        "engine": "slots", "version": "", "device": "cpu", "precision": "fp32", "threads": 1, "slots": 2,
+    assert described | {"weights_sha256": "", "engine_version": "", "attention": "", "kernels": ""} == {
+        "engine": "slots", "engine_version": "", "device": "cpu", "precision": "fp32", "threads": 1, "slots": 2,
         "max_length": 64, "prefill_chunk": 16, "weights": "random weights (seed 0)", "weights_sha256": "",
         "cache_bytes": 2 * 2 * 64 * 2 * 32 * 4, "prefix_cache": False, "speculation": False, "cuda_graphs": 0,
-        "attention": "", "kernels": "",
+        "attention": "", "kernels": "", "mode": "eager",
     }  # fmt: skip
     json.dumps(described)
 

@@ -1,0 +1,34 @@
+"""The Triton kernels choose the tokens that torch's operators do, in Triton's interpreter, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="torch came without Triton")
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """By case, the tokens of a few steps."""
+    root = Path(__file__).parents[3]
+    paths = os.pathsep.join((str(root), *filter(None, [os.environ.get("PYTHONPATH")])))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    script = Path(__file__).with_name("interpreted_decoder.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    parsed: dict[str, Any] = json.loads(done.stdout)
+    return parsed
+
+
+@pytest.mark.parametrize("case", ["plain", "fused", "fused, biases", "fused, window", "fused, group of three", "gpt2"])
+def test_kernels_choose_the_tokens_of_torch(report: dict[str, Any], case: str) -> None:
+    assert report[case]["kernels"] == report[case]["expected"]
+    assert len({token for step in report[case]["expected"] for token in step}) > 3
+    assert report[case]["can_fuse"] == (case != "gpt2")
