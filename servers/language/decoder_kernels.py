@@ -15,7 +15,7 @@ neighbours (see `decoder`).
 """
 
 # mypy: allow-untyped-decorators
-# mypy: disable-error-code="import-untyped, no-untyped-def"
+# mypy: disable-error-code="import-untyped, no-untyped-def, attr-defined"
 # ruff: noqa: N803 - compile-time constants are upper case in Triton
 
 from __future__ import annotations

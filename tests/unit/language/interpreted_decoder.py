@@ -29,7 +29,13 @@ CASES: dict[str, dict[str, Any]] = {
     "fused": {**CONFIGS["llama"], **ROTATED},
     "fused, biases": {**CONFIGS["llama3-rope"], **ROTATED, "mlp_bias": False},
     "fused, window": {**CONFIGS["qwen2-window"], **ROTATED},
-    "fused, group of three": {**CONFIGS["llama"], **ROTATED, "num_attention_heads": 6, "head_dim": 32},
+    "fused, group of three": {
+        **CONFIGS["llama"],
+        **ROTATED,
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "head_dim": 32,
+    },
     "gpt2": {**CONFIGS["gpt2"], **SMALL, "n_layer": 2, "bos_token_id": 0},
 }
 
