@@ -41,9 +41,9 @@ Inputs = Mapping[str, SampleInputs]
 
 
 def needs_artefact(arm: ArmRequest) -> bool:
-    """Whether the arm executes an exported file instead of the torch module."""
-    engine = arm.settings.get("engine", "onnxruntime" if arm.target == "triton" else "torch")
-    return arm.embedded and not arm.own_repository and engine == "onnxruntime"
+    """Whether the arm executes an exported file instead of the torch module, or may do so."""
+    engine = arm.settings.get("engine", "auto" if arm.target == "triton" else "torch")
+    return arm.embedded and not arm.own_repository and engine in ("auto", "onnxruntime")
 
 
 def make_deployment(

@@ -99,7 +99,7 @@ def choose_backend(settings: TritonSettings, installation: Installation, has_pla
     """
     offered = [name for name in ("tensorrt", "onnxruntime", "python") if name in installation.backends]
     asked: str = settings.backend
-    if asked == "auto" and settings.engine != "onnxruntime":
+    if asked == "auto" and settings.engine not in ("auto", "onnxruntime"):
         asked = "python"
     if asked == "auto":
         usable = (name for name in offered if name != "tensorrt" or (settings.device != "cpu" and has_plan()))

@@ -27,7 +27,12 @@ class TritonSettings(EngineOptions, GeneratingOptions):
 
     model_config = settings_of("ABSERVE_TRITON_")
 
-    engine: str = Field("onnxruntime", title="Engine", description=f"Of the python backend: {defaults.ENGINES}.")
+    engine: str = Field(
+        "auto",
+        title="Engine",
+        description=f"Of the python backend: {defaults.ENGINES}; auto: torch on a GPU and onnxruntime on a CPU, "
+        "the faster one of these.",
+    )
     tritonserver: Path | None = Field(
         None,
         title="Target",
@@ -100,11 +105,15 @@ class TritonSettings(EngineOptions, GeneratingOptions):
 
         A native backend is an engine of that name with one mode; it pads nothing. Raises `EngineError`.
         """
-        batch = self.max_batch_size or get_variants(self.model, self.payloads)[0].max_batch_size
-        requested = self.engine_settings(batch)
+        variant = get_variants(self.model, self.payloads)[0]
+        batch = self.max_batch_size or variant.max_batch_size
+        chosen = self if self.engine != "auto" else self.model_copy(update={"engine": "onnxruntime"})
+        requested = chosen.engine_settings(batch)
         if backend == "python":
+            if self.engine == "auto" and requested.device_here() != "cpu" and variant.executed.file is None:
+                requested = self.model_copy(update={"engine": "torch"}).engine_settings(batch)
             return replace(resolve_engine(requested), pad_to=parse_pad_to(self.pad_to))
-        if self.engine not in ("onnxruntime", backend):
+        if self.engine not in ("auto", "onnxruntime", backend):
             raise EngineError(f"the {backend} backend does not run the engine {self.engine}; use --backend python")
         mode = NATIVE_BACKENDS[backend].mode
         if self.mode not in ("auto", mode):

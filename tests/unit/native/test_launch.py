@@ -85,6 +85,24 @@ def test_every_server_computes_in_the_precision_of_its_device_unless_told_anothe
     assert json.loads(argument)["precision"] == in_effect, "the process is told, and so are clients"
 
 
+def test_triton_executes_with_the_faster_engine_of_its_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def chosen(**options: Any) -> tuple[str, str]:
+        engine = TritonSettings(**options).resolved_engine()
+        return engine.kind, engine.precision
+
+    monkeypatch.setattr(engine_settings, "nvidia_device_present", lambda: True)
+    assert chosen() == ("torch", "fp16")
+    assert chosen(device="cpu") == ("onnxruntime", "fp32")
+    assert chosen(engine="onnxruntime") == ("onnxruntime", "fp16")
+    assert TritonSettings().resolved_engine("onnxruntime").kind == "onnxruntime", "a native backend is its own engine"
+    monkeypatch.setattr(engine_settings, "nvidia_device_present", lambda: False)
+    assert chosen() == ("onnxruntime", "fp32")
+    file = replace(get_specification(DEFAULT_MODEL), file=tmp_path / "model.onnx")
+    monkeypatch.setattr(engine_settings, "nvidia_device_present", lambda: True)
+    monkeypatch.setattr("servers.triton.settings.get_variants", lambda *_: (file,))
+    assert chosen() == ("onnxruntime", "fp16"), "torch executes no ONNX file"
+
+
 def test_an_engine_without_a_processor_to_choose_has_one_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_settings, "nvidia_device_present", lambda: True)
     assert EngineSettings("null").precision == "fp32", "it never uses a GPU"
