@@ -7,8 +7,8 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-REPORT := docs/results/2026-11-23-h200/three-arms/report.html
-RUN    := docs/results/2026-11-25-h100/resnet50
+REPORT := docs/results/2026-11-26-h100/four-arms/report.html
+RUN    := docs/results/2026-11-26-h100/four-arms
 .PHONY: help setup engines compare test test-engines test-slow test-compose benchmark lint reference picture docs dist format doctor repo lock pin-images clean
 
 help: ## list the targets
