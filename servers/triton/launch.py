@@ -306,9 +306,11 @@ def prepare_language(
         folder = served_folder(model, generation.precision, generation.device, settings.artefacts, announce)
         config = vllm_config(model.name, generation.device)
         files = {"model.json": json.dumps(vllm_arguments(generation, folder))}
-    write_model(settings.folder / MODELS / model.name, config, files)
+    repository = settings.folder / MODELS
+    write_model(repository / model.name, config, files)
     if settings.merge_config:
-        merge_config(settings.folder / MODELS, model.name, settings.merge_config)
+        merge_config(repository, model.name, settings.merge_config)
+    tuning = apply_tuning(repository, [model.name], settings.tuning, repository)
     how = f"{generation.engine} {generation.precision}" if backend == "python" else generation.precision
     more = [
         "--model-control-mode=none",
@@ -318,10 +320,11 @@ def prepare_language(
         f"--backend-config=python,shm-default-byte-size={LANGUAGE_REGION_BYTES}",
     ]
     return LaunchPlan(
-        **_shared_fields(settings, installation, settings.folder / MODELS, more),
+        **_shared_fields(settings, installation, repository, more),
         model=model.name,
         title=f"{installation.title}, {backend} backend, {how}",
         max_batch_size=None,
+        tuning=tuning,
         cannot_pad="a language model's engine batches tokens",
         cannot_measure=None if backend == "python" else VLLM_TAKES_TEXT,
     )
