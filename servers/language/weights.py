@@ -25,8 +25,15 @@ if TYPE_CHECKING:
 FORMAT = "abserve random weights 1"
 """Changes with the numbers that are drawn, and thereby the digest."""
 WEIGHT_SCALE = 1.3
+ROUTER_SCALE = 4 * WEIGHT_SCALE
+"""With the usual one all experts of a token weigh about the same, and rounding, which exchanges the last of them now
+and then, would change a token's answer as much as a fault."""
 NORM_DEVIATION = BIAS_DEVIATION = 0.1
 SINK_DEVIATION = 1.0
+_ROUTERS = ("router.weight", ".gate.weight")
+_AFTER_GELU = ".mlp.c_proj.weight"
+"""[inputs, outputs] of GPT-2, whose second half of the inputs has the first half's weights with the other sign: the
+mean of an activation without a gate is not 0, and layer by layer it would drown what differs between prompts."""
 _ENDING = ".safetensors"
 _CHUNK_ON_CPU, _CHUNK_ON_GPU = 2**18, 2**26
 """Elements drawn at once: on the CPU what its cache holds."""
@@ -122,13 +129,21 @@ def draw_tensor(
     name: str, shape: tuple[int, ...], hidden_size: int, seed: int, device: str | torch.device = "cpu"
 ) -> torch.Tensor:
     """The random tensor of this name, FP32 on the device; equal bytes on every device."""
+    import torch
+
     if name.endswith("bias"):
         return _uniform(name, shape, seed, 0.0, BIAS_DEVIATION, device)
     if name.endswith("sinks"):
         return _uniform(name, shape, seed, 0.0, SINK_DEVIATION, device)
     if len(shape) == 1:
         return _uniform(name, shape, seed, 1.0, NORM_DEVIATION, device)
-    return _uniform(name, shape, seed, 0.0, WEIGHT_SCALE / math.sqrt(hidden_size), device)
+    if name.endswith(_ROUTERS):
+        return _uniform(name, shape, seed, 0.0, ROUTER_SCALE / math.sqrt(hidden_size), device)
+    deviation = WEIGHT_SCALE / math.sqrt(hidden_size)
+    if name.endswith(_AFTER_GELU) and shape[0] % 2 == 0:
+        half = _uniform(name, (shape[0] // 2, *shape[1:]), seed, 0.0, deviation, device)
+        return torch.cat((half, -half))
+    return _uniform(name, shape, seed, 0.0, deviation, device)
 
 
 def _uniform(
