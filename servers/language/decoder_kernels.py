@@ -26,7 +26,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def embed_kernel(
     tokens,  # [slots] int64: the token that each row takes
     ids,  # [chunk] int32: the tokens of prompts
@@ -176,7 +176,7 @@ def product_of_rows(
     return accumulator
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def qkv_kernel(
     x,  # [rows, HIDDEN]
     gain,
@@ -224,7 +224,7 @@ def qkv_kernel(
     tl.store(cache + line[:, None] + (n - HEADS * WIDTH)[None, :], rounded, mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def add_product_kernel(
     x,  # [rows, K]
     weight,  # [N, K]
@@ -242,9 +242,10 @@ def add_product_kernel(
 ):
     """out += x Wᵀ + bias; grid (N/BN,)."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    accumulator = product_of_rows(x, x, weight, n, rows, 0.0, False, K, BM, BN, BK, STAGES, PRECISION)
+    safe = tl.minimum(n, N - 1)
+    accumulator = product_of_rows(x, x, weight, safe, rows, 0.0, False, K, BM, BN, BK, STAGES, PRECISION)
     if BIAS:
-        accumulator += tl.load(bias + n).to(tl.float32)[None, :]
+        accumulator += tl.load(bias + safe).to(tl.float32)[None, :]
     m = tl.arange(0, BM)
     place = out + m[:, None] * N + n[None, :]
     inside = (m < rows)[:, None] & (n < N)[None, :]
@@ -252,7 +253,7 @@ def add_product_kernel(
     tl.store(place, accumulator.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gated_product_kernel(
     x,  # [rows, K]
     gain,
@@ -270,15 +271,16 @@ def gated_product_kernel(
 ):
     """out = silu(norm(x) Gᵀ)·(norm(x) Uᵀ); grid (N/BN,)."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    gate = product_of_rows(x, gain, weight, n, rows, EPSILON, True, K, BM, BN, BK, STAGES, PRECISION)
-    up = product_of_rows(x, gain, weight, n + N, rows, EPSILON, True, K, BM, BN, BK, STAGES, PRECISION)
+    safe = tl.minimum(n, N - 1)
+    gate = product_of_rows(x, gain, weight, safe, rows, EPSILON, True, K, BM, BN, BK, STAGES, PRECISION)
+    up = product_of_rows(x, gain, weight, safe + N, rows, EPSILON, True, K, BM, BN, BK, STAGES, PRECISION)
     result = gate / (1.0 + tl.exp2(-gate * LOG2_E)) * up
     m = tl.arange(0, BM)
     inside = (m < rows)[:, None] & (n < N)[None, :]
     tl.store(out + m[:, None] * N + n[None, :], result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def head_kernel(
     x,  # [rows, K]
     gain,

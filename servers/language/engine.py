@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from servers.engines.settings import EngineError
 from servers.models.specification import choose_from
@@ -35,8 +35,7 @@ class GenerationRequest:
     ignore_eos: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Emission:
+class Emission(NamedTuple):
     """The next tokens of one request; with `finish`, its last ones.
 
     "length": it has `max_tokens` tokens. "stop": the last token is one of `GeneratingEngine.eos`. "error": the request

@@ -136,6 +136,8 @@ class SlotsEngine:
         set_fp32_products(tf32=False)
         weights = decoder_weights(build_module(self._model, str(self._device), self._precision))
         self._forward = self._make_forward(weights)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the matrices that were joined
 
     def _make_forward(self, weights: DecoderWeights) -> SlotForward:
         try:

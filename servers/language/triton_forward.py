@@ -27,7 +27,7 @@ SMALL_CHUNK = 32
 QUERIES = 16
 """Tokens of one prompt that a program of the attention takes: pieces of prompts begin at multiples of it."""
 MOST_PIECES = 8
-MOST_FUSED_ROWS = 64
+MOST_FUSED_ROWS = 16
 PROGRAMS = 264
 """Programs that fill a GPU: two on each of an H100's 132 multiprocessors."""
 MOST_SPLITS = 64
@@ -113,7 +113,7 @@ class TritonForward(SlotForward):
         self._inner, self._active = zeros(tokens, wide), zeros(tokens, shape.inner)
         self._picked, self._logits = zeros(chosen, shape.hidden), zeros(chosen, shape.vocabulary)
         self._chosen = zeros(chosen, dtype=torch.int64)
-        self._head_block = 32
+        self._head_block = 16
         blocks = -(-shape.vocabulary // self._head_block)
         self._values = zeros(min(slots, MOST_FUSED_ROWS), blocks, dtype=torch.float32)
         self._names = zeros(min(slots, MOST_FUSED_ROWS), blocks, dtype=torch.int32)
@@ -334,7 +334,8 @@ class TritonForward(SlotForward):
             self._qkv, self.cache[index], _or(layer.sinks, layer.qkv), arrays.positions, arrays.slots, self._mixed,
             size.rows, self._qkv.shape[1], self.max_length, shape.scale * 1.4426950408889634, GROUP=shape.group,
             GROUPED=triton.next_power_of_2(shape.group), WIDTH=shape.head_size, QUERIES=QUERIES, BLOCK=64,
-            WINDOW=layer.window, SINKS=layer.sinks is not None, PRECISION=self._precision, num_warps=4,
+            WINDOW=layer.window, SINKS=layer.sinks is not None, PRECISION=self._precision,
+            num_warps=8 if shape.head_size > 64 else 4,
         )  # fmt: skip
 
     def _choose(self, size: StepSize, arrays: _StepIntegers, fused: bool) -> None:
@@ -370,9 +371,8 @@ def _tile(rows: int, width: int) -> dict[str, Any]:
     block = next(size for size in (512, 256, 128, 64, 32) if width % size == 0)
     if rows == 1:
         return {"BM": 1, "BN": 8, "BK": block, "STAGES": 3, "num_warps": 4}
-    return {"BM": 16 if rows <= 16 else 32 if rows <= 32 else 64, "BN": 16, "BK": min(block, 128), "STAGES": 4} | {
-        "num_warps": 4
-    }
+    lines = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    return {"BM": lines, "BN": 16, "BK": min(block, 256 if lines == 16 else 128), "STAGES": 4, "num_warps": 4}
 
 
 def _or(tensor: Tensor | None, part: Affine) -> Tensor:
