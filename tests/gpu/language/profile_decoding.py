@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from servers.language import triton_forward
 from servers.language.decoder import decoder_weights
+from servers.language.forward import StepPlan
 from servers.language.module import build_module
 from servers.language.specification import language_model
 from servers.language.triton_forward import StepSize, TritonForward, _StepIntegers
@@ -80,7 +80,7 @@ def main(reference: str, batches: list[int]) -> None:
     started = time.perf_counter()
     forward.warm_up()
     say({"warm_up_s": time.perf_counter() - started, **forward.describe()})
-    plan = triton_forward.StepPlan([CONTEXT] * max(batches))
+    plan = StepPlan([CONTEXT] * max(batches))
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(50):
