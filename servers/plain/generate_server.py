@@ -33,20 +33,25 @@ class StreamOptions(BaseModel):
 
 
 class CompletionBody(BaseModel):
-    """Other fields are ignored; those with one allowed value are refused with any other."""
+    """What would change the tokens has the one value that greedy search allows; other fields are ignored."""
 
-    model: str
+    model: str | None = None
     prompt: list[StrictInt] | str
     max_tokens: StrictInt = Field(16, ge=1)
     ignore_eos: bool = False
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    temperature: Literal[0] = 0
-    n: Literal[1] = 1
-    best_of: Literal[1] | None = None
-    echo: Literal[False] = False
+    temperature: Literal[0, None] = None
+    frequency_penalty: Literal[0, None] = None
+    presence_penalty: Literal[0, None] = None
+    repetition_penalty: Literal[1, None] = None
+    n: Literal[1, None] = None
+    best_of: Literal[1, None] = None
+    echo: Literal[False, None] = None
     suffix: None = None
+    stop: None = None
+    min_tokens: Literal[0, None] = None
     logprobs: None = None
 
 
@@ -120,7 +125,7 @@ def event(document: dict[str, Any]) -> str:
 
 async def completion_events(generation: Generation, head: dict[str, Any], body: CompletionBody) -> AsyncIterator[str]:
     """OpenAI's stream: one chunk per token, the usage, and [DONE]."""
-    options, count = body.stream_options, 0
+    options, count = body.stream_options or StreamOptions(), 0
     try:
         async for token, finish in generation.tokens():
             count += 1
@@ -164,7 +169,7 @@ def main() -> None:
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody) -> Response:
-        if body.model != model.name:
+        if body.model not in (None, model.name):
             raise HTTPException(404, f"the model {body.model} does not exist; this server has {model.name}")
         prompt = ids_of(body.prompt, model.vocabulary) if isinstance(body.prompt, str) else body.prompt
         generation = Generation(model, prompt, body.max_tokens, body.ignore_eos)

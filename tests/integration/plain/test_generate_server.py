@@ -202,12 +202,14 @@ def test_a_client_that_leaves_ends_its_generation(server: tuple[httpx.Client, ps
         ({"prompt": [[1, 2]]}, 400, "prompt"),
         ({"prompt": "t1 no"}, 400, "no"),
         ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"n": 2}, 400, "n: input should be 1"),
-        ({"best_of": 2}, 400, "best_of: input should be 1"),
-        ({"temperature": 0.7}, 400, "temperature: input should be 0"),
+        ({"n": 2}, 400, "n: input should be 1 or None"),
+        ({"best_of": 2}, 400, "best_of: input should be 1 or None"),
+        ({"temperature": 0.7}, 400, "temperature: input should be 0 or None"),
         ({"echo": True}, 400, "echo"),
         ({"suffix": "x"}, 400, "suffix"),
         ({"logprobs": 3}, 400, "logprobs"),
+        ({"min_tokens": 3}, 400, "min_tokens"),
+        ({"repetition_penalty": 1.1}, 400, "repetition_penalty"),
         ({"model": "other"}, 404, "the model other does not exist; this server has tiny"),
     ],
 )
@@ -219,6 +221,20 @@ def test_what_it_does_not_do_is_refused_in_one_sentence(
     error = answer.json()["error"]
     assert problem in error["message"]
     assert (error["code"], set(error)) == (status, {"message", "type", "param", "code"})
+
+
+def test_what_asks_for_nothing_special_is_no_problem(client: httpx.Client) -> None:
+    neutral = {"temperature": 0.0, "n": 1, "best_of": None, "echo": False, "suffix": None, "stop": None}
+    body = {
+        "prompt": PROMPTS[0],
+        "max_tokens": 2,
+        **neutral,
+        "stream_options": None,
+        "user": "x",
+        "return_token_ids": True,
+    }
+    answer = client.post("/v1/completions", json=body)
+    assert answer.json()["choices"][0]["token_ids"] == generated(PROMPTS[0], 2)
 
 
 def test_a_bad_request_of_tritons_protocol_gets_400(client: httpx.Client) -> None:
