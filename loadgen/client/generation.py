@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from secrets import token_hex
 from typing import Annotated, Any, NamedTuple
 
@@ -24,7 +25,7 @@ from loadgen.client.connection import Address, PreparedRequest, ResponseError
 from loadgen.client.event_stream import ReceivedStream
 from loadgen.client.http import request_head
 from loadgen.documents import one_line
-from loadgen.experiment.prompts import MOST_ID, Ids, PromptPlan, PromptShape
+from loadgen.experiment.prompts import MOST_ID, Ids, PromptPlan, PromptShape, Trace
 from loadgen.records.run import TokenTransport
 from loadgen.records.tokens import ASSUMED, BY_USAGE, COALESCED, LENGTH, OTHER, STOP, UNKNOWN
 
@@ -84,25 +85,30 @@ def for_stream(request: PreparedRequest, transport: TokenTransport, address: Add
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompts:
-    """The requests of one shape, and the numbers that make each of them new."""
+    """The requests of one shape or of a trace, and the numbers that make each of them new."""
 
     requests: tuple[PreparedRequest, ...]
     prepared: tuple[Ids, ...]
     """The prompt of each, without the ids that are made from a number."""
-    shape: PromptShape
+    shapes: tuple[PromptShape, ...]
+    """The shape of each."""
     plan: PromptPlan
     salted: bool
     numbers: Iterator[int]
 
-    def patches(self, _body: int) -> tuple[int, Sequence[bytes]]:
+    def patches(self, body: int) -> tuple[int, Sequence[bytes]]:
         """The number of the next request, and the bytes at the places that vary."""
         number = next(self.numbers)
-        patch = self.plan.patch(number, self.plan.varying(self.shape))
+        patch = self.plan.patch(number, self.plan.varying(self.shapes[body]))
         return number, [patch, token_hex(_SALT_BYTES).encode()] if self.salted else [patch]
 
     def prompt(self, body: int, number: int) -> Ids:
         """The prompt that was sent with this body and this number."""
-        return self.plan.with_number(self.prepared[body], self.shape, number)
+        return self.plan.with_number(self.prepared[body], self.shapes[body], number)
+
+    def replay(self, number: int) -> PreparedPrompts:
+        """The same requests, all with this number: those of one replay of a trace, by any number of processes."""
+        return replace(self, numbers=repeat(number))
 
 
 def prepare_prompts(
@@ -111,16 +117,35 @@ def prepare_prompts(
     """Encode the bodies of a shape. Prompts with a shared prefix have no salt, so that servers may share it. Raises
     `PromptError`."""
     salted = transport == "completions" and not shape.shared_prefix
+    prepared = plan.prepared(shape)
+    requests = tuple(_encoded(transport, model, plan, shape, ids, salted=salted) for ids in prepared)
+    return PreparedPrompts(requests, prepared, (shape,) * len(prepared), plan, salted, numbers)
+
+
+def prepare_trace(
+    transport: TokenTransport, model: str, plan: PromptPlan, trace: Trace, numbers: Iterator[int]
+) -> PreparedPrompts:
+    """Encode a body for every request of a trace. They have no salt, so that servers may share what has the same
+    hashes. Raises `PromptError`."""
+    shapes = tuple(request.shape for request in trace.requests())
+    for shape in set(shapes):
+        plan.require(shape)
+    prepared = tuple(plan.traced(place, request) for place, request in enumerate(trace.requests()))
+    requests = tuple(
+        _encoded(transport, model, plan, shape, ids, salted=False) for shape, ids in zip(shapes, prepared, strict=True)
+    )
+    return PreparedPrompts(requests, prepared, shapes, plan, False, numbers)
+
+
+def _encoded(
+    transport: TokenTransport, model: str, plan: PromptPlan, shape: PromptShape, ids: Ids, *, salted: bool
+) -> PreparedRequest:
     separator = b" " if plan.text else b","
     start, count = shape.shared_prefix, plan.varying(shape)
-    requests = []
-    prepared = plan.prepared(shape)
-    for ids in prepared:
-        before, after = plan.encode(ids[:start]), plan.encode(ids[start + count :])
-        pieces = (before + separator if before else b"", plan.patch(0, count), separator + after if after else b"")
-        salt = "0" * 2 * _SALT_BYTES if salted else None
-        requests.append(prompt_request(transport, model, pieces, shape.output_tokens, text=plan.text, salt=salt))
-    return PreparedPrompts(tuple(requests), prepared, shape, plan, salted, numbers)
+    before, after = plan.encode(ids[:start]), plan.encode(ids[start + count :])
+    pieces = (before + separator if before else b"", plan.patch(0, count), separator + after if after else b"")
+    salt = "0" * 2 * _SALT_BYTES if salted else None
+    return prompt_request(transport, model, pieces, shape.output_tokens, text=plan.text, salt=salt)
 
 
 # Answers

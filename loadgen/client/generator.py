@@ -307,7 +307,7 @@ def merge(command: Open, parts: Sequence[Contribution]) -> BlockOutcome:
 def _store(command: Open, parts: Sequence[Contribution], messages: list[str]) -> Samples:
     """Store all samples in the order in which they were sent, their errors numbered by `messages`, which grows by one
     for the failures of a lost process. A lost process has no streamed answers."""
-    path, streamed = Path(command.samples_path or ""), command.shape is not None
+    path, streamed = Path(command.samples_path or ""), command.streamed
     pieces = []
     rows: list[TokenRows] = []
     for part in parts:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from loadgen.client.endpoint import Signature
-from loadgen.experiment.prompts import PromptPlan, PromptShape
+from loadgen.experiment.prompts import PromptPlan, PromptShape, Trace
 from loadgen.experiment.schedule import Offsets, arrival_count, due_offsets_ns
 from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, Transport, WorkerRecord
 
@@ -72,6 +72,9 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
     """The length of all items; None: of any."""
     shape: PromptShape | None = None
     """Lengths of the prompts and answers of a language model, one of the shapes that were prepared."""
+    trace: Trace | None = None
+    """A trace that was prepared, whose requests are sent at its times; without a shape. `arrivals_seed` is then the
+    number of the replay, from which the first ids of all its prompts are made."""
     first_body: int = 0
     """The body to begin with: where inputs differ in length, no body should be the first of every block."""
     arrivals: Arrivals = "closed"
@@ -94,6 +97,11 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
     keep_seed: int = 0
     """Decides which answers are kept."""
 
+    @property
+    def streamed(self) -> bool:
+        """Whether the answers are streams of tokens."""
+        return self.shape is not None or self.trace is not None
+
     def settling_users(self, alone_s: float) -> int:
         """How many users may have their settling requests under way at the same time, so that each answer comes within
         the time limit of a request. `alone_s` is the time that one request takes alone."""
@@ -104,7 +112,10 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
         return CONNECT_SECONDS + SETTLING_FACTOR * self.concurrency * alone_s
 
     def due_offsets_ns(self) -> Offsets | None:
-        """The whole schedule of an open loop, of all workers; None for a closed one."""
+        """The whole schedule of an open loop, of all workers; None for a closed one. Raises `PromptError` for a trace
+        that cannot be read."""
+        if self.trace is not None:
+            return self.trace.due_offsets_ns()
         if self.arrivals == "closed" or self.rate_per_s is None:
             return None
         count = arrival_count(self.rate_per_s, self.requests, self.seconds, self.max_seconds)

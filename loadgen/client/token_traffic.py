@@ -69,11 +69,12 @@ class TokenTraffic(Traffic):
     def __init__(
         self, target: InferenceTarget, prompts: PreparedPrompts, writer: SampleWriter, samples: Path | None,
         *, timeout_s: float = 60.0, others: tuple[Request, ...] = (), answers: KeptAnswers | None = None,
-        first_body: int = 0,
+        first_body: int = 0, body_step: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(
-            target, prompts, 1, writer, timeout_s=timeout_s, others=others, answers=answers, first_body=first_body
-        )
+            target, prompts, 1, writer, timeout_s=timeout_s, others=others, answers=answers, first_body=first_body,
+            body_step=body_step,
+        )  # fmt: skip
         self._prompts = prompts
         self._samples = samples
         self._held: list[_HeldAnswer] = []
@@ -119,7 +120,7 @@ class TokenTraffic(Traffic):
             store_tokens(self._samples, TokenRows(events, np.array(self._rows, dtype=ANSWER_DTYPE)))
 
     def _judge(self, held: _HeldAnswer) -> None:
-        sent, asked = held.sent, self._prompts.shape.output_tokens
+        sent, asked = held.sent, self._prompts.shapes[held.sent.body].output_tokens
         answer = read_answer_stream(held.stream)
         fault = answer.fault(asked, held.failure, of_any_length=self._samples is None)
         if fault is None and not sent.measured:
@@ -147,7 +148,7 @@ class TokenTraffic(Traffic):
 
     def _row(self, answer: StreamedAnswer, sent: SentRequest) -> tuple[int, ...]:
         """The answer's row of `ANSWER_DTYPE`."""
-        shape = self._prompts.shape
+        shape = self._prompts.shapes[sent.body]
         flags = IDS if answer.has_ids else 0
         if answer.prompt_ids is not None:
             same = answer.prompt_ids == self._prompts.prompt(sent.body, sent.first).tolist()

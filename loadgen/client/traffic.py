@@ -261,7 +261,7 @@ class Traffic:
     def __init__(
         self, target: InferenceTarget, bodies: Bodies, batch_size: int, writer: SampleWriter,
         *, timeout_s: float = 60.0, others: tuple[Request, ...] = (), expected: ExpectedOutputs | None = None,
-        answers: KeptAnswers | None = None, first_body: int = 0,
+        answers: KeptAnswers | None = None, first_body: int = 0, body_step: int = 1,
     ) -> None:  # fmt: skip
         """`others` are further requests that a user may send. Without `expected` every answer with a good status is
         good."""
@@ -284,7 +284,7 @@ class Traffic:
         self.answers = answers or KeptAnswers(0, 0)
         self._bodies = bodies
         self._expected = expected
-        self._first_body = first_body
+        self._first_body, self._body_step = first_body, body_step
         self._request_numbers = count()
         self._sendable = (*self.requests, *others)
         self._memory = target.memory(self._sendable)
@@ -310,7 +310,7 @@ class Traffic:
         Raises `ConnectionRefused`, after recording it, when the server no longer accepts connections.
         """
         number = next(self._request_numbers)
-        body = (self._first_body + number) % len(self.requests)
+        body = (self._first_body + number * self._body_step) % len(self.requests)
         slot = self.answers.slot(number) if measured else None
         first, patches = self._bodies.patches(body)
         sent = SentRequest(number, slot, first, body, user, intended_ns, measured)

@@ -31,7 +31,7 @@ from gevent.queue import Queue
 
 from loadgen.client.bodies import choose_items, find_variation, fresh_numbers
 from loadgen.client.connection import ClientConnection, ConnectionRefused
-from loadgen.client.generation import PreparedPrompts, prepare_prompts
+from loadgen.client.generation import PreparedPrompts, prepare_prompts, prepare_trace
 from loadgen.client.inputs import InputError, read_inputs
 from loadgen.client.messages import (
     CONNECT_SECONDS,
@@ -50,14 +50,14 @@ from loadgen.client.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
 from loadgen.client.token_traffic import TokenTraffic
 from loadgen.client.traffic import Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
-from loadgen.experiment.prompts import SETTLING, PromptShape
+from loadgen.experiment.prompts import SETTLING, PromptShape, Trace
 from loadgen.records.samples import NS_PER_S, SampleWriter
 
 _FLUSH_SECONDS = 0.5
 
-BodyShape = tuple[int, int | None] | PromptShape
-"""The batch size of a body, and the length of all its items; None: of any. Of a language model the shape of a
-prompt."""
+BodyShape = tuple[int, int | None] | PromptShape | Trace
+"""The batch size of a body, and the length of all its items; None: of any. Of a language model the shape of a prompt,
+or a trace."""
 Prepared = Mapping[BodyShape, PreparedBodies | PreparedPrompts]
 
 _ALIVE_SECONDS = 1.0
@@ -85,7 +85,7 @@ class Block:
         )  # fmt: skip
         self._path = None if command.samples_path is None else Path(command.samples_path)
         self._users = range(command.first_user, command.first_user + command.concurrency)
-        self._settling = target.sendable(bodies[SETTLING if command.shape else (1, None)].requests[0])
+        self._settling = target.sendable(bodies[SETTLING if command.streamed else (1, None)].requests[0])
         """The request that every user has answered before the window."""
         with ExitStack() as undo:  # what was opened before something cannot be
             self._pacer = None if self._offsets_ns is None else Pacer(self.window)
@@ -94,11 +94,14 @@ class Block:
             self._writer = SampleWriter(self._path)
             undo.callback(self._writer.abandon)
             answers, others = KeptAnswers(command.keep_answers, command.keep_seed), (self._settling,)
-            chosen = bodies[command.shape or (command.batch_size, command.length)]
+            chosen = bodies[_key(command)]
             if isinstance(chosen, PreparedPrompts):
+                replayed = command.trace is not None
                 self._traffic: Traffic = TokenTraffic(
-                    target, chosen, self._writer, self._path, timeout_s=command.timeout_s, others=others,
-                    answers=answers, first_body=command.first_body,
+                    target, chosen.replay(command.arrivals_seed) if replayed else chosen, self._writer, self._path,
+                    timeout_s=command.timeout_s, others=others, answers=answers,
+                    first_body=command.part if replayed else command.first_body,
+                    body_step=command.parts if replayed else 1,
                 )  # fmt: skip
             else:
                 self._traffic = Traffic(
@@ -299,6 +302,11 @@ class Block:
             window.answered(fault is None, 0 if intended_ns is None else exchange.end_ns - intended_ns, claim)
 
 
+def _key(command: Open) -> BodyShape:
+    """Which of the prepared bodies a block sends."""
+    return command.trace or command.shape or (command.batch_size, command.length)
+
+
 class BlockRunner:
     """Carries out the commands: holds the prepared bodies and the block, if one is open."""
 
@@ -345,9 +353,12 @@ class BlockRunner:
         if transport not in ("completions", "generate_stream"):
             raise GeneratorError(f"prompts cannot be sent over {transport}; choose completions or generate_stream")
         model = command.signature.model
-        return {
+        bodies: dict[BodyShape, PreparedBodies | PreparedPrompts] = {
             shape: prepare_prompts(transport, model, plan, shape, self._numbers) for shape in {SETTLING, *plan.shapes}
         }
+        if plan.trace is not None:
+            bodies[plan.trace] = prepare_trace(transport, model, plan, plan.trace, self._numbers)
+        return bodies
 
     def _bodies(self, command: Prepare) -> Prepared:
         inputs, signature = read_inputs(Path(command.samples_directory), command.payload), command.signature
@@ -363,7 +374,7 @@ class BlockRunner:
         prepared, bodies = self._prepared.get(command.key, (None, {}))
         if prepared is not None and command.shape is not None and command.shape not in bodies:
             raise GeneratorError(f"no prompts of {command.shape.prompt_tokens} tokens are prepared for such answers")
-        if prepared is None or (command.shape or (command.batch_size, command.length)) not in bodies:
+        if prepared is None or _key(command) not in bodies:
             of_length = "" if command.length is None else f" and length {command.length}"
             raise GeneratorError(f"no bodies of batch size {command.batch_size}{of_length} are prepared")
         if command.counts is not None and self._counts is None:

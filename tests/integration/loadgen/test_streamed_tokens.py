@@ -18,7 +18,7 @@ from loadgen.client.outputs import AnswerError
 from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.traffic import unpacked
 from loadgen.client.transports import InferenceTarget
-from loadgen.experiment.prompts import PromptPlan, PromptShape
+from loadgen.experiment.prompts import PromptPlan, PromptShape, Trace
 from loadgen.records.run import TOKEN_TRANSPORTS, Transport
 from loadgen.records.samples import Samples, good, read_samples
 from loadgen.records.tokens import (
@@ -253,6 +253,34 @@ def test_a_stream_that_stands_still_ends_with_its_time_limit(streams: Streams) -
     failed = samples[samples["error"] >= 0]
     assert ((failed["end_ns"] - failed["send_ns"]) / 1e9 < 1.9).all()
     assert (rows.answers["output_tokens"][samples["error"] < 0] == 16).all()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_trace_is_replayed_with_its_times_and_lengths(streams: Streams, tmp_path: Path, processes: int) -> None:
+    lengths = [(600, 9), (40, 5), (600, 3), (700, 4), (8, 8), (513, 2)]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(
+        f'{{"timestamp": {50 * place}, "input_length": {prompt}, "output_length": {answer}, "hash_ids": [1, 2]}}\n'
+        for place, (prompt, answer) in enumerate(lengths)
+    ))  # fmt: skip
+    trace = Trace(str(path), 10.0)
+    plan = PromptPlan(low=3, high=4095, seed=7, trace=trace)
+    several = GeneratorProcess(tmp_path / "replay.log", processes=processes)
+    try:
+        outcome, samples, rows = streams.block(
+            "--step-ms 0.5 --first-ms 1 --cache-prefix 40", "completions", plan, several, shape=None, trace=trace,
+            concurrency=6, arrivals_seed=11, rate_per_s=None, arrivals="poisson",
+        )  # fmt: skip
+    finally:
+        several.stop()
+    assert (outcome.errors, outcome.offered, outcome.cut_reason) == (0, 6, None)
+    order = np.argsort(samples["intended_ns"])
+    assert np.diff(samples["intended_ns"][order]).tolist() == [50_000_000] * 5
+    answers = rows.answers[order]
+    assert list(zip(answers["prompt_asked"].tolist(), answers["output_tokens"].tolist(), strict=True)) == lengths
+    assert not (answers["flags"] & ECHO_DIFFERS).any()
+    shared = answers["cached_tokens"] > 0
+    assert shared.tolist() == [False, True, True, True, False, True], "prompts of 40 tokens and more begin alike"
 
 
 def test_a_block_needs_prepared_prompts(streams: Streams) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.client.connection import Address, assemble
-from loadgen.client.generation import for_stream, prepare_prompts
-from loadgen.experiment.prompts import PromptError, PromptPlan, PromptShape
+from loadgen.client.generation import for_stream, prepare_prompts, prepare_trace
+from loadgen.experiment.prompts import PromptError, PromptPlan, PromptShape, Trace
 from loadgen.records.run import TOKEN_TRANSPORTS, TokenTransport
 
 PLAN = PromptPlan(low=3, high=1023, seed=11)
@@ -79,3 +80,55 @@ def test_prompts_that_cannot_differ_are_refused() -> None:
     with pytest.raises(PromptError, match="leaves nothing of a prompt of 16 that differs"):
         PLAN.prepared(PromptShape(16, 4, 16))
     assert PLAN.prepared(PromptShape(16, 4, 15))[0].shape == (16,)
+
+
+def traced(folder: Path, *lines: object, seconds: float = 60.0) -> Trace:
+    path = folder / "trace.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return Trace(str(path), seconds)
+
+
+def line(timestamp: float, prompt: int, answer: int, *hashes: int) -> dict[str, object]:
+    return {"timestamp": timestamp, "input_length": prompt, "output_length": answer, "hash_ids": list(hashes)}
+
+
+def test_a_trace_shares_what_has_the_same_hashes(tmp_path: Path) -> None:
+    trace = traced(
+        tmp_path, line(9000, 1100, 7, 1, 2, 3), line(27_500, 700, 5, 1, 4), line(10_000, 1030, 6, 1, 2, 5), "",
+        line(10_001, 3, 2), line(99_000, 4, 4),
+    )  # fmt: skip
+    assert trace.due_offsets_ns().tolist() == [0, 1_000_000_000, 1_001_000_000, 18_500_000_000]
+    prompts = prepare_trace("completions", "m", PLAN, trace, iter(())).replay(77)
+    assert [shape.prompt_tokens for shape in prompts.shapes] == [1100, 1030, 3, 700]
+    sent = []
+    for body, request in enumerate(prompts.requests):
+        number, patches = prompts.patches(body)
+        document = json.loads(b"".join(assemble(b"", request.pieces, patches)))
+        assert document["prompt"] == prompts.prompt(body, number).tolist()
+        assert document["max_tokens"] == prompts.shapes[body].output_tokens
+        assert "cache_salt" not in document
+        sent.append(document["prompt"])
+    first, second, short, last = sent
+    assert first[:1024] == second[:1024] != last[:1024]
+    assert first[:512] == last[:512]
+    assert first[1024:1030] != second[1024:1030]
+    assert len(short) == 3
+    again = prepare_trace("completions", "m", PLAN, trace, iter(())).replay(78)
+    assert again.prompt(0, 78)[0] != first[0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (["{}"], r"line 1: Object missing required field `timestamp`"),
+        ([line(0, 4, 4), "nonsense"], r"line 2: JSON is malformed"),
+        ([line(0, 0, 4)], r"line 1: Expected `int` >= 1"),
+        ([line(0, 4, 4)], r"fewer than two requests in its first 60 s"),
+        ([line(0, 2**20, 4)] * 17, r"have 17,825,792 prompt tokens, more than the limit of 16,777,216; replay less"),
+    ],
+)
+def test_a_trace_that_cannot_be_replayed_is_refused(tmp_path: Path, lines: list[object], sentence: str) -> None:
+    with pytest.raises(PromptError, match=sentence):
+        traced(tmp_path, *lines).requests()
+    with pytest.raises(PromptError, match="nowhere cannot be read: "):
+        Trace("/nowhere", 60.0).requests()
