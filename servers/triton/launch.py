@@ -319,8 +319,12 @@ def prepare_language(
         *(["--pinned-memory-pool-byte-size=0"] if generation.device == "cpu" else []),
         f"--backend-config=python,shm-default-byte-size={LANGUAGE_REGION_BYTES}",
     ]
+    shared = _shared_fields(settings, installation, repository, more)
+    if generation.device == "cpu":
+        # A step is short: threads that spin between its operators take the cores of tritonserver and the clients.
+        shared["env"] |= wait_policy(settings.spinning == "on")
     return LaunchPlan(
-        **_shared_fields(settings, installation, repository, more),
+        **shared,
         model=model.name,
         title=f"{installation.title}, {backend} backend, {how}",
         max_batch_size=None,
