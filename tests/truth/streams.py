@@ -58,13 +58,18 @@ def planted_streams(arms: Sequence[str]) -> Iterator[list[str]]:
 def compare_streams(out: Path, arms: Sequence[str], *workloads: Workload, margin: float = 0.05) -> Result:
     """One comparison of planted streams; the first is the baseline, a."""
     with planted_streams(arms) as urls:
-        experiment = Experiment(
-            arms=tuple(ArmRequest(label=label, target=url) for label, url in zip("abcdefgh", urls, strict=False)),
-            model="language:planted", weights="planted", payload="tokens", transport="completions",
-            workloads=workloads, preset="smoke", seed=3, equivalence_margin=margin, threads=0,
-        )  # fmt: skip
-        run_experiment(experiment, out, RunProgress(), abserve=REFERENCE)
+        run_streams(out, urls, *workloads, margin=margin)
     return analyse(out)
+
+
+def run_streams(out: Path, urls: Sequence[str], *workloads: Workload, margin: float = 0.05) -> None:
+    """Run one comparison of the planted streams at these URLs."""
+    experiment = Experiment(
+        arms=tuple(ArmRequest(label=label, target=url) for label, url in zip("abcdefgh", urls, strict=False)),
+        model="language:planted", weights="planted", payload="tokens", transport="completions",
+        workloads=workloads, preset="smoke", seed=3, equivalence_margin=margin, threads=0,
+    )  # fmt: skip
+    run_experiment(experiment, out, RunProgress(), abserve=REFERENCE)
 
 
 def value(result: Result, metric: str, label: str, workload: str | None = None) -> float:
