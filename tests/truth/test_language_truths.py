@@ -177,14 +177,14 @@ def limit_generator(samples: Path, core: int, ended: threading.Event) -> None:
 
 @pytest.mark.slow
 def test_a_load_generator_without_a_core_has_no_winner(tmp_path: Path) -> None:
-    """Eight programs that never rest share the generator's only core."""
+    """Three programs that never rest share the generator's only core."""
     core, ended = min(os.sched_getaffinity(0)), threading.Event()
     rests_never = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
-    busy = [subprocess.Popen([sys.executable, "-c", rests_never]) for _ in range(8)]
+    busy = [subprocess.Popen([sys.executable, "-c", rests_never]) for _ in range(3)]
     limiter = threading.Thread(target=limit_generator, args=(tmp_path / "run" / "samples", core, ended))
     limiter.start()
     try:
-        result = compare_streams(tmp_path / "run", ["--step-ms 4", "--step-ms 4"], users(8, 16, 2))
+        result = compare_streams(tmp_path / "run", ["--step-ms 2", "--step-ms 2"], users(16, 64, 2))
     finally:
         ended.set()
         limiter.join()
