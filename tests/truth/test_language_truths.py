@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from loadgen.probes.tokens_analysis import TokensFound
 from loadgen.records.run import TokenLimits
 from loadgen.verdict.result import Result
 from tests.truth.streams import compare_streams, failed, poisson, users, value, winner_of
@@ -90,14 +91,15 @@ def test_a_chunk_without_tokens_is_no_first_token(timed: Result) -> None:
 
 
 def test_the_worst_gap_finds_stalls_that_the_typical_pace_hides(timed: Result) -> None:
-    assert value(timed, "worst_gap_p90", "h") > 290.0
-    assert value(timed, "worst_gap_p90", "a") < 100.0
+    worst = {total.label: total.worst_gap_ms or 0.0 for total in timed.of(TokensFound).totals}
+    assert worst["h"] > 290.0
+    assert worst["a"] < 200.0
     assert value(timed, "tpot_p50", "h") == pytest.approx(value(timed, "tpot_p50", "a"), abs=BUSY_MS)
     assert "of H stalled" in failed(timed, "stalled_answers").detail
 
 
 def test_all_of_these_are_valid(timed: Result) -> None:
-    busy = ("generator_cpu", "other_processes", "warm_up")
+    busy = ("generator_cpu", "generator_scheduled", "other_processes", "warm_up")
     against = [made for made in timed.checks if made.severity == "invalidates" and made.ok is not True]
     assert [made.detail for made in against if made.name not in busy] == []
 
