@@ -160,9 +160,9 @@ class TritonForward(SlotForward):
         sizes = [StepSize(rows, chunk) for rows in self._row_buckets for chunk in self._chunks]
         sizes.append(StepSize(1, self._largest_chunk))
         pool = torch.cuda.graph_pool_handle() if self._graphs_wanted else None
-        self._integers.zero_()
         for size in sorted(set(sizes), key=lambda size: size.tokens, reverse=True):
             forms = [False, True] if self.can_fuse and not size.chunk and size.rows <= MOST_FUSED_ROWS else [False]
+            self._integers.zero_()  # the parts of another size stand in other places
             host = _StepIntegers.of(self._integers, size)
             host.positions.fill_(min(512, self.max_length - 1))
             timed = [(*self._capture(size, fused, pool), fused) for fused in forms]
