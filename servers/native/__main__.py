@@ -55,10 +55,13 @@ def main() -> int:
 
 def _serve_language(requested: NativeSettings) -> int:
     from servers.cli.launch import bind
+    from servers.engines.processors import wait_policy
+    from servers.engines.settings import parse_spinning
     from servers.language.specification import language_model
 
     model = language_model(requested.model, requested.weights)
     settings = requested.resolved_for(model)
+    os.environ.update(wait_policy(parse_spinning(settings.spinning)))
     listener = bind(settings.host, settings.http_port)
 
     from servers.native.generation_server import ServedLanguageModel, serve_language

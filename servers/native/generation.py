@@ -242,6 +242,7 @@ class GenerationService(ModelService):
             "precision": description.precision,
             "device": description.device,
             "weights": description.weights,
+            "spinning": description.spinning or "",
             "model": self.label,
             **{
                 name: _as_text(value)

@@ -19,6 +19,7 @@ import msgspec
 import structlog
 
 from servers.engines.interface import EngineDescription
+from servers.engines.processors import openmp_spinning
 from servers.engines.settings import EngineError
 from servers.language.engine import Emission, GeneratingEngine, GenerationRequest
 from servers.native.engine_process import READ_BYTES, FrontEndChannel
@@ -316,6 +317,7 @@ def describe(engine: GeneratingEngine) -> EngineDescription:
         max_batch_size=engine.slots,
         weights=str(settings.get("weights", "")),
         details=msgspec.to_builtins(details, enc_hook=str),
+        spinning=openmp_spinning(int(str(threads))) if threads is not None and device == "cpu" else None,
     )
 
 

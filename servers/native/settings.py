@@ -21,7 +21,7 @@ from servers.models.registry import DEFAULT_MODEL
 from servers.models.specification import ModelSpecification, choose_from
 
 TENSORS_ONLY = (
-    *("payloads", "mode", "spinning", "max_queue_delay_us", "pad_to", "queue_timeout_us"),
+    *("payloads", "mode", "max_queue_delay_us", "pad_to", "queue_timeout_us"),
     *("max_json_bytes", "decode_threads", "max_image_pixels", "allow_shared_memory", "allow_model_control"),
     "added_delay_ms",
 )
@@ -74,7 +74,9 @@ class NativeSettings(GeneratingOptions):
         description="Intra-op threads on the CPU, for each engine process; 0: all cores that the server may use, "
         "divided between them.",
     )
-    spinning: Literal["auto", "on", "off"] = Field("auto", title="Engine", description=defaults.SPINNING)
+    spinning: Literal["auto", "on", "off"] = Field(
+        "auto", title="Engine", description=f"{defaults.SPINNING} Of a language model, auto is off."
+    )
     artefact: Annotated[Path | None, OptionTraits(offered=False)] = Field(
         None, title="Engine", description="The file of the model's own inputs, for engines that execute one."
     )
@@ -227,6 +229,9 @@ class NativeSettings(GeneratingOptions):
                 "precision": generation_precision(self.precision, device),
                 "fronts": fronts if self.fronts is None else self.fronts,
                 "grpc_port": 0,
+                # A step is hundreds of operators of some microseconds: on a core that another program has, threads that
+                # spin for each of them cost 18 times the step (measured).
+                "spinning": "off" if self.spinning == "auto" else self.spinning,
                 "max_batch_size": self.slots or DEFAULT_SLOTS,
             }
         )

@@ -136,6 +136,7 @@ def test_tritonclient_finds_what_it_asks_for(tiny: Server) -> None:
     assert config["model_transaction_policy"] == {"decoupled": True}
     parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
     assert (parameters["engine"], parameters["slots"], parameters["max_length"]) == ("slots", "4", "64")
+    assert parameters["spinning"] == "off"
     assert len(parameters["weights_sha256"]) == 64
     assert client.get_inference_statistics("tiny")["model_stats"][0]["name"] == "tiny"
     client.close()
