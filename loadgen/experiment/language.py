@@ -14,6 +14,7 @@ from functools import partial
 import msgspec
 
 from loadgen.experiment.plan import PRESETS, PlanError, base_workload, unique_names
+from loadgen.experiment.prompts import SETTLING
 from loadgen.experiment.schedule import warm_up_users
 from loadgen.experiment.settings import LANGUAGE_USERS, SMOKE_BATCH_SIZES, ExperimentSettings, read_limits
 from loadgen.records.run import (
@@ -27,6 +28,7 @@ from loadgen.records.run import (
     option_of,
     shown,
 )
+from loadgen.stats.percentiles import queries_needed
 
 SPOKEN: Mapping[str, tuple[TokenTransport, ...]] = {
     "native": TOKEN_TRANSPORTS,
@@ -49,8 +51,10 @@ RATE_SHARES = (0.5, 0.8)
 """Rates of the open loop as shares of the slowest arm's rate, where --rates names none."""
 SHARED_SHARE = 0.75
 """The part of each prompt that all prompts have in common in the scenario shared-prefix."""
+GOOD_SHARE = 0.9
+"""The share of answers that must be good at the rate that the scenario goodput searches for."""
 BLOCK_FACTOR = 3.0
-"""Answers of many tokens take longer than those of other models, so that blocks do too."""
+"""The shortest block lasts so many times the preset's, since an answer of many tokens takes long."""
 _MEANT_FOR_TENSORS = (
     ("payload", "a language model gets prompts as token ids"),
     ("inputs", "abserve makes the prompts; set their length with --prompt-tokens"),
@@ -209,7 +213,13 @@ def token_workloads(
     if "goodput" in scenarios:
         if limits is None:
             raise PlanError("the scenario goodput needs --limits, as in --limits ttft=200ms,tpot=50ms")
-        raise PlanError("the search for goodput does not exist yet; use --scenarios open with --limits")
+        workloads.append(
+            like(
+                "goodput", several, concurrency=settings.connections, arrivals="poisson",
+                requests=queries_needed(preset.late_answers, GOOD_SHARE), seconds=preset.trial_seconds,
+                max_seconds=preset.longest_trial_seconds, rounds=settings.rounds or preset.search_rounds,
+            )
+        )  # fmt: skip
     return unique_names(workloads)
 
 
@@ -240,8 +250,9 @@ def measurable_language_scenarios(settings: ExperimentSettings, arms: Sequence[A
 
 
 def longest_answer(workloads: Sequence[Workload]) -> int:
-    """The most tokens of a prompt and its answer together."""
-    return max(((w.prompt_tokens or 0) + (w.output_tokens or 0) for w in workloads), default=0)
+    """The most tokens of a prompt and its answer together, also of the small request before a block."""
+    least = SETTLING.prompt_tokens + SETTLING.output_tokens
+    return max([least, *((load.prompt_tokens or 0) + (load.output_tokens or 0) for load in workloads)])
 
 
 def most_users(workloads: Sequence[Workload]) -> int:

@@ -412,7 +412,8 @@ def make_workloads(
 
 
 def base_workload(settings: ExperimentSettings, *, gpu: bool = False, factor: float = 1.0) -> Workload:
-    """The workload of one user, from which the others are made; its blocks last `factor` times the preset's."""
+    """The workload of one user, from which the others are made; its blocks last at least `factor` times the
+    preset's least time."""
     preset = PRESETS[settings.preset]
     seconds, rounds, requests = factor * preset.seconds, settings.rounds or least_rounds(settings), 1
     if gpu:
@@ -428,7 +429,7 @@ def base_workload(settings: ExperimentSettings, *, gpu: bool = False, factor: fl
         concurrency=1,
         requests=requests,
         seconds=seconds,
-        max_seconds=max(factor * preset.max_seconds, 2.0 * seconds),
+        max_seconds=max(preset.max_seconds, 2.0 * seconds),
         rounds=rounds,
     )
 

@@ -128,7 +128,7 @@ def schedule(experiment: Experiment) -> tuple[ScheduledBlock, ...]:
 
 def search_schedule(experiment: Experiment) -> tuple[ScheduledBlock, ...]:
     """All searches and ramps, in order: each entry is one of them on one arm, with as many trials as it takes."""
-    searches = [workload for workload in experiment.workloads if workload.scenario in ("slo", "ramp")]
+    searches = [workload for workload in experiment.workloads if workload.is_search or workload.scenario == "ramp"]
     return interleave(searches, experiment.labels, experiment.seed, experiment.restarts)
 
 

@@ -21,6 +21,13 @@ ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", 
 """The order in which outcomes are listed."""
 
 
+_NAMED_LOADS = {
+    "long-prompt": "with long prompts",
+    "long-answer": "with long answers",
+    "shared-prefix": "with a shared prefix",
+}
+
+
 def place(workload: Workload) -> str:
     """A workload inside a sentence: "at concurrency 16", "at 50 requests/s"."""
     return _at_load(workload) + _at_length(workload)
@@ -35,6 +42,10 @@ def _at_load(workload: Workload) -> str:
         return f"within p99 ≤ {workload.latency_bound_ms:g} ms"
     if workload.scenario == "ramp":
         return "at saturation"
+    if workload.scenario == "goodput":
+        return f"within {workload.limits}"
+    if (named := _NAMED_LOADS.get(workload.scenario)) is not None:
+        return named
     if workload.is_open:
         return f"at {workload.rate_per_s or 0.0:g} requests/s"
     if workload.scenario == "batched":
@@ -59,7 +70,7 @@ def weight(workload: Workload) -> tuple[int, int, int]:
     """Sorts workloads by load: closed loops by concurrency, before open loops by rate. Searches, ramps and cold starts
     come last, because they say nothing about the cause of a difference."""
     length = workload.sequence_length or 0
-    if workload.scenario in ("slo", "ramp", "cold-start"):
+    if workload.is_search or workload.scenario in ("ramp", "cold-start"):
         return (0, 0, length)
     return (
         (0, round(workload.rate_per_s), length)

@@ -515,6 +515,8 @@ def causes_note(result: Result) -> str:
     if not any(summary.latency.samples for summary in result.summaries):
         return "No request was measured under load, so there is nothing to explain."
     why = "the run ended before its ablations" if result.experiment.explain else "no ablation was run; add `--explain`"
+    if result.experiment.is_language:
+        why = "there are no ablations of language models"
     if any(arm and not arm.contradictions for breakdown in result.stages for arm in breakdown.sides):
         return f"The latency breakdown shows in which stage the time is spent, but does not prove a cause: {why}."
     return f"No server reports stages that add up, so where a request spends its time is not known, and {why}."
@@ -524,7 +526,8 @@ def explain_command(result: Result) -> str:
     """The command that would find the causes; empty where it was run or there is nothing to explain."""
     command = result.environment.command if result.environment else ""
     measured = any(summary.latency.samples for summary in result.summaries)
-    if result.of(CausesFound).workloads or result.experiment.explain or not measured or not command:
+    asked = result.of(CausesFound).workloads or result.experiment.explain or result.experiment.is_language
+    if asked or not measured or not command:
         return ""
     return f"{command} --explain"
 

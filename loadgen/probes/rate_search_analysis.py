@@ -29,7 +29,7 @@ from typing import Literal
 
 from loadgen.experiment.schedule import RATE_LIMIT_PER_S
 from loadgen.metrics.facts import Facts
-from loadgen.metrics.registry import SATURATION, SLO_RATE
+from loadgen.metrics.registry import GOODPUT_RATE, SATURATION, SLO_RATE
 from loadgen.records.run import Figure, Found, Label, Record, Workload
 from loadgen.records.samples import NS_PER_S
 
@@ -114,6 +114,8 @@ class RateFound(Record, frozen=True, kw_only=True):
     trials: int
     seconds: float
     """Time under load."""
+    metric: str = SLO_RATE.name
+    """The metric that it measures."""
 
 
 class RampRung(Record, frozen=True, kw_only=True):
@@ -158,7 +160,7 @@ class RatesFound(Found, frozen=True, kw_only=True):
         """The rates and the saturations that were found."""
         return [
             *(
-                Figure(SLO_RATE.name, rate.workload, rate.label, rate.round, rate.restart, rate.rate_per_s)
+                Figure(rate.metric, rate.workload, rate.label, rate.round, rate.restart, rate.rate_per_s)
                 for rate in self.rates
             ),
             *(
@@ -263,7 +265,7 @@ def analyse(facts: Facts) -> RatesFound:
 def find_rates(workloads: Sequence[Workload], trials: Sequence[Trial]) -> tuple[RateFound, ...]:
     """Find one result per search, in the order in which they began, finished or not."""
     return tuple(
-        _rate(workload, run) for workload in workloads if workload.scenario == "slo" for run in _runs(workload, trials)
+        _rate(workload, run) for workload in workloads if workload.is_search for run in _runs(workload, trials)
     )
 
 
@@ -297,6 +299,7 @@ def _rate(workload: Workload, trials: list[Trial]) -> RateFound:
         restart=first.restart,
         label=first.label,
         bound_ms=workload.latency_bound_ms or 0.0,
+        metric=GOODPUT_RATE.name if workload.scenario == "goodput" else SLO_RATE.name,
         rate_per_s=search.held if search.ended is not None else None,
         failed_rate_per_s=search.failed,
         ended=search.ended,

@@ -232,6 +232,11 @@ class Workload(Record, frozen=True, kw_only=True):
         return self.scenario not in ("cold-start", "slo", "ramp", "goodput")
 
     @property
+    def is_search(self) -> bool:
+        """Whether it searches for the highest rate that holds a bound, or the limits of good answers."""
+        return self.scenario in ("slo", "goodput")
+
+    @property
     def is_open(self) -> bool:
         """Whether requests fall due by a schedule, so that latency is measured instead of throughput."""
         return self.arrivals != "closed"

@@ -161,7 +161,7 @@ class Forecast:
         self.searches_s = sum(
             arms * workload.rounds * _TRIALS * 2 * workload.seconds
             for workload in experiment.workloads
-            if workload.scenario in ("slo", "ramp")
+            if workload.is_search or workload.scenario == "ramp"
         )
         """The remaining searches and ramps."""
         self._labels = experiment.labels

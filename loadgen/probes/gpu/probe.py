@@ -14,6 +14,7 @@ import msgspec
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
+from loadgen.experiment.prompts import SETTLING
 from loadgen.experiment.schedule import ScheduledBlock, has_load
 from loadgen.probes.gpu.analysis import ControlRun, GpuFound, analyse, assess_run
 from loadgen.probes.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding, ReadingsError
@@ -127,9 +128,12 @@ def control_request(request: ArmRequest) -> ArmRequest:
 
 
 def control_workload(experiment: Experiment) -> Workload:
-    """The smallest request of the run, sent one after the other."""
+    """The smallest request of the run, sent one after the other; for a language model, which may be slow on a CPU, the
+    small prompt that is also sent before each block."""
     batch_size = min(workload.batch_size for workload in experiment.workloads if workload.has_blocks)
     return Workload(
+        prompt_tokens=SETTLING.prompt_tokens if experiment.is_language else None,
+        output_tokens=SETTLING.output_tokens if experiment.is_language else None,
         scenario="single" if batch_size == 1 else "batched",
         batch_size=batch_size,
         concurrency=1,

@@ -49,7 +49,7 @@ def generator_cpu(facts: Facts) -> Iterator[Judgement]:
             load.workload, shares, max(shares, default=0.0) > BUSY, "at most, in one process" if several else "at most"
         )
     for workload in facts.run.experiment.workloads:
-        if workload.scenario in ("slo", "ramp"):
+        if workload.is_search or workload.scenario == "ramp":
             yield _busy_in_search(facts, workload)
 
 
@@ -106,7 +106,7 @@ def generator_ceiling(facts: Facts) -> Iterator[Judgement]:
             continue
         yield _ceiling(facts, load.workload, [(summary.label, summary.throughput_per_s) for summary in load.summaries])
     for workload in facts.run.experiment.workloads:
-        if workload.scenario in ("slo", "ramp"):
+        if workload.is_search or workload.scenario == "ramp":
             rates = [(rate.label, rate.rate_per_s) for rate in searches.rates if rate.workload == workload.name]
             best = [(ramp.label, ramp.saturation_per_s) for ramp in searches.ramps if ramp.workload == workload.name]
             yield _ceiling(facts, workload, rates + best)
@@ -212,7 +212,7 @@ def connections_free(facts: Facts) -> Iterator[Judgement]:
         if load.workload.is_open:
             yield _waits_in_load(load)
     for workload in facts.run.experiment.workloads:
-        if workload.scenario == "slo":
+        if workload.is_search:
             yield _waits_in_search(facts, workload)
 
 

@@ -518,7 +518,7 @@ def searches_ended(facts: Facts) -> Iterator[Judgement]:
     """Judge each search. If no rate holds the bound, or every rate does, there is no rate to compare."""
     searches = facts.of(RatesFound)
     for workload in facts.run.experiment.workloads:
-        if workload.scenario == "slo":
+        if workload.is_search:
             rates = [rate for rate in searches.rates if rate.workload == workload.name]
             done, what = sum(rate.ended == "found" for rate in rates), "searches found a rate"
             notes = [

@@ -98,6 +98,21 @@ def test_rates_of_an_open_loop_come_from_the_slower_arm(tmp_path: Path, planted:
     assert rates[0.8] / rates[0.5] == pytest.approx(1.6, rel=0.02)
 
 
+@pytest.mark.slow
+def test_the_goodput_rate_is_what_the_connections_carry(tmp_path: Path, planted: Callable[..., str]) -> None:
+    """An answer takes 9 ms on A and 37 ms on B, so two connections carry 54 answers a second of B; above that requests
+    wait, and the wait counts."""
+    status, output = compare(
+        tmp_path, "--a", planted(), "--b", planted("--first-ms 30"), "--scenarios", "goodput",
+        "--limits", "ttft=150ms", "--rounds", "1", "--connections", "2",
+    )  # fmt: skip
+    assert record(tmp_path, "run.json")["state"] == "finished", (status, output)
+    rates = {rate["label"]: rate for rate in record(tmp_path, "result.json")["studies"]["rate_search"]["rates"]}
+    assert {rate["metric"] for rate in rates.values()} == {"goodput_rate"}
+    assert 10.0 < rates["b"]["rate_per_s"] < 75.0
+    assert rates["b"]["rate_per_s"] < rates["a"]["rate_per_s"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -63,6 +63,13 @@ def test_rates_of_open_loops_follow_from_the_slowest_arm() -> None:
     assert [workload.name for workload in given] == ["poisson(2/s)", "poisson(5/s)"]
 
 
+def test_goodput_is_searched_within_the_limits() -> None:
+    [search] = token_workloads(settings_of(scenarios="goodput", preset="smoke", limits="ttft=200ms"))
+    assert (search.name, search.requests, search.is_search) == ("goodput(ttft=200ms)", 44, True)
+    with pytest.raises(PlanError, match="the scenario goodput needs --limits"):
+        token_workloads(settings_of(scenarios="goodput"))
+
+
 def test_limits_are_written_one_way() -> None:
     assert read_limits(" gap=1s, ttft=200 ms,tpot=12.5ms") == TokenLimits(ttft_ms=200.0, tpot_ms=12.5, gap_ms=1000.0)
     assert settings_of(limits={"tpot": "50ms", "ttft": "0.2s"}).limits == "ttft=200ms,tpot=50ms"
