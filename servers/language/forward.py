@@ -216,7 +216,7 @@ class TorchForward(SlotForward):
             piece_mask = self._piece_mask(piece, layer.window).repeat(shape.group, 1)
             sinks = None if layer.sinks is None else layer.sinks.repeat_interleave(count)
             mixed = self._mix(grouped, keys[slot, :, :live], values[slot, :, :live], piece_mask, sinks)
-            mixed = mixed.view(shape.heads, count, shape.head_size).transpose(0, 1)
+            mixed = mixed.reshape(shape.heads, count, shape.head_size).transpose(0, 1)
             parts.append(mixed.reshape(count, shape.query_size))
             begin += count
         return parts[0] if len(parts) == 1 else torch.cat(parts)

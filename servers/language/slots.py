@@ -141,12 +141,18 @@ class SlotsEngine:
 
     def _make_forward(self, weights: DecoderWeights) -> SlotForward:
         try:
-            if self._device.type == "cuda" and self._settings.graphs and not weights.shape.experts:
-                from servers.language.triton_forward import TritonForward  # imports Triton
+            if self._device.type == "cuda" and self._settings.graphs:
+                from servers.language.triton_forward import TritonForward
 
                 return TritonForward(weights, self.slots, self.max_length, self._chunk, self._chunk * ALONE)
             return TorchForward(weights, self.slots, self.max_length)
-        except (torch.OutOfMemoryError, RuntimeError) as exc:
+        except ImportError as exc:
+            raise EngineError(
+                "the slots engine needs Triton on a GPU, which comes with torch; use --no-graphs"
+            ) from exc
+        except RuntimeError as exc:  # torch's error of a full GPU is one
+            if "memory" not in str(exc):
+                raise
             raise EngineError(
                 f"there is no memory for {self.slots} slots of {self.max_length} tokens; use fewer --slots or a "
                 "smaller --max-length"

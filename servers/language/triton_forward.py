@@ -162,9 +162,8 @@ class TritonForward(SlotForward):
         pool = torch.cuda.graph_pool_handle() if self._graphs_wanted else None
         for size in sorted(set(sizes), key=lambda size: size.tokens, reverse=True):
             forms = [False, True] if self.can_fuse and not size.chunk and size.rows <= MOST_FUSED_ROWS else [False]
-            self._integers.zero_()  # the parts of another size stand in other places
-            host = _StepIntegers.of(self._integers, size)
-            host.positions.fill_(min(512, self.max_length - 1))
+            self._integers.zero_()  # sizes divide the array differently: a position of one is a slot of another
+            _StepIntegers.of(self._integers, size).positions.fill_(min(512, self.max_length - 1))
             timed = [(*self._capture(size, fused, pool), fused) for fused in forms]
             _, graph, fused = min(timed, key=lambda form: form[0])
             if graph is not None:
@@ -287,6 +286,9 @@ class TritonForward(SlotForward):
         if size.chunk:
             self._prompt_attention(index, layer, size, arrays)
         _add_product(hidden, self._mixed[:tokens], layer.out)
+        if shape.experts:
+            self._experts(hidden, self._norm(hidden, layer.norm_2), layer)
+            return
         inner = self._inner[:tokens]
         _product(self._norm(hidden, layer.norm_2), layer.up, inner)
         if shape.activation == "silu":
@@ -297,6 +299,27 @@ class TritonForward(SlotForward):
         else:
             active = functional.gelu(inner, approximate=shape.activation)
         _add_product(hidden, active, layer.down)
+
+    def _experts(self, hidden: Tensor, normal: Tensor, layer: LayerWeights) -> None:
+        """Add every expert's answer to each token times its share, most of which are 0.
+
+        A graph cannot depend on which experts are chosen. Sixteen tokens choose nearly all of them anyway; few tokens
+        read more weights than they need.
+        """
+        shape, router, up_bias, down_bias = self.weights.shape, layer.router, layer.up.bias, layer.down.bias
+        assert router is not None
+        assert router.bias is not None
+        assert up_bias is not None
+        assert down_bias is not None
+        logits = torch.addmm(router.bias, normal, router.weight.t())
+        largest, chosen = logits.topk(shape.chosen_experts, -1)
+        shares = torch.zeros_like(logits).scatter_(1, chosen, largest.softmax(-1))
+        inner = torch.baddbmm(up_bias[:, None], normal.expand(shape.experts, -1, -1), layer.up.weight)
+        gate = inner[..., ::2].clamp(max=shape.swiglu_limit)
+        up = inner[..., 1::2].clamp(-shape.swiglu_limit, shape.swiglu_limit)
+        mixed = (up + 1) * gate * torch.sigmoid(gate * shape.swiglu_alpha)
+        answers = torch.baddbmm(down_bias[:, None], mixed, layer.down.weight)
+        hidden += (answers * shares.t()[:, :, None]).sum(0)
 
     def _norm(self, hidden: Tensor, norm: Affine) -> Tensor:
         shape = self.weights.shape

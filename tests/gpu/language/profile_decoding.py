@@ -18,7 +18,7 @@ from servers.language.decoder import decoder_weights
 from servers.language.forward import StepPlan
 from servers.language.module import build_module
 from servers.language.specification import language_model
-from servers.language.triton_forward import StepSize, TritonForward, _StepIntegers
+from servers.language.triton_forward import MOST_FUSED_ROWS, StepSize, TritonForward, _StepIntegers
 
 CONTEXT = 512
 
@@ -67,8 +67,9 @@ def main(reference: str, batches: list[int]) -> None:
     with torch.inference_mode():
         for batch in batches:
             size = StepSize(batch, 0)
-            for fused in (False, True):
+            for fused in (False, True) if batch <= MOST_FUSED_ROWS else (False,):
                 started = time.perf_counter()
+                forward._integers.zero_()
                 _StepIntegers.of(forward._integers, size).positions.fill_(CONTEXT)
                 milliseconds, graph = forward._capture(size, fused, pool)
                 assert graph is not None

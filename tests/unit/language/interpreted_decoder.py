@@ -36,6 +36,14 @@ CASES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "head_dim": 32,
     },
+    "experts": {
+        **CONFIGS["gpt-oss"],
+        **ROTATED,
+        "num_local_experts": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "pad_token_id": 1,
+    },
     "gpt2": {**CONFIGS["gpt2"], **SMALL, "n_layer": 2, "bos_token_id": 0},
 }
 
@@ -79,6 +87,8 @@ def compare(fields: dict[str, Any], fused: bool) -> dict[str, Any]:
         (Path(folder) / "config.json").write_text(json.dumps(fields))
         model = language_model(f"language:{folder}")
         kernels = TritonForward(decoder_weights(build_module(model)), SLOTS, LENGTH, 16, 48, graphs=False)
+        if not fused:
+            kernels.warm_up()
         kernels.cache.fill_(50.0)  # what an earlier request left
         kernels._fused = dict.fromkeys(kernels._row_buckets, fused)
         return {
