@@ -89,7 +89,11 @@ def measure(context: RunContext) -> None:
 
 def analyse(facts: Facts) -> LoadFound:
     """The executed batches of every arm and workload with requests."""
-    loads = {workload.name: workload for workload in facts.run.experiment.workloads if workload.has_blocks}
+    loads = {
+        workload.name: workload
+        for workload in facts.run.experiment.workloads
+        if workload.has_blocks and not workload.is_streamed  # its executions are steps of many requests each
+    }
     return LoadFound(
         executed_batches=tuple(
             _judge(loads[summary.workload], summary)

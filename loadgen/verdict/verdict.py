@@ -274,7 +274,7 @@ def _explain_arm(summary: WorkloadSummary) -> list[str]:
 
 def _explain_batching(workload: Workload, summaries: Sequence[WorkloadSummary]) -> list[str]:
     means = {shown(s.label): s.executed_batch_mean for s in summaries if s.executed_batch_mean is not None}
-    if workload.concurrency <= 1 or not means:
+    if workload.concurrency <= 1 or workload.is_streamed or not means:  # a step of tokens is no batch of requests
         return []
     text = ", ".join(f"{number(mean)} on {label}" for label, mean in sorted(means.items()))
     idle = [label for label, mean in sorted(means.items()) if mean < FORMED_FACTOR * workload.batch_size]
