@@ -25,7 +25,7 @@ from loadgen.metrics.comparisons import Comparison, Outcome
 from loadgen.metrics.registry import METRICS
 from loadgen.quantities import Interval, counted, number
 from loadgen.records.machine import own_devices, used_gpu
-from loadgen.records.run import Experiment, Label, Pairing, Record, shown
+from loadgen.records.run import Experiment, Label, Pairing, Record, Workload, shown
 from loadgen.stats.ratios import SIGNIFICANCE, adjust_holm, critical_t
 from loadgen.verdict.result import Result
 
@@ -100,7 +100,7 @@ def _described(result: Result, other: Experiment) -> dict[Kind, dict[str, object
             **{name: getattr(experiment, name) for name in ("model", "weights", "transport", "threads", "deployment")},
             **{f"payload of {a.label}": experiment.payload_of(a) for a in experiment.arms if a.label in other.labels},
             **{
-                f"workload {c.name}": f"{counted(c.requests, 'request')}, {number(c.seconds)} s per block"
+                f"workload {c.name}": f"{counted(c.requests, 'request')}, {_block_of(c)} per block"
                 for c in experiment.workloads
             },
             **inputs,
@@ -323,3 +323,11 @@ def _caveats(old: Result, new: Result, binding: Sequence[PropertyDifference]) ->
             "restarts; run both with --restarts 5 or more before you trust small changes."
         )
     return tuple(caveats)
+
+
+def _block_of(workload: Workload) -> str:
+    """What a block holds by the plan. Its length is that of a few answers of the slower arm, which differs by the run,
+    so of streamed answers only their tokens count."""
+    if workload.is_streamed:
+        return f"{workload.prompt_tokens} → {workload.output_tokens} tokens"
+    return f"{number(workload.seconds)} s"
