@@ -14,19 +14,22 @@ class CompareOptions(TypedDict, total=False):
     """None is an option that is not given. Arms C to H have the options of B."""
 
     a: str | PathLike[str] | None
-    """Server of arm A: native, triton, fastapi, litserve or the URL of a running server."""
+    """Server of arm A: native, triton, fastapi, litserve, vllm or the URL of a running server."""
     a_option: Mapping[str, object] | None
     """Set an option of `abserve serve` for arm A; repeatable."""
     b: str | PathLike[str] | None
-    """Server of arm B: native, triton, fastapi, litserve or the URL of a running server."""
+    """Server of arm B: native, triton, fastapi, litserve, vllm or the URL of a running server."""
     model: str | PathLike[str] | None
     """Model: SOURCE:NAME (see `abserve models`), a file or folder, or the name on the URLs."""
     transport: str | float | Sequence[str | float] | None
-    """http, grpc or shm (default: http); several run one comparison each."""
+    """http, grpc or shm (default: http); several run one comparison each. Of a language model completions or
+    generate_stream (default: the first of these that all arms speak)."""
     inputs: str | PathLike[str] | None
     """Your inputs: DIR (JPEG or raw files), FILE.npz, perf_analyzer's FILE.json, FILE.jsonl, or random."""
     scenarios: str | float | Sequence[str | float] | None
-    """Choose from cold-start, single, batched, concurrent, ramp, open (see --rates) and slo (see --slo-p99-ms)."""
+    """Choose from cold-start, single, batched, concurrent, ramp, open (see --rates) and slo (see --slo-p99-ms); of a
+    language model from cold-start, single, concurrent, long-prompt, long-answer, open, goodput and shared-prefix
+    (default: single, concurrent)."""
     preset: Literal["smoke", "quick", "full"] | None
     """smoke: 1 minute for two arms, to see that everything works; quick: 5; full: 25, and up to 10 more for
     --explain."""
@@ -36,6 +39,8 @@ class CompareOptions(TypedDict, total=False):
     """Folder for the results (default: results/TIME-MODEL)."""
     a_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
     """Send arm A another payload; then no winner is named."""
+    a_transport: Literal["completions", "generate_stream"] | None
+    """Protocol of arm A, if it serves a language model and the arms have none in common."""
     a_grpc: str | PathLike[str] | None
     """gRPC address of arm A, if its target is a URL: HOST:PORT, or grpcs://HOST:PORT with TLS."""
     a_model: str | PathLike[str] | None
@@ -57,6 +62,8 @@ class CompareOptions(TypedDict, total=False):
     """Set an option of `abserve serve` for arm B; repeatable."""
     b_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
     """Send arm B another payload; then no winner is named."""
+    b_transport: Literal["completions", "generate_stream"] | None
+    """Protocol of arm B, if it serves a language model and the arms have none in common."""
     b_grpc: str | PathLike[str] | None
     """gRPC address of arm B, if its target is a URL: HOST:PORT, or grpcs://HOST:PORT with TLS."""
     b_model: str | PathLike[str] | None
@@ -77,6 +84,7 @@ class CompareOptions(TypedDict, total=False):
     c: str | PathLike[str] | None
     c_option: Mapping[str, object] | None
     c_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    c_transport: Literal["completions", "generate_stream"] | None
     c_grpc: str | PathLike[str] | None
     c_model: str | PathLike[str] | None
     c_version: str | PathLike[str] | None
@@ -88,6 +96,7 @@ class CompareOptions(TypedDict, total=False):
     d: str | PathLike[str] | None
     d_option: Mapping[str, object] | None
     d_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    d_transport: Literal["completions", "generate_stream"] | None
     d_grpc: str | PathLike[str] | None
     d_model: str | PathLike[str] | None
     d_version: str | PathLike[str] | None
@@ -99,6 +108,7 @@ class CompareOptions(TypedDict, total=False):
     e: str | PathLike[str] | None
     e_option: Mapping[str, object] | None
     e_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    e_transport: Literal["completions", "generate_stream"] | None
     e_grpc: str | PathLike[str] | None
     e_model: str | PathLike[str] | None
     e_version: str | PathLike[str] | None
@@ -110,6 +120,7 @@ class CompareOptions(TypedDict, total=False):
     f: str | PathLike[str] | None
     f_option: Mapping[str, object] | None
     f_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    f_transport: Literal["completions", "generate_stream"] | None
     f_grpc: str | PathLike[str] | None
     f_model: str | PathLike[str] | None
     f_version: str | PathLike[str] | None
@@ -121,6 +132,7 @@ class CompareOptions(TypedDict, total=False):
     g: str | PathLike[str] | None
     g_option: Mapping[str, object] | None
     g_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    g_transport: Literal["completions", "generate_stream"] | None
     g_grpc: str | PathLike[str] | None
     g_model: str | PathLike[str] | None
     g_version: str | PathLike[str] | None
@@ -132,6 +144,7 @@ class CompareOptions(TypedDict, total=False):
     h: str | PathLike[str] | None
     h_option: Mapping[str, object] | None
     h_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
+    h_transport: Literal["completions", "generate_stream"] | None
     h_grpc: str | PathLike[str] | None
     h_model: str | PathLike[str] | None
     h_version: str | PathLike[str] | None
@@ -170,7 +183,15 @@ class CompareOptions(TypedDict, total=False):
     """Batch sizes of the scenario batched (8 with --preset smoke); servers that are started accept at least the
     largest."""
     concurrency: str | float | Sequence[str | float] | None
-    """Numbers of users of the scenario concurrent."""
+    """Numbers of users of the scenario concurrent (4, 16 and on a GPU 64 of a language model)."""
+    prompt_tokens: int | None
+    """Tokens per prompt of a language model (default: 32, on a GPU 128 or 256; long-prompt: 2048)."""
+    output_tokens: int | None
+    """Tokens per answer of a language model (default: 64, on a GPU 128 or 256; long-answer: 1024)."""
+    limits: str | PathLike[str] | None
+    """Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s."""
+    price: float | None
+    """Price of the machine per hour, for the cost of a language model's tokens."""
     requests: int | None
     """Fewest requests per block of the scenario concurrent."""
     rates: str | float | Sequence[str | float] | None
