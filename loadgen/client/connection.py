@@ -186,7 +186,7 @@ class GreenletSocket:
     def recv_stream_into(self, buffer: memoryview) -> int:
         """Wait, then read: for a stream, whose next piece is rarely there before it is asked for. The watcher and the
         timer run from the first such read until `end_stream`, so the time limit is that of the whole stream; this
-        halves the cost of a read. Only this greenlet may wait for the socket meanwhile."""
+        halves the cost of a read. Until then only this greenlet may wait for the socket."""
         if self._streams_to is None:
             self._streams_to = self._current()
             self._readable.start(self._streams_to.switch)

@@ -110,7 +110,7 @@ class StreamExchange(Exchange):
     def begin(self, send_ns: int, request_bytes: int) -> None:
         super().begin(send_ns, request_bytes)
         self.start = 0
-        """Where the body begins in the connection's buffer; 0 while there is none."""
+        """Where the body begins in the connection's buffer; 0 before one has begun."""
         self.chunked = False
         self.ends: list[int] = []
         self.moments: list[int] = []

@@ -102,12 +102,12 @@ def _check_tensors(settings: ExperimentSettings) -> None:
     for name in ("prompt_tokens", "output_tokens", "limits", "price"):
         if getattr(settings, name) is not None:
             raise PlanError(
-                f"--{name.replace('_', '-')} is for language models, and {settings.model} is none; name one as in "
+                f"--{name.replace('_', '-')} is for language models, and {settings.model} is not one; name one as in "
                 "--model language:demo"
             )
     if other := next((name for name in settings.scenarios if name in _SCENARIOS[3:] and name != "open"), None):
         raise PlanError(
-            f"the scenario {other} is for language models, and {settings.model} is none; name one as in --model "
+            f"the scenario {other} is for language models, and {settings.model} is not one; name one as in --model "
             "language:demo"
         )
     for label, arm in settings.arms.items():

@@ -2,7 +2,7 @@
 
 With d the moment at which a request fell due, chunk j at aⱼ with kⱼ tokens, n = Σ kⱼ, and J the last chunk:
 
-- TTFT = a₁ − d. A chunk without tokens (a role, an empty text) is no event, so it never ends the wait.
+- TTFT = a₁ − d. A chunk without tokens (a role, an empty text) does not count, so it never ends the wait.
 - TPOT = (a_J − a₁) / (n − k₁): tokens of the first chunk took no time after it, however many there are.
 - The worst gap is the largest aⱼ − aⱼ₋₁ of a request: a stall that a mean hides.
 - The gaps between tokens are what a reader sees: each chunk adds its gap and kⱼ − 1 zeros.

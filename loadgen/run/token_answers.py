@@ -21,12 +21,13 @@ from typing import Annotated
 import msgspec
 
 from loadgen.client.connection import AddressError, ConnectionRefused
+from loadgen.client.generation import TokenId
 from loadgen.client.messages import BlockOutcome, KeptAnswer
 from loadgen.client.outputs import AnswerError
 from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.traffic import unpacked
 from loadgen.documents import one_line
-from loadgen.experiment.prompts import MOST_ID, PromptPlan, PromptShape
+from loadgen.experiment.prompts import PromptPlan, PromptShape
 from loadgen.probes.tokens_analysis import beside_reference
 from loadgen.records.payloads import is_language
 from loadgen.records.probes import ReferenceAnswer, TokensCompared
@@ -46,7 +47,6 @@ MOST_JUDGED_TOKENS = 300_000
 _REFERENCE_SECONDS = 1800.0
 
 Logit = Annotated[float, msgspec.Meta(ge=0.0)]
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
 
 
 @dataclass(frozen=True, slots=True)

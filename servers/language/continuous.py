@@ -6,49 +6,34 @@ Its cache of prefixes is off: prompts that repeat would cost nothing. It refuses
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import count
 from typing import Any
 
-import torch
 import transformers
 
 from servers.engines.settings import EngineError
-from servers.engines.torch.device import resolve_device, set_fp32_products
-from servers.language.engine import Emission, GenerationRequest, GenerationSettings, check_request, generation_precision
+from servers.language.engine import Emission, GenerationRequest, GenerationSettings, check_request
 from servers.language.module import build_module
 from servers.language.specification import LanguageModel
-from servers.language.weights import weights_sha256
+from servers.language.torch_engine import TorchGeneratingEngine
 from servers.models.modules import quiet_transformers
 
-SLOTS = {"cpu": 16, "cuda": 64}
 BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 """Tokens of one step: of prompts, and one of each running answer."""
-MAX_LENGTH = 4096
 PAGE_TOKENS = 32
 """Tokens of one page of the cache of keys and values."""
 WAIT_S = 0.05
 """So long a step waits for tokens; prompts that are still being read give none."""
 
 
-class ContinuousEngine:
+class ContinuousEngine(TorchGeneratingEngine):
     """See `GeneratingEngine`, and this module."""
 
     def __init__(self, model: LanguageModel, settings: GenerationSettings) -> None:
-        self._model, self._settings = model, settings
-        self._device = resolve_device(settings.device)
-        kind = "cpu" if self._device.type == "cpu" else "cuda"
-        self._precision = generation_precision(settings.precision, str(self._device))
-        self.slots = settings.slots or SLOTS[kind]
-        self._batch_tokens = max(settings.prefill_chunk or BATCH_TOKENS[kind], self.slots)
-        if settings.max_length > model.max_length:
-            raise EngineError(
-                f"max_length {settings.max_length}: {model.title} has at most {model.max_length} positions"
-            )
-        self.max_length = settings.max_length or min(model.max_length, MAX_LENGTH)
-        self.vocabulary, self.eos = model.vocabulary, model.eos
+        super().__init__(model, settings)
+        self._batch_tokens = max(settings.prefill_chunk or BATCH_TOKENS[self._kind], self.slots)
         self._manager: Any = None
         self._numbers: dict[str, _Progress] = {}
         """By the library's name of a request."""
@@ -66,16 +51,7 @@ class ContinuousEngine:
     def settings(self) -> dict[str, object]:
         effective = self._manager.continuous_batching_config
         return {
-            "engine": "continuous",
-            "version": transformers.__version__,
-            "device": str(self._device),
-            "precision": self._precision,
-            "threads": torch.get_num_threads() if self._device.type == "cpu" else None,
-            "slots": self.slots,
-            "max_length": self.max_length,
-            "prefill_chunk": self._batch_tokens,
-            "weights": self._model.weights.label,
-            "weights_sha256": weights_sha256(self._model.weights, self._model.fields),
+            **self._settings_of_torch("continuous", transformers.__version__, self._batch_tokens),
             "prefix_cache": bool(effective.allow_block_sharing),
             "speculation": False,
             "graphs": str(effective.use_cuda_graph),
@@ -83,9 +59,7 @@ class ContinuousEngine:
         }
 
     def load(self) -> None:
-        if self._device.type == "cpu":
-            torch.set_num_threads(self._settings.threads or len(os.sched_getaffinity(0)))
-        set_fp32_products(tf32=False)
+        self._prepare_torch()
         module = build_module(self._model, str(self._device), self._precision)
         configuration: Any = transformers.GenerationConfig  # has no annotations
         generation = configuration(do_sample=False, max_new_tokens=self.max_length, eos_token_id=-1, pad_token_id=0)

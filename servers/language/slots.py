@@ -12,7 +12,6 @@ computed in vain, which nobody sees.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,21 +21,17 @@ import torch
 from torch import Tensor
 
 from servers.engines.settings import EngineError
-from servers.engines.torch.device import resolve_device, set_fp32_products
 from servers.language.decoder import DecoderWeights, decoder_weights
-from servers.language.engine import Emission, GenerationRequest, GenerationSettings, check_request, generation_precision
+from servers.language.engine import Emission, GenerationRequest, GenerationSettings, check_request
 from servers.language.forward import PromptPiece, SlotForward, StepPlan, TorchForward
 from servers.language.module import build_module
 from servers.language.specification import LanguageModel
-from servers.language.weights import weights_sha256
+from servers.language.torch_engine import TorchGeneratingEngine
 
-SLOTS = {"cpu": 16, "cuda": 64}
 PREFILL_CHUNK = {"cpu": 32, "cuda": 128}
 """Tokens of prompts per step that lengthen it to about twice its time."""
 ALONE = 4
 """A piece is up to so many times larger while no answer is running that it could delay."""
-MAX_LENGTH = 4096
-"""A model may allow far more, but memory is reserved for every slot."""
 
 
 class _Generation:
@@ -75,24 +70,14 @@ class _Flight:
         return tokens
 
 
-class SlotsEngine:
+class SlotsEngine(TorchGeneratingEngine):
     """See `GeneratingEngine`, and this module."""
 
     def __init__(self, model: LanguageModel, settings: GenerationSettings) -> None:
-        self._model, self._settings = model, settings
-        self._device = resolve_device(settings.device)
-        kind = "cpu" if self._device.type == "cpu" else "cuda"
-        self._precision = generation_precision(settings.precision, str(self._device))
-        self.slots = settings.slots or SLOTS[kind]
-        self._chunk = settings.prefill_chunk or PREFILL_CHUNK[kind]
-        if settings.max_length > model.max_length:
-            raise EngineError(
-                f"max_length {settings.max_length}: {model.title} has at most {model.max_length} positions"
-            )
-        self.max_length = settings.max_length or min(model.max_length, MAX_LENGTH)
-        self.vocabulary, self.eos = model.vocabulary, model.eos
+        super().__init__(model, settings)
+        self._chunk = settings.prefill_chunk or PREFILL_CHUNK[self._kind]
         self._eos = frozenset(model.eos)
-        self._late = kind == "cuda"
+        self._late = self._kind == "cuda"
         self._waiting: deque[_Generation] = deque()
         self._decoding: list[_Generation] = []
         """Row and slot i."""
@@ -114,16 +99,7 @@ class SlotsEngine:
     def settings(self) -> dict[str, object]:
         assert self._forward is not None
         return {
-            "engine": "slots",
-            "engine_version": torch.__version__,
-            "device": str(self._device),
-            "precision": self._precision,
-            "threads": torch.get_num_threads() if self._device.type == "cpu" else None,
-            "slots": self.slots,
-            "max_length": self.max_length,
-            "prefill_chunk": self._chunk,
-            "weights": self._model.weights.label,
-            "weights_sha256": weights_sha256(self._model.weights, self._model.fields),
+            **self._settings_of_torch("slots", torch.__version__, self._chunk),
             "cache_bytes": self._forward.cache.nbytes,
             "prefix_cache": False,
             "speculation": False,
@@ -131,9 +107,7 @@ class SlotsEngine:
         }
 
     def load(self) -> None:
-        if self._device.type == "cpu":
-            torch.set_num_threads(self._settings.threads or len(os.sched_getaffinity(0)))
-        set_fp32_products(tf32=False)
+        self._prepare_torch()
         weights = decoder_weights(build_module(self._model, str(self._device), self._precision))
         self._forward = self._make_forward(weights)
         if self._device.type == "cuda":

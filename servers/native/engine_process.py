@@ -295,6 +295,21 @@ class FrontEndChannel:
             del self.requests[number]
         done.append(done_message(numbers, queued, self._arena))
 
+    def receive(self, events: int, buffer: bytearray) -> list[Message | UnusableMessage] | None:
+        """What epoll's events of its socket mean: send more, and read once into `buffer`. Returns the whole messages;
+        None once the front end has ended."""
+        if events & select.EPOLLOUT:
+            self.send_more()
+        if not events & ~select.EPOLLOUT:
+            return []
+        try:
+            count = self.socket.recv_into(buffer)
+        except BlockingIOError:
+            return []
+        except ConnectionError:
+            count = 0
+        return read_frames(self.unread, memoryview(buffer)[:count]) if count else None
+
     def notify(self, operation: FrontEndOperation) -> Future[None]:
         """See `FrontEnd`; one that has ended has done everything."""
         done: Future[None] = Future()
@@ -447,20 +462,11 @@ class EngineServer:
         return time.monotonic() + self._settings.shutdown_timeout_s
 
     def _serve(self, channel: FrontEndChannel, events: int) -> None:
-        if events & select.EPOLLOUT:
-            channel.send_more()
-        if not events & ~select.EPOLLOUT:
-            return
-        try:
-            count = channel.socket.recv_into(self._buffer)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            count = 0
-        if count == 0:
+        messages = channel.receive(events, self._buffer)
+        if messages is None:
             self._remove(channel)
             return
-        for message in read_frames(channel.unread, memoryview(self._buffer)[:count]):
+        for message in messages:
             try:
                 self._handle(channel, message)
             except Exception:  # it must not end the process: others wait for theirs

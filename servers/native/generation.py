@@ -244,11 +244,7 @@ class GenerationService(ModelService):
             "weights": description.weights,
             "spinning": description.spinning or "",
             "model": self.label,
-            **{
-                name: _as_text(value)
-                for name, value in description.details.items()
-                if not isinstance(value, dict) and name != "version"  # in Prometheus that is the model's
-            },
+            **{name: _as_text(value) for name, value in description.details.items() if not isinstance(value, dict)},
         }
         parameters["fronts"] = str(self.settings.fronts)
         return {name: value for name, value in parameters.items() if value}

@@ -37,7 +37,6 @@ from servers.native.ipc import (
     Message,
     UnusableMessage,
     failure_of,
-    read_frames,
 )
 from servers.native.memory import Arena
 from servers.native.settings import NativeSettings
@@ -168,20 +167,11 @@ class GenerationLoop:
         self._notify(channel)
 
     def _read(self, engine: GeneratingEngine, channel: FrontEndChannel, events: int) -> None:
-        if events & select.EPOLLOUT:
-            channel.send_more()
-        if not events & ~select.EPOLLOUT:
-            return
-        try:
-            count = channel.socket.recv_into(self._buffer)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            count = 0
-        if count == 0:
+        messages = channel.receive(events, self._buffer)
+        if messages is None:
             self._remove(engine, channel)
             return
-        for message in read_frames(channel.unread, memoryview(self._buffer)[:count]):
+        for message in messages:
             self._handle(engine, channel, message)
 
     def _handle(self, engine: GeneratingEngine, channel: FrontEndChannel, message: Message | UnusableMessage) -> None:
@@ -309,7 +299,7 @@ def describe(engine: GeneratingEngine) -> EngineDescription:
     device, threads = str(settings.get("device", "cpu")), settings.get("threads")
     return EngineDescription(
         kind=str(settings.get("engine", "")),
-        version=str(settings.get("version", "")),
+        version=str(settings.get("engine_version", "")),
         precision=str(settings.get("precision", "")),
         mode=str(settings.get("mode", "")),
         device=device,

@@ -7,7 +7,6 @@ socket between them as two processes have.
 from __future__ import annotations
 
 import resource
-import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from servers.native.inference import ServedModels
 from servers.native.memory import Arena, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
-from servers.native.supervisor import Supervisor, exit_status
+from servers.native.supervisor import Supervisor, exit_status, keep_early_signals
 
 log = structlog.get_logger("abserve.server")
 
@@ -149,21 +148,14 @@ def _serve_in_one_process(
 ) -> int:
     statistics, memory = Statistics(settings.max_batch_size), RequestMemory.alone(settings)
     to_engine, to_front_end = socket.socketpair()
-    received: list[int] = []
 
     def stop() -> None:
         server.should_exit = True
 
-    def note(signal_number: int, _frame: FrameType | None) -> None:
-        """Keep a signal that comes before uvicorn handles them; see `serve_in_one_process` of the tensors' server."""
-        received.append(signal_number)
-        stop()
-
     loop = GenerationLoop(model.build, settings, statistics, memory.arena, stop)
     loop.add(to_front_end)
     server = GenerationServer(settings, model, statistics, memory, to_engine, on_listening)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note)
+    received = keep_early_signals(stop)
     loop.start()
     server.run(sockets=[listener])
     failed = loop.failed

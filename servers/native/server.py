@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 import resource
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import FrameType
 
 import structlog
 
@@ -26,7 +24,7 @@ from servers.native.memory import Arena, RequestMemory
 from servers.native.model_host import Offer
 from servers.native.settings import NativeSettings, artefact_field
 from servers.native.statistics import Statistics
-from servers.native.supervisor import Supervisor, exit_status
+from servers.native.supervisor import Supervisor, exit_status, keep_early_signals
 
 log = structlog.get_logger("abserve.server")
 
@@ -136,18 +134,7 @@ def serve_in_one_process(
         server.should_exit = True
 
     server = NativeServer(settings, specifications, statistics, link, memory, begin, front_ends_open.set, grpc_listener)
-    received: list[int] = []
-
-    def note(signal_number: int, _frame: FrameType | None) -> None:
-        """Keep a signal that comes before uvicorn handles them: uvicorn then stops as soon as it has begun.
-
-        After its shutdown uvicorn raises its signals again, and dying of one would skip the rest of this function.
-        """
-        received.append(signal_number)
-        server.should_exit = True
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note)
+    received = keep_early_signals(stop)
     server.run(sockets=[listener])
     failed = side.failed
     server.models.stop()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Protocol
 
 import structlog
@@ -371,6 +372,23 @@ class Supervisor:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.005)
+
+
+def keep_early_signals(stop: Callable[[], None]) -> list[int]:
+    """Keep signals that come before uvicorn handles them, and call `stop`: uvicorn then stops as soon as it has begun.
+    Returns the list that they are added to.
+
+    After its shutdown uvicorn raises its signals again, and dying of one would skip what follows.
+    """
+    received: list[int] = []
+
+    def keep(signal_number: int, _frame: FrameType | None) -> None:
+        received.append(signal_number)
+        stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, keep)
+    return received
 
 
 def exit_status(signals: Sequence[int]) -> int:

@@ -93,7 +93,7 @@ def tokens(**fields: Any) -> RouteSend:
 
 
 def malformed(content: bytes) -> RouteSend:
-    """A body that is no request."""
+    """A body that is not a request."""
 
     def send(subject: Subject, route: Route) -> Response:
         _require(subject, route)
@@ -222,7 +222,7 @@ LANGUAGE = Theme(
         ),
         *over_each("40", "max_tokens 0, negative or not a number", *(tokens(max_tokens=n) for n in (0, -1, "x"))),
         *over_each("41", "Two answers to one prompt", tokens(n=2), naming=("n ", "n=", "n:", "'n'", "best_of")),
-        *over_each("42", "JSON that is no request", malformed(b"{"), malformed(b"[]"), malformed(b"\xff\xfe")),
+        *over_each("42", "JSON that is not a request", malformed(b"{"), malformed(b"[]"), malformed(b"\xff\xfe")),
         *over_each("43", "Clients that leave in the middle of a stream", half_read, expected="200"),
         *over_each("44", "Clients that do not read their streams", deaf, expected="200", peak_mib=64),
         *over_each(

@@ -1,0 +1,56 @@
+"""What the generating engines that execute with torch share: device, precision, limits, and the settings in effect."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from servers.engines.settings import EngineError
+from servers.engines.torch.device import resolve_device, set_fp32_products
+from servers.language.engine import GenerationSettings, generation_precision
+from servers.language.specification import LanguageModel
+from servers.language.weights import weights_sha256
+
+SLOTS = {"cpu": 16, "cuda": 64}
+MAX_LENGTH = 4096
+"""A model may allow far more, but memory is reserved for every slot."""
+
+
+class TorchGeneratingEngine:
+    """The part of a `GeneratingEngine` that does not depend on how it generates."""
+
+    def __init__(self, model: LanguageModel, settings: GenerationSettings) -> None:
+        """Raises `EngineError` for a length that the model does not have."""
+        self._model, self._settings = model, settings
+        self._device = resolve_device(settings.device)
+        self._kind = "cpu" if self._device.type == "cpu" else "cuda"
+        self._precision = generation_precision(settings.precision, str(self._device))
+        self.slots = settings.slots or SLOTS[self._kind]
+        if settings.max_length > model.max_length:
+            raise EngineError(
+                f"max_length {settings.max_length}: {model.title} has at most {model.max_length} positions"
+            )
+        self.max_length = settings.max_length or min(model.max_length, MAX_LENGTH)
+        self.vocabulary, self.eos = model.vocabulary, model.eos
+
+    def _prepare_torch(self) -> None:
+        """Set the number of threads and the precision of products; before the weights are loaded."""
+        if self._kind == "cpu":
+            torch.set_num_threads(self._settings.threads or len(os.sched_getaffinity(0)))
+        set_fp32_products(tf32=False)
+
+    def _settings_of_torch(self, engine: str, version: str, prefill_chunk: int) -> dict[str, object]:
+        """The first settings of `GeneratingEngine.settings`, in its order."""
+        return {
+            "engine": engine,
+            "engine_version": version,
+            "device": str(self._device),
+            "precision": self._precision,
+            "threads": torch.get_num_threads() if self._kind == "cpu" else None,
+            "slots": self.slots,
+            "max_length": self.max_length,
+            "prefill_chunk": prefill_chunk,
+            "weights": self._model.weights.label,
+            "weights_sha256": weights_sha256(self._model.weights, self._model.fields),
+        }
