@@ -146,8 +146,8 @@ class GreenletSocket:
         self._timer_s = self._timeout_s
         self._timer = loop.timer(self._timer_s)
         self._closed = False
-        self._streams_to: Any = None
-        """The greenlet that reads a stream."""
+        self._reader: Any = None
+        """The greenlet that waits for a stream."""
         self._nothing_to_read = False
         """Whether a request was sent since the last read, so that the response has yet to come."""
 
@@ -183,28 +183,32 @@ class GreenletSocket:
             except BlockingIOError:
                 self._wait(self._readable)
 
-    def recv_stream_into(self, buffer: memoryview) -> int:
-        """Wait, then read: for a stream, whose next piece is rarely there before it is asked for. The watcher and the
-        timer run from the first such read until `end_stream`, so the time limit is that of the whole stream; this
-        halves the cost of a read. Until then only this greenlet may wait for the socket."""
-        if self._streams_to is None:
-            self._streams_to = self._current()
-            self._readable.start(self._streams_to.switch)
-            self._timer.start(self._streams_to.throw, TimeoutError)
-        while True:
-            self._hub.switch()
-            try:
-                return self._recv_into(buffer)
-            except BlockingIOError:
-                pass
+    def receive_stream(self, take: Callable[[Callable[[memoryview], int]], bool]) -> None:
+        """Wait until `take` says that it has enough: it is called with a `recv_into` whenever there is something to
+        read, within the event loop, and must neither wait nor read twice. So a piece of a stream costs no switch to
+        this greenlet and back. Raises what `take` raises, and `TimeoutError` if it never has enough."""
+        reader = self._reader = self._current()
 
-    def end_stream(self) -> None:
-        """Idempotent."""
-        if self._streams_to is not None:
-            self._streams_to = None
+        def readable() -> None:
+            try:
+                enough = take(self._recv_into)
+            except BlockingIOError:
+                return
+            except Exception as exc:  # noqa: BLE001 (it belongs to the greenlet that waits)
+                reader.throw(exc)
+                return
+            if enough:
+                reader.switch()
+
+        self._timer.start(reader.throw, TimeoutError)
+        self._readable.start(readable)
+        try:
+            self._hub.switch()
+        finally:
+            self._reader = None
+            self._nothing_to_read = False
             self._readable.stop()
             self._timer.stop()
-            self._nothing_to_read = False
 
     def has_input(self) -> bool:
         """Whether there is something to read now, or the end of the stream."""
@@ -214,8 +218,8 @@ class GreenletSocket:
         """Idempotent; a greenlet that waits gets an `OSError`."""
         if not self._closed:
             self._closed = True
-            if self._streams_to is self._current():
-                self.end_stream()
+            if self._reader is not None:  # gevent ends only waits whose callback is a greenlet's
+                self._hub.loop.run_callback(self._reader.throw, ConnectionAbortedError())
             self._timer.close()
             watchers = self._readable, self._writable
             self._hub.cancel_waits_close_and_then(watchers, ConnectionAbortedError, self._socket.close)

@@ -1,8 +1,9 @@
 """Server-sent events over HTTP: received and stamped while the load runs, taken apart afterwards.
 
-While an answer streams, every read costs one system call, one timestamp and the walk over the chunk sizes that finds
-the end of the stream. The bytes stay as they came, with the offset after each read; `ReceivedStream.events` later finds
-the events among them, and with each the read that completed it, whose time is the event's.
+While an answer streams, every read costs one system call and one timestamp, within the event loop: its user's greenlet
+wakes only where the stream may have ended. The bytes stay as they came, with the offset after each read;
+`ReceivedStream.events` later finds the events among them, and with each the read that completed it, whose time is the
+event's.
 
 The format is that of the HTML standard: lines end with CR LF, LF or CR; comments and unknown fields are ignored;
 several data lines of one event are joined.
@@ -11,20 +12,22 @@ several data lines of one event are joined.
 from __future__ import annotations
 
 import re
+import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from loadgen.client.connection import Address, AnySocket, Exchange, GreenletSocket, PreparedRequest
+from loadgen.client.connection import Address, AnySocket, Exchange, GreenletSocket
 from loadgen.client.http import HttpConnection, chunk_size
 
 MOST_STREAM_BYTES = 2**26
 """The largest stream that is read; 100,000 tokens with their usage take about half of it."""
 _LINE = re.compile(rb"([^\r\n]*)(?:\r\n|\n|\r)")
 _END_OF_EVENT = b"\r\n\r\n"
+_CR = _END_OF_EVENT[0]
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -122,6 +125,8 @@ class StreamConnection(HttpConnection):
     def __init__(self, address: Address, *, timeout_s: float = 60.0) -> None:
         super().__init__(address, timeout_s=timeout_s, most_bytes=MOST_STREAM_BYTES)
         self._exchange = self._stream = StreamExchange()
+        self._enough = 0
+        """With how many bytes in the buffer the response is whole, if that is known."""
 
     def received(self) -> ReceivedStream:
         """A copy of the body of the last response, also of one that broke off."""
@@ -134,44 +139,54 @@ class StreamConnection(HttpConnection):
         ends = array("q", [end - start for end in stream.ends])
         return ReceivedStream(raw, ends, array("q", stream.moments), stream.chunked)
 
-    def send(self, request: PreparedRequest, patches: Sequence[bytes] = ()) -> Exchange:
-        try:
-            return super().send(request, patches)
-        finally:
-            if isinstance(self._socket, GreenletSocket):
-                self._socket.end_stream()
-
     def _read_some(self, connection: AnySocket, exchange: Exchange, filled: int) -> int:
         if filled == len(self._buffer):
             self._grow(filled)
-        if type(connection) is GreenletSocket:
-            count = connection.recv_stream_into(self._view[filled:] if filled else self._view)
-            now_ns = perf_counter_ns()
+        stream = self._stream
+        if stream.start:
+            if type(connection) is GreenletSocket:
+                connection.receive_stream(self._take)
+            else:
+                self._take(connection.recv_into)
+            count = stream.ends[-1] - filled
         else:
-            count = connection.recv_into(self._view[filled:])
+            count = connection.recv_into(self._view[filled:] if filled else self._view)
             now_ns = perf_counter_ns()
-            self._deadline.check(connection)
-        if count:
-            stream = self._stream
-            if exchange.first_byte_ns == 0:
-                exchange.first_byte_ns = now_ns
-            elif stream.ends[-1] != filled:  # an interim response before this one was taken out of the buffer
-                stream.ends, stream.moments = [filled], [now_ns]
-            stream.ends.append(filled + count)
-            stream.moments.append(now_ns)
+            exchange.first_byte_ns = exchange.first_byte_ns or (now_ns if count else 0)
+            stream.moments = [now_ns] if count else stream.moments
+        self._deadline.check(connection)
         return count
+
+    def _take(self, recv_into: Callable[[memoryview], int]) -> bool:
+        """Read what there is, and say whether to look at it: at the end of the connection, where the end of the stream
+        may be, and when the buffer is full."""
+        stream, view = self._stream, self._view
+        filled = stream.ends[-1]
+        count = recv_into(view[filled:])
+        if not count:
+            return True
+        stream.moments.append(perf_counter_ns())
+        filled += count
+        stream.ends.append(filled)
+        return view[filled - 4] == _CR or filled >= self._enough or filled == len(view)
+
+    def _begin_body(self, start: int, filled: int, enough: int = sys.maxsize) -> None:
+        """The body begins at `start`, and `filled` bytes came with the read that ended the head. It is whole with the
+        bytes up to `enough`, or with an empty line."""
+        self._stream.start, self._stream.ends, self._enough = start, [filled], enough
 
     def _receive_chunked(
         self, connection: AnySocket, exchange: Exchange, start: int, filled: int, *, decode: bool = True
     ) -> None:
         if exchange.head[9:12] == b"200" and b"text/event-stream" in exchange.head:
-            self._stream.start, self._stream.chunked, decode = start, True, False
+            self._begin_body(start, filled)
+            self._stream.chunked, decode = True, False
         super()._receive_chunked(connection, exchange, start, filled, decode=decode)
 
     def _receive_until_closed(self, connection: AnySocket, exchange: Exchange, start: int, filled: int) -> None:
-        self._stream.start = start
+        self._begin_body(start, filled)
         super()._receive_until_closed(connection, exchange, start, filled)
 
     def _receive_counted(self, connection: AnySocket, exchange: Exchange, start: int, filled: int, end: int) -> None:
-        self._stream.start = start
+        self._begin_body(start, filled, end)
         super()._receive_counted(connection, exchange, start, filled, end)

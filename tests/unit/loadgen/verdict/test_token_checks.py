@@ -91,16 +91,27 @@ FAULTS: list[tuple[str, str, str, Edit | None, LanguagePlan]] = [
     ("same_max_length", "warns", "A 128, B 4096", lambda d: in_effect(d, max_length=4096), plan()),
     ("same_protocol", "warns", "B generate_stream", None, plan(TokenArm(transport="generate_stream"))),
     ("generator_scheduled", "invalidates", "waited for a core for 40 %", lambda d: slow_client(d, waited=0.4), plan()),
-    ("generator_cpu_per_token", "warns", "µs of CPU per token", lambda d: slow_client(d), plan()),
+    ("generator_cpu_per_token", "warns", "µs of CPU per token", lambda d: slow_client(d, core=0.4), plan()),
 ]
 
 
-def slow_client(directory: Path, waited: float = 0.0) -> None:
+def slow_client(directory: Path, waited: float = 0.0, core: float = 0.0) -> None:
+    """Edit every block: the load generator waited for, and used, such shares of a core."""
     for path in (directory / "blocks").glob("*.json"):
         block = json.loads(path.read_text())
         window_ns = block["window_end_ns"] - block["window_start_ns"]
-        changes = {"generator_cpu_ns": block["requests"] * 64 * 30_000, "generator_waited_ns": int(waited * window_ns)}
+        changes = {"generator_cpu_ns": int(core * window_ns), "generator_waited_ns": int(waited * window_ns)}
         path.write_text(json.dumps(block | changes))
+
+
+def test_a_dear_token_is_harmless_while_a_core_is_nearly_idle(tmp_path: Path) -> None:
+    write_language_run(tmp_path, plan())
+    slow_client(tmp_path, core=0.2)
+    cost = judged(analyse(tmp_path), "generator_cpu_per_token")
+    assert cost.ok
+    assert isinstance(cost.value, float)
+    assert cost.value > 15.0
+    assert "20 % of a core" in cost.detail
 
 
 def test_a_sound_run_is_valid(tmp_path: Path) -> None:
