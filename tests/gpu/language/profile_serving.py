@@ -74,7 +74,7 @@ class TimedEngine(SlotsEngine):
 
             rows, chunk = len(plan.lengths), sum(len(piece.ids) for piece in plan.pieces)
             self._now[3], self._now[4] = rows, chunk
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             chosen = execute(plan)
             end.record()
