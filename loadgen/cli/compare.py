@@ -55,7 +55,7 @@ from loadgen.experiment.plan import (
     minutes_of,
     plan_combinations,
 )
-from loadgen.experiment.settings import DEFAULT_PROJECT, LANGUAGE_DEFAULTS, MAIN, OUTPUT, ExperimentSettings
+from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, ExperimentSettings, language_defaults
 from loadgen.records.payloads import TOKENS, implied_payload, served_name
 from loadgen.records.run import (
     MODEL_WEIGHTS,
@@ -203,7 +203,8 @@ def with_language_models(settings: ExperimentSettings, arms: Sequence[ArmRequest
         named[label] = given.model_copy(update={"model": model, "transport": given.transport or only})
     update: dict[str, object] = {"arms": named}
     if not settings.is_language:
-        update |= {name: value for name, value in LANGUAGE_DEFAULTS.items() if name not in settings.model_fields_set}
+        defaults = language_defaults(settings.preset)
+        update |= {name: value for name, value in defaults.items() if name not in settings.model_fields_set}
         if settings.transport is None:
             common = [name for name in TOKEN_TRANSPORTS if all(name in served.protocols for served in found.values())]
             update["transport"] = tuple(common[:1]) or None

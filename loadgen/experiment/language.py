@@ -13,14 +13,15 @@ from functools import partial
 
 import msgspec
 
-from loadgen.experiment.plan import PRESETS, PlanError, base_workload, unique_names
+from loadgen.experiment.plan import PRESETS, SPAN, PlanError, base_workload, unique_names
 from loadgen.experiment.prompts import SETTLING
-from loadgen.experiment.schedule import warm_up_users
+from loadgen.experiment.schedule import block_seconds, warm_up_users
 from loadgen.experiment.settings import LANGUAGE_USERS, SMOKE_BATCH_SIZES, ExperimentSettings, read_limits
 from loadgen.records.run import (
     TOKEN_TRANSPORTS,
     ArmRequest,
     Experiment,
+    Label,
     Scenario,
     TokenTransport,
     Transport,
@@ -55,6 +56,8 @@ GOOD_SHARE = 0.9
 """The share of answers that must be good at the rate that the scenario goodput searches for."""
 BLOCK_FACTOR = 3.0
 """The shortest block lasts so many times the preset's, since an answer of many tokens takes long."""
+SMOKE = (32, 32)
+"""Lengths with the preset smoke, which must end within its minute also where a server is slow."""
 _MEANT_FOR_TENSORS = (
     ("payload", "a language model gets prompts as token ids"),
     ("inputs", "abserve makes the prompts; set their length with --prompt-tokens"),
@@ -175,12 +178,15 @@ def token_workloads(
 
     def like(scenario: Scenario, lengths: tuple[int, int], **more: object) -> Workload:
         prompt, output = lengths
-        return msgspec.structs.replace(base, scenario=scenario, prompt_tokens=prompt, output_tokens=output, **more)
+        load = msgspec.structs.replace(base, scenario=scenario, prompt_tokens=prompt, output_tokens=output, **more)
+        # Each arm takes the time that its answers need: as long for all, the slowest would decide how long all take.
+        return load if load.is_open else msgspec.structs.replace(load, requests=_enough(load))
 
     def lengths(default: tuple[int, int]) -> tuple[int, int]:
         return settings.prompt_tokens or default[0], settings.output_tokens or default[1]
 
-    alone, several = lengths(LONG if gpu else SHORT), lengths(CONCURRENT if gpu else SHORT)
+    short = settings.preset == "smoke"
+    alone, several = (lengths(SMOKE if short else long if gpu else SHORT) for long in (LONG, CONCURRENT))
     users = sorted({*settings.concurrency, *((GPU_USERS,) if gpu and settings.concurrency == LANGUAGE_USERS else ())})
     workloads: list[Workload] = []
     if "cold-start" in scenarios:
@@ -191,7 +197,7 @@ def token_workloads(
         workloads.append(like("single", alone))
     if "concurrent" in scenarios:
         workloads += [
-            like("concurrent", several, concurrency=n, requests=max(settings.requests, base.requests, n)) for n in users
+            like("concurrent", several, concurrency=n, requests=max(settings.requests, base.requests)) for n in users
         ]
     if "long-prompt" in scenarios:
         workloads.append(like("long-prompt", (LONG_PROMPT[0], settings.output_tokens or LONG_PROMPT[1])))
@@ -236,6 +242,67 @@ def with_rates(workloads: Sequence[Workload], request_seconds: Mapping[str, floa
         else msgspec.structs.replace(workload, rate_per_s=_in_three_digits(workload.rate_share * capacity))
         for workload in workloads
     )
+
+
+def _enough(load: Workload) -> int:
+    """Requests of a block of a closed loop: `SPAN` of each user, of which the first comes while the load builds up."""
+    return max(load.requests, math.ceil(SPAN * load.concurrency)) if load.has_blocks else load.requests
+
+
+def fitted(
+    workloads: Sequence[Workload],
+    request_seconds: Mapping[str, Mapping[Label, float]],
+    seconds: float | None,
+    *,
+    restarts: int = 1,
+    gpu: bool = False,
+) -> tuple[tuple[Workload, ...], tuple[str, ...]]:
+    """The workloads as the time of the load allows, by the seconds that a request takes on each arm, and the names of
+    those that it does not allow.
+
+    Blocks end when the slowest arm has its answers. Where the least number of rounds takes too long there are fewer,
+    one per arm at least, so that each comes once in each place; where that is still too much, the workloads that take
+    longest are left out, all but one. `seconds`: of all rounds; None: whatever they take.
+    """
+    slowest = {name: max(arms.values()) for name, arms in request_seconds.items()}
+    longer = [_with_time(load, slowest.get(load.name)) for load in workloads]
+    if seconds is None or not any(load.has_blocks for load in longer):
+        return tuple(longer), ()
+    round_s = {
+        load.name: sum(block_seconds(load, arm_s) for arm_s in request_seconds.get(load.name, {}).values())
+        for load in longer
+        if load.has_blocks
+    }
+    arms = max(map(len, request_seconds.values()), default=1)
+    planned = max(load.rounds for load in longer if load.has_blocks)
+    least = min(planned, math.ceil(max(arms, restarts) / arms) * arms)
+    left_out: list[str] = []
+    while len(round_s) > 1 and least * sum(round_s.values()) > seconds:
+        left_out.append(max(round_s, key=lambda name: round_s[name]))
+        del round_s[left_out[-1]]
+    rounds = min(planned, max(least, int(seconds / sum(round_s.values())) // arms * arms))
+    factor = planned / rounds if gpu else 1.0  # what all blocks of an arm together must last for the GPU's proof
+    fewer = [
+        msgspec.structs.replace(
+            load,
+            rounds=min(load.rounds, rounds),
+            seconds=load.seconds * factor,
+            max_seconds=load.max_seconds * factor,
+            requests=math.ceil(load.requests * factor),
+        )
+        if load.has_blocks
+        else load
+        for load in longer
+    ]
+    return tuple(load for load in fewer if load.name not in left_out), tuple(left_out)
+
+
+def _with_time(load: Workload, request_s: float | None) -> Workload:
+    """The workload of a closed loop with time enough for the requests of a block, where one takes so long."""
+    if request_s is None or load.is_open or not math.isfinite(request_s):
+        return load
+    needed_s = (math.ceil(load.requests / load.concurrency) + 1) * request_s
+    return msgspec.structs.replace(load, max_seconds=max(load.max_seconds, needed_s))
 
 
 def _in_three_digits(rate: float) -> float:

@@ -35,6 +35,11 @@ OPEN_WARM_UP_USERS = 8
 _DRAIN_SHARE = 0.25
 _LEAST_DRAIN_SECONDS = 1.0
 _CHUNK = 4096
+_BETWEEN_BLOCKS_SECONDS = 0.3
+_WHOLE_BLOCK = 1.25
+"""Length of a block with its cool-down, divided by the time in which its requests begin."""
+_COOL_DOWN = 0.75
+"""The cool-down in requests, where one takes long: it begins somewhere within a request and ends with one."""
 
 Offsets = npt.NDArray[np.int64]
 
@@ -96,6 +101,15 @@ def request_shape(workload: Workload) -> RequestShape:
 def warm_up_users(workload: Workload) -> int:
     """Users of the warm-up: few for an open loop, whose connections are only a limit."""
     return min(workload.concurrency, OPEN_WARM_UP_USERS) if workload.is_open else workload.concurrency
+
+
+def block_seconds(workload: Workload, request_s: float | None = None) -> float:
+    """About how long a block takes, with its cool-down and the moment before it, on an arm that needs `request_s` for
+    a request at that load; without it as long as planned."""
+    if workload.is_open or request_s is None or not workload.is_streamed:
+        return _WHOLE_BLOCK * workload.seconds + _BETWEEN_BLOCKS_SECONDS
+    sent = max(workload.seconds, math.ceil(workload.requests / workload.concurrency) * request_s)
+    return min(sent, workload.max_seconds) + _COOL_DOWN * request_s + _BETWEEN_BLOCKS_SECONDS
 
 
 def load_workloads(workloads: Sequence[Workload]) -> list[Workload]:

@@ -50,7 +50,7 @@ REPEATED = "repeated"
 DEFAULT_SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
 SMOKE_BATCH_SIZES = (8,)
 LANGUAGE_SCENARIOS: tuple[Scenario, ...] = ("single", "concurrent")
-LANGUAGE_USERS = (4, 16)
+LANGUAGE_USERS, LANGUAGE_SMOKE_USERS = (4, 16), (4,)
 DEFAULT_PROJECT = "abserve"
 _MOST_LIMIT_MS = 3_600_000.0
 
@@ -229,10 +229,10 @@ def _as_mapping(arm: object) -> Any:
     return {"target": arm} if isinstance(arm, str) else arm
 
 
-LANGUAGE_DEFAULTS: dict[str, Any] = {
-    "scenarios": LANGUAGE_SCENARIOS, "concurrency": LANGUAGE_USERS, "handicap_check": False,
-}  # fmt: skip
-"""The defaults of a comparison of language models where they differ."""
+def language_defaults(preset: object) -> dict[str, Any]:
+    """The defaults of a comparison of language models where they differ."""
+    users = LANGUAGE_SMOKE_USERS if preset == "smoke" else LANGUAGE_USERS
+    return {"scenarios": LANGUAGE_SCENARIOS, "concurrency": users, "handicap_check": False}
 
 
 class ExperimentSettings(Settings):
@@ -311,7 +311,9 @@ class ExperimentSettings(Settings):
         "least the largest.",
     )
     concurrency: Sizes = _load(
-        (16,), description="Numbers of users of the scenario concurrent (4, 16 and on a GPU 64 of a language model)."
+        (16,),
+        description="Numbers of users of the scenario concurrent (4, 16 and on a GPU 64 of a language model; 4 with "
+        "--preset smoke).",
     )
     prompt_tokens: int | None = _load(
         None,
@@ -323,7 +325,8 @@ class ExperimentSettings(Settings):
         None,
         ge=1,
         le=1_000_000,
-        description="Tokens per answer of a language model (default: 64, on a GPU 128 or 256; long-answer: 1024).",
+        description="Tokens per answer of a language model (default: 64, on a GPU 128 or 256, with --preset smoke 32; "
+        "long-answer: 1024).",
     )
     limits: Limits | None = _load(
         None,
@@ -411,7 +414,7 @@ class ExperimentSettings(Settings):
     @classmethod
     def _defaults_of_language_models(cls, value: Any) -> Any:
         generates = isinstance(value, dict) and is_language(str(value.get("model", "")))
-        return LANGUAGE_DEFAULTS | value if generates else value
+        return language_defaults(value.get("preset")) | value if generates else value
 
     @property
     def is_language(self) -> bool:

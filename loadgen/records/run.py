@@ -327,6 +327,8 @@ class Experiment(Record, frozen=True, kw_only=True):
     """The user's own inputs: a folder, a file, or random."""
     sequence_length: str | None = None
     """The lengths of the samples as asked for: text, or numbers."""
+    left_out: tuple[str, ...] = ()
+    """Workloads that were asked for and take too long for `minutes`, which the warm-up has shown."""
     price: float | None = None
     """Price of the machine per hour, in any currency, for the cost of a language model's tokens."""
 

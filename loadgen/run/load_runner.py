@@ -34,6 +34,8 @@ GAP_EVERY_SECONDS = 90.0
 """Interval between measurements of the idle GPU; each takes six seconds."""
 CLOCK_STEP_SECONDS = 1.0
 """A larger step means that the wall clock was set: NTP adjusts it by far less within a block."""
+WARM_UP_SECONDS = 1.0
+"""Least time of the warm-up of each load of a language model, so that a fast server gets several answers per user."""
 _SETTLED_SECONDS = 0.5
 _NS_PER_S = 1e9
 R = TypeVar("R", bound=Record)
@@ -59,20 +61,21 @@ class LoadRunner:
         """The processes of the servers on this machine at the first block; None if they are unknown for one arm."""
         return server_processes(self.arms.values())
 
-    def warm_up(self, workloads: Sequence[Workload]) -> dict[str, float]:
-        """Run every load shape on every arm without storing samples. Returns by workload how many seconds a request
-        takes on the slowest arm. Raises `RunError`."""
-        slowest: dict[tuple[RequestShape, int], float] = {}
+    def warm_up(self, workloads: Sequence[Workload]) -> dict[str, dict[Label, float]]:
+        """Run every load shape on every arm without storing samples. Returns by workload and arm how many seconds a
+        request takes. Raises `RunError`."""
+        took: dict[tuple[RequestShape, int], dict[Label, float]] = {}
         shapes = {(request_shape(workload), warm_up_users(workload)): workload for workload in workloads}
         for label in self.arms:
             for (shape, users), workload in sorted(shapes.items(), key=lambda entry: _size(*entry[0])):
                 self.progress.now(f"{shown(label)}: {shape.words}, concurrency {users}")
                 requests = 2 * users if shape.batch_size > 1 or users > 1 else 5
                 load = closed_loop(users, requests, max_seconds=60.0, of=workload)
+                if workload.is_streamed:  # one answer per user of a slow server may take longer than all the others
+                    load = closed_loop(users, users, seconds=WARM_UP_SECONDS, max_seconds=60.0, of=workload)
                 outcome = self.unstored(f"warm-up of arm {label}", label, load)
-                took = users / (outcome.requests_per_s or math.inf)
-                slowest[shape, users] = max(took, slowest.get((shape, users), 0.0))
-        return {workload.name: slowest[request_shape(workload), warm_up_users(workload)] for workload in workloads}
+                took.setdefault((shape, users), {})[label] = users / (outcome.requests_per_s or math.inf)
+        return {workload.name: took[request_shape(workload), warm_up_users(workload)] for workload in workloads}
 
     def unstored(self, title: str, label: Label, load: Workload) -> BlockOutcome:
         """Run a load on one arm without storing samples; `title` is for messages. Raises `RunError`."""

@@ -15,7 +15,7 @@ from time import monotonic
 import msgspec
 
 from loadgen.experiment.plan import PRESETS
-from loadgen.experiment.schedule import ScheduledBlock, load_workloads
+from loadgen.experiment.schedule import ScheduledBlock, block_seconds, load_workloads
 from loadgen.metrics.comparisons import PairedMetric, estimate_pairs, pair_metrics, shared_correlation
 from loadgen.metrics.registry import leading_metric
 from loadgen.metrics.summaries import BlockSummary
@@ -136,9 +136,6 @@ class LiveRatios:
 
 _START_SECONDS = 10.0
 _BEFORE_LOAD_SECONDS = 45.0
-_BETWEEN_BLOCKS_SECONDS = 0.3
-_WHOLE_BLOCK = 1.25
-"""Length of a block with its cool-down, divided by the time in which its requests begin."""
 _TRIALS = 8
 """Assumed trials per search, or rungs per ramp, before one has run."""
 
@@ -164,6 +161,8 @@ class Forecast:
             if workload.is_search or workload.scenario == "ramp"
         )
         """The remaining searches and ramps."""
+        self.request_s: Mapping[str, Mapping[Label, float]] = {}
+        """Seconds of a request by workload and arm, from the warm-up."""
         self._labels = experiment.labels
         self._took: dict[tuple[str, Label], list[float]] = {}
         self._preset_seconds = 60.0 * (experiment.minutes or preset.minutes)
@@ -202,7 +201,7 @@ class Forecast:
         return self.before_load_s + blocks_s + self.after_load_s()
 
     def _block_s(self, workload: Workload, label: Label) -> float:
-        took = self._took.get((workload.name, label)) or [
-            seconds for (name, _), many in self._took.items() if name == workload.name for seconds in many
-        ]
-        return fmean(took) if took else _WHOLE_BLOCK * workload.seconds + _BETWEEN_BLOCKS_SECONDS
+        took = self._took.get((workload.name, label), [])
+        if not took and not workload.is_streamed:
+            took = [seconds for (name, _), many in self._took.items() if name == workload.name for seconds in many]
+        return fmean(took) if took else block_seconds(workload, self.request_s.get(workload.name, {}).get(label))

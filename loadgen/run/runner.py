@@ -8,7 +8,7 @@ requests. At each restart all servers are started, described and compared again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +19,8 @@ import msgspec
 
 from loadgen.child_process import ABSERVE
 from loadgen.client.endpoint import EndpointError, Signature
-from loadgen.experiment.language import protocol_in_words, with_rates
-from loadgen.experiment.plan import padding_in_words, sized
+from loadgen.experiment.language import fitted, protocol_in_words, with_rates
+from loadgen.experiment.plan import expects_gpu, padding_in_words, sized
 from loadgen.experiment.prompts import PromptPlan
 from loadgen.experiment.schedule import load_workloads, schedule
 from loadgen.launch.compose import ComposeDeployment, require_one_way
@@ -28,6 +28,7 @@ from loadgen.launch.deployment import RUNNING_READY_SECONDS, DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.launch.work_folder import work_folder
 from loadgen.probes.registry import Probe, probes
+from loadgen.quantities import counted, join
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord, RunState, option_of, shown
 from loadgen.run.answers import LEAST_ANSWERS, AnswersUnderLoad, ParityTarget, check_parity
@@ -54,6 +55,8 @@ from loadgen.stats.agreement import Tolerance, tolerance_of
 
 ANSWERS_OF_SMOKE = 16
 """Answers of a language model that a smoke run keeps per workload and arm."""
+CACHES_SECONDS = 5.0
+"""Of looking for a cache of prompts on one arm, for planning."""
 REFERENCE_START_S, REFERENCE_SHARE = 10.0, 0.2
 """Of the reference, for planning: its start, and its time per answer as a share of the server's."""
 RUN_ERRORS = (*OBSTACLES, StorageError)
@@ -224,7 +227,10 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
     batch_sizes = [workload.batch_size for workload in workloads] or [1]
     if first:
         context.prepare_bodies(batch_sizes)
-    took = context.load_runner().warm_up(workloads)
+    began = monotonic()
+    by_arm = context.load_runner().warm_up(workloads)
+    context.forecast.request_s = by_arm
+    took = {name: max(arms.values()) for name, arms in by_arm.items()}
     alone_s = min(
         (took[workload.name] / max(workload.batch_size, workload.concurrency) for workload in workloads),
         default=0.0,
@@ -236,9 +242,9 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
         calibration = own_calibration()
         if calibration is not None:
             context.store.write(calibration)
+        context.experiment = _sized(context, by_arm, monotonic() - began)
         context.experiment = msgspec.structs.replace(
             context.experiment,
-            workloads=with_rates(sized(context.experiment.workloads, took), took),
             processes=context.experiment.processes or size_generator(context, calibration, batch_sizes),
         )
         context.store.write(context.experiment)
@@ -246,6 +252,27 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
     context.gpu.start(context.arms, context.records)
     for probe in measured:
         probe.measure(context)
+
+
+def _sized(context: RunContext, by_arm: Mapping[str, Mapping[Label, float]], warm_up_s: float) -> Experiment:
+    """The experiment with blocks as long as its arms need, by the seconds that each takes for a request, and of a
+    language model with as many rounds as the time that was asked for allows."""
+    experiment = context.experiment
+    took = {name: max(arms.values()) for name, arms in by_arm.items()}
+    if not experiment.is_language:
+        return msgspec.structs.replace(experiment, workloads=sized(experiment.workloads, took))
+    workloads, seconds = with_rates(experiment.workloads, took), None
+    if experiment.minutes is not None:
+        again_s = (experiment.restarts - 1) * (context.forecast.start_s + warm_up_s)
+        caches_s = CACHES_SECONDS * len(experiment.arms)
+        seconds = experiment.restarts * (context.load_deadline() - monotonic()) - again_s - caches_s
+    workloads, left_out = fitted(
+        workloads, by_arm, seconds, restarts=experiment.restarts, gpu=expects_gpu(*experiment.arms)
+    )
+    if left_out:
+        minutes = counted(round(experiment.minutes or 0.0, 1), "minute")
+        context.progress.rule_decided(f"{join(left_out)} would take too long for {minutes} and is left out")
+    return msgspec.structs.replace(experiment, workloads=workloads, left_out=left_out)
 
 
 def _gpu_info(context: RunContext) -> dict[str, object]:

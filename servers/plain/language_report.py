@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from servers.engines.processors import thread_count
 from servers.gpu.info import gpu_info
 from servers.language.engine import GenerationRequest, check_request
 from servers.language.module import build_module
@@ -26,8 +27,8 @@ class PlainLanguageModel:
     """The module in its precision on its device, warm as soon as it is made; `settings` are resolved."""
 
     def __init__(self, settings: PlainSettings) -> None:
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
+        # As the other servers of language models count, which ignore OMP_NUM_THREADS of the caller's environment.
+        torch.set_num_threads(thread_count(settings.threads))
         self.settings, self.device = settings, settings.device
         self.specification = language_model(settings.model, settings.weights)
         self.name, self.eos = self.specification.name, self.specification.eos

@@ -76,6 +76,22 @@ def _share(count: int, of: int) -> float:
 
 
 @check(
+    "the time lasts for every scenario",
+    "The time does not last for every scenario",
+    "warns",
+    "Raise --minutes, ask for fewer users with --concurrency or for shorter answers with --output-tokens.",
+    threshold=0,
+    language=True,
+)
+def time_for_all(facts: Facts) -> Iterator[Judgement]:
+    experiment = facts.run.experiment
+    if experiment.minutes is not None:
+        left_out = experiment.left_out
+        detail = f"{join(left_out)} is left out, because an arm is too slow for it" if left_out else "none is left out"
+        yield Judgement(not left_out, detail, len(left_out))
+
+
+@check(
     "every answer has the length that was asked for",
     "Answers have another length than asked for",
     "invalidates",

@@ -8,11 +8,13 @@ from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.language import (
     check_language,
     choose_protocol,
+    fitted,
     protocol_in_words,
     token_workloads,
     with_rates,
 )
 from loadgen.experiment.plan import PlanError, make_arms
+from loadgen.experiment.schedule import block_seconds
 from loadgen.experiment.settings import ExperimentSettings, read_limits
 from loadgen.records.payloads import implied_payload, served_name
 from loadgen.records.run import Experiment, TokenLimits, Workload
@@ -49,6 +51,49 @@ def test_every_scenario_has_its_lengths() -> None:
         "single": (100, 10), "long-prompt": (2048, 10), "long-answer": (100, 1024), "shared-prefix": (100, 10),
     }  # fmt: skip
     assert token_workloads(asked)[-1].shared_prefix == 75
+
+
+def test_a_smoke_run_has_few_users_and_short_answers() -> None:
+    workloads = token_workloads(settings_of(preset="smoke"))
+    assert [(load.name, load.output_tokens) for load in workloads] == [("single", 32), ("concurrent(4)", 32)]
+    assert [load.concurrency for load in token_workloads(settings_of(preset="smoke", concurrency=16))] == [1, 16]
+
+
+def test_a_block_lasts_as_long_as_its_arm_needs() -> None:
+    """Three answers of each user, and never shorter than planned: the fast arm does not wait for the slow one."""
+    load = token_workloads(settings_of(scenarios="concurrent", concurrency=16))[0]
+    assert (load.requests, load.seconds) == (48, pytest.approx(1.8))
+    [longer], left_out = fitted([load], {load.name: {"a": 0.5, "b": 15.0}}, None)
+    assert longer.seconds == load.seconds
+    assert longer.max_seconds == 60.0
+    assert not left_out
+    assert block_seconds(longer, 15.0) > 45.0 > 3.0 > block_seconds(longer, 0.5)
+
+
+def test_a_slow_arm_gets_fewer_rounds_and_then_fewer_scenarios() -> None:
+    workloads = token_workloads(settings_of())
+    took = {
+        "single": {"a": 0.1, "b": 1.0},
+        "concurrent(4)": {"a": 0.2, "b": 4.0},
+        "concurrent(16)": {"a": 0.5, "b": 15.0},
+    }
+    plenty, none = fitted(workloads, took, 600.0)
+    assert {load.rounds for load in plenty} == {4}
+    fewer, still_none = fitted(workloads, took, 180.0)
+    assert ({load.rounds for load in fewer}, none, still_none) == ({2}, (), ())
+    least, left_out = fitted(workloads, took, 60.0)
+    assert ([load.name for load in least], left_out) == (["single", "concurrent(4)"], ("concurrent(16)",))
+    assert [load.name for load in fitted(workloads, took, 0.0)[0]] == ["single"]
+    restarted, _ = fitted(workloads, took, 60.0, restarts=4)
+    assert {load.rounds for load in restarted} == {4}
+
+
+def test_fewer_rounds_on_a_gpu_are_longer() -> None:
+    """All blocks of an arm together last long enough for the proof of the GPU."""
+    workloads = token_workloads(settings_of(scenarios="concurrent", concurrency=16), gpu=True)
+    [fewer], _ = fitted(workloads, {"concurrent(16)": {"a": 0.5, "b": 20.0}}, 150.0, gpu=True)
+    assert fewer.rounds < workloads[0].rounds
+    assert fewer.seconds * fewer.rounds == pytest.approx(workloads[0].seconds * workloads[0].rounds)
 
 
 def test_rates_of_open_loops_follow_from_the_slowest_arm() -> None:
