@@ -62,7 +62,7 @@ def test_a_smoke_run_has_few_users_and_short_answers() -> None:
 def test_a_block_lasts_as_long_as_its_arm_needs() -> None:
     """Three answers of each user, and never shorter than planned: the fast arm does not wait for the slow one."""
     load = token_workloads(settings_of(scenarios="concurrent", concurrency=16))[0]
-    assert (load.requests, load.seconds) == (48, pytest.approx(1.8))
+    assert load.requests == 48
     [longer], left_out = fitted([load], {load.name: {"a": 0.5, "b": 15.0}}, None)
     assert longer.seconds == load.seconds
     assert longer.max_seconds == 60.0
