@@ -508,8 +508,8 @@ def blocks_complete(facts: Facts) -> Iterator[Judgement]:
     "every search and ramp found a value",
     "A search or ramp found no value",
     "invalidates",
-    "Choose a bound that every server can hold (--slo-p99-ms, --limits), allow a ramp more users (--ramp-users), or find out "
-    "what cut it short.",
+    "Choose a bound that every server can hold (--slo-p99-ms, --limits), allow a ramp more users (--ramp-users), or "
+    "find out what cut it short.",
     unknown="invalidates",
     not_known="A search or ramp was not measured",
     fault="incomplete run",
