@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from servers.engines.processors import thread_count
 from servers.gpu.info import gpu_info
 from servers.language.engine import GenerationRequest, check_request
 from servers.language.module import build_module
@@ -28,7 +28,7 @@ class PlainLanguageModel:
 
     def __init__(self, settings: PlainSettings) -> None:
         # As the other servers of language models count, which ignore OMP_NUM_THREADS of the caller's environment.
-        torch.set_num_threads(thread_count(settings.threads))
+        torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
         self.settings, self.device = settings, settings.device
         self.specification = language_model(settings.model, settings.weights)
         self.name, self.eos = self.specification.name, self.specification.eos
