@@ -7,7 +7,7 @@ multiplication is RoPE.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +116,20 @@ class DecoderWeights:
         return torch.polar(torch.full_like(angles, self.rope_scale), angles)
 
 
-def decoder_weights(module: nn.Module) -> DecoderWeights:
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How another library takes the weights part by part, so that no more than one part is in memory twice."""
+
+    prepare: Callable[[nn.Module], object]
+    """Called with a part of the module before its parameters are read."""
+    take: Callable[[LayerWeights], LayerWeights]
+    """Called with each layer before the next one is prepared; what it returns is kept."""
+
+
+_AS_THEY_ARE = Placement(lambda part: part, lambda layer: layer)
+
+
+def decoder_weights(module: nn.Module, placement: Placement = _AS_THEY_ARE) -> DecoderWeights:
     """The weights of a `*ForCausalLM` of transformers. Raises `EngineError` for what is not laid out here.
 
     Fused matrices are new memory, all others are the module's own.
@@ -124,16 +137,30 @@ def decoder_weights(module: nn.Module) -> DecoderWeights:
     config: Any = module.config
     if config.model_type not in ARCHITECTURES:
         raise EngineError(
-            f"the slots engine has no {config.model_type} models, only {', '.join(ARCHITECTURES)}; "
-            "use --engine continuous"
+            f"this engine has no {config.model_type} models, only {', '.join(ARCHITECTURES)}; use --engine continuous"
         )
     with torch.no_grad():
-        return _gpt2(module, config) if config.model_type == "gpt2" else _rotated(module, config)
+        laid_out = _gpt2 if config.model_type == "gpt2" else _rotated
+        return laid_out(module, config, placement)
 
 
-def _gpt2(module: Any, config: Any) -> DecoderWeights:
+def _prepared(placement: Placement, parts: Iterable[nn.Module]) -> Iterator[Any]:
+    for part in parts:
+        placement.prepare(part)
+        yield part
+
+
+def _head_of(module: Any, placement: Placement) -> Tensor:
+    """The last matrix, which may be that of the embedding, already prepared."""
+    module.tie_weights()
+    placement.prepare(module.lm_head)
+    head: Tensor = module.lm_head.weight.detach()
+    return head
+
+
+def _gpt2(module: Any, config: Any, placement: Placement) -> DecoderWeights:
     if config.scale_attn_by_inverse_layer_idx or config.reorder_and_upcast_attn or config.add_cross_attention:
-        raise EngineError("the slots engine has no GPT-2 with scaled or upcast attention; use --engine continuous")
+        raise EngineError("this engine has no GPT-2 with scaled or upcast attention; use --engine continuous")
     head_size = config.n_embd // config.n_head
     shape = DecoderShape(
         layers=config.n_layer,
@@ -154,26 +181,30 @@ def _gpt2(module: Any, config: Any) -> DecoderWeights:
 
     stack = module.transformer
     layers = [
-        LayerWeights(
-            norm_1=_affine(block.ln_1),
-            qkv=transposed(block.attn.c_attn),
-            out=transposed(block.attn.c_proj),
-            norm_2=_affine(block.ln_2),
-            up=transposed(block.mlp.c_fc),
-            down=transposed(block.mlp.c_proj),
+        placement.take(
+            LayerWeights(
+                norm_1=_affine(block.ln_1),
+                qkv=transposed(block.attn.c_attn),
+                out=transposed(block.attn.c_proj),
+                norm_2=_affine(block.ln_2),
+                up=transposed(block.mlp.c_fc),
+                down=transposed(block.mlp.c_proj),
+            )
         )
-        for block in stack.h
+        for block in _prepared(placement, stack.h)
     ]
-    head = module.lm_head.weight.detach()
-    embedding, positions = stack.wte.weight.detach(), stack.wpe.weight.detach()
-    return DecoderWeights(shape, embedding, layers, _affine(stack.ln_f), head, positions, None)
+    embedding, positions, norm = _prepared(placement, (stack.wte, stack.wpe, stack.ln_f))
+    head = _head_of(module, placement)
+    return DecoderWeights(
+        shape, embedding.weight.detach(), layers, _affine(norm), head, positions.weight.detach(), None
+    )
 
 
-def _rotated(module: Any, config: Any) -> DecoderWeights:
+def _rotated(module: Any, config: Any, placement: Placement) -> DecoderWeights:
     stack = module.model
     rope = stack.rotary_emb
     if rope.rope_type not in _ROPE_TYPES:
-        raise EngineError(f"the slots engine has no {rope.rope_type} RoPE; use --engine continuous")
+        raise EngineError(f"this engine has no {rope.rope_type} RoPE; use --engine continuous")
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     experts = getattr(config, "num_local_experts", 0) or 0
     shape = DecoderShape(
@@ -193,13 +224,14 @@ def _rotated(module: Any, config: Any) -> DecoderWeights:
         swiglu_alpha=getattr(config, "swiglu_alpha", 1.702),
         swiglu_limit=getattr(config, "swiglu_limit", 7.0),
     )
-    layers = [_rotated_layer(layer, shape) for layer in stack.layers]
+    layers = [placement.take(_rotated_layer(layer, shape)) for layer in _prepared(placement, stack.layers)]
+    embedding, norm = _prepared(placement, (stack.embed_tokens, stack.norm))
     return DecoderWeights(
         shape,
-        stack.embed_tokens.weight.detach(),
+        embedding.weight.detach(),
         layers,
-        _affine(stack.norm),
-        module.lm_head.weight.detach(),
+        _affine(norm),
+        _head_of(module, placement),
         None,
         rope.inv_freq.detach().float(),
         float(rope.attention_scaling),

@@ -1,7 +1,8 @@
 """One step of a decoder: all decoding rows and pieces of prompts, over static KV slots.
 
 Slot i is row i: the rows that decode are 0 … n-1, so the keys and values of a batch are a slice and nothing is
-gathered. `SlotForward` is the interface, `TorchForward` runs on every device, `triton_forward` on GPUs.
+gathered. `SlotForward` is the interface, `TorchForward` runs on every device, `triton_forward` on GPUs, `jax_forward`
+with JAX.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,17 +43,13 @@ class SlotForward(ABC):
 
     alignment = 1
     """A piece of a prompt takes a multiple of so many tokens of a step."""
+    most_pieces: int
+    """How many pieces of prompts a step takes."""
 
-    def __init__(self, weights: DecoderWeights, slots: int, max_length: int) -> None:
-        shape, device, dtype = weights.shape, weights.embedding.device, weights.embedding.dtype
-        self.weights, self.slots, self.max_length, self.device, self.dtype = weights, slots, max_length, device, dtype
-        self.most_pieces = slots
-        """How many pieces of prompts a step takes."""
-        sizes = (shape.layers, slots, max_length, 2, shape.kv_heads, shape.head_size)
-        self.cache = torch.zeros(sizes, dtype=dtype, device=device)
-        """[layers, slots, length, keys and values, kv_heads, head_size]"""
-        self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
-        """The next token of each slot."""
+    @property
+    @abstractmethod
+    def cache_bytes(self) -> int:
+        """The memory of all slots."""
 
     @abstractmethod
     def describe(self) -> dict[str, object]:
@@ -62,20 +60,42 @@ class SlotForward(ABC):
         """Execute what the first steps would otherwise wait for."""
 
     @abstractmethod
-    def step(self, plan: StepPlan) -> Tensor:
-        """Start a step: the tokens chosen for the rows, then for the last pieces of prompts, int64 on the device.
+    def step(self, plan: StepPlan) -> Any:
+        """Start a step: the tokens chosen for the rows, then for the last pieces of prompts, on the device."""
 
-        There may be more behind them. The next step may overwrite the tensor.
-        """
+    @abstractmethod
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of a slot and its next token to another slot."""
+
+
+class TensorSlots(SlotForward):
+    """Slots in torch's memory."""
+
+    def __init__(self, weights: DecoderWeights, slots: int, max_length: int) -> None:
+        shape, device, dtype = weights.shape, weights.embedding.device, weights.embedding.dtype
+        self.weights, self.slots, self.max_length, self.device, self.dtype = weights, slots, max_length, device, dtype
+        self.most_pieces = slots
+        sizes = (shape.layers, slots, max_length, 2, shape.kv_heads, shape.head_size)
+        self.cache = torch.zeros(sizes, dtype=dtype, device=device)
+        """[layers, slots, length, keys and values, kv_heads, head_size]"""
+        self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
+        """The next token of each slot."""
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache.nbytes
+
+    @abstractmethod
+    def step(self, plan: StepPlan) -> Tensor:
+        """See `SlotForward`: int64. There may be more behind them. The next step may overwrite the tensor."""
 
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of a slot and its next token to another slot."""
         self.cache[:, target, :length] = self.cache[:, source, :length]
         self.tokens[target] = self.tokens[source]
 
 
-class TorchForward(SlotForward):
+class TorchForward(TensorSlots):
     """Runs on every device, by torch's operators, one call each."""
 
     def __init__(self, weights: DecoderWeights, slots: int, max_length: int) -> None:

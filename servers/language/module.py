@@ -194,12 +194,20 @@ def _parameters_without_memory() -> Iterator[None]:
 
 def _fill(module: Any, model: LanguageModel, device: str | torch.device, dtype: torch.dtype) -> None:
     """Draw every parameter on the device."""
+    draw_part(module, "", model, device, dtype)
+    module.tie_weights()
+
+
+def draw_part(part: Any, name: str, model: LanguageModel, device: str | torch.device, dtype: torch.dtype) -> None:
+    """Draw the random parameters without memory of one part of a module, which has this name in it."""
     import torch
 
     assert isinstance(model.weights, RandomWeights)
     with torch.no_grad():
-        for name, parameter in list(module.named_parameters()):
-            parent, _, leaf = name.rpartition(".")
-            drawn = draw_tensor(name, tuple(parameter.shape), model.hidden_size, model.weights.seed, device)
-            setattr(module.get_submodule(parent), leaf, torch.nn.Parameter(drawn.to(dtype), requires_grad=False))
-    module.tie_weights()
+        for below, parameter in list(part.named_parameters()):
+            if not parameter.is_meta:
+                continue
+            parent, _, leaf = below.rpartition(".")
+            full = f"{name}.{below}" if name else below
+            drawn = draw_tensor(full, tuple(parameter.shape), model.hidden_size, model.weights.seed, device)
+            setattr(part.get_submodule(parent), leaf, torch.nn.Parameter(drawn.to(dtype), requires_grad=False))

@@ -13,12 +13,11 @@ computed in vain, which nobody sees.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from servers.engines.settings import EngineError
 from servers.language.decoder import DecoderWeights, decoder_weights
@@ -60,18 +59,14 @@ class _Flight:
     """By token."""
     ends: Sequence[bool]
     """By token: whether it is the last one that the request asked for."""
-    tokens: Tensor
-    arrived: torch.cuda.Event | None
-
-    def fetch(self) -> list[int]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        tokens: list[int] = self.tokens.tolist()
-        return tokens
+    fetch: Callable[[], list[int]]
+    """Waits for the tokens."""
 
 
 class SlotsEngine(TorchGeneratingEngine):
     """See `GeneratingEngine`, and this module."""
+
+    name = "slots"
 
     def __init__(self, model: LanguageModel, settings: GenerationSettings) -> None:
         super().__init__(model, settings)
@@ -99,8 +94,8 @@ class SlotsEngine(TorchGeneratingEngine):
     def settings(self) -> dict[str, object]:
         assert self._forward is not None
         return {
-            **self._settings_of_torch("slots", torch.__version__, self._chunk),
-            "cache_bytes": self._forward.cache.nbytes,
+            **self._settings_of_torch(self.name, torch.__version__, self._chunk),
+            "cache_bytes": self._forward.cache_bytes,
             "prefix_cache": False,
             "speculation": False,
             **self._forward.describe(),
@@ -108,29 +103,32 @@ class SlotsEngine(TorchGeneratingEngine):
 
     def load(self) -> None:
         self._prepare_torch()
-        weights = decoder_weights(build_module(self._model, str(self._device), self._precision))
-        self._forward = self._make_forward(weights)
+        weights = self._load_weights()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the matrices that were joined
-
-    def _make_forward(self, weights: DecoderWeights) -> SlotForward:
         try:
-            if self._device.type == "cuda" and self._settings.graphs:
-                from servers.language.triton_forward import TritonForward
-
-                return TritonForward(weights, self.slots, self.max_length, self._chunk, self._chunk * ALONE)
-            return TorchForward(weights, self.slots, self.max_length)
-        except ImportError as exc:
-            raise EngineError(
-                "the slots engine needs Triton on a GPU, which comes with torch; use --no-graphs"
-            ) from exc
-        except RuntimeError as exc:  # torch's error of a full GPU is one
+            self._forward = self._make_forward(weights)
+        except RuntimeError as exc:  # torch's error of a full GPU is one, and so is JAX's
             if "memory" not in str(exc):
                 raise
             raise EngineError(
                 f"there is no memory for {self.slots} slots of {self.max_length} tokens; use fewer --slots or a "
                 "smaller --max-length"
             ) from exc
+
+    def _load_weights(self) -> DecoderWeights:
+        return decoder_weights(build_module(self._model, str(self._device), self._precision))
+
+    def _make_forward(self, weights: DecoderWeights) -> SlotForward:
+        if self._device.type != "cuda" or not self._settings.graphs:
+            return TorchForward(weights, self.slots, self.max_length)
+        try:
+            from servers.language.triton_forward import TritonForward
+        except ImportError as exc:
+            raise EngineError(
+                "the slots engine needs Triton on a GPU, which comes with torch; use --no-graphs"
+            ) from exc
+        return TritonForward(weights, self.slots, self.max_length, self._chunk, self._chunk * ALONE)
 
     def warm_up(self) -> None:
         assert self._forward is not None
@@ -190,7 +188,7 @@ class SlotsEngine(TorchGeneratingEngine):
         for generation in chosen_for:
             generation.produced += 1
             ends.append(generation.produced == generation.request.max_tokens)
-        self._flights.append(self._flight(chosen_for, ends, chosen))
+        self._flights.append(_Flight(chosen_for, ends, self._fetching(chosen)))
         for generation, ended in zip(reversed(chosen_for), reversed(ends), strict=True):
             if ended:
                 self._release(generation)
@@ -221,14 +219,21 @@ class SlotsEngine(TorchGeneratingEngine):
                 break
         return pieces, read
 
-    def _flight(self, generations: Sequence[_Generation], ends: Sequence[bool], chosen: Tensor) -> _Flight:
+    def _fetching(self, chosen: Any) -> Callable[[], list[int]]:
+        """Send what a step has chosen to the host: a function that waits for it."""
         if self._device.type == "cpu":
-            return _Flight(generations, ends, chosen, None)
+            return lambda: list(chosen.tolist())
         host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
         host.copy_(chosen, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        return _Flight(generations, ends, host, arrived)
+
+        def fetch() -> list[int]:
+            arrived.synchronize()
+            tokens: list[int] = host.tolist()
+            return tokens
+
+        return fetch
 
     def _finish(self, flight: _Flight, emissions: list[Emission]) -> None:
         """Wait for the tokens of a step and emit them."""

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from servers.language import decoder_kernels as kernels
 from servers.language.decoder import Affine, DecoderWeights, LayerWeights
-from servers.language.forward import SlotForward, StepPlan
+from servers.language.forward import StepPlan, TensorSlots
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Buckets of rows that decode."""
@@ -76,7 +76,7 @@ class _StepIntegers:
         return cls(*parts)
 
 
-class TritonForward(SlotForward):
+class TritonForward(TensorSlots):
     """See this module. `chunk` and `largest_chunk`: tokens of prompts beside running answers, and without any."""
 
     alignment = QUERIES

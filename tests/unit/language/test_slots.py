@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from servers.engines.settings import EngineError
 from servers.language.engine import Emission, GenerationRequest, GenerationSettings, make_engine
-from servers.language.forward import SlotForward
+from servers.language.forward import SlotForward, TorchForward
 from servers.language.module import build_module
 from servers.language.slots import SlotsEngine
 from servers.language.specification import LanguageModel, language_model
@@ -84,7 +84,7 @@ def slots_engine(model: LanguageModel, **requested: Any) -> SlotsEngine:
     engine = make_engine(model, GenerationSettings("slots", **values))
     assert isinstance(engine, SlotsEngine)
     engine.load()
-    assert engine._forward is not None
+    assert isinstance(engine._forward, TorchForward)
     engine._forward.cache.fill_(50.0)  # what an earlier request left must not be seen
     return engine
 

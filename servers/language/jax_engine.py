@@ -1,0 +1,100 @@
+"""The engine `jax`: the slots, the batching and the weights of the engine `slots`, with JAX and XLA as what executes.
+
+torch draws or reads the weights part by part on the device, and JAX takes their memory as it is (DLPack), so the model
+is in memory once. JAX starts threads, so a process that has loaded this engine must not fork.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from servers.engines.jax_engine import MATRIX_PRECISIONS, cpu_threads, start_jax
+from servers.language.decoder import Affine, DecoderWeights, LayerWeights, Placement, decoder_weights
+from servers.language.engine import GenerationSettings
+from servers.language.forward import SlotForward
+from servers.language.module import DTYPES, build_module, draw_part, empty_module
+from servers.language.slots import ALONE, SlotsEngine
+from servers.language.specification import LanguageModel
+from servers.models.weights import RandomWeights
+
+
+class JaxGeneratingEngine(SlotsEngine):
+    """See `GeneratingEngine`, and this module. The number of CPU threads applies to the whole process."""
+
+    name = "jax"
+
+    def __init__(self, model: LanguageModel, settings: GenerationSettings) -> None:
+        super().__init__(model, settings)
+        start_jax(str(self._device), settings.threads)  # before another module uses JAX with other settings
+
+    def settings(self) -> dict[str, object]:
+        import jax
+
+        threads = cpu_threads() if self._kind == "cpu" else None
+        return super().settings() | {"engine_version": jax.__version__, "threads": threads}
+
+    def _load_weights(self) -> DecoderWeights:
+        return jax_weights(self._model, self._device, self._precision)
+
+    def _make_forward(self, weights: DecoderWeights) -> SlotForward:
+        from servers.language.jax_forward import JaxForward
+
+        precision = MATRIX_PRECISIONS[self._precision]
+        return JaxForward(weights, self.slots, self.max_length, self._chunk, self._chunk * ALONE, precision)
+
+    def _fetching(self, chosen: Any) -> Callable[[], list[int]]:
+        tokens, wanted = chosen
+        return lambda: tokens.__array__()[wanted].tolist()
+
+
+def jax_weights(model: LanguageModel, device: torch.device, precision: str) -> DecoderWeights:
+    """The weights as arrays of JAX on the device, each of which is in memory once while they are loaded."""
+    dtype = getattr(torch, DTYPES[precision])
+    random = isinstance(model.weights, RandomWeights)
+    module = empty_module(model).to(dtype) if random else build_module(model, "cpu", precision)
+    names = {part: name for name, part in module.named_modules()}
+    prepared: list[nn.Module] = []
+
+    def prepare(part: nn.Module) -> None:
+        if random:
+            draw_part(part, names[part], model, device, dtype)
+        else:
+            part.to(device)
+        prepared.append(part)
+
+    def take(layer: LayerWeights) -> LayerWeights:
+        taken = LayerWeights(
+            **{
+                field: _taken(value) if isinstance(value, Affine | Tensor) else value
+                for field, value in ((field, getattr(layer, field)) for field in layer.__slots__)
+            }
+        )
+        prepared.pop().to("meta")
+        return taken
+
+    weights = decoder_weights(module, Placement(prepare, take))
+    return DecoderWeights(
+        weights.shape,
+        _taken(weights.embedding),
+        weights.layers,
+        _taken(weights.norm),
+        _taken(weights.head),
+        None if weights.positions is None else _taken(weights.positions),
+        None if weights.frequencies is None else _taken(weights.frequencies.to(device)),
+        weights.rope_scale,
+    )
+
+
+def _taken(part: Any) -> Any:
+    """A tensor, or both of an `Affine`, as arrays of JAX in the same memory."""
+    from jax import dlpack
+
+    if isinstance(part, Affine):
+        return Affine(_taken(part.weight), None if part.bias is None else _taken(part.bias))
+    if part.is_cuda:
+        torch.cuda.synchronize(part.device)
+    return dlpack.from_dlpack(part.detach().contiguous())
