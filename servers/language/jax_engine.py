@@ -6,7 +6,7 @@ is in memory once. JAX starts threads, so a process that has loaded this engine 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from servers.language.decoder import Affine, DecoderWeights, LayerWeights, Place
 from servers.language.engine import GenerationSettings
 from servers.language.forward import SlotForward
 from servers.language.module import DTYPES, build_module, draw_part, empty_module
-from servers.language.slots import ALONE, SlotsEngine
+from servers.language.slots import ALONE, SlotsEngine, _Flight, _Generation
 from servers.language.specification import LanguageModel
 from servers.models.weights import RandomWeights
 
@@ -46,9 +46,8 @@ class JaxGeneratingEngine(SlotsEngine):
         precision = MATRIX_PRECISIONS[self._precision]
         return JaxForward(weights, self.slots, self.max_length, self._chunk, self._chunk * ALONE, precision)
 
-    def _fetching(self, chosen: Any) -> Callable[[], list[int]]:
-        tokens, wanted = chosen
-        return lambda: tokens.__array__()[wanted].tolist()
+    def _flight(self, generations: Sequence[_Generation], ends: Sequence[bool], chosen: Any) -> _Flight:
+        return _Flight(generations, ends, chosen, None)  # on its way since the step was started
 
 
 def jax_weights(model: LanguageModel, device: torch.device, precision: str) -> DecoderWeights:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -50,6 +50,18 @@ class JaxStepSize:
     @property
     def integers(self) -> int:
         return self.rows + self.blocks * (_PER_BLOCK + QUERIES)
+
+
+class ChosenTokens(NamedTuple):
+    """The tokens of a step on their way to the host, and the places of those that a request wants."""
+
+    array: Any
+    wanted: list[int]
+
+    def tolist(self) -> list[int]:
+        """Waits for them."""
+        tokens: list[int] = np.asarray(self.array)[self.wanted].tolist()
+        return tokens
 
 
 class JaxForward(SlotForward):
@@ -117,7 +129,7 @@ class JaxForward(SlotForward):
         self._cache, self._tokens = self._move(self._cache, self._tokens, 0, 0)
         jax.block_until_ready(self._tokens)
 
-    def step(self, plan: StepPlan) -> Any:
+    def step(self, plan: StepPlan) -> ChosenTokens:
         size = self._size(plan)
         chosen = self._execute(size, self._integers(plan, size))
         chosen.copy_to_host_async()
@@ -127,7 +139,7 @@ class JaxForward(SlotForward):
             block += -(-len(piece.ids) // QUERIES)
             if piece.last:
                 wanted.append(block)
-        return chosen, wanted
+        return ChosenTokens(chosen, wanted)
 
     def move(self, source: int, target: int, length: int) -> None:  # noqa: ARG002  # the whole slot: one executable
         self._cache, self._tokens = self._move(self._cache, self._tokens, source, target)

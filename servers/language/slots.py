@@ -13,7 +13,7 @@ computed in vain, which nobody sees.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,8 +59,15 @@ class _Flight:
     """By token."""
     ends: Sequence[bool]
     """By token: whether it is the last one that the request asked for."""
-    fetch: Callable[[], list[int]]
-    """Waits for the tokens."""
+    tokens: Any
+    """A tensor, or what else has `tolist`."""
+    arrived: torch.cuda.Event | None
+
+    def fetch(self) -> list[int]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens: list[int] = self.tokens.tolist()
+        return tokens
 
 
 class SlotsEngine(TorchGeneratingEngine):
@@ -188,7 +195,7 @@ class SlotsEngine(TorchGeneratingEngine):
         for generation in chosen_for:
             generation.produced += 1
             ends.append(generation.produced == generation.request.max_tokens)
-        self._flights.append(_Flight(chosen_for, ends, self._fetching(chosen)))
+        self._flights.append(self._flight(chosen_for, ends, chosen))
         for generation, ended in zip(reversed(chosen_for), reversed(ends), strict=True):
             if ended:
                 self._release(generation)
@@ -219,21 +226,14 @@ class SlotsEngine(TorchGeneratingEngine):
                 break
         return pieces, read
 
-    def _fetching(self, chosen: Any) -> Callable[[], list[int]]:
-        """Send what a step has chosen to the host: a function that waits for it."""
+    def _flight(self, generations: Sequence[_Generation], ends: Sequence[bool], chosen: Any) -> _Flight:
         if self._device.type == "cpu":
-            return lambda: list(chosen.tolist())
+            return _Flight(generations, ends, chosen, None)
         host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
         host.copy_(chosen, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-
-        def fetch() -> list[int]:
-            arrived.synchronize()
-            tokens: list[int] = host.tolist()
-            return tokens
-
-        return fetch
+        return _Flight(generations, ends, host, arrived)
 
     def _finish(self, flight: _Flight, emissions: list[Emission]) -> None:
         """Wait for the tokens of a step and emit them."""
