@@ -117,7 +117,7 @@ class DecoderWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class WeightsHandover:
     """How another library takes the weights part by part, so that no more than one part is in memory twice."""
 
     prepare: Callable[[nn.Module], object]
@@ -126,10 +126,10 @@ class Placement:
     """Called with each layer before the next one is prepared; what it returns is kept."""
 
 
-_AS_THEY_ARE = Placement(lambda part: part, lambda layer: layer)
+_AS_THEY_ARE = WeightsHandover(lambda part: part, lambda layer: layer)
 
 
-def decoder_weights(module: nn.Module, placement: Placement = _AS_THEY_ARE) -> DecoderWeights:
+def decoder_weights(module: nn.Module, handover: WeightsHandover = _AS_THEY_ARE) -> DecoderWeights:
     """The weights of a `*ForCausalLM` of transformers. Raises `EngineError` for what is not laid out here.
 
     Fused matrices are new memory, all others are the module's own.
@@ -141,24 +141,24 @@ def decoder_weights(module: nn.Module, placement: Placement = _AS_THEY_ARE) -> D
         )
     with torch.no_grad():
         laid_out = _gpt2 if config.model_type == "gpt2" else _rotated
-        return laid_out(module, config, placement)
+        return laid_out(module, config, handover)
 
 
-def _prepared(placement: Placement, parts: Iterable[nn.Module]) -> Iterator[Any]:
+def _prepared(handover: WeightsHandover, parts: Iterable[nn.Module]) -> Iterator[Any]:
     for part in parts:
-        placement.prepare(part)
+        handover.prepare(part)
         yield part
 
 
-def _head_of(module: Any, placement: Placement) -> Tensor:
+def _head_of(module: Any, handover: WeightsHandover) -> Tensor:
     """The last matrix, which may be that of the embedding, already prepared."""
     module.tie_weights()
-    placement.prepare(module.lm_head)
+    handover.prepare(module.lm_head)
     head: Tensor = module.lm_head.weight.detach()
     return head
 
 
-def _gpt2(module: Any, config: Any, placement: Placement) -> DecoderWeights:
+def _gpt2(module: Any, config: Any, handover: WeightsHandover) -> DecoderWeights:
     if config.scale_attn_by_inverse_layer_idx or config.reorder_and_upcast_attn or config.add_cross_attention:
         raise EngineError("this engine has no GPT-2 with scaled or upcast attention; use --engine continuous")
     head_size = config.n_embd // config.n_head
@@ -181,7 +181,7 @@ def _gpt2(module: Any, config: Any, placement: Placement) -> DecoderWeights:
 
     stack = module.transformer
     layers = [
-        placement.take(
+        handover.take(
             LayerWeights(
                 norm_1=_affine(block.ln_1),
                 qkv=transposed(block.attn.c_attn),
@@ -191,16 +191,16 @@ def _gpt2(module: Any, config: Any, placement: Placement) -> DecoderWeights:
                 down=transposed(block.mlp.c_proj),
             )
         )
-        for block in _prepared(placement, stack.h)
+        for block in _prepared(handover, stack.h)
     ]
-    embedding, positions, norm = _prepared(placement, (stack.wte, stack.wpe, stack.ln_f))
-    head = _head_of(module, placement)
+    embedding, positions, norm = _prepared(handover, (stack.wte, stack.wpe, stack.ln_f))
+    head = _head_of(module, handover)
     return DecoderWeights(
         shape, embedding.weight.detach(), layers, _affine(norm), head, positions.weight.detach(), None
     )
 
 
-def _rotated(module: Any, config: Any, placement: Placement) -> DecoderWeights:
+def _rotated(module: Any, config: Any, handover: WeightsHandover) -> DecoderWeights:
     stack = module.model
     rope = stack.rotary_emb
     if rope.rope_type not in _ROPE_TYPES:
@@ -224,14 +224,14 @@ def _rotated(module: Any, config: Any, placement: Placement) -> DecoderWeights:
         swiglu_alpha=getattr(config, "swiglu_alpha", 1.702),
         swiglu_limit=getattr(config, "swiglu_limit", 7.0),
     )
-    layers = [placement.take(_rotated_layer(layer, shape)) for layer in _prepared(placement, stack.layers)]
-    embedding, norm = _prepared(placement, (stack.embed_tokens, stack.norm))
+    layers = [handover.take(_rotated_layer(layer, shape)) for layer in _prepared(handover, stack.layers)]
+    embedding, norm = _prepared(handover, (stack.embed_tokens, stack.norm))
     return DecoderWeights(
         shape,
         embedding.weight.detach(),
         layers,
         _affine(norm),
-        _head_of(module, placement),
+        _head_of(module, handover),
         None,
         rope.inv_freq.detach().float(),
         float(rope.attention_scaling),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from servers.engines.jax_engine import MATRIX_PRECISIONS, cpu_threads, start_jax
-from servers.language.decoder import Affine, DecoderWeights, LayerWeights, Placement, decoder_weights
+from servers.language.decoder import Affine, DecoderWeights, LayerWeights, WeightsHandover, decoder_weights
 from servers.language.engine import GenerationSettings
 from servers.language.forward import SlotForward
 from servers.language.module import DTYPES, build_module, draw_part, empty_module
@@ -75,7 +75,7 @@ def jax_weights(model: LanguageModel, device: torch.device, precision: str) -> D
         prepared.pop().to("meta")
         return taken
 
-    weights = decoder_weights(module, Placement(prepare, take))
+    weights = decoder_weights(module, WeightsHandover(prepare, take))
     return DecoderWeights(
         weights.shape,
         _taken(weights.embedding),
