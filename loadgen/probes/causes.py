@@ -393,6 +393,8 @@ FOLDED_NOTE = (
 def why(result: Result) -> doc.Section | None:
     """The reasons for the differences: a terminal shows those of the most loaded scenario, a page those of all."""
     main = result.verdict.main_scenario
+    # Of a streamed answer nearly all the time is that of reading it, whatever the server does meanwhile.
+    breakdowns = [] if result.experiment.is_language else result.stages
     reasons = [verdict for verdict in result.verdict.scenarios if verdict.reasons]
     blocks: list[doc.Items | doc.Text | doc.Table] = [
         doc.Items([_reasons(result, verdict) for verdict in reasons if verdict.scenario == main])
@@ -408,19 +410,19 @@ def why(result: Result) -> doc.Section | None:
             others.append(doc.Items([_reasons(result, verdict)]))
             others += [
                 stage_table(result, breakdown, on=doc.HTML)
-                for breakdown in result.stages
+                for breakdown in breakdowns
                 if (breakdown.workload, breakdown.baseline, breakdown.arm) == key
             ]
     return doc.section(
         "Why",
         *blocks,
-        doc.Items([] if main is None else time_spent(result, main)),
+        doc.Items([] if main is None or result.experiment.is_language else time_spent(result, main)),
         doc.Text(causes_note(result), "note"),
         doc.Text(explain_command(result), "code", on=doc.PAGES),
-        *(stage_table(result, breakdown) for breakdown in result.stages if breakdown.workload == main),
+        *(stage_table(result, breakdown) for breakdown in breakdowns if breakdown.workload == main),
         doc.Fold("The other scenarios", tuple(others)),
         causes_chart(result),
-        stages_chart(result),
+        None if result.experiment.is_language else stages_chart(result),
     )
 
 

@@ -9,15 +9,18 @@ is many times the tolerance below it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.tokens import samples_of
+from loadgen.quantities import number
+from loadgen.quantities import share as percent
 from loadgen.records.probes import ReferenceAnswer, TokensCompared
-from loadgen.records.run import Found, Label, Record
+from loadgen.records.run import Found, Label, Record, shown
 from loadgen.records.samples import NS_PER_MS, Samples, good
 from loadgen.records.tokens import ASSUMED, COALESCED, CUT, ECHO, ECHO_DIFFERS, IDS, OTHER, STOP, UNKNOWN
 from loadgen.run.storage import StoredBlock
@@ -87,6 +90,13 @@ class TokenTotals(Record, frozen=True, kw_only=True):
     worst_gap_ms: float | None
     median_gap_ms: float | None
     """Between two chunks."""
+    steps: int | None = None
+    """Steps of the engine by the server's statistics; None: it reports none."""
+    step_ms: float | None = None
+    """Their mean time."""
+    engine_share: float | None = None
+    """The part of the blocks in which a step ran. Were it 1, the server would make as many tokens as its engine
+    alone."""
     gaps_ms: Points = ()
     """Gap between two tokens and the share of gaps that are at most that long, for drawing."""
     timeline_ms: Points = ()
@@ -128,8 +138,8 @@ def total(blocks: Sequence[StoredBlock]) -> TokenTotals | None:
         samples, answers, events = samples_of(block), block.answers, block.events
         if samples is None or answers is None or events is None or len(answers) != len(samples):
             continue
-        for name, number in _count(samples, answers, events).items():
-            counts[name] = counts.get(name, 0) + number
+        for name, count in _count(samples, answers, events).items():
+            counts[name] = counts.get(name, 0) + count
         answered, index = good(samples), block.record.index
         chunk_gaps = np.diff(events["at_ns"])[np.diff(events["sample"].astype(np.int64)) == 0] / NS_PER_MS
         gaps.add(index, np.concatenate([np.empty(0), *answered["gaps_ms"].tolist()]))
@@ -147,10 +157,51 @@ def total(blocks: Sequence[StoredBlock]) -> TokenTotals | None:
         stalled=int((worst.values > limit_ms).sum()),
         worst_gap_ms=float(worst.values.max()) if worst.count else None,
         median_gap_ms=median_gap,
+        **_steps(complete),
         gaps_ms=thinned(distribution(gaps.values)),
         timeline_ms=middle[1],
         **counts,
     )
+
+
+def _steps(blocks: Sequence[StoredBlock]) -> dict[str, Any]:
+    """The fields about the engine's steps, from the blocks whose server reports them."""
+    reported = [
+        (stages.executions, stages.step_ns, block.record.window_end_ns - block.record.window_start_ns)
+        for block in blocks
+        if (stages := block.record.stages) is not None and stages.executions and stages.step_ns is not None
+    ]
+    if not reported:
+        return {}
+    steps, step_ns, whole_ns = map(sum, zip(*reported, strict=True))
+    share = min(1.0, step_ns / whole_ns) if whole_ns else None
+    return {"steps": steps, "step_ms": step_ns / steps / NS_PER_MS, "engine_share": share}
+
+
+def explain_tokens(baseline: TokenTotals, arm: TokenTotals, tpot_ms: Mapping[Label, float], *, alike: bool) -> str:
+    """Where the time of a token goes, in sentences; empty where no server reports the steps of its engine. `tpot_ms`:
+    the time per token that the client saw; `alike`: both arms run the same engine."""
+    texts, silent = [], []
+    for totals in (baseline, arm):
+        pace, step, share = tpot_ms.get(totals.label), totals.step_ms, totals.engine_share
+        if pace is None or step is None or share is None:
+            silent.append(totals)
+            continue
+        texts.append(
+            f"A token of {shown(totals.label)} takes {number(pace)} ms: a step of its engine {number(min(step, pace))} "
+            f"ms, its loop, front end, network and client {number(max(0.0, pace - step))} ms. The engine is in a step "
+            f"{percent(share)} of the time, so served ÷ engine is {number(share)}."
+        )
+    if texts and silent and (pace := tpot_ms.get(silent[0].label)) is not None:
+        known = arm if silent[0] is baseline else baseline
+        other, gap_ms = shown(silent[0].label), pace - tpot_ms[known.label]
+        texts.append(f"A token of {other} takes {number(pace)} ms; its server reports no steps.")
+        if alike and gap_ms > 0.0:
+            texts.append(
+                f"It runs the same engine as {shown(known.label)}, so the {number(gap_ms)} ms more are of its serving "
+                "layer, or of what that leaves the engine."
+            )
+    return " ".join(texts)
 
 
 def _count(samples: Samples, answers: Samples, events: Samples) -> dict[str, int]:

@@ -406,6 +406,8 @@ class StageTotals(Record, frozen=True, kw_only=True):
     receive_ns: int | None = None
     decode_ns: int | None = None
     encode_ns: int | None = None
+    step_ns: int | None = None
+    """Of an engine whose executions are steps of many requests each: the time of these steps together."""
     batches: dict[int, int] = msgspec.field(default_factory=dict)
     """Executed batch size → number of executions."""
     steps: tuple[StepTotals, ...] = ()

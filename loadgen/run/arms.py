@@ -180,6 +180,10 @@ def stage_totals(before: Statistics, after: Statistics) -> StageTotals | None:
     executed_before, executed_after = _batches(before), _batches(after)
     batches = {size: count - executed_before.get(size, 0) for size, count in executed_after.items()}
     differences += batches.values()
+    step_ns = _batch_ns(after) - _batch_ns(before)
+    differences.append(step_ns)
+    # An execution that no request counts as its own is a step of an engine that generates tokens.
+    has_steps = any(batches.values()) and not grown("inference_stats", "compute_infer", "count")
     totals = StageTotals(
         requests=grown("inference_stats", "success", "count"),
         items=grown("inference_count"),
@@ -191,6 +195,7 @@ def stage_totals(before: Statistics, after: Statistics) -> StageTotals | None:
         receive_ns=grown(OWN_STAGES, "receive", "ns"),
         decode_ns=grown(OWN_STAGES, "decode", "ns"),
         encode_ns=grown(OWN_STAGES, "encode", "ns"),
+        step_ns=step_ns if has_steps and mapping(after.get(OWN_STAGES)) else None,
         batches={size: count for size, count in sorted(batches.items()) if count},
     )
     return totals if all(abs(difference) < _MOST_NS for difference in differences) else None
@@ -203,6 +208,13 @@ def _batches(statistics: Statistics) -> dict[int, int]:
         if size is not None:
             counts[size] = _value(entry, "compute_infer", "count") or 0
     return counts
+
+
+def _batch_ns(statistics: Statistics) -> int:
+    """The time of all executions."""
+    return sum(
+        _value(entry, "compute_infer", "ns") or 0 for entry in map(mapping, listed(statistics.get("batch_stats")))
+    )
 
 
 def _value(statistics: Statistics, *path: str) -> int | None:

@@ -40,6 +40,9 @@ from loadgen.run.storage import RunError
 PROBE_PROMPTS = 4
 PROBE_TOKENS = 16
 """The longest answer to a prompt of the probe; the load's are shorter at most."""
+PROBE_PROMPT_TOKENS = 512
+"""The longest prompt that is sent again to find a cache: long enough to show one, and not so long that sixty of them
+take minutes on a CPU."""
 PROBE = "probe"
 """The workload of the probe's answers in the records."""
 MOST_JUDGED_TOKENS = 300_000
@@ -249,11 +252,11 @@ def equal_answers(answers: Sequence[PromptedAnswer], labels: Sequence[Label]) ->
 def probe_prompt_cache(
     arm: Arm, plan: PromptPlan, *, groups: int, repeats: int, least_groups: int, most_s: float
 ) -> tuple[list[int], list[int]]:
-    """Times to the first token of new prompts and of repeated ones among them, in ns. The longest prompts are sent,
-    since a cache saves most of them, each time with another salt, as in the load. Raises `AnswerError`,
-    `ConnectionRefused`, `AddressError`."""
-    shape = max(plan.shapes, key=lambda shape: shape.prompt_tokens)
-    prompts = probe_prompts(plan, PromptShape(shape.prompt_tokens, 2), repeats + groups)
+    """Times to the first token of new prompts and of repeated ones among them, in ns. Long prompts are sent, since a
+    cache saves most of them, each time with another salt, as in the load. Raises `AnswerError`, `ConnectionRefused`,
+    `AddressError`."""
+    longest = min(PROBE_PROMPT_TOKENS, max(shape.prompt_tokens for shape in plan.shapes))
+    prompts = probe_prompts(plan, PromptShape(longest, 2), repeats + groups)
     fresh: list[int] = []
     repeated: list[int] = []
     began = monotonic()

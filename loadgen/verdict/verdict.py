@@ -30,9 +30,10 @@ from loadgen.metrics.claims import (
 )
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons
 from loadgen.metrics.facts import Facts, WorkloadFacts
-from loadgen.metrics.registry import METRICS, SERVED, THROUGHPUT
-from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary
+from loadgen.metrics.registry import METRICS, SERVED, THROUGHPUT, TPOT
+from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary, figure_of
 from loadgen.probes.causes_analysis import CauseEffect, CausesFound
+from loadgen.probes.tokens_analysis import TokensFound, explain_tokens
 from loadgen.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms, significant
 from loadgen.records.model_config import queue_policy_of, whole
 from loadgen.records.run import ArmRecord, Experiment, Label, Record, RunState, Workload, shown
@@ -43,6 +44,8 @@ from loadgen.verdict.checks.run import same_payload
 from loadgen.verdict.headline import headline, main_comparison
 
 MIN_STAGE_SHARE = 0.05
+MOST_DETECTABLE = 100.0
+"""A smallest detectable difference beyond this says only that there are too few rounds."""
 MAX_STAGES = 3
 
 
@@ -114,7 +117,10 @@ def _limits_of_smoke(facts: Facts) -> tuple[str, ...]:
     fewest, most = min(c.pairs for c in leading), max(c.pairs for c in leading)
     rounds = counted(fewest, "round") if fewest == most else f"{fewest} to {most} rounds"
     effects = [c.minimal_detectable_effect for c in leading if c.minimal_detectable_effect is not None]
-    seen = f"differences of {share(min(effects))} or more, in some workloads only larger ones" if effects else "none"
+    smallest = min(effects, default=math.inf)
+    seen = f"differences of {share(smallest)} or more, in some workloads only larger ones"
+    if smallest > MOST_DETECTABLE:
+        seen = "no difference for certain"
     return (
         f"A smoke run, to see that everything works: {rounds} of each workload show {seen}, so inconclusive does not "
         "mean equal. For a verdict run again with --preset quick.",
@@ -213,8 +219,10 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
     ]  # also without a verdict, since an ablation shows a cause by itself
     if leading.verdict != "invalid" or reasons:
         for breakdown in facts.breakdowns:
-            if (breakdown.workload, breakdown.baseline, breakdown.arm) == (leading.scenario, *leading.pairing):
+            is_this = (breakdown.workload, breakdown.baseline, breakdown.arm) == (leading.scenario, *leading.pairing)
+            if is_this and not _by_name(facts)[leading.scenario].is_streamed:
                 reasons += explain_stages(breakdown)
+        reasons += _explain_tokens(facts, leading)
         summaries = [s for s in facts.summaries if s.workload == leading.scenario and s.label in leading.pairing]
         reasons += [text for summary in summaries for text in _explain_arm(summary)]
         reasons += _explain_batching(_by_name(facts)[leading.scenario], summaries)
@@ -227,6 +235,28 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
         sentence=sentence("; ".join(claim(c, margin=margin) for c in (leading, *decided))),
         reasons=tuple(reasons),
     )
+
+
+def _explain_tokens(facts: Facts, leading: Comparison) -> list[str]:
+    """Where the time of a token goes on both arms, as far as their servers report the steps of their engines."""
+    totals = {
+        total.label: total for total in facts.of(TokensFound).totals if total.workload == leading.scenario
+    }  # fmt: skip
+    if not all(label in totals for label in leading.pairing):
+        return []
+    paces = {
+        summary.label: pace
+        for summary in facts.summaries
+        if summary.workload == leading.scenario and (pace := figure_of(summary, TPOT)) is not None
+    }
+    engines = {
+        tuple(str(arm.in_effect.get(name)) for name in ("engine", "precision", "device"))
+        for arm in facts.run.arms
+        if arm.label in leading.pairing
+    }
+    baseline, arm = (totals[label] for label in leading.pairing)
+    text = explain_tokens(baseline, arm, paces, alike=len(engines) == 1)
+    return [text] if text else []
 
 
 def explain_stages(breakdown: LatencyBreakdown) -> list[str]:

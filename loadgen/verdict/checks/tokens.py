@@ -87,7 +87,8 @@ def time_for_all(facts: Facts) -> Iterator[Judgement]:
     experiment = facts.run.experiment
     if experiment.minutes is not None:
         left_out = experiment.left_out
-        detail = f"{join(left_out)} is left out, because an arm is too slow for it" if left_out else "none is left out"
+        are = "is" if len(left_out) == 1 else "are"
+        detail = f"{join(left_out)} {are} left out, because an arm is too slow" if left_out else "none is left out"
         yield Judgement(not left_out, detail, len(left_out))
 
 

@@ -62,3 +62,21 @@ def test_what_a_server_does_not_report_is_unknown_and_not_zero() -> None:
 
 def test_counters_that_ran_backwards_are_kept_as_such() -> None:
     assert differences(statistics(30), statistics(10)).queue_ns == -200
+
+
+def test_executions_that_no_request_owns_are_steps_of_an_engine() -> None:
+    """A step generates a token for each of many requests; only their time together says what the engine takes."""
+
+    def generating(steps: int) -> dict:
+        return {
+            "execution_count": steps,
+            "inference_stats": {"success": {"count": 2, "ns": 5}, "compute_infer": {"count": 0, "ns": 0}},
+            "batch_stats": [
+                {"batch_size": rows, "compute_infer": {"count": steps, "ns": 7 * steps}} for rows in (1, 2)
+            ],
+            "abserve_stages": {"receive": {"count": 2, "ns": 5}},
+        }
+
+    totals = differences(generating(10), generating(30))
+    assert (totals.executions, totals.step_ns, totals.batches) == (20, 280, {1: 20, 2: 20})
+    assert differences(statistics(10), statistics(30)).step_ns is None

@@ -1,0 +1,59 @@
+"""What the servers' own statistics say about the steps of their engines, beside what the client saw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from loadgen.probes.tokens_analysis import TokenTotals, explain_tokens, total
+from loadgen.records.run import StageTotals, Workload
+from tests.streamed_blocks import Chunks, streamed_arrays, streamed_block
+
+ALONE = Workload(
+    scenario="single", batch_size=1, concurrency=1, requests=1, seconds=1.0, max_seconds=2.0, rounds=4,
+    prompt_tokens=32, output_tokens=4,
+)  # fmt: skip
+STEADY: Chunks = [(20.0, 1), (30.0, 1), (40.0, 1), (50.0, 1)]
+
+
+def totals_of(stages: StageTotals | None) -> TokenTotals:
+    """Three answers of 50 ms in a block."""
+    block = streamed_block(ALONE, streamed_arrays([STEADY] * 3, 4))
+    record = msgspec.structs.replace(block.record, stages=stages, window_start_ns=0, window_end_ns=150_000_000)
+    totals = total([replace(block, record=record)])
+    assert totals is not None
+    return totals
+
+
+def stages_of(executions: int, step_ns: int | None) -> StageTotals:
+    return StageTotals(
+        requests=3, items=3, executions=executions, queue_ns=0, compute_input_ns=0, compute_infer_ns=0,
+        compute_output_ns=0, step_ns=step_ns,
+    )  # fmt: skip
+
+
+def test_the_steps_of_an_engine_are_counted_and_timed() -> None:
+    totals = totals_of(stages_of(12, 120_000_000))
+    assert (totals.steps, totals.step_ms) == (12, 10.0)
+    assert totals.engine_share == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("stages", [None, stages_of(3, None), stages_of(0, 0)])
+def test_a_server_without_steps_has_none(stages: StageTotals | None) -> None:
+    totals = totals_of(stages)
+    assert (totals.steps, totals.step_ms, totals.engine_share) == (None, None, None)
+
+
+def test_the_time_of_a_token_is_divided_between_the_engine_and_the_rest() -> None:
+    native = totals_of(stages_of(12, 120_000_000))
+    triton = msgspec.structs.replace(totals_of(None), label="b")
+    text = explain_tokens(native, triton, {"a": 12.5, "b": 15.0}, alike=True)
+    assert "A token of A takes 12.5 ms: a step of its engine 10.0 ms" in text
+    assert "network and client 2.50 ms" in text
+    assert "served ÷ engine is 0.80" in text
+    assert "It runs the same engine as A, so the 2.50 ms more are of its serving layer" in text
+    assert "same engine" not in explain_tokens(native, triton, {"a": 12.5, "b": 15.0}, alike=False)
+    assert "same engine" not in explain_tokens(native, triton, {"a": 12.5, "b": 11.0}, alike=True)
+    assert explain_tokens(triton, triton, {"b": 15.0}, alike=True) == ""
