@@ -9,6 +9,9 @@ is five kernels.
 at once; the last one to arrive combines their parts. The lengths are read on the device, so one CUDA graph is right for
 every length.
 
+**Experts.** The pairs of a token and one of its experts are gathered by expert on the device; the programs of an expert
+that nobody has chosen end at once, so that a step reads only the weights that it needs, also in a CUDA graph.
+
 Tokens are flat: first the rows that decode, then the tokens of prompts. `positions` is negative for a token that only
 fills the graph's size: it writes nothing. The cache of a layer is [slots, length, 2, kv_heads, head_size]; RoPE turns
 neighbours (see `decoder`).
@@ -506,3 +509,174 @@ def prompt_attention_kernel(
         target = out + token[:, None] * (kv_heads * GROUP * WIDTH) + head[:, None] * WIDTH + column[None, :]
         result = mixed / tl.maximum(total, 1e-30)[:, None]
         tl.store(target, result.to(out.dtype.element_ty), mask=asked[:, None])
+
+
+@triton.jit
+def route_kernel(
+    logits,  # [tokens, EXPERTS]
+    positions,  # [tokens]
+    chosen,  # [tokens, CHOSEN] int32: the experts, negative for a token that only fills the graph's size
+    shares,  # [tokens, CHOSEN] FP32
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,  # EXPERTS rounded up to a power of two
+    CHOSEN: tl.constexpr,
+    PLACES: tl.constexpr,  # CHOSEN rounded up to a power of two
+):
+    """The experts with the largest logits, and the softmax of these as their shares; grid (tokens,)."""
+    token = tl.program_id(0)
+    expert = tl.arange(0, PADDED)
+    place = tl.arange(0, PLACES)
+    left = tl.load(logits + token * EXPERTS + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
+    largest = tl.max(left, 0)
+    names = tl.full((PLACES,), -1, dtype=tl.int32)
+    values = tl.zeros((PLACES,), dtype=tl.float32)
+    for taken in tl.static_range(CHOSEN):
+        name = tl.argmax(left, 0)
+        names = tl.where(place == taken, name, names)
+        values = tl.where(place == taken, tl.exp2((tl.max(left, 0) - largest) * LOG2_E), values)
+        left = tl.where(expert == name, float("-inf"), left)
+    names = tl.where(tl.load(positions + token) >= 0, names, -1)
+    tl.store(chosen + token * CHOSEN + place, names, mask=place < CHOSEN)
+    tl.store(shares + token * CHOSEN + place, values / tl.sum(values, 0), mask=place < CHOSEN)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def gather_kernel(
+    chosen,  # [pairs] int32
+    lines,  # [experts, most] int32: the pairs that chose the expert, in their order
+    counts,  # [experts] int32: how many
+    pairs,
+    most,  # pairs of one expert at most
+    BLOCK: tl.constexpr,
+):
+    """The pairs of a token and one of its experts, by expert; grid (experts,)."""
+    expert = tl.program_id(0)
+    count = 0
+    for start in range(0, pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        mine = (tl.load(chosen + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
+        tl.store(lines + expert * most + count + tl.cumsum(mine, 0) - 1, pair, mask=mine > 0)
+        count += tl.sum(mine, 0)
+    tl.store(counts + expert, count)
+
+
+@triton.jit
+def product_of_expert(
+    x,  # [lines, K]
+    weight,  # [experts, K, N]
+    bias,  # [experts, N]
+    lines,
+    counts,
+    most,
+    LINES_PER_PAIR: tl.constexpr,  # pairs that share a line of x
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """[BM, BN] FP32: x W + bias of one expert, and whose lines these are: pairs, and whether they exist."""
+    expert = tl.program_id(2).to(tl.int64)
+    line = tl.program_id(1) * BM + tl.arange(0, BM)
+    asked = line < tl.load(counts + expert)
+    pair = tl.load(lines + expert * most + line, mask=asked, other=0)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = n < N
+    source = x + (pair // LINES_PER_PAIR).to(tl.int64)[:, None] * K
+    columns = weight + expert * (K * N) + n[None, :]
+    accumulator = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        k = start + tl.arange(0, BK)
+        value = tl.load(source + k[None, :], mask=asked[:, None] & (k < K)[None, :], other=0.0)
+        part = tl.load(columns + k[:, None] * N, mask=(k < K)[:, None] & inside[None, :], other=0.0)
+        accumulator = tl.dot(value, part, accumulator, input_precision=PRECISION)
+    accumulator += tl.load(bias + expert * N + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return accumulator, pair, asked
+
+
+@triton.jit(do_not_specialize=["most"])
+def expert_up_kernel(
+    x,  # [tokens, K]
+    weight,  # [experts, K, N]: the gate's columns and the others in turns
+    bias,
+    lines,
+    counts,
+    out,  # [pairs, N/2]
+    most,
+    limit,
+    alpha,
+    CHOSEN: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The first product of each chosen expert, gated and clamped as gpt-oss does; grid (N/BN, most/BM, experts).
+
+    Programs of experts that nobody has chosen end at once, so their weights are not read.
+    """
+    if tl.program_id(1) * BM < tl.load(counts + tl.program_id(2)):
+        accumulator, pair, asked = product_of_expert(
+            x, weight, bias, lines, counts, most, CHOSEN, N, K, BM, BN, BK, STAGES, PRECISION
+        )
+        gate, up = tl.split(tl.reshape(accumulator, (BM, BN // 2, 2)))
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        result = (up + 1.0) * gate / (1.0 + tl.exp2(-gate * alpha * LOG2_E))
+        column = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+        place = out + pair.to(tl.int64)[:, None] * (N // 2) + column[None, :]
+        tl.store(place, result.to(out.dtype.element_ty), mask=asked[:, None] & (column < N // 2)[None, :])
+
+
+@triton.jit(do_not_specialize=["most"])
+def expert_down_kernel(
+    x,  # [pairs, K]
+    weight,  # [experts, K, N]
+    bias,
+    shares,  # [pairs] FP32
+    lines,
+    counts,
+    out,  # [pairs, N] FP32
+    most,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The second product of each chosen expert, times its share; grid (N/BN, most/BM, experts)."""
+    if tl.program_id(1) * BM < tl.load(counts + tl.program_id(2)):
+        accumulator, pair, asked = product_of_expert(
+            x, weight, bias, lines, counts, most, 1, N, K, BM, BN, BK, STAGES, PRECISION
+        )
+        accumulator *= tl.load(shares + pair, mask=asked, other=0.0)[:, None]
+        n = tl.program_id(0) * BN + tl.arange(0, BN)
+        place = out + pair.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(place, accumulator, mask=asked[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def add_experts_kernel(
+    answers,  # [tokens·CHOSEN, HIDDEN] FP32
+    positions,
+    out,  # [tokens, HIDDEN], added to
+    CHOSEN: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out += the answers of each token's experts; grid (tokens, HIDDEN/BLOCK rounded up)."""
+    token = tl.program_id(0)
+    if tl.load(positions + token) >= 0:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < HIDDEN
+        total = tl.load(out + token * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
+        for place in tl.static_range(CHOSEN):
+            total += tl.load(answers + (token * CHOSEN + place) * HIDDEN + column, mask=inside, other=0.0)
+        tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=inside)

@@ -110,7 +110,13 @@ class TritonForward(TensorSlots):
         wide = shape.inner * (2 if shape.activation == "silu" else 1)
         self._hidden, self._normal = zeros(tokens, shape.hidden), zeros(tokens, shape.hidden)
         self._qkv, self._mixed = zeros(tokens, outputs), zeros(tokens, shape.query_size)
-        self._inner, self._active = zeros(tokens, wide), zeros(tokens, shape.inner)
+        pairs = tokens * max(1, shape.chosen_experts)
+        self._inner, self._active = zeros(0 if shape.experts else tokens, wide), zeros(pairs, shape.inner)
+        if shape.experts:
+            self._experts_of, self._shares = zeros(pairs, dtype=torch.int32), zeros(pairs, dtype=torch.float32)
+            self._lines = zeros(shape.experts * tokens, dtype=torch.int32)
+            self._counts = zeros(shape.experts, dtype=torch.int32)
+            self._answers = zeros(pairs, shape.hidden, dtype=torch.float32)
         self._picked, self._logits = zeros(chosen, shape.hidden), zeros(chosen, shape.vocabulary)
         self._chosen = zeros(chosen, dtype=torch.int64)
         self._head_block = 16
@@ -287,7 +293,7 @@ class TritonForward(TensorSlots):
             self._prompt_attention(index, layer, size, arrays)
         _add_product(hidden, self._mixed[:tokens], layer.out)
         if shape.experts:
-            self._experts(hidden, self._norm(hidden, layer.norm_2), layer)
+            self._experts(hidden, self._norm(hidden, layer.norm_2), layer, arrays.positions)
             return
         inner = self._inner[:tokens]
         _product(self._norm(hidden, layer.norm_2), layer.up, inner)
@@ -300,26 +306,35 @@ class TritonForward(TensorSlots):
             active = functional.gelu(inner, approximate=shape.activation)
         _add_product(hidden, active, layer.down)
 
-    def _experts(self, hidden: Tensor, normal: Tensor, layer: LayerWeights) -> None:
-        """Add every expert's answer to each token times its share, most of which are 0.
-
-        A graph cannot depend on which experts are chosen. Sixteen tokens choose nearly all of them anyway; few tokens
-        read more weights than they need.
-        """
-        shape, router, up_bias, down_bias = self.weights.shape, layer.router, layer.up.bias, layer.down.bias
+    def _experts(self, hidden: Tensor, normal: Tensor, layer: LayerWeights, positions: Tensor) -> None:
+        """Add the answers of each token's experts, of which only the chosen ones are read."""
+        shape, router, most = self.weights.shape, layer.router, len(hidden)
         assert router is not None
         assert router.bias is not None
-        assert up_bias is not None
-        assert down_bias is not None
+        pairs, chosen = most * shape.chosen_experts, shape.chosen_experts
         logits = torch.addmm(router.bias, normal, router.weight.t())
-        largest, chosen = logits.topk(shape.chosen_experts, -1)
-        shares = torch.zeros_like(logits).scatter_(1, chosen, largest.softmax(-1))
-        inner = torch.baddbmm(up_bias[:, None], normal.expand(shape.experts, -1, -1), layer.up.weight)
-        gate = inner[..., ::2].clamp(max=shape.swiglu_limit)
-        up = inner[..., 1::2].clamp(-shape.swiglu_limit, shape.swiglu_limit)
-        mixed = (up + 1) * gate * torch.sigmoid(gate * shape.swiglu_alpha)
-        answers = torch.baddbmm(down_bias[:, None], mixed, layer.down.weight)
-        hidden += (answers * shares.t()[:, :, None]).sum(0)
+        kernels.route_kernel[(most,)](
+            logits, positions, self._experts_of, self._shares, EXPERTS=shape.experts,
+            PADDED=triton.next_power_of_2(shape.experts), CHOSEN=chosen, PLACES=triton.next_power_of_2(chosen),
+            num_warps=1,
+        )  # fmt: skip
+        kernels.gather_kernel[(shape.experts,)](self._experts_of, self._lines, self._counts, pairs, most, BLOCK=256)
+        block = min(64, max(16, triton.next_power_of_2(pairs // shape.experts)))
+        wide = {"BM": block, "BN": 64 if block < 64 else 128, "BK": 64, "PRECISION": self._precision}
+        wide |= {"STAGES": 2 if self.dtype == torch.float32 else 4, "num_warps": 4}
+        narrow = wide | {"BN": 32 if block == 16 else wide["BN"]}
+        blocks, width = -(-most // block), 2 * shape.inner
+        kernels.expert_up_kernel[(-(-width // wide["BN"]), blocks, shape.experts)](
+            normal, layer.up.weight, layer.up.bias, self._lines, self._counts, self._active, most, shape.swiglu_limit,
+            shape.swiglu_alpha, CHOSEN=chosen, N=width, K=shape.hidden, **wide,
+        )  # fmt: skip
+        kernels.expert_down_kernel[(-(-shape.hidden // narrow["BN"]), blocks, shape.experts)](
+            self._active, layer.down.weight, layer.down.bias, self._shares, self._lines, self._counts, self._answers,
+            most, N=shape.hidden, K=shape.inner, **narrow,
+        )  # fmt: skip
+        kernels.add_experts_kernel[(most, -(-shape.hidden // 1024))](
+            self._answers, positions, hidden, CHOSEN=chosen, HIDDEN=shape.hidden, BLOCK=1024
+        )
 
     def _norm(self, hidden: Tensor, norm: Affine) -> Tensor:
         shape = self.weights.shape

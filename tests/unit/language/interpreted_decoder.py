@@ -63,13 +63,18 @@ def prompt(number: int, length: int) -> list[int]:
     return [(7 * number + 13 * place + place * place) % 150 + 1 for place in range(length)]
 
 
-def answers(forward: SlotForward) -> list[list[int]]:
-    """The tokens chosen in steps that read prompts in pieces beside decoding rows, and move slots."""
+def answers(forward: SlotForward, read: list[int]) -> list[list[int]]:
+    """The tokens chosen in steps that read prompts in pieces beside decoding rows, and move slots.
+
+    `read` gets the pairs of a token and an expert of each step.
+    """
     chosen: list[list[int]] = []
 
     def step(lengths: list[int], *pieces: PromptPiece) -> None:
         count = len(lengths) + sum(piece.last for piece in pieces)
         chosen.append(forward.step(StepPlan(lengths, pieces))[:count].tolist())
+        if isinstance(forward, TritonForward) and forward.weights.shape.experts:
+            read.append(int(forward._counts.sum()))
 
     first, second = prompt(0, 40), prompt(1, 19)
     step([], PromptPiece(0, 0, first, last=True))
@@ -91,10 +96,12 @@ def compare(fields: dict[str, Any], fused: bool) -> dict[str, Any]:
             kernels.warm_up()
         kernels.cache.fill_(50.0)  # what an earlier request left
         kernels._fused = dict.fromkeys(kernels._row_buckets, fused)
+        read: list[int] = []
         return {
             "can_fuse": kernels.can_fuse,
-            "expected": answers(TorchForward(decoder_weights(build_module(model)), SLOTS, LENGTH)),
-            "kernels": answers(kernels),
+            "expected": answers(TorchForward(decoder_weights(build_module(model)), SLOTS, LENGTH), []),
+            "kernels": answers(kernels, read),
+            "read": read,
         }
 
 

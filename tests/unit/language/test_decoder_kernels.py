@@ -34,3 +34,8 @@ def test_kernels_choose_the_tokens_of_torch(report: dict[str, Any], case: str) -
     assert report[case]["kernels"] == report[case]["expected"]
     assert len({token for step in report[case]["expected"] for token in step}) > 3
     assert report[case]["can_fuse"] == (case not in ("experts", "gpt2"))
+
+
+def test_each_token_is_read_by_its_own_experts_only(report: dict[str, Any]) -> None:
+    """Two experts each; rows and tokens that only fill the size of a step have none."""
+    assert report["experts"]["read"] == [80, 2, 34, 8, 4, 2]
