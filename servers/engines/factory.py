@@ -84,13 +84,18 @@ def environment_of(name: str) -> Path | None:
     Raises `EngineError` with the command that installs them where no environment has them.
     """
     kind = engine_kind(name)
-    missing = [library for library in kind.libraries if find_spec(library) is None]
+    return interpreter_with(name, kind.libraries, kind.install)
+
+
+def interpreter_with(name: str, libraries: tuple[str, ...], install: str) -> Path | None:
+    """As `environment_of`, of an engine that needs these libraries."""
+    missing = [library for library in libraries if find_spec(library) is None]
     if not missing:
         return None
     other = second_interpreter()
-    if other is not None and _has(other, kind.libraries):
+    if other is not None and _has(other, libraries):
         return other
-    raise EngineError(f"the {name} engine needs {missing[0]}, which is not installed; run: {kind.install}")
+    raise EngineError(f"the {name} engine needs {missing[0]}, which is not installed; run: {install}")
 
 
 def second_interpreter() -> Path | None:
@@ -105,7 +110,11 @@ def enter_environment_of(name: str) -> None:
 
     Call it before anything is bound, started or printed. Raises `EngineError` as `environment_of` does.
     """
-    other = environment_of(name)
+    enter(environment_of(name))
+
+
+def enter(other: Path | None) -> None:
+    """Continue this command in another interpreter; None: in this one."""
     if other is None:
         return
     sys.stdout.flush()

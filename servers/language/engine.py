@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from servers.engines.factory import interpreter_with
 from servers.engines.settings import EngineError
 from servers.models.specification import choose_from
 from servers.protocol.errors import InvalidRequestError
@@ -22,6 +24,9 @@ GENERATING_ENGINES: Mapping[str, str] = {
 }
 """By name, "module:class" of each engine; the class takes the specification and the settings."""
 DEFAULT_ENGINE = "slots"
+_LIBRARIES: Mapping[str, tuple[str, ...]] = {"jax": ("jax",)}
+"""By engine, what it needs beside torch and transformers."""
+_INSTALL = "pip install 'jax[cuda13]', or pip install jax for a CPU"
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -177,12 +182,24 @@ def generation_precision(requested: str, device: str) -> str:
     return "fp32" if device == "cpu" else "bf16"
 
 
+def generating_environment(engine: str) -> Path | None:
+    """The interpreter that has the libraries of a generating engine; None: this one.
+
+    Raises `EngineError` with the command that installs them where no environment has them.
+    """
+    return interpreter_with(engine, _LIBRARIES.get(engine, ()), _INSTALL)
+
+
 def make_engine(specification: Any, settings: GenerationSettings) -> GeneratingEngine:
     """The engine that the settings name, not yet loaded. Raises `EngineError` for settings it cannot honour.
 
     Imports the engine's libraries, which takes seconds.
     """
     settings.check()
+    if generating_environment(settings.engine) is not None:
+        raise EngineError(
+            f"the {settings.engine} engine needs libraries that another environment has; use abserve serve native"
+        )
     module_name, _, class_name = GENERATING_ENGINES[settings.engine].partition(":")
     try:
         engine_class = getattr(import_module(module_name), class_name)

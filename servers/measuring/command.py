@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from servers.cli.options import EngineOptions, checked, counted, fail, settings_of, takes_settings
-from servers.engines.factory import check_engine, enter_environment_of
+from servers.engines.factory import check_engine, enter, enter_environment_of
 from servers.engines.interface import EngineDescription, EngineError
 from servers.engines.processors import nvidia_device_present, wait_policy
 from servers.engines.settings import EngineSettings, parse_spinning
-from servers.language.engine import DEFAULT_ENGINE, GenerationSettings
+from servers.language.engine import DEFAULT_ENGINE, GenerationSettings, generating_environment
 from servers.language.specification import is_language_model, language_model
 from servers.measuring.measurement import (
     BatchMeasurement,
@@ -179,13 +179,15 @@ def _measure_language(settings: MeasurementSettings, json: Path | None) -> None:
     default = settings.engine == MeasurementSettings.model_fields["engine"].default
     if settings.profile:
         fail("--profile shows no kernels of a language model; leave it out", status=2)
+    name = DEFAULT_ENGINE if default else settings.engine
     try:
+        enter(generating_environment(name))
         batches = _numbers("--batches", settings.batches or ("1,4,16" if on_cpu else "1,4,16,64"), "1,8,32")
         lengths = _numbers("--sequence-length", settings.sequence_length or "128", "32,128,512")
         document = measure_generation(
             language_model(settings.model, settings.weights),
             GenerationSettings(
-                DEFAULT_ENGINE if default else settings.engine,
+                name,
                 settings.device,
                 settings.precision,
                 slots=max(batches),

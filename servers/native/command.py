@@ -15,11 +15,12 @@ from pydantic import ValidationError
 from servers.cli.defaults import ARTEFACTS, OptionError
 from servers.cli.launch import LaunchPlan, bind, check_free, host_in_url
 from servers.cli.options import fail, takes_settings, to_argument, tuning_of, validation_sentence, with_tuning
-from servers.engines.factory import check_engine, enter_environment_of
+from servers.engines.factory import check_engine, enter, enter_environment_of
 from servers.engines.interface import EngineError
 from servers.engines.padding import padding_of
 from servers.engines.settings import engine_kind
 from servers.export.manifest import ExportError
+from servers.language.engine import generating_environment
 from servers.language.specification import is_language_model, language_model
 from servers.language.weights import pin_language_weights
 from servers.models.files import FolderError
@@ -106,6 +107,7 @@ def check_language(options: Mapping[str, Any]) -> LaunchPlan:
     requested = with_tuning(requested, requested.tuning)
     model = language_model(requested.model, requested.weights)
     settings = requested.resolved_for(model)
+    enter(generating_environment(settings.engine))
     bind(settings.host, settings.http_port).close()
     weights = pin_language_weights(model.weights, model.fields)
     settings = settings.model_copy(update={"weights": weights.text, "model": model.reference})

@@ -25,7 +25,7 @@ from servers.cli.options import flag_of
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import wait_policy
 from servers.engines.settings import EngineError, EngineSettings
-from servers.language.engine import GenerationSettings
+from servers.language.engine import GenerationSettings, generating_environment
 from servers.language.module import DTYPES, TOKENIZER, served_folder
 from servers.language.specification import LanguageModel, language_model
 from servers.language.weights import pin_language_weights, weights_sha256
@@ -287,6 +287,11 @@ def prepare_language(
     model = replace(model, weights=pin_language_weights(model.weights, model.fields))
     settings.check_length(model)
     generation = settings.resolved_generation()
+    if backend == "python" and generating_environment(generation.engine) is not None:
+        raise OptionError(
+            f"Triton's python backend executes in this environment, and the libraries of the {generation.engine} "
+            "engine are in another one; use abserve serve native"
+        )
     lay_out(settings.folder, installation)
     _clean_up()
     assert_space(LANGUAGE_REGION_BYTES)
