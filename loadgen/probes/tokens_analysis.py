@@ -19,7 +19,7 @@ from loadgen.metrics.facts import Facts
 from loadgen.metrics.tokens import samples_of
 from loadgen.quantities import number
 from loadgen.quantities import share as percent
-from loadgen.records.probes import ReferenceAnswer, TokensCompared
+from loadgen.records.probes import JudgedAnswers, ReferenceAnswer, TokensCompared
 from loadgen.records.run import Found, Label, Record, shown
 from loadgen.records.samples import NS_PER_MS, Samples, good
 from loadgen.records.tokens import ASSUMED, COALESCED, CUT, ECHO, ECHO_DIFFERS, IDS, OTHER, STOP, UNKNOWN
@@ -32,7 +32,9 @@ LEAST_DISTINCT = 0.5
 LEAST_TOKENS = 8
 """A shorter answer may repeat tokens by chance."""
 NOISE_FACTOR = 4.0
-"""Of the reference's own noise between batch sizes: an engine's differs in as many ways again."""
+"""Of the reference's own noise: an engine rounds in other places, and in more of them."""
+MOST_RANDOM = 0.5
+"""A limit above this share of a random token's deficit would pass wrong answers, so that nothing is proved."""
 UNKNOWN_TOKEN = 1e9
 """The deficit of an id that the model does not have."""
 STALL_FACTOR, LEAST_STALL_MS = 10.0, 50.0
@@ -276,10 +278,13 @@ def beside_reference(
     block: str,
     request: int,
     user: int,
+    noise: Sequence[float] = (),
+    random: float = 0.0,
 ) -> ReferenceAnswer:
     """One kept answer. `deficits` and `best` come from the reference, one per token of `output`; without them the
-    answer is only compared with the other ones. `ends` are the ids that end a text. Raises `ValueError` if the
-    reference has judged another number of tokens."""
+    answer is only compared with the other ones. `ends` are the ids that end a text; `noise` are the deficits of the
+    tokens that a mixture chooses itself in lower precision. Raises `ValueError` if the reference has judged another
+    number of tokens."""
     digest = hashlib.sha256(np.asarray(output, dtype="<i8").tobytes()).hexdigest()[:16]
     answer = ReferenceAnswer(block=block, request=request, user=user, tokens=len(output), digest=digest)
     if deficits is None or not output:
@@ -296,25 +301,68 @@ def beside_reference(
         chosen=int(chosen[place]),
         best=int(expected[place]),
         largest=float(largest),
+        mean=min(float(values.mean()), UNKNOWN_TOKEN),
+        noise=float(np.mean(noise)) if len(noise) else None,
+        random=float(random),
         other=int((chosen != expected).sum()),
         masked_ends=int(((chosen != expected) & np.isin(expected, list(ends))).sum()),
     )
 
 
-def deficit_limit(compared: TokensCompared, largest: float) -> float:
+def deficit_limit(judged: JudgedAnswers, largest: float) -> float:
     """The largest deficit that rounding explains: two logits may each move by the tolerance of the precision, and the
     reference's own noise is seldom exceeded fourfold. `largest` is the largest magnitude of a logit."""
-    tolerance = tolerance_of([compared.precision]).relative
-    return max(2.0 * tolerance * largest, NOISE_FACTOR * (compared.noise or 0.0))
+    tolerance = tolerance_of([judged.precision]).relative
+    return max(2.0 * tolerance * largest, NOISE_FACTOR * (judged.noise or 0.0))
 
 
-def wrong_answers(compared: TokensCompared) -> list[ReferenceAnswer]:
-    """The kept answers with a token that no rounding explains."""
-    return [
-        answer
-        for answer in compared.answers
-        if answer.deficit is not None and answer.deficit > deficit_limit(compared, answer.largest)
-    ]
+def mean_limits(judged: JudgedAnswers) -> tuple[float, float] | None:
+    """Of a mixture of experts the largest mean deficits that rounding explains: of one answer, and of all together,
+    whose mean varies less the more there are. None for other models, whose tokens are judged one by one.
+
+    A token of a mixture may be far below the best, since rounding exchanges experts. But that befalls the reference,
+    too, when it computes in the precision that is served, and about as often.
+    """
+    if judged.mean_noise is None or judged.most_noise is None or not judged.answers:
+        return None
+    rounding = 2.0 * tolerance_of(["fp32"]).relative * max(answer.largest for answer in judged.answers)
+    between = (judged.most_noise - judged.mean_noise) / len(judged.answers) ** 0.5
+    together = NOISE_FACTOR * (judged.mean_noise + between)
+    return max(rounding, NOISE_FACTOR * judged.most_noise), max(rounding, together)
+
+
+def proves_nothing(judged: JudgedAnswers) -> bool:
+    """Whether rounding alone brings a mixture's answers near those of random tokens, so that no fault could be seen."""
+    limits = mean_limits(judged)
+    return limits is not None and limits[0] > MOST_RANDOM * min(answer.random for answer in judged.answers)
+
+
+def wrong_answers(judged: JudgedAnswers) -> list[ReferenceAnswer]:
+    """The answers that no rounding explains: with such a token, or of a mixture with such a mean, alone or together."""
+    answers = [answer for answer in judged.answers if answer.deficit is not None and answer.mean is not None]
+    limits = mean_limits(judged)
+    if limits is None:
+        return [answer for answer in judged.answers if (answer.deficit or 0.0) > deficit_limit(judged, answer.largest)]
+    of_one, together = limits
+    means = [answer.mean or 0.0 for answer in answers]
+    limit = together if means and sum(means) / len(means) > together else of_one
+    return [answer for answer in answers if (answer.mean or 0.0) > limit]
+
+
+def fault_text(judged: JudgedAnswers, answer: ReferenceAnswer) -> str:
+    """Why one of the wrong answers is wrong."""
+    limits = mean_limits(judged)
+    if limits is None:
+        limit = deficit_limit(judged, answer.largest)
+        return (
+            f"token {answer.place + 1} is {number(answer.deficit or 0.0)} below the reference's best "
+            f"(limit {number(limit)})"
+        )
+    return (
+        f"its tokens are {number(answer.mean or 0.0)} below the reference's best on average (those of the reference "
+        f"in {judged.precision} {number(judged.mean_noise or 0.0)}, random ones {number(answer.random)}; limit "
+        f"{number(limits[0])}, of all answers together {number(limits[1])})"
+    )
 
 
 def chance_to_find(answers: int, share: float) -> float:

@@ -161,26 +161,42 @@ class ReferenceAnswer(Record, frozen=True, kw_only=True):
     """The reference's best token there."""
     largest: float = 0.0
     """The largest magnitude of a logit of the reference."""
+    mean: float | None = None
+    """The mean deficit of its tokens."""
+    noise: float | None = None
+    """The mean deficit, at the same places, of the tokens that the reference chooses in the precision that is served;
+    only of mixtures of experts."""
+    random: float = 0.0
+    """The mean deficit of tokens chosen at random."""
     other: int = 0
     """Tokens that are not the reference's best."""
     masked_ends: int = 0
     """Of these, tokens where the reference's best is the end of the text."""
 
 
-class TokensCompared(Record, frozen=True, kw_only=True):
-    """The answers kept of one arm in one workload and one start of the servers, beside the reference."""
+class JudgedAnswers(Record, frozen=True, kw_only=True):
+    """Answers of one server or engine beside the reference."""
 
-    FILE = "token_answers.json"
-    workload: str
-    label: Label
-    restart: int
     answers: tuple[ReferenceAnswer, ...]
     """Chosen by the seed before each block."""
     precision: str | None = None
     """The coarsest precision of all arms, which decides the tolerance."""
     noise: float | None = None
     """The largest deficit between the reference's own batch sizes, which routing of experts may make large."""
+    mean_noise: float | None = None
+    """Of a mixture of experts: the mean of `ReferenceAnswer.noise` over all answers that the reference judged, ..."""
+    most_noise: float | None = None
+    """... and the largest."""
     weights_sha256: str = ""
     """Of the weights that the reference used."""
     error: str | None = None
     """Why there is no reference, though the model is known."""
+
+
+class TokensCompared(JudgedAnswers, frozen=True, kw_only=True):
+    """The answers kept of one arm in one workload and one start of the servers, beside the reference."""
+
+    FILE = "token_answers.json"
+    workload: str
+    label: Label
+    restart: int

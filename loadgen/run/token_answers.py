@@ -69,10 +69,30 @@ class PromptedAnswer:
 class JudgedTokens(msgspec.Struct, frozen=True, kw_only=True):
     """The reference's view of one answer."""
 
-    deficits: tuple[Logit | None, ...]
-    """None: not a number."""
-    best: tuple[TokenId, ...]
-    largest: Logit
+    deficits: tuple[Logit | None, ...] = ()
+    """None: not a number. Empty without a reference."""
+    best: tuple[TokenId, ...] = ()
+    largest: Logit = 0.0
+    random: Logit = 0.0
+    noise: tuple[Logit, ...] = ()
+    """Of a mixture: deficits of what the reference chooses in the precision that is served."""
+
+    def beside(
+        self, output: Sequence[int], ends: Sequence[int], *, block: str, request: int, user: int
+    ) -> ReferenceAnswer:
+        """The record of an answer with this judgement."""
+        return beside_reference(
+            output,
+            [float("nan") if deficit is None else deficit for deficit in self.deficits] or None,
+            self.best,
+            self.largest,
+            ends,
+            block=block,
+            request=request,
+            user=user,
+            noise=self.noise,
+            random=self.random,
+        )
 
 
 class ReferenceDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +102,12 @@ class ReferenceDocument(msgspec.Struct, frozen=True, kw_only=True):
     noise: Logit
     eos: tuple[TokenId, ...]
     weights_sha256: str = ""
+
+    @property
+    def answer_noise(self) -> tuple[float, float] | tuple[None, None]:
+        """Of a mixture: the mean and the largest of the answers' mean noise."""
+        means = [sum(answer.noise) / len(answer.noise) for answer in self.answers if answer.noise]
+        return (sum(means) / len(means), max(means)) if means else (None, None)
 
 
 @dataclass(slots=True)
@@ -115,17 +141,19 @@ class TokenAnswers(AnswersUnderLoad):
         document, error = None, None
         try:
             if is_language(experiment.model) and chosen:
-                document = ask_reference(chosen, experiment, self.tolerance.precision, folder, abserve, device)
+                weights = None if experiment.weights == MODEL_WEIGHTS else experiment.weights
+                asked = [(answer.prompt, answer.output) for answer in chosen]
+                document = ask_reference(
+                    asked, experiment.model, weights, self.tolerance.precision, folder, abserve, device
+                )
         except RunError as exc:
             error = str(exc)
+        mean_noise, most_noise = (None, None) if document is None else document.answer_noise
         groups: dict[tuple[str, Label, int], list[ReferenceAnswer]] = {}
         for place, answer in enumerate(chosen):
-            judged = None if document is None else document.answers[place]
-            compared = beside_reference(
+            judged = JudgedTokens() if document is None else document.answers[place]
+            compared = judged.beside(
                 answer.output,
-                None if judged is None else [float("nan") if d is None else d for d in judged.deficits],
-                () if judged is None else judged.best,
-                0.0 if judged is None else judged.largest,
                 () if document is None else document.eos,
                 block=answer.block,
                 request=answer.request,
@@ -142,6 +170,8 @@ class TokenAnswers(AnswersUnderLoad):
                     answers=tuple(answers),
                     precision=self.tolerance.precision,
                     noise=None if document is None else document.noise,
+                    mean_noise=mean_noise,
+                    most_noise=most_noise,
                     weights_sha256="" if document is None else document.weights_sha256,
                     error=error,
                 )
@@ -166,21 +196,23 @@ def within_limit(answers: Sequence[PromptedAnswer], most_tokens: int = MOST_JUDG
 
 
 def ask_reference(
-    answers: Sequence[PromptedAnswer],
-    experiment: Experiment,
+    answers: Sequence[tuple[Sequence[int], Sequence[int]]],
+    model: str,
+    weights: str | None,
     precision: str,
     folder: Path,
     abserve: Sequence[str],
     device: str | None = None,
 ) -> ReferenceDocument:
-    """Run `abserve language-reference`. Raises `RunError` when it fails, or judges other answers."""
+    """Run `abserve language-reference` on prompts with their answers. Raises `RunError` when it fails, or judges other
+    answers."""
     asked, told = folder / "reference-in.json", folder / "reference-out.json"
     document = {
-        "model": experiment.model,
-        "weights": None if experiment.weights == MODEL_WEIGHTS else experiment.weights,
+        "model": model,
+        "weights": weights,
         "precision": precision,
         "device": device or "auto",
-        "answers": [{"prompt": list(answer.prompt), "output": list(answer.output)} for answer in answers],
+        "answers": [{"prompt": list(prompt), "output": list(output)} for prompt, output in answers],
     }
     try:
         asked.write_bytes(msgspec.json.encode(document))
@@ -195,7 +227,7 @@ def ask_reference(
     except (OSError, ValueError) as exc:
         raise RunError(f"the reference cannot be read: {one_line(str(exc), 300)}") from exc
     lengths = [(len(judgement.deficits), len(judgement.best)) for judgement in judged.answers]
-    if lengths != [(len(answer.output), len(answer.output)) for answer in answers]:
+    if lengths != [(len(output), len(output)) for _, output in answers]:
         raise RunError("the reference judged other answers than it was asked for")
     return judged
 

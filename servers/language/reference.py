@@ -5,6 +5,10 @@ So each token is judged by the answer's own beginning: its deficit is how far it
 0 for the reference's own choice. The reference disagrees with itself, too, when sums are in another order; its `noise`
 is the largest deficit that this causes.
 
+In a mixture of experts rounding exchanges experts now and then, and a token of a right engine may be far below the
+best. So a mixture is read twice: in FP32, which gives the deficits, and in the precision that is served. What the
+second reading chooses has deficits, too: those that the right model has in that precision, place by place.
+
 A batch is padded at its end, where causal attention never looks from an answer's own tokens: no mask is needed.
 """
 
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,12 +56,14 @@ class GivenAnswer:
 class JudgedAnswer:
     """The reference's view of an answer, by token: the deficit of the chosen one and the reference's own choice.
 
-    `largest` is the largest absolute logit at any of its tokens, the scale of a deficit.
+    `largest` is the largest absolute logit at any of its tokens, the scale of a deficit; `random` is the mean deficit
+    of a token chosen at random.
     """
 
     deficits: Sequence[float]
     best: Sequence[int]
     largest: float
+    random: float
 
 
 def judge_answers(document: Any) -> dict[str, Any]:
@@ -70,24 +77,32 @@ def judge_answers(document: Any) -> dict[str, Any]:
     model = language_model(document["model"], document.get("weights"))
     answers = _answers(document, model)
     precision, device = _precision(document.get("precision") or "auto", document.get("device") or "auto")
-    compute = document.get("compute") or precision
-    if compute not in DTYPES:
-        raise AnswersError(f"compute {compute!r} is not one of {', '.join(DTYPES)}")
     module = build_module(model, device, precision)
-    if compute != precision:
-        import torch
-
-        module = module.to(getattr(torch, DTYPES[compute]))
-    judgements = judge(module, answers)
+    mixture = is_mixture(module)
+    noise: Sequence[Sequence[float]] = [()] * len(answers)
+    if mixture:
+        rounded = [judgement.best for judgement in judge(module, answers)]
+        with computing_in_fp32(module):
+            judgements = judge(module, answers)
+            noise = [judgement.deficits for judgement in judge(module, answers, rounded)]
+    else:
+        judgements = judge(module, answers)
     return {
         "answers": [
-            {"deficits": judgement.deficits, "best": judgement.best, "largest": judgement.largest}
-            for judgement in judgements
+            {
+                "deficits": judgement.deficits,
+                "best": judgement.best,
+                "largest": judgement.largest,
+                "random": judgement.random,
+                "noise": of_answer,
+            }
+            for judgement, of_answer in zip(judgements, noise, strict=True)
         ],
         "noise": own_noise(module, answers),
+        "mixture": mixture,
         "eos": model.eos,
         "precision": precision,
-        "compute": compute,
+        "compute": "fp32" if mixture else precision,
         "device": device,
         "weights": model.weights.label,
         "weights_sha256": weights_sha256(model.weights, model.fields),
@@ -95,24 +110,69 @@ def judge_answers(document: Any) -> dict[str, Any]:
     }
 
 
-def judge(module: Any, answers: Sequence[GivenAnswer]) -> list[JudgedAnswer]:
-    """Each answer's judgement, in the order of the answers."""
+def is_mixture(module: Any) -> bool:
+    """Whether a router chooses experts for each token."""
+    return bool(getattr(module.config.get_text_config(), "num_local_experts", None))
+
+
+def judge(
+    module: Any, answers: Sequence[GivenAnswer], choices: Sequence[Sequence[int]] | None = None
+) -> list[JudgedAnswer]:
+    """Each answer's judgement, in the order of the answers. With `choices` those tokens are judged at the places of the
+    answers', which the module reads all the same."""
     judgements: dict[int, JudgedAnswer] = {}
     for batch in batches(answers, module.config.vocab_size):
         deficits: dict[int, list[float]] = {index: [] for index in batch}
         best: dict[int, list[int]] = {index: [] for index in batch}
-        largest = dict.fromkeys(batch, 0.0)
+        largest, random = dict.fromkeys(batch, 0.0), dict.fromkeys(batch, 0.0)
         for start, logits in _logits(module, [answers[index] for index in batch]):
             for row, index in enumerate(batch):
                 answer, judged = answers[index], len(best[index])
                 scores = _of_answer(logits[row], start, answer)
                 if len(scores):
-                    chosen = answer.output[judged : judged + len(scores)]
-                    deficits[index] += _deficits(scores, chosen)
+                    tokens = answer.output if choices is None else choices[index]
+                    deficits[index] += _deficits(scores, tokens[judged : judged + len(scores)])
                     best[index] += scores.argmax(1).tolist()
                     largest[index] = max(largest[index], float(scores.abs().max()))
-        judgements |= {index: JudgedAnswer(deficits[index], best[index], largest[index]) for index in batch}
+                    random[index] += float((scores.max(1).values - scores.mean(1)).sum())
+        judgements |= {
+            index: JudgedAnswer(
+                deficits[index], best[index], largest[index], random[index] / len(answers[index].output)
+            )
+            for index in batch
+        }
     return [judgements[index] for index in range(len(answers))]
+
+
+@contextmanager
+def computing_in_fp32(module: Any) -> Iterator[None]:
+    """Let the module compute in FP32 with the numbers that its parameters have in their own precision.
+
+    Each part has FP32 copies of its parameters only while it computes, so the memory of the whole model is taken once
+    more for its largest part alone: of gpt-oss-20b 3 GB instead of 84.
+    """
+    kept: dict[Any, dict[str, Any]] = {}
+
+    def widen(part: Any, _: object) -> None:
+        kept[part] = dict(part._parameters)
+        for name, parameter in kept[part].items():
+            if parameter is not None:
+                part._parameters[name] = parameter.float()
+
+    def restore(part: Any, _: object, __: object) -> None:
+        part._parameters.update(kept.pop(part))
+
+    parts = [part for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
+    hooks = [
+        hook
+        for part in parts
+        for hook in (part.register_forward_pre_hook(widen), part.register_forward_hook(restore, always_call=True))
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def own_noise(module: Any, answers: Sequence[GivenAnswer]) -> float:

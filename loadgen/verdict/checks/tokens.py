@@ -18,6 +18,9 @@ from loadgen.probes.tokens_analysis import (
     TokensFound,
     TokenTotals,
     deficit_limit,
+    fault_text,
+    mean_limits,
+    proves_nothing,
     share_found,
     wrong_answers,
 )
@@ -202,7 +205,8 @@ def token_counts(totals: Sequence[TokenTotals]) -> Judgement:
     not_known="The tokens were not compared with a reference",
 )
 def tokens_agree(facts: Facts) -> Iterator[Judgement]:
-    """Judge a random sample of the answers under load by the deficit of each token below the reference's best.
+    """Judge a random sample of the answers under load by the deficit of each token below the reference's best; of a
+    mixture of experts by the mean deficit.
     Without a record the model is not known to abserve, so there is no reference: that only warns."""
     run = facts.run
     stored = run.records_of(TokensCompared)
@@ -234,9 +238,29 @@ def _agreement(
     answers = [answer for record in compared for answer in record.answers if answer.deficit is not None]
     if not answers:
         return Judgement(None, "there is no reference for this model", severity="warns")
+    fewest = min(sum(len(record.answers) for record in compared if record.label == label) for label in labels)
+    if blind := [record for record in compared if proves_nothing(record)]:
+        return Judgement(
+            None,
+            f"rounding alone brings answers in {blind[0].precision} {number(blind[0].most_noise or 0.0)} below the "
+            f"reference's best, random tokens {number(blind[0].answers[0].random)}: no fault could be seen",
+        )
+    if (limits := [both for record in compared if (both := mean_limits(record))]) and len(limits) == len(compared):
+        means = {
+            label: [answer.mean or 0.0 for record in compared if record.label == label for answer in record.answers]
+            for label in labels
+        }
+        return Judgement(
+            True,
+            f"{counted(len(answers), 'answer')} under load: tokens are at most "
+            f"{number(max(sum(values) / len(values) for values in means.values()))} below the reference's best on "
+            f"an arm's average, those of the reference itself in {compared[0].precision} "
+            f"{number(compared[0].mean_noise or 0.0)}; an answer more than {number(max(one for one, _ in limits))} "
+            f"below, in {share(share_found(fewest))} of an arm's answers, would be found with 95 % probability",
+            0,
+        )
     worst = max(answer.deficit or 0.0 for answer in answers)
     limit = min(deficit_limit(record, answer.largest) for record in compared for answer in record.answers)
-    fewest = min(sum(len(record.answers) for record in compared if record.label == label) for label in labels)
     detail = (
         f"{counted(len(answers), 'answer')} under load: no token is more than {worst:.1e} below the reference's "
         f"best (limit {limit:.1e}); wrong tokens in {share(share_found(fewest))} of an arm's answers would be "
@@ -257,8 +281,7 @@ def _fault(wrong: Sequence[TokensCompared], compared: Sequence[TokensCompared], 
     first, record = faults[0]
     text = (
         f"{len(faults)} of {counted(checked, 'answer')} of {shown(label)} have wrong tokens: {first.block}, request "
-        f"{first.request + 1:,} of user {first.user}: token {first.place + 1} is {number(first.deficit or 0.0)} below "
-        f"the reference's best (limit {number(deficit_limit(record, first.largest))})"
+        f"{first.request + 1:,} of user {first.user}: {fault_text(record, first)}"
     )
     masked = sum(answer.masked_ends for answer, _ in faults)
     if masked and all(answer.masked_ends for answer, _ in faults):

@@ -101,11 +101,11 @@ json.dump({"answers": answers, "noise": 0.5, "eos": [0], "weights_sha256": "ab"}
 
 
 def test_the_reference_is_asked_by_files(tmp_path: Path) -> None:
-    experiment, abserve = language_experiment((8, 2)), command(tmp_path, JUDGE)
-    judged = ask_reference([answer("a", 0, [5, 6]), answer("b", 0, [7])], experiment, "fp32", tmp_path, abserve)
+    asked = "language:demo", "random:0", "fp32", tmp_path, command(tmp_path, JUDGE)
+    judged = ask_reference([([1, 2], [5, 6]), ([1, 2], [7])], *asked)
     assert [judgement.deficits for judgement in judged.answers] == [(0.0, None), (0.0,)]
     with pytest.raises(RunError, match="judged other answers"):
-        ask_reference([answer("a", 0, [5, 6, 7])], experiment, "fp32", tmp_path, abserve)
+        ask_reference([([1, 2], [5, 6, 7])], *asked)
 
 
 @pytest.mark.parametrize(
@@ -118,4 +118,4 @@ def test_the_reference_is_asked_by_files(tmp_path: Path) -> None:
 )
 def test_a_reference_that_fails_says_why(tmp_path: Path, script: str, message: str) -> None:
     with pytest.raises(RunError, match=message):
-        ask_reference([answer("a", 0, [5])], language_experiment((8, 1)), "fp32", tmp_path, command(tmp_path, script))
+        ask_reference([([1, 2], [5])], "language:demo", None, "fp32", tmp_path, command(tmp_path, script))
