@@ -146,7 +146,8 @@ def test_a_cache_of_another_request_is_found_in_the_answer_that_has_it(
 ) -> None:
     """The keys and values of these requests at these positions become those of the next request."""
     module = build_module(model, precision="bf16")
-    ids, answers, cache = torch.tensor(prompts), list[Any](), None
+    ids, answers = torch.tensor(prompts), list[Any]()
+    cache: Any = None
     with torch.inference_mode():
         for step in range(TOKENS):
             if step == 1:
