@@ -19,7 +19,7 @@ from loadgen.metrics.facts import Facts
 from loadgen.metrics.tokens import samples_of
 from loadgen.quantities import number
 from loadgen.quantities import share as percent
-from loadgen.records.probes import JudgedAnswers, ReferenceAnswer, TokensCompared
+from loadgen.records.probes import JudgedAnswers, ReferenceAnswer
 from loadgen.records.run import Found, Label, Record, shown
 from loadgen.records.samples import NS_PER_MS, Samples, good
 from loadgen.records.tokens import ASSUMED, COALESCED, CUT, ECHO, ECHO_DIFFERS, IDS, OTHER, STOP, UNKNOWN
