@@ -21,7 +21,7 @@ import msgspec
 
 from loadgen.child_process import ABSERVE, ChildProcess, ProcessError
 from loadgen.launch.deployment import Deployment, DeploymentError, batch_sentence
-from loadgen.records.run import PLAIN
+from loadgen.records.run import PLAIN, asked_for
 
 _PLAN_SECONDS = 1800.0
 """Includes an export and the building of a TensorRT plan."""
@@ -80,11 +80,22 @@ class EmbeddedDeployment(Deployment):
         self.tuning = plan.tuning
         try:
             self._process = ChildProcess(
-                plan.argv, log_path=self._log_path, env=plan.env | self.environment, causes=plan.causes
+                plan.argv,
+                log_path=self._log_path,
+                env=self._thread_limit() | plan.env | self.environment,
+                causes=plan.causes,
             )
         except ProcessError as exc:
             raise DeploymentError(str(exc)) from exc
         self.started_ns = self._process.started_ns
+
+    def _thread_limit(self) -> dict[str, str]:
+        """OMP_NUM_THREADS as `--threads` says, where the caller's environment has it: some servers would heed that and
+        others not, and in some only the threads that Python starts."""
+        if "OMP_NUM_THREADS" not in os.environ:
+            return {}
+        asked = asked_for(self._options, "threads")
+        return {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))) if asked in (None, "0") else str(asked)}
 
     def check(self, model: str) -> None:  # noqa: ARG002 - the options name the model
         """Plan a launch and start nothing; then the model's name is known, and whether the server can pad."""
