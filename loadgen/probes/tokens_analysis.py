@@ -203,6 +203,11 @@ def explain_tokens(baseline: TokenTotals, arm: TokenTotals, tpot_ms: Mapping[Lab
                 f"It runs the same engine as {shown(known.label)}, so the {number(gap_ms)} ms more are of its serving "
                 "layer, or of what that leaves the engine."
             )
+        elif alike and pace < (known.step_ms or 0.0):
+            texts.append(
+                f"It runs the same engine as {shown(known.label)}, whose step alone takes longer: there the engine "
+                "gets less of the machine, by its threads, their waiting, or other programs."
+            )
     return " ".join(texts)
 
 

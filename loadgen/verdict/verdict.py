@@ -249,13 +249,11 @@ def _explain_tokens(facts: Facts, leading: Comparison) -> list[str]:
         for summary in facts.summaries
         if summary.workload == leading.scenario and (pace := figure_of(summary, TPOT)) is not None
     }
-    engines = {
-        tuple(str(arm.in_effect.get(name)) for name in ("engine", "precision", "device"))
-        for arm in facts.run.arms
-        if arm.label in leading.pairing
-    }
+    arms = [arm for arm in facts.run.arms if arm.label in leading.pairing]
+    reported = {name: {arm.in_effect.get(name) for arm in arms} for name in ("engine", "precision", "device")}
+    alike = None not in reported["engine"] and all(len(values - {None}) == 1 for values in reported.values())
     baseline, arm = (totals[label] for label in leading.pairing)
-    text = explain_tokens(baseline, arm, paces, alike=len(engines) == 1)
+    text = explain_tokens(baseline, arm, paces, alike=alike)
     return [text] if text else []
 
 

@@ -56,4 +56,5 @@ def test_the_time_of_a_token_is_divided_between_the_engine_and_the_rest() -> Non
     assert "It runs the same engine as A, so the 2.50 ms more are of its serving layer" in text
     assert "same engine" not in explain_tokens(native, triton, {"a": 12.5, "b": 15.0}, alike=False)
     assert "same engine" not in explain_tokens(native, triton, {"a": 12.5, "b": 11.0}, alike=True)
+    assert "whose step alone takes longer" in explain_tokens(native, triton, {"a": 12.5, "b": 9.0}, alike=True)
     assert explain_tokens(triton, triton, {"b": 15.0}, alike=True) == ""
