@@ -18,6 +18,8 @@ GPU_ONLY_BACKENDS = ("tensorrt",)
 DECODING_SETTINGS = ("model", "decode_threads", "max_image_pixels")
 """The parameters of a step that decodes which hold for the ensemble."""
 _PIXEL_DIMENSIONS = 3
+_VLLM_GRAPHS = {"0": "none", "1": "piecewise", "2": "full", "[2, 0]": "full decoding", "[2, 1]": "full and piecewise"}
+"""vLLM's CUDAGraphMode: of decoding and of steps that also read prompts."""
 _MOST_INSTANCES = 2**31
 _MOST_DELAY_US = 2**53
 _MOST_TEXT = 120
@@ -68,6 +70,8 @@ def read_vllm(
         "device"
     )
     speculative = mapping(config.get("speculative_config"))
+    parallel = mapping(config.get("parallel_config"))
+    graphs = mapping(config.get("compilation_config")).get("cudagraph_mode")
     settings = {
         "engine": "vllm",
         "engine_version": version,
@@ -79,11 +83,13 @@ def read_vllm(
         "prefix_cache": cache.get("enable_prefix_caching"),
         "quantization": model.get("quantization"),
         "eager": model.get("enforce_eager"),
+        "cuda_graphs": None if graphs is None else _VLLM_GRAPHS.get(str(graphs), graphs),
+        "fronts": whole(parallel.get("_api_process_count")),
         "async_scheduling": scheduler.get("async_scheduling"),
         "stream_interval": whole(scheduler.get("stream_interval")),
         "generation_config": model.get("generation_config"),
         "kv_cache_tokens": whole(cache.get("kv_cache_size_tokens")),
-        "tensor_parallel": whole(mapping(config.get("parallel_config")).get("tensor_parallel_size")),
+        "tensor_parallel": whole(parallel.get("tensor_parallel_size")),
         "speculative": speculative.get("method") or ("on" if speculative else None),
     }
     named = {name: value for name in ("model", "weights", "weights_sha256") if (value := mapping(served).get(name))}

@@ -1,9 +1,9 @@
 """`abserve serve vllm`: writes the model's folder if vLLM needs one, then becomes `vllm serve` or prints its plan.
 
-Two settings differ from vLLM's defaults for a fair comparison: no prefix cache, which would answer a repeated prompt
-without computing it, and no sampling defaults of the model's generation_config.json. VLLM_SERVER_DEV_MODE adds the
-route /server_info, from which a comparison reads the settings in effect. Other routes of that mode can stop the server,
-so only trusted clients may reach it.
+Three settings differ from vLLM's defaults for a fair comparison: no prefix cache, which would answer a repeated prompt
+without computing it, no sampling defaults of the model's generation_config.json, and no line in the log per request,
+which abserve's servers do not write either. VLLM_SERVER_DEV_MODE adds the route /server_info, from which a comparison
+reads the settings in effect. Other routes of that mode can stop the server, so only trusted clients may reach it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from servers.vllm.settings import VllmSettings
 
 INSTALL = "pip install vllm==0.26.0"
 PYTHON_SECONDS = 60.0
+LOOPBACK = "127.0.0.1"
 CAUSES = (
     r"(?P<cause>Free memory on device .+)$",
     r"^.*(?:ValueError|RuntimeError|OSError|AssertionError): (?P<cause>.+)$",
@@ -77,9 +78,15 @@ def launch_plan(settings: VllmSettings, announce: Callable[[str], None]) -> Laun
     bind(settings.host, settings.http_port).close()
     python, release = find_vllm(settings.python)
     folder = served_folder(model, precision, device, settings.artefacts, announce)
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": LOOPBACK,  # else its processes look for the machine's address and speak to each other over it
+    }
     if device == "cpu" and settings.threads:
-        environment["OMP_NUM_THREADS"] = str(settings.threads)
+        # vLLM otherwise binds its threads to cores that it chooses, and then ignores their number.
+        environment |= {"OMP_NUM_THREADS": str(settings.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return LaunchPlan(
         argv=(
             python,
@@ -120,11 +127,13 @@ def arguments(
         *("--served-model-name", model.name),
         *("--dtype", DTYPES[precision]),
         *("--seed", "0"),
+        "--disable-uvicorn-access-log",
+        *(("--api-server-count", str(settings.fronts)) if settings.fronts else ()),
         *("--generation-config", "vllm"),
         "--no-enable-prefix-caching",
         *(("--max-model-len", str(settings.max_length)) if settings.max_length else ()),
         *(("--max-num-seqs", str(settings.slots)) if settings.slots else ()),
-        *(("--gpu-memory-utilization", str(settings.gpu_memory_utilization)) if index is not None else ()),
+        *("--gpu-memory-utilization", str(settings.gpu_memory_utilization)),  # on a CPU of the machine's memory
         *(("--device-ids", str(index)) if index else ()),
     )
 

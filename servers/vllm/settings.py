@@ -26,11 +26,19 @@ class VllmSettings(ModelOptions, GenerationOptions):
         defaults.PRECISION, title="Engine", description="auto (bf16 on a GPU, fp32 on a CPU), fp32, bf16 or fp16."
     )
     device: str = Field(defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N.")
+    fronts: int = Field(
+        0,
+        ge=0,
+        le=64,
+        title="Access and process",
+        description="Processes of vLLM that speak HTTP, its --api-server-count; 0: vLLM's default, which is 1.",
+    )
     threads: int = Field(0, ge=0, title="Engine", description="Threads on the CPU; 0: vLLM's default.")
     gpu_memory_utilization: float = Field(
         0.4,
         gt=0,
         le=1,
         title="Limits",
-        description="Share of the GPU's memory that vLLM takes; with its own default, 0.92, no other server fits.",
+        description="Share of the GPU's memory that vLLM takes, on a CPU of the machine's; with its own default, 0.92, "
+        "no other server fits.",
     )

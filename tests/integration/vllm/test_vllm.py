@@ -60,9 +60,16 @@ def test_the_plan_is_a_fair_vllm(interpreter: Path, tmp_path: Path, monkeypatch:
     assert (value_of(argv, "--generation-config"), value_of(argv, "--dtype")) == ("vllm", "float32")
     assert (value_of(argv, "--max-num-seqs"), value_of(argv, "--max-model-len")) == ("16", "512")
     assert (value_of(argv, "--served-model-name"), value_of(argv, "--seed")) == ("tiny", "0")
-    assert "--gpu-memory-utilization" not in argv
+    assert value_of(argv, "--gpu-memory-utilization") == "0.4", "vLLM's own 0.92 of a CPU's memory refuses to start"
+    assert "--disable-uvicorn-access-log" in argv
+    assert "--api-server-count" not in argv
     assert (plan["title"], plan["model"]) == ("vLLM 0.26.0 fp32", "tiny")
-    assert plan["env"]["VLLM_SERVER_DEV_MODE"] == "1"
+    assert plan["env"] == {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
     assert plan["artefact"]["weights"] == "random weights (seed 0)"
 
 
