@@ -327,6 +327,18 @@ def check_inputs(settings: ExperimentSettings, combinations: Sequence[Combinatio
         raise PlanError(f"--inputs {settings.inputs} are of one payload; give one --payload")
 
 
+def check_lengths(experiment: Experiment) -> None:
+    """Raises `PlanError` for a language model that cannot be described, or that does not hold the longest answers."""
+    from loadgen.client.inputs import InputError
+    from loadgen.run.language import model_info
+
+    try:
+        if experiment.is_language:
+            model_info(experiment)
+    except InputError as exc:
+        raise PlanError(str(exc)) from exc
+
+
 def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     """Check the servers of a run before anything is written: servers that run must be ready, and `abserve serve` checks
     the model, the weights and every option of the others; then the user's inputs and lengths. Returns the experiments
@@ -387,6 +399,8 @@ def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path |
     check_out(out)
     check_files(files)
     asked = [experiment for _, experiment in plan.runs]
+    for experiment in asked:
+        check_lengths(experiment)
     experiments = check_servers(asked)
     if any(before.inputs != after.inputs for before, after in zip(asked, experiments, strict=True)):
         complain(GENERATED, kind="note", style="yellow")

@@ -307,7 +307,8 @@ def summarise_workload(
         request_bytes=request_bytes,
         response_bytes=_median(responses.values),
         executed_batches=dict(sorted(batches.items())),
-        executed_batch_mean=executed / executions if executions else None,
+        # An execution of a language model's engine is a step of many requests, or a server counts whole answers.
+        executed_batch_mean=executed / executions if executions and not stored[0].workload.is_streamed else None,
         distribution_ms=distribution(pools[latencies_ms].values),
         payload_bytes=float(np.mean(payloads)) if payloads else None,
         first_answer_ms=_median([s.first_answer_ms for s in complete if s.first_answer_ms is not None]),

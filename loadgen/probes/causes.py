@@ -416,7 +416,7 @@ def why(result: Result) -> doc.Section | None:
     return doc.section(
         "Why",
         *blocks,
-        doc.Items([] if main is None or result.experiment.is_language else time_spent(result, main)),
+        doc.Items([] if main is None else time_spent(result, main)),
         doc.Text(causes_note(result), "note"),
         doc.Text(explain_command(result), "code", on=doc.PAGES),
         *(stage_table(result, breakdown) for breakdown in breakdowns if breakdown.workload == main),
@@ -518,7 +518,11 @@ def causes_note(result: Result) -> str:
         return "No request was measured under load, so there is nothing to explain."
     why = "the run ended before its ablations" if result.experiment.explain else "no ablation was run; add `--explain`"
     if result.experiment.is_language:
-        why = "there are no ablations of language models"
+        return (
+            "The pace is the client's figure, steps and their share of the time are the servers' own. They show where "
+            "the time is spent and prove no cause; the same server over another protocol or with another option "
+            "(--a-transport, --a-option) does."
+        )
     if any(arm and not arm.contradictions for breakdown in result.stages for arm in breakdown.sides):
         return f"The latency breakdown shows in which stage the time is spent, but does not prove a cause: {why}."
     return f"No server reports stages that add up, so where a request spends its time is not known, and {why}."
@@ -541,7 +545,10 @@ MOST_STAGES = 3
 
 
 def time_spent(result: Result, workload: str) -> list[doc.Item]:
-    """Where a mean request of each arm spends its time, the largest stages first; a line per measured arm."""
+    """Where a mean request of each arm spends its time, the largest stages first; a line per measured arm. None of a
+    language model, whose time is that of its tokens."""
+    if result.experiment.is_language:
+        return []
     sides = {
         arm.label: arm
         for breakdown in result.stages

@@ -265,9 +265,9 @@ def _gap_axis(values: Sequence[float]) -> doc.Figure:
     """From 0, or logarithmic where a stall would squeeze the rest; gaps of 0 are then left of it."""
     title = "gap, ms"
     positive = [value for value in values if value > 0.0]
-    middle = sorted(positive)[len(positive) // 2 :] if positive else []
-    if middle and charts.squeezed(middle):
-        return charts.axis(f"{title}, log scale", **charts.log_axis(middle))
+    most = sorted(positive)[len(positive) // 20 :]  # the shortest gaps are those of chunks that were read together
+    if charts.squeezed(most):
+        return charts.axis(f"{title}, log scale", **charts.log_axis(most))
     return charts.axis(title, rangemode="tozero")
 
 

@@ -261,10 +261,11 @@ def _agreement(
         )
     worst = max(answer.deficit or 0.0 for answer in answers)
     limit = min(deficit_limit(record, answer.largest) for record in compared for answer in record.answers)
+    seen = f"no token is more than {worst:.1e} below the reference's best (limit {limit:.1e})"
+    seen = seen if worst else "every token is the reference's best"
     detail = (
-        f"{counted(len(answers), 'answer')} under load: no token is more than {worst:.1e} below the reference's "
-        f"best (limit {limit:.1e}); wrong tokens in {share(share_found(fewest))} of an arm's answers would be "
-        "found with 95 % probability"
+        f"{counted(len(answers), 'answer')} under load: {seen}; "
+        f"wrong tokens in {share(share_found(fewest))} of an arm's answers would be found with 95 % probability"
     )
     return Judgement(True, detail, 0)
 

@@ -134,6 +134,15 @@ def test_a_url_without_language_models_is_refused(tmp_path: Path, fake_url: Call
     assert re.search(r"--b http://\S+ serves no language model: it lists none at /v1/models", output)
 
 
+def test_answers_beyond_the_model_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    status, output = compare(
+        tmp_path, "--model", "language:tiny", "--a", "native", "--b", "fastapi", "--scenarios", "long-answer"
+    )
+    assert status == 2
+    assert "long-answer has prompts of 16 and answers of 1,024 tokens, and language:tiny holds 1,024" in output
+    assert not (tmp_path / "experiment.json").exists()
+
+
 def test_a_model_that_is_started_is_judged_by_the_reference(tmp_path: Path) -> None:
     """FastAPI with generate() against itself: every token is the reference's own."""
     status, output = compare(
