@@ -27,7 +27,7 @@ QUERIES = 32
 SHORTEST = 256
 """The fewest positions that attention is compiled for."""
 FEW_ROWS = 4
-"""Up to so many rows a step reads the chosen experts one by one, and beyond it all of them."""
+"""Up to so many tokens a step reads the chosen experts only."""
 _PER_BLOCK = 4
 
 jax.tree_util.register_dataclass(Affine, data_fields=["weight", "bias"], meta_fields=[])
@@ -235,8 +235,8 @@ def _step(
         if turns is not None:
             turned = _turned(turned, *turns)
         query, key = turned[:, :heads], turned[:, heads:]
-        keys = keys.at[token_slots, :, positions].set(key, mode="drop")
-        values = values.at[token_slots, :, positions].set(value, mode="drop")
+        keys = keys.at[token_slots, :, positions].set(key, mode="drop", unique_indices=True)
+        values = values.at[token_slots, :, positions].set(value, mode="drop", unique_indices=True)
         fresh.append((keys, values))
         mixed = []
         if rows:
@@ -324,27 +324,19 @@ def _feed_forward(normal: Any, layer: Any, shape: DecoderShape) -> Any:
 def _experts(normal: Any, layer: Any, shape: DecoderShape) -> Any:
     """The answers of each token's chosen experts, weighted.
 
-    Few tokens read their experts' matrices in place, one after the other. Many tokens choose nearly all experts, so
-    every expert computes every token, as two large products.
+    Few tokens read the matrices of the chosen experts only. Many tokens choose nearly all of them, so every expert
+    computes every token, as two large products.
     """
     tokens = len(normal)
     router, up, down = layer.router, layer.up, layer.down
     logits, chosen = lax.top_k(_product(normal, router), shape.chosen_experts)
     weights = jax.nn.softmax(logits, axis=-1)
     if tokens <= FEW_ROWS:
-        answers = []
-        for token in range(tokens):
-            parts = []
-            for choice in range(shape.chosen_experts):
-                expert = chosen[token, choice]
-                up_matrix, up_bias, down_matrix, down_bias = (
-                    lax.dynamic_index_in_dim(part, expert, keepdims=False)
-                    for part in (up.weight, up.bias, down.weight, down.bias)
-                )
-                inner = _clamped(_vector_product(normal[token], up_matrix) + up_bias, shape)
-                parts.append((_vector_product(inner, down_matrix) + down_bias) * weights[token, choice])
-            answers.append(sum(parts))
-        return jnp.stack(answers)
+        # Products would get copies of the chosen matrices: XLA fuses the choice into the sum of a product's terms.
+        inner = (_wide(normal)[:, None, :, None] * _wide(up.weight[chosen])).sum(2).astype(normal.dtype)
+        active = _clamped(inner + up.bias[chosen], shape)
+        answers = (_wide(active)[..., None] * _wide(down.weight[chosen])).sum(2).astype(normal.dtype)
+        return ((answers + down.bias[chosen]) * weights[..., None]).sum(1)
     share = jnp.zeros((tokens, shape.experts), normal.dtype).at[jnp.arange(tokens)[:, None], chosen].set(weights)
     # The experts are a dimension of both operands: else XLA copies all matrices to bring them into another order.
     repeated = jnp.broadcast_to(normal, (shape.experts, *normal.shape))
@@ -354,9 +346,8 @@ def _experts(normal: Any, layer: Any, shape: DecoderShape) -> Any:
     return flat @ down.weight.reshape(-1, down.weight.shape[-1]) + share @ down.bias
 
 
-def _vector_product(vector: Any, matrix: Any) -> Any:
-    """vector W as a sum of rows, into which XLA fuses the choice of the matrix; a product would get a copy of it."""
-    return (vector.astype(jnp.float32)[:, None] * matrix.astype(jnp.float32)).sum(0).astype(vector.dtype)
+def _wide(part: Any) -> Any:
+    return part.astype(jnp.float32)
 
 
 def _clamped(inner: Any, shape: DecoderShape) -> Any:

@@ -14,7 +14,7 @@ from servers.engines.settings import EngineError
 from servers.language.engine import GenerationRequest, GenerationSettings, make_engine
 from servers.language.module import build_module
 from servers.language.specification import LanguageModel, language_model
-from tests.unit.language.test_slots import CONFIGS, LONGEST, PROMPTS, Answers, expected, finish, generated, tiny
+from tests.language_answers import CONFIGS, LONGEST, PROMPTS, Answers, expected, finish, generated, tiny
 
 pytest.importorskip("jax", reason="JAX is not installed in this environment; run: make test-engines")
 

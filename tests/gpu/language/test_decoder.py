@@ -14,7 +14,7 @@ from servers.language.engine import GenerationRequest, GenerationSettings
 from servers.language.module import build_module
 from servers.language.slots import SlotsEngine
 from servers.language.specification import LanguageModel, language_model
-from tests.unit.language.test_slots import CONFIGS, PROMPTS, Answers, finish
+from tests.language_answers import CONFIGS, PROMPTS, Answers, finish
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

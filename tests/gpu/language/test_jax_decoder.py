@@ -11,7 +11,7 @@ from servers.language.engine import GenerationRequest, GenerationSettings, make_
 from servers.language.module import build_module, count_parameters
 from servers.language.specification import LanguageModel, language_model
 from tests.gpu.language.test_decoder import LENGTH, NAMES, generated, model_of
-from tests.unit.language.test_slots import PROMPTS, Answers, finish
+from tests.language_answers import PROMPTS, Answers, finish
 
 pytest.importorskip("jax", reason="JAX is not installed in this environment; run: pip install 'jax[cuda13]'")
 

@@ -18,7 +18,7 @@ from servers.language.forward import PromptPiece, SlotForward, StepPlan, TorchFo
 from servers.language.module import build_module
 from servers.language.specification import language_model
 from servers.language.triton_forward import TritonForward
-from tests.unit.language.test_slots import CONFIGS
+from tests.language_answers import CONFIGS
 
 SLOTS, LENGTH = 2, 64
 SMALL = {"vocab_size": 160, "eos_token_id": 0}

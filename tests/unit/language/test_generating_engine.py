@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
 import pytest
 
 from servers.engines.settings import EngineError
 from servers.language.engine import GeneratingEngine, GenerationRequest, GenerationSettings, make_engine
+from servers.language.specification import language_model
 from servers.protocol.errors import InvalidRequestError
 from tests.scripted_generation import ScriptedEngine, scripted_answer
 
@@ -74,3 +78,10 @@ def test_what_can_never_run_is_refused(prompt: list[int], max_tokens: int, messa
 def test_settings_that_are_wrong_everywhere_are_refused(settings: GenerationSettings, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         make_engine(None, settings)
+
+
+@pytest.mark.skipif(find_spec("jax") is not None, reason="JAX is installed in this environment")
+def test_an_engine_whose_library_is_missing_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ABSERVE_ENGINES_PYTHON", sys.executable)  # no second environment
+    with pytest.raises(EngineError, match=r"^the jax engine needs jax, which is not installed; run: pip install 'jax"):
+        make_engine(language_model("language:tiny"), GenerationSettings("jax", device="cpu"))
