@@ -98,7 +98,7 @@ class TokenTotals(Record, frozen=True, kw_only=True):
     """Their mean time."""
     engine_share: float | None = None
     """The part of the blocks in which a step ran. Were it 1, the server would make as many tokens as its engine
-    alone."""
+    alone. None in an open loop, in which an engine also waits for requests."""
     gaps_ms: Points = ()
     """Gap between two tokens and the share of gaps that are at most that long, for drawing."""
     timeline_ms: Points = ()
@@ -176,7 +176,7 @@ def _steps(blocks: Sequence[StoredBlock]) -> dict[str, Any]:
     if not reported:
         return {}
     steps, step_ns, whole_ns = map(sum, zip(*reported, strict=True))
-    share = min(1.0, step_ns / whole_ns) if whole_ns else None
+    share = None if blocks[0].workload.is_open or not whole_ns else min(1.0, step_ns / whole_ns)
     return {"steps": steps, "step_ms": step_ns / steps / NS_PER_MS, "engine_share": share}
 
 
@@ -186,14 +186,17 @@ def explain_tokens(baseline: TokenTotals, arm: TokenTotals, tpot_ms: Mapping[Lab
     texts, silent = [], []
     for totals in (baseline, arm):
         pace, step, share = tpot_ms.get(totals.label), totals.step_ms, totals.engine_share
-        if pace is None or step is None or share is None:
+        if pace is None or step is None:
             silent.append(totals)
             continue
         texts.append(
             f"A token of {shown(totals.label)} takes {number(pace)} ms: a step of its engine {number(min(step, pace))} "
-            f"ms, its loop, front end, network and client {number(max(0.0, pace - step))} ms. The engine is in a step "
-            f"{percent(share)} of the time, so served ÷ engine is {number(share)}."
+            f"ms, its loop, front end, network and client {number(max(0.0, pace - step))} ms."
         )
+        if share is not None:
+            texts[-1] += (
+                f" The engine is in a step {percent(share)} of the time, so served ÷ engine is {number(share)}."
+            )
     if texts and silent and (pace := tpot_ms.get(silent[0].label)) is not None:
         known = arm if silent[0] is baseline else baseline
         other, gap_ms = shown(silent[0].label), pace - tpot_ms[known.label]

@@ -17,7 +17,6 @@ from loadgen.verdict.result import Result
 
 SHOWN = ("ttft", "ttft_p99", "tpot", "worst_gap_p90", "gap_p99", "tokens_per_chunk")
 """Metrics of the table, after tokens/s and goodput."""
-ENGINE_TITLES = ("step of the engine, ms", "served ÷ engine")
 USERS = ("single", "concurrent")
 """Scenarios that differ in the number of users alone."""
 
@@ -42,7 +41,6 @@ def token_table(result: Result) -> doc.Section | None:
             measured(figure_of(s, OUTPUT_TOKENS), interval_of(s, OUTPUT_TOKENS)),
             *_goodput(s),
             *(measured(figure_of(s, METRICS[name]), None) for name in SHOWN),
-            *_engine(result, s),
         )
         for s in summaries
     ]
@@ -55,30 +53,40 @@ def token_table(result: Result) -> doc.Section | None:
             doc.Column(title, "number", title.removesuffix(", ms"), roomy=place > 2)
             for place, title in enumerate(titles)
         ),
-        *(doc.Column(title, "number", title.removesuffix(", ms"), roomy=True) for title in ENGINE_TITLES),
     )
     caption = (
         "TTFT: from the moment a request fell due to its first token. TPOT: time per output token after the first "
         "chunk. Worst gap: the longest wait between two chunks of an answer. Gap: between two tokens, as a reader "
         "sees them."
     )
-    if any(total.step_ms is not None for total in result.of(TokensFound).totals):
-        caption += (
-            " Step of the engine: one forward pass for all requests, by the server's statistics. Served ÷ engine: the "
-            "share of the time in which a step ran; the rest is lost between steps."
-        )
     if any(workload.limits for workload in workloads.values()):
         limits = dict.fromkeys(str(workload.limits) for workload in workloads.values() if workload.limits)
         caption += f" Good: answers that are complete and within {' or '.join(limits)}, of all requests that fell due."
-    return doc.section("Tokens", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.READ)
+    table = doc.Table(columns, rows, caption=caption, grouped=True)
+    return doc.section("Tokens", table, _step_table(result), on=doc.READ)
 
 
-def _engine(result: Result, summary: WorkloadSummary) -> tuple[str, ...]:
-    """What a server reports of its engine's steps; empty for one that reports none."""
-    for totals in _totals(result, summary.workload):
-        if totals.label == summary.label and totals.step_ms is not None and totals.engine_share is not None:
-            return number(totals.step_ms), number(totals.engine_share)
-    return "", ""
+def _step_table(result: Result) -> doc.Table:
+    """The steps of the engines, of the arms whose servers report them."""
+    rows = [
+        (
+            total.workload,
+            shown(total.label),
+            f"{total.steps:,}",
+            number(total.step_ms),
+            "" if total.engine_share is None else number(total.engine_share),
+        )
+        for workload in _streamed(result)
+        for total in _totals(result, workload)
+        if total.steps is not None and total.step_ms is not None
+    ]
+    return doc.Table(
+        (*doc.names("scenario", "arm"), *doc.numbers("steps", "ms per step", "served ÷ engine")),
+        rows,
+        title="Steps of the engines",
+        caption="One forward pass for all requests at that moment, by the server's statistics; others report none. "
+        "Served ÷ engine: the share of a closed loop's time in which a step ran; the rest passed between steps.",
+    )
 
 
 def _goodput(summary: WorkloadSummary) -> tuple[str, str]:

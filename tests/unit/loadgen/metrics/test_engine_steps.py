@@ -40,6 +40,18 @@ def test_the_steps_of_an_engine_are_counted_and_timed() -> None:
     assert totals.engine_share == pytest.approx(0.8)
 
 
+def test_an_open_loop_has_no_share_since_its_engine_also_waits_for_requests() -> None:
+    block = streamed_block(ALONE, streamed_arrays([STEADY] * 3, 4))
+    load = msgspec.structs.replace(ALONE, scenario="open", arrivals="poisson", rate_per_s=2.0)
+    record = msgspec.structs.replace(block.record, stages=stages_of(12, 120_000_000))
+    totals = total([replace(block, record=record, workload=load)])
+    assert totals is not None
+    assert (totals.step_ms, totals.engine_share) == (10.0, None)
+    text = explain_tokens(totals, msgspec.structs.replace(totals, label="b"), {"a": 12.5, "b": 12.5}, alike=True)
+    assert text.count("a step of its engine 10.0 ms") == 2
+    assert "÷" not in text
+
+
 @pytest.mark.parametrize("stages", [None, stages_of(3, None), stages_of(0, 0)])
 def test_a_server_without_steps_has_none(stages: StageTotals | None) -> None:
     totals = totals_of(stages)
