@@ -2,8 +2,9 @@
 
 The requests that decode have the slots 0 … n-1, at most one prompt that is partly read has slot n. When an answer
 ends, the last slot moves into its place, so that no step computes a row without a request. A step takes one token of
-every request that decodes and up to `prefill_chunk` tokens of prompts, in the order of arrival: a long prompt delays
-the others by one piece per token and never by the whole of it.
+every request that decodes and some tokens of prompts, in the order of arrival: a long prompt delays the others by one
+piece per token and never by the whole of it. Unless `prefill_chunk` says how many, they are as many as lengthen the step
+to about twice its time, which a GPU measures when it warms up.
 
 The tokens that a step chooses stay on the device, where the next step reads them. On a GPU they reach the host one step
 late, while the next step runs: the host never waits for an idle device. Then a request that stops at EOS has one token
@@ -22,13 +23,11 @@ import torch
 from servers.engines.settings import EngineError
 from servers.language.decoder import DecoderWeights, decoder_weights
 from servers.language.engine import Emission, GenerationRequest, GenerationSettings, check_request
-from servers.language.forward import PromptPiece, SlotForward, StepPlan, TorchForward
+from servers.language.forward import PROMPT_TOKENS, PromptPiece, SlotForward, StepPlan, TorchForward
 from servers.language.module import build_module
 from servers.language.specification import LanguageModel
 from servers.language.torch_engine import TorchGeneratingEngine
 
-PREFILL_CHUNK = {"cpu": 32, "cuda": 128}
-"""Tokens of prompts per step that lengthen it to about twice its time."""
 ALONE = 4
 """A piece is up to so many times larger while no answer is running that it could delay."""
 
@@ -77,7 +76,8 @@ class SlotsEngine(TorchGeneratingEngine):
 
     def __init__(self, model: LanguageModel, settings: GenerationSettings) -> None:
         super().__init__(model, settings)
-        self._chunk = settings.prefill_chunk or PREFILL_CHUNK[self._kind]
+        self._chunk = settings.prefill_chunk
+        """Tokens of prompts per step beside running answers; 0: as many as the forward pass says."""
         self._eos = frozenset(model.eos)
         self._late = self._kind == "cuda"
         self._waiting: deque[_Generation] = deque()
@@ -204,8 +204,11 @@ class SlotsEngine(TorchGeneratingEngine):
         """The next tokens of prompts, first of the one that is partly read, and whose they are."""
         assert self._forward is not None
         alignment, most = self._forward.alignment, self._forward.most_pieces
-        left = self._chunk if self._decoding else self._chunk * ALONE
         slot = len(self._decoding)
+        if slot:
+            left = self._chunk or self._forward.prompt_tokens_beside(slot)
+        else:
+            left = (self._chunk or PROMPT_TOKENS[self._kind]) * ALONE
         pieces: list[PromptPiece] = []
         read: list[_Generation] = []
         while left > 0 and len(pieces) < most:

@@ -3,7 +3,8 @@
 The size of a step is its rows and its tokens of prompts, each rounded up to a bucket. What differs between steps of one
 size (positions, slots, tokens of prompts, whose token is chosen) is one array of integers that the host copies before
 the replay. A step without prompts has two forms, of fused kernels for few rows and of cuBLAS's products; `warm_up`
-measures both and keeps the faster one of each size.
+measures both and keeps the faster one of each size. From the same measurement it knows how many tokens of prompts a step
+of so many rows can take.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from servers.language.forward import StepPlan, TensorSlots
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Buckets of rows that decode."""
 SMALL_CHUNK = 32
+CHUNKS = (128, 256, 512)
+"""Buckets of the tokens of prompts beside decoding rows, where their number is not given."""
+LONGEST_STEP = 2.0
+"""Times as long as a step without prompts may one with prompts be: each running answer waits for it."""
 QUERIES = 16
 """Tokens of one prompt that a program of the attention takes: pieces of prompts begin at multiples of it."""
 MOST_PIECES = 8
@@ -77,7 +82,10 @@ class _StepIntegers:
 
 
 class TritonForward(TensorSlots):
-    """See this module. `chunk` and `largest_chunk`: tokens of prompts beside running answers, and without any."""
+    """See this module. `chunk` and `largest_chunk`: the most tokens of prompts beside running answers, and without any.
+
+    With `chunk` 0, how many a step of so many rows takes is measured by `warm_up`.
+    """
 
     alignment = QUERIES
 
@@ -97,9 +105,14 @@ class TritonForward(TensorSlots):
         self.most_pieces = MOST_PIECES
         self._graphs_wanted = graphs
         self._row_buckets = (*(rows for rows in ROWS if rows < slots), slots)
-        chunk, largest_chunk = (-(-size // QUERIES) * QUERIES for size in (chunk, largest_chunk))
-        self._chunks = tuple(sorted({0, min(SMALL_CHUNK, chunk), chunk}))
+        self._measures_chunks = not chunk
+        chunks = (chunk,) if chunk else CHUNKS
+        *chunks, largest_chunk = (-(-size // QUERIES) * QUERIES for size in (*chunks, largest_chunk))
+        self._chunks = tuple(sorted({0, min(SMALL_CHUNK, *chunks), *chunks}))
+        chunk = chunks[-1]
         self._largest_chunk = largest_chunk
+        self._beside = dict.fromkeys(self._row_buckets, chunks[0])
+        """By rows, the tokens of prompts that a step takes."""
         tokens = max(slots + chunk, 1 + largest_chunk)
         chosen = slots + MOST_PIECES
 
@@ -151,7 +164,14 @@ class TritonForward(TensorSlots):
             "graph_rows": list(self._row_buckets),
             "graph_prompt_tokens": [*self._chunks, self._largest_chunk],
             "fused_rows": fused,
+            "prompt_tokens_beside_rows": dict(self._beside),
         }
+
+    def prompt_tokens_beside(self, rows: int) -> int:
+        return self._beside[self._bucket(rows)]
+
+    def _bucket(self, rows: int) -> int:
+        return next(bucket for bucket in self._row_buckets if bucket >= rows)
 
     @property
     def can_fuse(self) -> bool:
@@ -166,16 +186,24 @@ class TritonForward(TensorSlots):
         sizes = [StepSize(rows, chunk) for rows in self._row_buckets for chunk in self._chunks]
         sizes.append(StepSize(1, self._largest_chunk))
         pool = torch.cuda.graph_pool_handle() if self._graphs_wanted else None
+        durations: dict[StepSize, float] = {}
         for size in sorted(set(sizes), key=lambda size: size.tokens, reverse=True):
             forms = [False, True] if self.can_fuse and not size.chunk and size.rows <= MOST_FUSED_ROWS else [False]
             self._integers.zero_()  # sizes divide the array differently: a position of one is a slot of another
-            _StepIntegers.of(self._integers, size).positions.fill_(min(512, self.max_length - 1))
+            positions = _StepIntegers.of(self._integers, size).positions
+            positions[: size.rows].fill_(min(512, self.max_length - 1))
+            positions[size.rows :].fill_(min(1024, self.max_length - 1))
             timed = [(*self._capture(size, fused, pool), fused) for fused in forms]
-            _, graph, fused = min(timed, key=lambda form: form[0])
+            durations[size], graph, fused = min(timed, key=lambda form: form[0])
             if graph is not None:
                 self._graphs[size] = graph
             if not size.chunk:
                 self._fused[size.rows] = fused
+        for rows in self._row_buckets:
+            most = durations[StepSize(rows, 0)] * LONGEST_STEP
+            fitting = [chunk for chunk in self._chunks[1:] if durations[StepSize(rows, chunk)] <= most]
+            if self._graphs_wanted and self._measures_chunks:
+                self._beside[rows] = max(fitting, default=self._chunks[1])
         self.tokens.zero_()
 
     def _capture(self, size: StepSize, fused: bool, pool: Any) -> tuple[float, torch.cuda.CUDAGraph | None]:
@@ -210,7 +238,7 @@ class TritonForward(TensorSlots):
         return self._chosen
 
     def _size(self, plan: StepPlan) -> StepSize:
-        rows = next(bucket for bucket in self._row_buckets if bucket >= len(plan.lengths))
+        rows = self._bucket(len(plan.lengths))
         chunk = sum(-(-len(piece.ids) // QUERIES) * QUERIES for piece in plan.pieces)
         chunks = (*self._chunks, self._largest_chunk) if not plan.lengths else self._chunks
         return StepSize(rows, next(bucket for bucket in chunks if bucket >= chunk))
