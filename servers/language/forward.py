@@ -18,9 +18,6 @@ from torch.nn import functional
 
 from servers.language.decoder import Affine, DecoderWeights, LayerWeights
 
-PROMPT_TOKENS = {"cpu": 32, "cuda": 128}
-"""Tokens of prompts that lengthen a step of torch's operators to about twice its time."""
-
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
@@ -66,6 +63,11 @@ class SlotForward(ABC):
     def step(self, plan: StepPlan) -> Any:
         """Start a step: the tokens chosen for the rows, then for the last pieces of prompts, on the device."""
 
+    def prompt_tokens_beside(self, rows: int) -> int:
+        """How many tokens of prompts a step of so many rows should take at most; 0: it has not been measured."""
+        del rows
+        return 0
+
     @abstractmethod
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a slot and its next token to another slot."""
@@ -91,11 +93,6 @@ class TensorSlots(SlotForward):
     @abstractmethod
     def step(self, plan: StepPlan) -> Tensor:
         """See `SlotForward`: int64. There may be more behind them. The next step may overwrite the tensor."""
-
-    def prompt_tokens_beside(self, rows: int) -> int:
-        """How many tokens of prompts lengthen a step of so many rows to about twice its time; known after `warm_up`."""
-        del rows
-        return PROMPT_TOKENS["cpu" if self.device.type == "cpu" else "cuda"]
 
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:

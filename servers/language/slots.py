@@ -3,8 +3,8 @@
 The requests that decode have the slots 0 … n-1, at most one prompt that is partly read has slot n. When an answer
 ends, the last slot moves into its place, so that no step computes a row without a request. A step takes one token of
 every request that decodes and some tokens of prompts, in the order of arrival: a long prompt delays the others by one
-piece per token and never by the whole of it. Unless `prefill_chunk` says how many, they are as many as lengthen the step
-to about twice its time, which a GPU measures when it warms up.
+piece per token and never by the whole of it. Unless `prefill_chunk` says how many these are, a GPU measures when it
+warms up how many lengthen a step to twice its time.
 
 The tokens that a step chooses stay on the device, where the next step reads them. On a GPU they reach the host one step
 late, while the next step runs: the host never waits for an idle device. Then a request that stops at EOS has one token
@@ -13,6 +13,7 @@ computed in vain, which nobody sees.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +24,13 @@ import torch
 from servers.engines.settings import EngineError
 from servers.language.decoder import DecoderWeights, decoder_weights
 from servers.language.engine import Emission, GenerationRequest, GenerationSettings, check_request
-from servers.language.forward import PROMPT_TOKENS, PromptPiece, SlotForward, StepPlan, TorchForward
+from servers.language.forward import PromptPiece, SlotForward, StepPlan, TorchForward
 from servers.language.module import build_module
 from servers.language.specification import LanguageModel
 from servers.language.torch_engine import TorchGeneratingEngine
 
+PREFILL_CHUNK = {"cpu": 32, "cuda": 128}
+"""Tokens of prompts per step that lengthen it to about twice its time."""
 ALONE = 4
 """A piece is up to so many times larger while no answer is running that it could delay."""
 
@@ -76,8 +79,7 @@ class SlotsEngine(TorchGeneratingEngine):
 
     def __init__(self, model: LanguageModel, settings: GenerationSettings) -> None:
         super().__init__(model, settings)
-        self._chunk = settings.prefill_chunk
-        """Tokens of prompts per step beside running answers; 0: as many as the forward pass says."""
+        self._chunk = settings.prefill_chunk or PREFILL_CHUNK[self._kind]
         self._eos = frozenset(model.eos)
         self._late = self._kind == "cuda"
         self._waiting: deque[_Generation] = deque()
@@ -87,6 +89,8 @@ class SlotsEngine(TorchGeneratingEngine):
         """The request whose prompt is partly read, in the slot after those that decode."""
         self._generations: dict[int, _Generation] = {}
         self._flights: deque[_Flight] = deque()
+        self._arrivals: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        """Pinned memory for the tokens of a step on a GPU, and the event after their copy; used in turns."""
         self._forward: SlotForward | None = None
 
     @property
@@ -100,8 +104,9 @@ class SlotsEngine(TorchGeneratingEngine):
 
     def settings(self) -> dict[str, object]:
         assert self._forward is not None
+        chunk = self._forward.prompt_tokens_beside(self.slots) or self._chunk
         return {
-            **self._settings_of_torch(self.name, torch.__version__, self._chunk),
+            **self._settings_of_torch(self.name, torch.__version__, chunk),
             "cache_bytes": self._forward.cache_bytes,
             "prefix_cache": False,
             "speculation": False,
@@ -135,11 +140,15 @@ class SlotsEngine(TorchGeneratingEngine):
             raise EngineError(
                 "the slots engine needs Triton on a GPU, which comes with torch; use --no-graphs"
             ) from exc
-        return TritonForward(weights, self.slots, self.max_length, self._chunk, self._chunk * ALONE)
+        return TritonForward(weights, self.slots, self.max_length, self._settings.prefill_chunk, self._chunk * ALONE)
 
     def warm_up(self) -> None:
         assert self._forward is not None
         self._forward.warm_up()
+        # What torch and transformers have made lives as long as the process: a full collection took a quarter of a
+        # second to find that out again, in which no answer got a token.
+        gc.collect()
+        gc.freeze()
 
     def add(self, request: GenerationRequest) -> None:
         check_request(request, self)
@@ -205,10 +214,7 @@ class SlotsEngine(TorchGeneratingEngine):
         assert self._forward is not None
         alignment, most = self._forward.alignment, self._forward.most_pieces
         slot = len(self._decoding)
-        if slot:
-            left = self._chunk or self._forward.prompt_tokens_beside(slot)
-        else:
-            left = (self._chunk or PROMPT_TOKENS[self._kind]) * ALONE
+        left = self._forward.prompt_tokens_beside(slot) or self._chunk if slot else self._chunk * ALONE
         pieces: list[PromptPiece] = []
         read: list[_Generation] = []
         while left > 0 and len(pieces) < most:
@@ -232,9 +238,15 @@ class SlotsEngine(TorchGeneratingEngine):
     def _flight(self, generations: Sequence[_Generation], ends: Sequence[bool], chosen: Any) -> _Flight:
         if self._device.type == "cpu":
             return _Flight(generations, ends, chosen, None)
-        host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+        if not self._arrivals:  # at most two flights at a time
+            assert self._forward is not None
+            for _ in range(3):
+                room = torch.empty(self.slots + self._forward.most_pieces, dtype=chosen.dtype, pin_memory=True)
+                self._arrivals.append((room, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        room, arrived = self._arrivals[0]
+        self._arrivals.rotate()
+        host = room[: len(chosen)]
         host.copy_(chosen, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
         return _Flight(generations, ends, host, arrived)
 

@@ -3,14 +3,14 @@
 The size of a step is its rows and its tokens of prompts, each rounded up to a bucket. What differs between steps of one
 size (positions, slots, tokens of prompts, whose token is chosen) is one array of integers that the host copies before
 the replay. A step without prompts has two forms, of fused kernels for few rows and of cuBLAS's products; `warm_up`
-measures both and keeps the faster one of each size. From the same measurement it knows how many tokens of prompts a step
-of so many rows can take.
+measures both and keeps the faster one of each size. Its measurements also say how many tokens of prompts a step of so
+many rows should take.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ CHUNKS = (128, 256, 512)
 """Buckets of the tokens of prompts beside decoding rows, where their number is not given."""
 LONGEST_STEP = 2.0
 """Times as long as a step without prompts may one with prompts be: each running answer waits for it."""
+LONGEST_PIECE = 1.25
+"""Times as long as the shortest step with prompts it may be at any rate: of a mixture that one reads all experts."""
 QUERIES = 16
 """Tokens of one prompt that a program of the attention takes: pieces of prompts begin at multiples of it."""
 MOST_PIECES = 8
@@ -84,7 +86,7 @@ class _StepIntegers:
 class TritonForward(TensorSlots):
     """See this module. `chunk` and `largest_chunk`: the most tokens of prompts beside running answers, and without any.
 
-    With `chunk` 0, how many a step of so many rows takes is measured by `warm_up`.
+    With `chunk` 0 `warm_up` measures how many a step of so many rows should take.
     """
 
     alignment = QUERIES
@@ -105,14 +107,14 @@ class TritonForward(TensorSlots):
         self.most_pieces = MOST_PIECES
         self._graphs_wanted = graphs
         self._row_buckets = (*(rows for rows in ROWS if rows < slots), slots)
-        self._measures_chunks = not chunk
+        self._measures_chunks = graphs and not chunk
         chunks = (chunk,) if chunk else CHUNKS
         *chunks, largest_chunk = (-(-size // QUERIES) * QUERIES for size in (*chunks, largest_chunk))
         self._chunks = tuple(sorted({0, min(SMALL_CHUNK, *chunks), *chunks}))
         chunk = chunks[-1]
         self._largest_chunk = largest_chunk
-        self._beside = dict.fromkeys(self._row_buckets, chunks[0])
-        """By rows, the tokens of prompts that a step takes."""
+        self._beside: dict[int, int] = {}
+        """By rows, the tokens of prompts that a step takes, where they are measured."""
         tokens = max(slots + chunk, 1 + largest_chunk)
         chosen = slots + MOST_PIECES
 
@@ -168,7 +170,7 @@ class TritonForward(TensorSlots):
         }
 
     def prompt_tokens_beside(self, rows: int) -> int:
-        return self._beside[self._bucket(rows)]
+        return self._beside.get(self._bucket(rows), 0)
 
     def _bucket(self, rows: int) -> int:
         return next(bucket for bucket in self._row_buckets if bucket >= rows)
@@ -200,10 +202,12 @@ class TritonForward(TensorSlots):
             if not size.chunk:
                 self._fused[size.rows] = fused
         for rows in self._row_buckets:
-            most = durations[StepSize(rows, 0)] * LONGEST_STEP
-            fitting = [chunk for chunk in self._chunks[1:] if durations[StepSize(rows, chunk)] <= most]
-            if self._graphs_wanted and self._measures_chunks:
-                self._beside[rows] = max(fitting, default=self._chunks[1])
+            if self._measures_chunks:
+                alone, *beside = (durations[StepSize(rows, chunk)] for chunk in self._chunks)
+                most = max(alone * LONGEST_STEP, beside[0] * LONGEST_PIECE)
+                self._beside[rows] = max(
+                    chunk for chunk, duration in zip(self._chunks[1:], beside, strict=True) if duration <= most
+                )
         self.tokens.zero_()
 
     def _capture(self, size: StepSize, fused: bool, pool: Any) -> tuple[float, torch.cuda.CUDAGraph | None]:
@@ -215,14 +219,14 @@ class TritonForward(TensorSlots):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             self._launch(size, fused)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED_REPLAYS + 1)]
         graph.replay()
-        begin.record()
-        for _ in range(TIMED_REPLAYS):
+        for event in events:
+            event.record()
             graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / TIMED_REPLAYS, graph
+        torch.cuda.synchronize(self.device)
+        # The shortest one: where another process has the GPU for a while, a mean would choose the wrong form.
+        return min(begin.elapsed_time(end) for begin, end in pairwise(events)), graph
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> Tensor:
