@@ -5,6 +5,7 @@ Missing parts are empty: another server may return anything.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -70,6 +71,9 @@ def read_vllm(
         "device"
     )
     speculative = mapping(config.get("speculative_config"))
+    variables = str(mapping(mapping(info).get("system_env")).get("env_vars"))
+    unbound = mapping(mapping(info).get("vllm_env")).get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
+    threads = re.search(r"^OMP_NUM_THREADS=(\d+)$", variables, re.MULTILINE) if unbound and device == "cpu" else None
     parallel = mapping(config.get("parallel_config"))
     graphs = mapping(config.get("compilation_config")).get("cudagraph_mode")
     settings = {
@@ -77,6 +81,7 @@ def read_vllm(
         "engine_version": version,
         "precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(dtype, dtype),
         "device": device,
+        "threads": threads and threads[1],  # bound to cores, vLLM has as many as it chose, and does not say how many
         "slots": whole(scheduler.get("max_num_seqs")),
         "max_length": whole(model.get("max_model_len")),
         "prefill_chunk": whole(scheduler.get("max_num_batched_tokens")),

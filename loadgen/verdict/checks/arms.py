@@ -163,8 +163,10 @@ def _declare_same(
     least one arm reports."""
 
     def find(facts: Facts) -> list[Judgement]:
-        skips = where_reported or (facts.run.experiment.is_language and setting in OF_TENSORS)
-        if skips and all(arm.in_effect.get(setting) is None for arm in facts.run.arms):
+        lacking = [arm.in_effect.get(setting) is None for arm in facts.run.arms]
+        if facts.run.experiment.is_language and setting in OF_TENSORS and any(lacking):
+            return []
+        if where_reported and all(lacking):
             return []
         return _compare(facts, setting, noun)
 
