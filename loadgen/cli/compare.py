@@ -32,6 +32,7 @@ from loadgen.cli.output import (
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.documents import one_line
 from loadgen.experiment.language import (
+    SPOKEN,
     check_language,
     choose_protocol,
     measurable_language_scenarios,
@@ -196,17 +197,23 @@ def with_language_models(settings: ExperimentSettings, arms: Sequence[ArmRequest
     if found is None:
         return settings
     named = dict(settings.arms)
+    asked = settings.transport or ()
+    common = [
+        name
+        for name in TOKEN_TRANSPORTS
+        if all(name in served.protocols for served in found.values())
+        and all(name in SPOKEN.get(arm.target, ()) for arm in arms if arm.embedded)
+    ]
     for label, served in found.items():
         given = named[label]
-        only = served.protocols[0] if len(served.protocols) == 1 else None
+        chosen = next((name for name in (*asked, *common) if name in served.protocols), served.protocols[0])
         model = given.model if served.model == preferred else served.model
-        named[label] = given.model_copy(update={"model": model, "transport": given.transport or only})
+        named[label] = given.model_copy(update={"model": model, "transport": given.transport or chosen})
     update: dict[str, object] = {"arms": named}
     if not settings.is_language:
         defaults = language_defaults(settings.preset)
         update |= {name: value for name, value in defaults.items() if name not in settings.model_fields_set}
         if settings.transport is None:
-            common = [name for name in TOKEN_TRANSPORTS if all(name in served.protocols for served in found.values())]
             update["transport"] = tuple(common[:1]) or None
         if "model" not in settings.model_fields_set:
             update["model"] = found[arms[0].label].model

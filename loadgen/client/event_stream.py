@@ -87,7 +87,8 @@ def _decoded(raw: bytes) -> tuple[bytes, list[int], list[int]]:
 
 
 def _split(body: bytes) -> Iterator[tuple[bytes, bytes, int]]:
-    """The kind and the data of every event that an empty line ends, and where that line ends."""
+    """The kind and the data of every event that an empty line ends, and the end of that line's first byte, since an LF
+    after a CR may come later."""
     kind = b""
     data: list[bytes] = []
     start = len(_BYTE_ORDER_MARK) if body.startswith(_BYTE_ORDER_MARK) else 0
@@ -95,7 +96,7 @@ def _split(body: bytes) -> Iterator[tuple[bytes, bytes, int]]:
         line = match[1]
         if not line:
             if data:
-                yield kind, data[0] if len(data) == 1 else b"\n".join(data), match.end()
+                yield kind, data[0] if len(data) == 1 else b"\n".join(data), match.start() + 1
             kind, data = b"", []
             continue
         field, _, value = line.partition(b":")

@@ -1,12 +1,14 @@
-"""Language models on the wire: the two forms of a request, and what a stream of events says.
+"""Language models on the wire: the forms of a request, and what a stream of events says.
 
     completions       POST /v1/completions of OpenAI's API: chunks with text and ids, then the usage, then [DONE]
     generate_stream   POST /v2/models/MODEL/generate_stream of Triton's generate extension: an event per response
+    text              completions whose prompt is text
+    chat              POST /v1/chat/completions of OpenAI's API: one message of a user, then chunks of the answer
 
 Prompts and answers are token ids; a server that takes text gets the words t0, t1, … for them. A chunk counts as many
 tokens as it has ids. Without ids it counts as many as the server's running count of completion tokens grew by; without
-that, as many as its text has such words; without those, as one. A chunk without any of them, such as one with only a
-role, is not a chunk with tokens.
+that, as many as its text has such words; without those, as one. A chunk without any of them, such as a chat's first one
+with only a role, is not a chunk with tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from loadgen.client.event_stream import ReceivedStream
 from loadgen.client.http import request_head
 from loadgen.documents import one_line
 from loadgen.experiment.prompts import MOST_ID, Ids, PromptPlan, PromptShape, Trace
-from loadgen.records.run import TokenTransport
+from loadgen.records.run import TEXT_TRANSPORTS, TokenTransport
 from loadgen.records.tokens import ASSUMED, BY_USAGE, COALESCED, LENGTH, OTHER, STOP, UNKNOWN
 
 _SALT_BYTES = 8
@@ -46,8 +48,12 @@ def prompt_request(
 ) -> PreparedRequest:
     """One request without a head. `prompt` is the encoded prompt in three pieces, of which the middle one varies. With
     a salt, which varies too, the prompt is never found in a cache; only completions have that field."""
-    if transport == "completions":
+    prompt_ends = b'"' if text else b"]"
+    if transport != "generate_stream":
         document: dict[str, object] = {"model": model, "prompt": "" if text else []}
+        if transport == "chat":
+            document = {"model": model, "messages": [{"role": "user", "content": ""}]}
+            prompt_ends = b'"}]'
         rest: dict[str, object] = {
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -61,9 +67,10 @@ def prompt_request(
         rest = {"max_tokens": max_tokens, "ignore_eos": True}
         rest |= {"stream": True, "temperature": 0} if text else {}
         salt = None
-    head, tail = msgspec.json.encode(document)[:-2], msgspec.json.encode(rest)[1:-1]
+    head = msgspec.json.encode(document)[: -len(prompt_ends) - 1]
+    tail = msgspec.json.encode(rest)[1:-1]
     before, varying, after = prompt
-    closing = (b'",' if text else b"],") + tail
+    closing = prompt_ends + b"," + tail
     pieces: list[bytes | memoryview] = [head + before, varying, after + closing]
     if salt is None:
         pieces[-1] = bytes(pieces[-1]) + b"}"
@@ -77,8 +84,9 @@ def for_stream(request: PreparedRequest, transport: TokenTransport, address: Add
     """The request with the head for one server; the body is shared. A base path that ends with /v1, as OpenAI's
     clients take it, is not repeated."""
     path = f"{address.model_path(model)}/generate_stream"
-    if transport == "completions":
-        path = "/completions" if address.base_path.endswith("/v1") else "/v1/completions"
+    if transport != "generate_stream":
+        path = "/chat/completions" if transport == "chat" else "/completions"
+        path = path if address.base_path.endswith("/v1") else f"/v1{path}"
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
     return replace(request, head=request_head("POST", path, address, content_length=len(request.body), headers=headers))
 
@@ -111,12 +119,18 @@ class PreparedPrompts:
         return replace(self, numbers=repeat(number))
 
 
+def in_form_of(transport: TokenTransport, plan: PromptPlan) -> PromptPlan:
+    """The plan with prompts as the transport takes them: ids, or words."""
+    return msgspec.structs.replace(plan, text=plan.text or transport in TEXT_TRANSPORTS)
+
+
 def prepare_prompts(
     transport: TokenTransport, model: str, plan: PromptPlan, shape: PromptShape, numbers: Iterator[int]
 ) -> PreparedPrompts:
     """Encode the bodies of a shape. Prompts with a shared prefix have no salt, so that servers may share it. Raises
     `PromptError`."""
-    salted = transport == "completions" and not shape.shared_prefix
+    plan = in_form_of(transport, plan)
+    salted = transport in ("completions", "text") and not shape.shared_prefix
     prepared = plan.prepared(shape)
     requests = tuple(_encoded(transport, model, plan, shape, ids, salted=salted) for ids in prepared)
     return PreparedPrompts(requests, prepared, (shape,) * len(prepared), plan, salted, numbers)
@@ -127,6 +141,7 @@ def prepare_trace(
 ) -> PreparedPrompts:
     """Encode a body for every request of a trace. They have no salt, so that servers may share what has the same
     hashes. Raises `PromptError`."""
+    plan = in_form_of(transport, plan)
     shapes = tuple(request.shape for request in trace.requests())
     for shape in set(shapes):
         plan.require(shape)
@@ -159,11 +174,25 @@ class UsageCounts(msgspec.Struct, frozen=True):
     prompt_tokens_details: dict[str, Any] | None = None
 
 
+class ChatDelta(msgspec.Struct, frozen=True):
+    """What a chunk of a chat adds to the message. A reasoning model's thoughts are tokens like others."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content or self.reasoning_content or self.reasoning or ""
+
+
 class ChoicePart(msgspec.Struct, frozen=True):
-    """What a chunk of a completion adds to the answer."""
+    """What a chunk of a completion or of a chat adds to the answer."""
 
     index: int = 0
     text: str | None = None
+    delta: ChatDelta | None = None
     token_ids: list[TokenId] | TokenId | None = None
     prompt_token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
@@ -303,13 +332,14 @@ def _add(answer: StreamedAnswer, event: AnswerEvent) -> tuple[int, int]:
     """Add one event; returns its tokens and the flags that say how they were counted."""
     choice = next((part for part in event.choices or () if part.index == 0), None)
     usage = event.usage
-    before = max(answer.usage_tokens, 0)
     if usage is not None:
         _add_usage(answer, usage)
     text: str | list[str] | None
     finish: str | list[str] | None
+    delta = None if choice is None else choice.delta
     if choice is not None:
         ids, text, finish, echo = choice.token_ids, choice.text, choice.finish_reason, choice.prompt_token_ids
+        text = text if delta is None else delta.text
     else:
         ids, text, finish, echo = event.token_ids, event.text_output, event.finish_reason, None
         counts = event.prompt_tokens
@@ -327,12 +357,14 @@ def _add(answer: StreamedAnswer, event: AnswerEvent) -> tuple[int, int]:
         return len(added), 0
     if answer.sends_ids or event.choices == []:  # without choices it is the usage of the whole answer
         return 0, 0
+    if delta is not None and delta.role is not None and not text and not reason:
+        return 0, 0  # what it is the role of has yet to come, whatever the server's count says
     if usage is not None and usage.completion_tokens is not None:
-        return max(0, usage.completion_tokens - before), BY_USAGE
+        return max(0, usage.completion_tokens - answer.output_tokens), BY_USAGE
     words_sent = "".join(text) if isinstance(text, list) else text
     if not words_sent:
         return 0, 0
-    if _WORDS.fullmatch(words_sent):
+    if delta is None and _WORDS.fullmatch(words_sent):
         words = [int(word[1:]) for word in words_sent.split()]
         answer.ids += words
         return len(words), 0

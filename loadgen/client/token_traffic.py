@@ -21,6 +21,7 @@ from loadgen.client.generation import (
     PreparedPrompts,
     StreamedAnswer,
     ids_array,
+    in_form_of,
     prompt_request,
     read_answer_stream,
 )
@@ -29,7 +30,7 @@ from loadgen.client.outputs import AnswerError
 from loadgen.client.traffic import GOOD, KeptAnswers, SentRequest, Traffic
 from loadgen.client.transports import InferenceTarget, Request
 from loadgen.experiment.prompts import SETTLING, PromptPlan
-from loadgen.records.run import TokenTransport
+from loadgen.records.run import TEXT_TRANSPORTS, is_token_transport
 from loadgen.records.samples import SampleWriter
 from loadgen.records.tokens import (
     ANSWER_DTYPE,
@@ -139,8 +140,14 @@ class TokenTraffic(Traffic):
         if self._samples is not None:
             self._events += [(sample, *chunk) for chunk in answer.chunks]
             self._rows.append(self._row(answer, sent))
-        if sent.slot is not None and fault is None and answer.has_ids:
+        if sent.slot is not None and fault is None and answer.has_ids and self._is_prompt_known(answer, sent):
             self.answers.keep(sent.slot, sent.number, sent.user, sent.body, sent.first, self._kept(answer, sent))
+
+    def _is_prompt_known(self, answer: StreamedAnswer, sent: SentRequest) -> bool:
+        """Whether the server is known to have read the ids of the prompt. It makes its own of a text."""
+        if self.target.transport not in TEXT_TRANSPORTS:
+            return True
+        return bool(answer.prompt_ids == self._prompts.prompt(sent.body, sent.first).tolist())
 
     def _kept(self, answer: StreamedAnswer, sent: SentRequest) -> Callable[[], Mapping[str, Array]]:
         tokens = ids_array(answer.ids)
@@ -152,7 +159,8 @@ class TokenTraffic(Traffic):
         flags = IDS if answer.has_ids else 0
         if answer.prompt_ids is not None:
             same = answer.prompt_ids == self._prompts.prompt(sent.body, sent.first).tolist()
-            flags |= ECHO if same else ECHO | ECHO_DIFFERS
+            if same or self.target.transport not in TEXT_TRANSPORTS:
+                flags |= ECHO if same else ECHO | ECHO_DIFFERS
         if answer.torn or not (answer.ended or answer.output_tokens == shape.output_tokens):
             flags |= CUT
         prompt_tokens = answer.prompt_tokens
@@ -174,11 +182,15 @@ def _received(connection: ClientConnection, exchange: Exchange) -> ReceivedStrea
 
 def ask_tokens(
     target: InferenceTarget, plan: PromptPlan, prompt: Sequence[int], max_tokens: int, *, timeout_s: float = 60.0,
-    salt: str | None = None,
+    salt: str | None = None, of_any_length: bool = False,
 ) -> StreamedAnswer:  # fmt: skip
     """Send one prompt on its own connection and wait for the whole answer; not for measurements under load. Raises
-    `AnswerError` with a sentence when it is not an answer of `max_tokens`, `ConnectionRefused` and `AddressError`."""
-    transport: TokenTransport = "completions" if target.transport == "completions" else "generate_stream"
+    `AnswerError` with a sentence when it is not an answer of `max_tokens`, or `of_any_length`, `ConnectionRefused` and
+    `AddressError`."""
+    transport = target.transport
+    if not is_token_transport(transport):
+        raise AnswerError(f"no prompt can be sent over {transport}")
+    plan = in_form_of(transport, plan)
     encoded = plan.encode(np.array(prompt, dtype=np.int32))
     request = prompt_request(transport, target.model, (encoded, b"", b""), max_tokens, text=plan.text, salt=salt)
     sendable = target.sendable(request)
@@ -188,7 +200,8 @@ def ask_tokens(
         exchange = connection.send(sendable)
         answer = read_answer_stream(_received(connection, exchange))
         answer.sent_ns = exchange.send_ns
-        fault = answer.fault(max_tokens, None if exchange.good else failure_message(exchange))
+        failure = None if exchange.good else failure_message(exchange)
+        fault = answer.fault(max_tokens, failure, of_any_length=of_any_length)
     finally:
         connection.close()
     if fault is not None:

@@ -30,7 +30,7 @@ from loadgen.client.inputs import Array, InputError, SampleInputs
 from loadgen.client.outputs import HEADER_LENGTH, AnswerError, byte_size, read_body, read_message
 from loadgen.client.shared_memory import CopiedOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
 from loadgen.documents import DocumentError
-from loadgen.records.run import DEFAULT_ACCESS, TOKEN_TRANSPORTS, Access, Transport
+from loadgen.records.run import DEFAULT_ACCESS, Access, Transport, is_token_transport
 
 _ELEMENT_BYTES = 1024
 _VARIABLE_SIZE = 1024
@@ -55,7 +55,7 @@ class InferenceTarget:
         """A prepared request for this server; the bytes are shared."""
         if isinstance(request, PreparedRequest) and self.transport == "http":
             return for_server(request, Address.parse(self.url, self.access), self.model)
-        if isinstance(request, PreparedRequest) and self.transport in ("completions", "generate_stream"):
+        if isinstance(request, PreparedRequest) and is_token_transport(self.transport):
             return for_stream(request, self.transport, Address.parse(self.url, self.access), self.model)
         return request
 
@@ -75,7 +75,7 @@ class InferenceTarget:
             return GrpcConnection(self.grpc_address or "", timeout_s=timeout_s, access=self.access)
         if (pool := memory or self.memory(requests)) is not None:
             return SharedMemoryConnection(pool, timeout_s=timeout_s)
-        if self.transport in TOKEN_TRANSPORTS:
+        if is_token_transport(self.transport):
             return StreamConnection(Address.parse(self.url, self.access), timeout_s=timeout_s)
         return HttpConnection(Address.parse(self.url, self.access), timeout_s=timeout_s)
 

@@ -51,6 +51,7 @@ from loadgen.client.token_traffic import TokenTraffic
 from loadgen.client.traffic import Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.experiment.prompts import SETTLING, PromptShape, Trace
+from loadgen.records.run import TOKEN_TRANSPORTS, is_token_transport
 from loadgen.records.samples import NS_PER_S, SampleWriter
 
 _FLUSH_SECONDS = 0.5
@@ -350,8 +351,10 @@ class BlockRunner:
         plan, transport = command.prompts, command.transport
         if plan is None:
             return {}
-        if transport not in ("completions", "generate_stream"):
-            raise GeneratorError(f"prompts cannot be sent over {transport}; choose completions or generate_stream")
+        if not is_token_transport(transport):
+            raise GeneratorError(
+                f"prompts cannot be sent over {transport}; choose one of {', '.join(TOKEN_TRANSPORTS)}"
+            )
         model = command.signature.model
         bodies: dict[BodyShape, PreparedBodies | PreparedPrompts] = {
             shape: prepare_prompts(transport, model, plan, shape, self._numbers) for shape in {SETTLING, *plan.shapes}

@@ -1,8 +1,9 @@
 """A comparison of servers of a language model: which protocol each arm speaks, and the workloads with their lengths.
 
 Prompts go out as token ids and answers come back as token ids, over one of two protocols: OpenAI's completions, or
-Triton's generate extension. All arms get one protocol if they have one in common. Then they get the same prompts in the
-same bytes; otherwise each arm gets its own protocol, and a check names the difference.
+Triton's generate extension. A server at a URL that takes no ids gets prompts as text, over completions or as a chat.
+All arms get one protocol if they have one in common. Then they get the same prompts in the same bytes; otherwise each
+arm gets its own protocol, and a check names the difference.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from loadgen.experiment.prompts import SETTLING
 from loadgen.experiment.schedule import block_seconds, warm_up_users
 from loadgen.experiment.settings import LANGUAGE_USERS, SMOKE_BATCH_SIZES, ExperimentSettings, read_limits
 from loadgen.records.run import (
+    TEXT_TRANSPORTS,
     TOKEN_TRANSPORTS,
     ArmRequest,
     Experiment,
@@ -32,15 +34,17 @@ from loadgen.records.run import (
 from loadgen.stats.percentiles import queries_needed
 
 SPOKEN: Mapping[str, tuple[TokenTransport, ...]] = {
-    "native": TOKEN_TRANSPORTS,
+    "native": ("completions", "generate_stream", "text"),
     "triton": ("generate_stream",),
-    "fastapi": TOKEN_TRANSPORTS,
-    "vllm": ("completions",),
+    "fastapi": ("completions", "generate_stream", "text"),
+    "vllm": ("completions", "text"),
 }
 """The protocols of the servers that abserve starts; servers at URLs are asked (`loadgen.launch.discovery`)."""
 _TITLES: Mapping[Transport, str] = {
     "completions": "OpenAI's completions",
     "generate_stream": "Triton's generate_stream",
+    "text": "OpenAI's completions of text",
+    "chat": "OpenAI's chat",
 }
 SHORT, LONG = (32, 64), (128, 128)
 """Tokens of a prompt and of its answer on a CPU, and of a single user's on a GPU."""
@@ -93,8 +97,8 @@ def check_language(settings: ExperimentSettings) -> None:
     asked = settings.transport or TOKEN_TRANSPORTS[:1]
     if len(asked) > 1 or asked[0] not in TOKEN_TRANSPORTS:
         raise PlanError(
-            f"--transport {','.join(asked)}: a language model is reached over completions or "
-            "generate_stream; give one of them"
+            f"--transport {','.join(asked)}: a language model is reached over one of {', '.join(TOKEN_TRANSPORTS)}; "
+            "give one of them"
         )
     for label, arm in settings.arms.items():
         if arm.payload is not None:
@@ -162,7 +166,8 @@ def protocol_in_words(experiment: Experiment) -> str:
     """Which protocol the arms get, for the first screen."""
     spoken = {shown(arm.label): _TITLES.get(experiment.transport_of(arm), "") for arm in experiment.arms}
     if len(titles := set(spoken.values())) == 1:
-        return f"all arms get prompts as token ids over {titles.pop()}"
+        kind = "text" if experiment.transport in TEXT_TRANSPORTS else "token ids"
+        return f"all arms get prompts as {kind} over {titles.pop().removesuffix(' of text')}"
     each = ", ".join(f"{label} over {title}" for label, title in spoken.items())
     return f"the arms have no protocol in common, so each gets its own: {each}"
 

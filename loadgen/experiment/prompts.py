@@ -36,6 +36,9 @@ _MOST_TRACE_BYTES = 2**28
 _MOST_TRACE_TOKENS = 2**24
 """Most tokens of all prompts of a replay together, which are encoded before it."""
 
+UNKNOWN_IDS = (100, 999)
+"""Ids for prompts where the vocabulary is unknown: any tokenizer has that many, and its special ids are elsewhere."""
+
 Ids = npt.NDArray[np.int32]
 
 

@@ -6,10 +6,23 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from loadgen.client.connection import AddressError, ConnectionRefused
 from loadgen.client.endpoint import IndexRow, model_names, nothing_ready, ready_models
+from loadgen.client.outputs import AnswerError
+from loadgen.client.token_traffic import ask_tokens
+from loadgen.client.transports import InferenceTarget
 from loadgen.documents import one_line
+from loadgen.experiment.prompts import SETTLING, UNKNOWN_IDS, PromptPlan
 from loadgen.launch.deployment import DeploymentError, RemoteDeployment, RemoteLanguageDeployment
-from loadgen.records.run import ArmRequest, Label, TokenTransport, option_of, shown
+from loadgen.records.run import (
+    TEXT_TRANSPORTS,
+    TOKEN_TRANSPORTS,
+    ArmRequest,
+    Label,
+    TokenTransport,
+    option_of,
+    shown,
+)
 
 _MOST_COMMANDS = 8
 
@@ -88,8 +101,38 @@ def find_language_models(
                 f"choose one with {option_of(arm.label, 'model')}"
             )
         model = model or names[0]
-        found[arm.label] = ServedTokens(model, tuple(protocol for protocol, those in listed.items() if model in those))
+        protocols = [protocol for protocol, those in listed.items() if model in those]
+        if "completions" in protocols:
+            protocols.remove("completions")
+            protocols = [*_of_openai(arm, model, certain=not protocols), *protocols]
+        found[arm.label] = ServedTokens(model, tuple(sorted(protocols, key=TOKEN_TRANSPORTS.index)))
     return found
+
+
+def _of_openai(arm: ArmRequest, model: str, *, certain: bool) -> list[TokenTransport]:
+    """The forms in which a server that lists its models as OpenAI's does takes a prompt: each is tried with a small
+    request, the chat only if there is no other. Raises `DeploymentError` if there is none, unless it is not `certain`
+    that it must have one."""
+    spoken: list[TokenTransport] = []
+    refusals: list[str] = []
+    prompt = range(UNKNOWN_IDS[0], UNKNOWN_IDS[0] + SETTLING.prompt_tokens)
+    plan = PromptPlan(low=UNKNOWN_IDS[0], high=UNKNOWN_IDS[1], seed=0)
+    for transport in ("completions", *TEXT_TRANSPORTS):
+        if transport == "chat" and spoken:
+            break
+        target = InferenceTarget(transport, arm.target, model, access=arm.access)
+        try:
+            ask_tokens(target, plan, prompt, SETTLING.output_tokens, of_any_length=True)
+        except (AddressError, AnswerError, ConnectionRefused) as exc:
+            refusals.append(f"{transport}: {exc}")
+        else:
+            spoken.append(transport)
+    if not spoken and certain:
+        raise DeploymentError(
+            f"{option_of(arm.label)} {arm.target} lists {model} at /v1/models and answers no prompt to it "
+            f"({'; '.join(refusals)}); let it stream /v1/completions or /v1/chat/completions"
+        )
+    return spoken
 
 
 def _rows(server: RemoteDeployment, arm: ArmRequest) -> tuple[IndexRow, ...] | None:

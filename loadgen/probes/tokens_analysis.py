@@ -20,7 +20,7 @@ from loadgen.metrics.tokens import samples_of
 from loadgen.quantities import number
 from loadgen.quantities import share as percent
 from loadgen.records.probes import JudgedAnswers, ReferenceAnswer
-from loadgen.records.run import Found, Label, Record, shown
+from loadgen.records.run import TEXT_TRANSPORTS, Found, Label, Record, shown
 from loadgen.records.samples import NS_PER_MS, Samples, good
 from loadgen.records.tokens import ASSUMED, COALESCED, CUT, ECHO, ECHO_DIFFERS, IDS, OTHER, STOP, UNKNOWN
 from loadgen.run.storage import StoredBlock
@@ -140,7 +140,8 @@ def total(blocks: Sequence[StoredBlock]) -> TokenTotals | None:
         samples, answers, events = samples_of(block), block.answers, block.events
         if samples is None or answers is None or events is None or len(answers) != len(samples):
             continue
-        for name, count in _count(samples, answers, events).items():
+        reads_text = block.record.transport in TEXT_TRANSPORTS
+        for name, count in _count(samples, answers, events, reads_text=reads_text).items():
             counts[name] = counts.get(name, 0) + count
         answered, index = good(samples), block.record.index
         chunk_gaps = np.diff(events["at_ns"])[np.diff(events["sample"].astype(np.int64)) == 0] / NS_PER_MS
@@ -214,7 +215,9 @@ def explain_tokens(baseline: TokenTotals, arm: TokenTotals, tpot_ms: Mapping[Lab
     return " ".join(texts)
 
 
-def _count(samples: Samples, answers: Samples, events: Samples) -> dict[str, int]:
+def _count(samples: Samples, answers: Samples, events: Samples, *, reads_text: bool) -> dict[str, int]:
+    """The counts of one block. A server that reads text makes tokens of its own from a prompt, so their number says
+    nothing; only the ids that were meant do, where it sends them back."""
     tokens, asked, flags = answers["output_tokens"], answers["asked"], answers["flags"]
     usage, prompts, cached = answers["usage_tokens"], answers["prompt_tokens"], answers["cached_tokens"]
     has_tokens, has_ids, finish = tokens > 0, (flags & IDS) > 0, answers["finish"]
@@ -231,8 +234,8 @@ def _count(samples: Samples, answers: Samples, events: Samples) -> dict[str, int
         "cut": (flags & CUT) > 0,
         "stopped": (finish == STOP) | (finish == OTHER),
         "end_unknown": is_good & (finish == UNKNOWN),
-        "prompts_known": echoed | (prompts >= 0),
-        "prompts_differ": other_prompt,
+        "prompts_known": echoed if reads_text else echoed | (prompts >= 0),
+        "prompts_differ": other_prompt & echoed if reads_text else other_prompt,
         "counts_known": counted,
         "counts_differ": counted & (usage != tokens),
         "without_ids": has_tokens & ~has_ids,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeGuard, get_args
 
 import msgspec
 
@@ -35,10 +35,20 @@ Arrivals = Literal["closed", "constant", "poisson"]
 TensorTransport = Literal["http", "grpc", "shm"]
 TRANSPORTS: tuple[TensorTransport, ...] = get_args(TensorTransport)
 """How tensors travel."""
-TokenTransport = Literal["completions", "generate_stream"]
+TokenTransport = Literal["completions", "generate_stream", "text", "chat"]
 TOKEN_TRANSPORTS: tuple[TokenTransport, ...] = get_args(TokenTransport)
-"""How prompts and streamed tokens travel: OpenAI's completions, Triton's generate extension. Both over HTTP."""
+"""How prompts and streamed tokens travel, all over HTTP: OpenAI's completions, Triton's generate extension; with
+prompts as text instead of ids OpenAI's completions again, and its chat."""
+TEXT_TRANSPORTS: tuple[TokenTransport, ...] = ("text", "chat")
+ID_TRANSPORTS: tuple[TokenTransport, ...] = ("completions", "generate_stream")
 Transport = Literal[TensorTransport, TokenTransport]
+
+
+def is_token_transport(transport: Transport) -> TypeGuard[TokenTransport]:
+    """Whether prompts travel over it."""
+    return transport in TOKEN_TRANSPORTS
+
+
 DeploymentKind = Literal["embedded", "compose"]
 
 EMBEDDED = ("native", "triton", "fastapi", "litserve", "vllm")

@@ -29,7 +29,7 @@ from loadgen.launch.work_folder import work_folder
 from loadgen.metrics.registry import throughput_per_s
 from loadgen.records.machine import Calibration, CalibrationWorkload, TimingError, TokenCeiling
 from loadgen.records.payloads import IMAGE_PAYLOADS
-from loadgen.records.run import TOKEN_TRANSPORTS, TRANSPORTS, Transport
+from loadgen.records.run import ID_TRANSPORTS, TRANSPORTS, Transport
 from loadgen.records.samples import good, latencies_ms, read_samples
 from loadgen.records.tokens import COALESCED, read_tokens
 from loadgen.run.machine import MachineRecordError, command_line, fingerprint, read_machine, utc_now
@@ -131,7 +131,7 @@ def calibrate(
             except GeneratorError as exc:
                 problems.append(f"{transport}, {payload}: {exc}")
         tokens: list[TokenCeiling] = []
-        for token_transport in TOKEN_TRANSPORTS:
+        for token_transport in ID_TRANSPORTS:
             say(f"{token_transport}, streamed tokens")
             measurement = _Measurement(generator, sinks, folder, token_transport, "tokens")
             try:

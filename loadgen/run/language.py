@@ -19,15 +19,13 @@ from loadgen.child_process import ABSERVE
 from loadgen.client.inputs import InputError
 from loadgen.documents import one_line
 from loadgen.experiment.language import longest_answer
-from loadgen.experiment.prompts import MOST_ID, MOST_TOKENS, PromptError, PromptPlan, PromptShape
+from loadgen.experiment.prompts import MOST_ID, MOST_TOKENS, UNKNOWN_IDS, PromptError, PromptPlan, PromptShape
 from loadgen.records.payloads import is_language
 from loadgen.records.run import MODEL_WEIGHTS, Experiment, body_count
 from loadgen.run.arms import prompt_shape
 
 _INFO_SECONDS = 120.0
 _NUMBER_BITS = 32
-UNKNOWN_IDS = (100, 999)
-"""Ids for prompts where the vocabulary is unknown: any tokenizer has that many, and its special ids are elsewhere."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
 

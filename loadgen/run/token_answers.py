@@ -31,7 +31,7 @@ from loadgen.experiment.prompts import PromptPlan, PromptShape
 from loadgen.probes.tokens_analysis import beside_reference
 from loadgen.records.payloads import is_language
 from loadgen.records.probes import ReferenceAnswer, TokensCompared
-from loadgen.records.run import MODEL_WEIGHTS, Experiment, Label, Workload, shown
+from loadgen.records.run import MODEL_WEIGHTS, TEXT_TRANSPORTS, Experiment, Label, Workload, shown
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm
 from loadgen.run.language import probe_prompts
@@ -260,12 +260,14 @@ def _answers_of(
                 f"{shown(label)} does not answer the prompts of the probe as asked ({len(prompt)} → {tokens} tokens): "
                 f"{exc}{arm.failure_message()}"
             ) from exc
-        if answer.prompt_ids is not None and answer.prompt_ids != list(prompt):
+        same = answer.prompt_ids == list(prompt)
+        reads_text = arm.transport in TEXT_TRANSPORTS  # and makes its own tokens of it
+        if answer.prompt_ids is not None and not same and not reads_text:
             raise RunError(
                 f"{shown(label)} answers another prompt than the one that was sent: it reads {len(answer.prompt_ids)} "
                 f"tokens, not {len(prompt)} of these ids; turn off templates and truncation on that server"
             )
-        if answer.has_ids:
+        if answer.has_ids and (same or not reads_text):
             answers.append(PromptedAnswer(PROBE, label, restart, "probe", number, 0, prompt, answer.ids))
     return answers
 

@@ -1,9 +1,9 @@
 """A real server of streamed tokens with no model, whose schedule is planted.
 
-It speaks `POST /v1/completions` and `POST /v2/models/planted/generate_stream`. Run as a program it prints its port and
-serves until it is told to end; `python planted_stream.py --help` lists what can be planted. Without options an answer's
-first token comes after 5 ms and each further one 2 ms later. Every token is due at a moment that follows from the
-request's arrival, so that lateness does not add up.
+It speaks `POST /v1/completions`, `POST /v1/chat/completions` and `POST /v2/models/planted/generate_stream`. Run as a
+program it prints its port and serves until it is told to end; `python planted_stream.py --help` lists what can be
+planted. Without options an answer's first token comes after 5 ms and each further one 2 ms later. Every token is due at
+a moment that follows from the request's arrival, so that lateness does not add up.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-ids", action="store_true", help="text alone")
     parser.add_argument("--no-usage", action="store_true")
     parser.add_argument("--prose", action="store_true", help="text that is no words t0, t1, …")
+    parser.add_argument("--text-only", action="store_true", help="prompts of ids and generate_stream are refused")
+    parser.add_argument("--chat-only", action="store_true", help="there is no other route than chat")
     parser.add_argument("--crlf", action="store_true", help="events end with CR LF CR LF, with comments between them")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
@@ -83,6 +85,11 @@ class PlantedStream:
         number = self.requests - settings.good_first
         completions = path.endswith("/completions")
         given = body.get("prompt", body.get("input_ids", body.get("text_input", [])))
+        is_chat = path.endswith("/chat/completions")
+        given = body["messages"][0]["content"] if is_chat else given
+        if (settings.chat_only and not is_chat) or (settings.text_only and not isinstance(given, str)):
+            writer.write(document({"error": {"message": "no such prompt here"}}, "400 Bad Request"))
+            return True
         prompt = [int(word[1:]) for word in given.split()] if isinstance(given, str) else list(given)
         self.prompts.append(prompt)
         self.bodies.append(body)
@@ -93,12 +100,13 @@ class PlantedStream:
         self.under_way += 1
         try:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
-            return await self._stream(number, completions, prompt, int(body["max_tokens"]), arrived_s, writer)
+            forms = completions, is_chat
+            return await self._stream(number, forms, prompt, int(body["max_tokens"]), arrived_s, writer)
         finally:
             self.under_way -= 1
 
     async def _stream(
-        self, number: int, completions: bool, prompt: list[int], asked: int, arrived_s: float,
+        self, number: int, forms: tuple[bool, bool], prompt: list[int], asked: int, arrived_s: float,
         writer: asyncio.StreamWriter,
     ) -> bool:  # fmt: skip
         settings = self.settings
@@ -109,9 +117,9 @@ class PlantedStream:
         finish = "stop" if len(tokens) < asked and settings.usage_share == 1.0 else "length"
         first_s = arrived_s + (0.0 if cached else settings.first_ms) / 1e3
         first_s += self.random.random() * settings.jitter_ms / 1e3
-        form = Form(
-            completions, settings, prompt, asked if settings.usage_share < 1.0 else len(tokens), len(key) * cached
-        )
+        form = Form(*forms, settings, prompt, asked if settings.usage_share < 1.0 else len(tokens), len(key) * cached)
+        if form.is_chat:
+            writer.write(chunk(form.event([], 0, None)))
         if settings.early_empty_ms:
             await until(first_s - settings.early_empty_ms / 1e3)
             writer.write(chunk(form.event([], 0, None)))
@@ -157,11 +165,10 @@ class Form:
     """The events of one answer in one of the two protocols."""
 
     def __init__(
-        self, completions: bool, settings: argparse.Namespace, prompt: list[int], total: int, cached: int
+        self, completions: bool, is_chat: bool, settings: argparse.Namespace, prompt: list[int], total: int, cached: int
     ) -> None:
-        self.completions, self.settings, self.prompt, self.total, self.cached = (
-            completions, settings, prompt, total, cached,
-        )  # fmt: skip
+        self.completions, self.is_chat = completions, is_chat
+        self.settings, self.prompt, self.total, self.cached = settings, prompt, total, cached
         self.echoes = True
 
     def event(self, tokens: list[int], sent: int, finish: str | None) -> bytes:
@@ -176,14 +183,17 @@ class Form:
             self.echoes = False
             return self._event(data)
         choice: dict[str, Any] = {"index": 0, "text": words, "logprobs": None, "finish_reason": finish}
-        if not settings.no_ids:
+        if self.is_chat:
+            choice["delta"] = {"content": choice.pop("text")} | ({} if tokens else {"role": "assistant"})
+        if not settings.no_ids and not self.is_chat:
             choice["token_ids"] = tokens
             if self.echoes:
                 echo = list(self.prompt)
                 echo[0] += settings.wrong_echo
                 choice["prompt_token_ids"] = echo
                 self.echoes = False
-        data = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL, "choices": [choice]}
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        data = {"id": "cmpl-1", "object": kind, "created": 1, "model": MODEL, "choices": [choice]}
         if not settings.no_usage:
             data["usage"] = self._usage(round(sent / max(settings.usage_share, 1e-9)))
         return self._event(data)

@@ -28,7 +28,7 @@ MOST_FAILED = 4
 MOST_TITLES = 3
 TRANSPORTS = {
     "http": "HTTP", "grpc": "gRPC", "shm": "shared memory", "completions": "OpenAI's completions",
-    "generate_stream": "Triton's generate_stream",
+    "generate_stream": "Triton's generate_stream", "text": "OpenAI's completions of text", "chat": "OpenAI's chat",
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from loadgen.probes.tokens_analysis import (
 )
 from loadgen.quantities import counted, do_not, join, number, share
 from loadgen.records.probes import TokensCompared
-from loadgen.records.run import Label, shown
+from loadgen.records.run import TEXT_TRANSPORTS, Label, shown
 from loadgen.verdict.checks.registry import Find, Judgement, check, per_load
 
 CHUNKS_ALIKE = 1.1
@@ -160,7 +160,8 @@ def prompts_received(totals: Sequence[TokenTotals]) -> Judgement:
         where = _where(totals, lambda total: total.prompts_differ, lambda total: total.prompts_known)
         return Judgement(False, f"{where} are answers to another prompt, or to a part of it", wrong)
     if silent := [shown(total.label) for total in totals if total.good and not total.prompts_known]:
-        return Judgement(None, f"{do_not(silent, 'report')} the prompt or its length")
+        reason = "; a server that reads text makes its own tokens of a prompt, so their number proves nothing"
+        return Judgement(None, f"{do_not(silent, 'report')} the ids of the prompt, or their number{reason}")
     known = sum(total.prompts_known for total in totals)
     return Judgement(True, f"{known:,} answers name the prompt that was sent, or its length", 0)
 
@@ -218,12 +219,14 @@ def tokens_agree(facts: Facts) -> Iterator[Judgement]:
         if load.workload.is_streamed:
             compared = [record for record in stored if record.workload == load.workload.name]
             loaded = {(block.record.label, block.record.restart) for block in load.stored}
-            yield replace(_agreement(compared, loaded, run.experiment.labels), scope=load.scope)
+            texts = {arm.label for arm in run.experiment.arms if run.experiment.transport_of(arm) in TEXT_TRANSPORTS}
+            yield replace(_agreement(compared, loaded, run.experiment.labels, texts), scope=load.scope)
 
 
 def _agreement(
-    compared: Sequence[TokensCompared], loaded: set[tuple[Label, int]], labels: Sequence[Label]
+    compared: Sequence[TokensCompared], loaded: set[tuple[Label, int]], labels: Sequence[Label], texts: set[Label]
 ) -> Judgement:
+    """`texts`: the arms that read text."""
     wrong = [record for record in compared if wrong_answers(record)]
     if wrong:
         value = sum(len(wrong_answers(record)) for record in wrong)
@@ -233,6 +236,9 @@ def _agreement(
     if errors := [record.error for record in compared if record.error]:
         return Judgement(None, errors[0])
     missing = {label for label, _ in loaded - {(record.label, record.restart) for record in compared if record.answers}}
+    if missing and missing <= texts:
+        detail = f"{do_not(sorted(map(shown, missing)), 'send')} ids, so no answer in text is beside the reference"
+        return Judgement(None, detail, severity="warns")
     if missing:
         return Judgement(None, f"no answers of {join(sorted(map(shown, missing)))} were compared")
     answers = [answer for record in compared for answer in record.answers if answer.deficit is not None]

@@ -73,6 +73,21 @@ def test_servers_at_urls_say_that_they_stream_tokens(tmp_path: Path, planted: Ca
     assert len(record(tmp_path, "cache_probes.json")[0]["fresh_ns"]) > 5
 
 
+def test_servers_that_take_no_ids_get_text_or_a_chat(tmp_path: Path, planted: Callable[..., str]) -> None:
+    """One takes prompts of text, the other offers nothing but a chat; what that leaves unproved is said."""
+    status, output = compare(
+        tmp_path, "--a", planted("--text-only --no-ids --prose"), "--b", planted("--chat-only"), "--scenarios", "single"
+    )  # fmt: skip
+    assert status == 0, output
+    assert "A over OpenAI's completions of text, B over OpenAI's chat" in output
+    checks = {check["name"]: check for check in record(tmp_path, "result.json")["checks"]}
+    assert "a server that reads text makes its own tokens of a prompt" in checks["prompts_received"]["detail"]
+    assert checks["token_counts"]["detail"] == "the tokens of A and B are counted by the server itself"
+    warned = [checks[name] for name in ("prompts_received", "token_counts", "same_protocol")]
+    assert {check["severity"] for check in warned} == {"warns"}
+    assert "passed" not in {check["state"] for check in warned}
+
+
 @pytest.mark.slow
 def test_arms_without_a_common_protocol_get_their_own(tmp_path: Path, planted: Callable[..., str]) -> None:
     status, output = compare(

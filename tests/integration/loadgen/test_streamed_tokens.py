@@ -204,6 +204,26 @@ def test_a_server_without_ids_is_counted_by_its_words_or_its_usage(streams: Stre
         assert ((rows.answers["flags"] & IDS) > 0).tolist() == [has_ids] * len(rows.answers)
 
 
+@pytest.mark.parametrize(("options", "flags"), [("", BY_USAGE), ("--no-usage", ASSUMED)])
+def test_a_chat_is_counted_from_its_first_token_on(streams: Streams, options: str, flags: int) -> None:
+    """The chunk with only a role comes at once, and the first token 30 ms later."""
+    outcome, samples, rows = streams.block(f"--chat-only --first-ms 30 {options}", "chat")
+    assert (outcome.errors, outcome.answers) == (0, ())
+    assert (rows.answers["output_tokens"] == 16).all()
+    assert not (rows.answers["flags"] & IDS).any()
+    assert set((rows.events["flags"] & (BY_USAGE | ASSUMED)).tolist()) == {flags}
+    assert (samples["first_byte_ns"] - samples["send_ns"]).min() >= 25 * NS_PER_MS
+
+
+def test_prompts_of_text_are_proved_only_where_their_ids_come_back(streams: Streams) -> None:
+    outcome, _, rows = streams.block("--text-only", "text", keep_answers=4)
+    assert (outcome.errors, len(outcome.answers)) == (0, 4)
+    assert (rows.answers["flags"] & ECHO).all()
+    outcome, _, rows = streams.block("--text-only --wrong-echo", "text", keep_answers=4)
+    assert (outcome.errors, len(outcome.answers)) == (0, 0)
+    assert not (rows.answers["flags"] & (ECHO | ECHO_DIFFERS)).any(), "the server made other tokens of the text"
+
+
 def test_chunks_are_counted_as_they_come(streams: Streams) -> None:
     _, samples, rows = streams.block("--chunk-tokens 4 --first-tokens 8 --early-empty-ms 4 --first-ms 20")
     for events in by_sample(rows):
@@ -236,6 +256,9 @@ def test_one_prompt_alone(streams: Streams) -> None:
     for transport in TOKEN_TRANSPORTS:
         target = InferenceTarget(transport, url, "planted")
         answer = ask_tokens(target, PLAN, [5, 6, 7], 9)
+        if transport == "chat":
+            assert answer.ids == []
+            answer.ids = [0] * 9
         assert (len(answer.ids), answer.output_tokens, answer.finish, answer.prompt_tokens) == (9, 9, LENGTH, 3)
         assert answer.chunks[0].at_ns > answer.sent_ns > 0
     stops = InferenceTarget("completions", streams.start("--stop-share 1 --stop-at 5"), "planted")
@@ -286,7 +309,7 @@ def test_a_trace_is_replayed_with_its_times_and_lengths(streams: Streams, tmp_pa
 def test_a_block_needs_prepared_prompts(streams: Streams) -> None:
     with pytest.raises(GeneratorError, match="no prompts of 99 tokens are prepared"):
         streams.block(shape=PromptShape(99, 1))
-    with pytest.raises(GeneratorError, match="choose completions or generate_stream"):
+    with pytest.raises(GeneratorError, match="choose one of completions, generate_stream, text, chat"):
         streams.block(transport="grpc")
     outcome, samples, _ = streams.block("--refuse-from 1 --first-ms 100", concurrency=2, requests=6)
     assert outcome.error_messages == ("HTTP 503: the queue is full",)

@@ -143,6 +143,23 @@ def test_tokens_of_the_generate_extension() -> None:
     assert read(about | {"token_ids": 7}).fault(2) == "the stream ended without a finish reason after 1 of 2 tokens"
 
 
+def chat(**delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+
+
+def test_a_chat_with_only_a_role_is_no_token() -> None:
+    ended = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+    role = chat(role="assistant", content="")
+    answer = read(
+        role, chat(content=" t5"), chat(reasoning_content="b"), ended, {"choices": [], **usage(4, 2)}, "[DONE]"
+    )
+    assert [(chunk.tokens, chunk.at_ns) for chunk in answer.chunks] == [(1, 0), (1, 0)]
+    assert (answer.ids, answer.output_tokens, answer.usage_tokens, answer.finish) == ([], 2, 2, LENGTH)
+    assert {chunk.flags & ASSUMED for chunk in answer.chunks} == {ASSUMED}
+    counted = read(role | usage(4, 1), chat(role="assistant", content="a") | usage(4, 2), ended | usage(4, 3))
+    assert [chunk.tokens for chunk in counted.chunks] == [2, 1], "a count with the role waits for the first text"
+
+
 def test_text_is_counted_by_usage_by_words_or_by_chunks() -> None:
     grown = read(choice(text="a") | usage(1, 2), choice(text="") | usage(1, 3), choice(text="b") | usage(1, 3))
     assert [(chunk.tokens, chunk.flags & BY_USAGE) for chunk in grown.chunks] == [(2, BY_USAGE), (1, BY_USAGE)]

@@ -175,7 +175,7 @@ def test_all_arms_get_one_protocol_if_they_have_one_in_common(
         ({"explain": True}, "do not exist yet"),
         ({"handicap_check": True}, "--handicap-check has no effect"),
         ({"scenarios": "single,batched"}, "the scenario batched is not for language models"),
-        ({"transport": "grpc"}, "completions or generate_stream"),
+        ({"transport": "grpc"}, "completions, generate_stream, text, chat"),
         ({"transport": "completions,generate_stream"}, "give one of them"),
         ({"transport": "completions"}, "triton speaks generate_stream only"),
         ({"arms": {"a": "native", "b": "litserve"}}, "litserve serves no language models"),

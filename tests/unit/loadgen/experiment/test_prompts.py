@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loadgen.client.connection import Address, assemble
 from loadgen.client.generation import for_stream, prepare_prompts, prepare_trace
 from loadgen.experiment.prompts import PromptError, PromptPlan, PromptShape, Trace
-from loadgen.records.run import TOKEN_TRANSPORTS, TokenTransport
+from loadgen.records.run import TEXT_TRANSPORTS, TOKEN_TRANSPORTS, TokenTransport
 
 PLAN = PromptPlan(low=3, high=1023, seed=11)
 NUMBERS = st.integers(0, 2**41)
@@ -52,15 +52,20 @@ def test_a_patched_body_carries_the_prompt_of_its_numbers(
         assert len(content) == len(request.body)
         document = json.loads(content)
         sent = document.get("prompt", document.get("input_ids", document.get("text_input")))
-        ids = [int(word[1:]) for word in sent.split()] if text else sent
+        if transport == "chat":
+            (message,) = document["messages"]
+            assert message["role"] == "user"
+            sent = message["content"]
+        ids = [int(word[1:]) for word in sent.split()] if text or transport in TEXT_TRANSPORTS else sent
         assert ids == prompts.prompt(body, number).tolist() == plan.prompt(shape, body, number).tolist()
         assert len(ids) == shape.prompt_tokens
         assert document["max_tokens"] == shape.output_tokens
         salts.add(document.get("cache_salt"))
-    salted = transport == "completions" and not shape.shared_prefix
+    salted = transport in ("completions", "text") and not shape.shared_prefix
     assert len(salts) == (len(prompts.requests) if salted else 1)
     head = for_stream(prompts.requests[0], transport, Address.parse("http://h:1/v1"), "m").head
-    assert head.startswith(b"POST /v1/" if transport == "completions" else b"POST /v1/v2/models/m/generate_stream ")
+    paths = {"chat": b"chat/completions", "generate_stream": b"v2/models/m/generate_stream"}
+    assert head.startswith(b"POST /v1/" + paths.get(transport, b"completions") + b" ")
     assert b"/v1/v1" not in head
 
 
