@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from loadgen.client.inputs import InputError
-from loadgen.experiment.prompts import PromptShape
+from loadgen.experiment.prompts import UNKNOWN_IDS, PromptShape
 from loadgen.records.run import Experiment, Workload
-from loadgen.run.language import UNKNOWN_IDS, describe_model, describe_prompts, model_info, probe_prompts, prompt_plan
+from loadgen.run.language import describe_model, describe_prompts, model_info, probe_prompts, prompt_plan
 from loadgen.run.storage import RunError
 from loadgen.run.token_answers import PromptedAnswer, ask_reference, equal_answers, within_limit
 from tests.integration.loadgen.conftest import make_experiment
