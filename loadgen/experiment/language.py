@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from loadgen.experiment.plan import PRESETS, SPAN, PlanError, base_workload, unique_names
-from loadgen.experiment.prompts import SETTLING
+from loadgen.experiment.prompts import SETTLING, PromptError, Trace
 from loadgen.experiment.schedule import block_seconds, warm_up_users
 from loadgen.experiment.settings import LANGUAGE_USERS, SMOKE_BATCH_SIZES, ExperimentSettings, read_limits
 from loadgen.records.run import (
@@ -106,7 +106,7 @@ def check_language(settings: ExperimentSettings) -> None:
 
 
 def _check_tensors(settings: ExperimentSettings) -> None:
-    for name in ("prompt_tokens", "output_tokens", "limits", "price"):
+    for name in ("prompt_tokens", "output_tokens", "trace", "limits", "price"):
         if getattr(settings, name) is not None:
             raise PlanError(
                 f"--{name.replace('_', '-')} is for language models, and {settings.model} is not one; name one as in "
@@ -221,6 +221,19 @@ def token_workloads(
         rates = sorted(set(settings.rates))
         workloads += [open_loop(rate_per_s=float(rate)) for rate in rates]
         workloads += [open_loop(rate_share=share) for share in (() if rates else RATE_SHARES)]
+    if settings.trace is not None:
+        replayed = Trace(settings.trace, max(settings.open_seconds, base.seconds))
+        try:
+            longest, rate = replayed.longest(), replayed.rate_per_s()
+        except PromptError as exc:
+            raise PlanError(str(exc)) from exc
+        workloads.append(
+            like(
+                "open", (longest.prompt_tokens, longest.output_tokens), concurrency=settings.connections,
+                seconds=replayed.seconds, max_seconds=max(replayed.seconds, base.max_seconds), arrivals="trace",
+                trace=settings.trace, rate_per_s=_in_three_digits(rate),
+            )
+        )  # fmt: skip
     if "goodput" in scenarios:
         if limits is None:
             raise PlanError("the scenario goodput needs --limits, as in --limits ttft=200ms,tpot=50ms")

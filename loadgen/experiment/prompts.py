@@ -88,6 +88,18 @@ class Trace(msgspec.Struct, frozen=True):
         times_ms = np.array([request.timestamp for request in self.requests()])
         return np.asarray(np.round((times_ms - times_ms[0]) * 1e6), dtype=np.int64)
 
+    def longest(self) -> PromptShape:
+        """The lengths of the request with the most tokens, prompt and answer together. Raises `PromptError`."""
+        shapes = (request.shape for request in self.requests())
+        return max(shapes, key=lambda shape: shape.prompt_tokens + shape.output_tokens)
+
+    def rate_per_s(self) -> float:
+        """Mean rate of the requests. Raises `PromptError`, also where all come at one moment."""
+        offsets_ns = self.due_offsets_ns()
+        if not offsets_ns[-1]:
+            raise PromptError(f"all requests of the trace {self.path} have one timestamp; give them times in ms")
+        return float((len(offsets_ns) - 1) / (offsets_ns[-1] / 1e9))
+
 
 @lru_cache(maxsize=4)
 def _read_trace(trace: Trace) -> tuple[TraceRequest, ...]:

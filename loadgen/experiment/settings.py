@@ -328,6 +328,12 @@ class ExperimentSettings(Settings):
         description="Tokens per answer of a language model (default: 64, on a GPU 128 or 256, with --preset smoke 32; "
         "long-answer: 1024).",
     )
+    trace: str | None = _load(
+        None,
+        min_length=1,
+        description="Replay the first --open-seconds of this trace to a language model: a JSON object per line with "
+        "timestamp (ms), input_length, output_length and hash_ids.",
+    )
     limits: Limits | None = _load(
         None,
         description="Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s.",

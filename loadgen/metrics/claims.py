@@ -46,6 +46,8 @@ def _at_load(workload: Workload) -> str:
         return f"within {workload.limits}"
     if (named := _NAMED_LOADS.get(workload.scenario)) is not None:
         return named
+    if workload.trace is not None:
+        return f"in the replay of {workload.name}"
     if workload.is_open:
         return f"at {workload.rate_per_s or 0.0:g} requests/s"
     if workload.scenario == "batched":

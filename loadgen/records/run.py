@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from pathlib import PurePath
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeGuard, get_args
 
 import msgspec
@@ -31,7 +32,7 @@ Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 LanguageScenario = Literal["long-prompt", "long-answer", "shared-prefix", "goodput"]
 """Scenarios of language models alone."""
 Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "ramp", LanguageScenario]
-Arrivals = Literal["closed", "constant", "poisson"]
+Arrivals = Literal["closed", "constant", "poisson", "trace"]
 TensorTransport = Literal["http", "grpc", "shm"]
 TRANSPORTS: tuple[TensorTransport, ...] = get_args(TensorTransport)
 """How tensors travel."""
@@ -217,7 +218,7 @@ class Workload(Record, frozen=True, kw_only=True):
     """Planned rounds of blocks, cold starts or searches; the minimum if time or the decision ends the load."""
     arrivals: Arrivals = "closed"
     """closed: a user sends its next request when the last one is answered. constant, poisson: requests fall due at
-    `rate_per_s`, whether or not earlier ones are answered (open loop)."""
+    `rate_per_s`, whether or not earlier ones are answered (open loop). trace: they fall due as those of a trace did."""
     rate_per_s: float | None = None
     """Requests per second of an open loop; None in a closed one."""
     latency_bound_ms: float | None = None
@@ -230,6 +231,9 @@ class Workload(Record, frozen=True, kw_only=True):
     """Tokens that every answer must have."""
     shared_prefix: int = 0
     """The first tokens of every prompt, which are the same in all of them; the rest differs."""
+    trace: str | None = None
+    """The trace whose first `seconds` are replayed. Its requests have their own lengths; `prompt_tokens` and
+    `output_tokens` are then those of the longest, and `rate_per_s` is their mean rate."""
     rate_share: float | None = None
     """An open loop's rate as a share of the rate at which the slowest arm answers a closed loop; that is measured in
     the warm-up, and `rate_per_s` is None until then."""
@@ -264,6 +268,8 @@ class Workload(Record, frozen=True, kw_only=True):
             return f"slo(p99≤{self.latency_bound_ms:g}ms)"
         if self.scenario == "goodput":
             return f"goodput({self.limits or 'whole'})"
+        if self.trace is not None:
+            return f"trace({PurePath(self.trace).stem})"
         if self.rate_share is not None:
             return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_share:.0%})"
         if self.is_open:

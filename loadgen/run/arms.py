@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import randbits
 from time import sleep
 from typing import Any
 
@@ -22,7 +23,7 @@ from loadgen.client.endpoint import Endpoint, EndpointError, Signature
 from loadgen.client.messages import Open, Prepare
 from loadgen.client.transports import InferenceTarget
 from loadgen.documents import one_line
-from loadgen.experiment.prompts import PromptPlan, PromptShape
+from loadgen.experiment.prompts import PromptPlan, PromptShape, Trace
 from loadgen.launch.deployment import Deployment
 from loadgen.records.model_config import (
     effective_settings,
@@ -52,6 +53,7 @@ from loadgen.records.samples import NS_PER_MS
 OWN_STAGES = "abserve_stages"
 """The native server's own object in its statistics: receive, decode, queue, compute, encode."""
 VLLM_INFO_SECONDS = 60.0
+_REPLAY_BITS = 32
 _MOST_NS = 2**53
 """104 days in nanoseconds."""
 _COMPUTE = ("compute_input_ns", "compute_infer_ns", "compute_output_ns")
@@ -296,7 +298,9 @@ class Arm:
     def load(
         self, workload: Workload, samples: Path | None, *, turn: int = 0, arrivals_seed: int = 0, late_allowed: int = 0
     ) -> Open:
-        """The command that opens a block on this arm with the prepared bodies; each turn begins with another body."""
+        """The command that opens a block on this arm with the prepared bodies; each turn begins with another body. Each
+        replay of a trace has prompts of its own, so that a server remembers none from another replay."""
+        trace = replayed_trace(workload)
         return Open(
             url=self.deployment.url,
             grpc_address=self.deployment.grpc_address,
@@ -304,7 +308,8 @@ class Arm:
             key=self.body_key,
             batch_size=workload.batch_size,
             length=workload.sequence_length,
-            shape=prompt_shape(workload),
+            shape=None if trace else prompt_shape(workload),
+            trace=trace,
             first_body=turn * BODIES_PER_TURN,
             concurrency=workload.concurrency,
             requests=workload.requests,
@@ -314,7 +319,7 @@ class Arm:
             samples_path=None if samples is None else str(samples),
             arrivals=workload.arrivals,
             rate_per_s=workload.rate_per_s,
-            arrivals_seed=arrivals_seed,
+            arrivals_seed=randbits(_REPLAY_BITS) if trace else arrivals_seed,
             latency_bound_ns=None if workload.latency_bound_ms is None else int(workload.latency_bound_ms * NS_PER_MS),
             late_allowed=late_allowed,
         )
@@ -394,6 +399,11 @@ class Arm:
                 before = steps[name, version].calls if (name, version) in steps else 0
                 steps[name, version] = StepRecord(model=name, version=version, calls=before + calls, config=step_config)
         return tuple(steps.values())
+
+
+def replayed_trace(workload: Workload) -> Trace | None:
+    """The trace that a workload replays, if it does."""
+    return None if workload.trace is None else Trace(workload.trace, workload.seconds)
 
 
 def prompt_shape(workload: Workload) -> PromptShape | None:

@@ -22,7 +22,7 @@ from loadgen.experiment.language import longest_answer
 from loadgen.experiment.prompts import MOST_ID, MOST_TOKENS, UNKNOWN_IDS, PromptError, PromptPlan, PromptShape
 from loadgen.records.payloads import is_language
 from loadgen.records.run import MODEL_WEIGHTS, Experiment, body_count
-from loadgen.run.arms import prompt_shape
+from loadgen.run.arms import prompt_shape, replayed_trace
 
 _INFO_SECONDS = 120.0
 _NUMBER_BITS = 32
@@ -73,10 +73,12 @@ def model_info(experiment: Experiment, abserve: Sequence[str] = ABSERVE) -> Lang
     longest = longest_answer(experiment.workloads)
     if longest > info.max_length:
         long = max(experiment.workloads, key=lambda load: (load.prompt_tokens or 0) + (load.output_tokens or 0))
+        remedy = f"lower --prompt-tokens or --output-tokens, or leave {long.scenario} out of --scenarios"
+        if long.trace is not None:
+            remedy = "take the longer requests out of the trace, or serve a model that holds them"
         raise InputError(
             f"{long.name} has prompts of {long.prompt_tokens:,} and answers of {long.output_tokens:,} tokens, and "
-            f"{experiment.model} holds {info.max_length:,} together; lower --prompt-tokens or --output-tokens, or "
-            f"leave {long.scenario} out of --scenarios"
+            f"{experiment.model} holds {info.max_length:,} together; {remedy}"
         )
     return info
 
@@ -85,7 +87,8 @@ def prompt_plan(experiment: Experiment, info: LanguageModelInfo | None) -> Promp
     """How the prompts of all workloads are made. Raises `InputError` for prompts that cannot differ."""
     low, high = UNKNOWN_IDS if info is None else info.prompt_ids
     shapes = dict.fromkeys(filter(None, map(prompt_shape, experiment.workloads)))
-    plan = PromptPlan(low=low, high=high, seed=experiment.seed, shapes=tuple(shapes))
+    replayed = next(filter(None, map(replayed_trace, experiment.workloads)), None)
+    plan = PromptPlan(low=low, high=high, seed=experiment.seed, shapes=tuple(shapes), trace=replayed)
     try:
         for shape in plan.shapes:
             plan.require(shape)
@@ -97,13 +100,14 @@ def prompt_plan(experiment: Experiment, info: LanguageModelInfo | None) -> Promp
 def describe_prompts(plan: PromptPlan) -> dict[str, str | int]:
     """A description for the stored record of the machine and its inputs."""
     lengths = sorted({(shape.prompt_tokens, shape.output_tokens) for shape in plan.shapes})
-    return {
+    described: dict[str, str | int] = {
         "kind": "prompts",
         "item": "request",
         "seed": plan.seed,
         "token_lengths": ", ".join(f"{prompt:,} → {output:,}" for prompt, output in lengths),
         "token_ids": f"{plan.low:,} to {plan.high:,}",
     }
+    return described if plan.trace is None else described | {"trace": plan.trace.path}
 
 
 def probe_prompts(plan: PromptPlan, shape: PromptShape, count: int) -> list[list[int]]:

@@ -356,9 +356,9 @@ def distinct_tokens(totals: Sequence[TokenTotals]) -> Judgement:
 )
 def cached_prompts(facts: Facts) -> Iterator[Judgement]:
     """Judge the servers' own count of cached tokens; `repeated_requests` looks for caches that are not reported. A
-    workload whose prompts share their beginning asks for a cache."""
+    workload whose prompts share their beginning asks for a cache, as a trace does."""
     for load in facts.loads:
-        if not load.workload.is_streamed or load.workload.shared_prefix:
+        if not load.workload.is_streamed or load.workload.shared_prefix or load.workload.trace is not None:
             continue
         totals = [total for total in facts.of(TokensFound).totals if total.workload == load.workload.name]
         cached = {shown(total.label): total.cached_tokens for total in totals if total.cached_tokens}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from loadgen.records.tokens import read_tokens
 from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -78,7 +79,7 @@ def test_servers_that_take_no_ids_get_text_or_a_chat(tmp_path: Path, planted: Ca
     status, output = compare(
         tmp_path, "--a", planted("--text-only --no-ids --prose"), "--b", planted("--chat-only"), "--scenarios", "single"
     )  # fmt: skip
-    assert status == 0, output
+    assert record(tmp_path, "run.json")["state"] == "finished", (status, output)
     assert "A over OpenAI's completions of text, B over OpenAI's chat" in output
     checks = {check["name"]: check for check in record(tmp_path, "result.json")["checks"]}
     assert "a server that reads text makes its own tokens of a prompt" in checks["prompts_received"]["detail"]
@@ -86,6 +87,41 @@ def test_servers_that_take_no_ids_get_text_or_a_chat(tmp_path: Path, planted: Ca
     warned = [checks[name] for name in ("prompts_received", "token_counts", "same_protocol")]
     assert {check["severity"] for check in warned} == {"warns"}
     assert "passed" not in {check["state"] for check in warned}
+
+
+TRACE = """\
+{"timestamp": 0, "input_length": 600, "output_length": 6, "hash_ids": [1, 2]}
+{"timestamp": 100, "input_length": 20, "output_length": 12, "hash_ids": [3]}
+{"timestamp": 150, "input_length": 560, "output_length": 3, "hash_ids": [1, 4]}
+{"timestamp": 400, "input_length": 8, "output_length": 9}
+"""
+
+
+def test_a_trace_is_replayed_to_every_arm(tmp_path: Path, planted: Callable[..., str]) -> None:
+    path = tmp_path / "calls.jsonl"
+    path.write_text(TRACE)
+    out = tmp_path / "run"
+    status, output = compare(out, "--a", planted(), "--b", planted(), "--scenarios", "single", "--trace", str(path))
+    assert record(out, "run.json")["state"] == "finished", (status, output)
+    replays = [block for file in sorted((out / "blocks").glob("*.json"))
+               if (block := json.loads(file.read_text()))["workload"] == "trace(calls)"]  # fmt: skip
+    assert {block["label"] for block in replays} == {"a", "b"}
+    for block in replays:
+        assert (block["offered"], block["errors"], block["due_span_ns"]) == (4, 0, 400_000_000)
+        rows = read_tokens(out / block["samples"]).answers
+        pairs = zip(rows["prompt_asked"].tolist(), rows["output_tokens"].tolist(), strict=True)
+        assert sorted(pairs) == [(8, 9), (20, 12), (560, 3), (600, 6)]
+
+
+def test_a_trace_that_is_too_long_for_the_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    path.write_text(TRACE.replace("600", "90000"))
+    status, output = compare(
+        tmp_path / "run", "--model", "language:tiny", "--a", "fastapi", "--b", "fastapi", "--trace", str(path)
+    )  # fmt: skip
+    assert status == 2
+    assert re.search(r"trace\(calls\) has prompts of 90,000 and answers of 6 tokens, and language:tiny holds", output)
+    assert "take the longer requests out of the trace" in output
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from loadgen.cli.compare import plan_experiment
@@ -108,6 +110,20 @@ def test_rates_of_open_loops_follow_from_the_slowest_arm() -> None:
     assert [workload.name for workload in given] == ["poisson(2/s)", "poisson(5/s)"]
 
 
+def test_a_trace_is_an_open_loop_with_lengths_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    lengths = [(100, 9), (40, 90), (8, 8)]
+    path.write_text("".join(
+        f'{{"timestamp": {500 * place}, "input_length": {prompt}, "output_length": {answer}}}\n'
+        for place, (prompt, answer) in enumerate(lengths)
+    ))  # fmt: skip
+    *_, replay = token_workloads(settings_of(trace=str(path)))
+    assert (replay.name, replay.is_open, replay.rate_per_s) == ("trace(calls)", True, 2.0)
+    assert (replay.prompt_tokens, replay.output_tokens, replay.seconds) == (40, 90, 5.0)
+    with pytest.raises(PlanError, match="the trace nowhere cannot be read"):
+        token_workloads(settings_of(trace="nowhere"))
+
+
 def test_goodput_is_searched_within_the_limits() -> None:
     [search] = token_workloads(settings_of(scenarios="goodput", preset="smoke", limits="ttft=200ms"))
     assert (search.name, search.requests, search.is_search) == ("goodput(ttft=200ms)", 44, True)
@@ -180,6 +196,7 @@ def test_all_arms_get_one_protocol_if_they_have_one_in_common(
         ({"transport": "completions"}, "triton speaks generate_stream only"),
         ({"arms": {"a": "native", "b": "litserve"}}, "litserve serves no language models"),
         ({"model": "open_clip:ViT-B-32", "limits": "ttft=1s"}, "--limits is for language models"),
+        ({"model": "open_clip:ViT-B-32", "trace": "t.jsonl"}, "--trace is for language models"),
         ({"model": "open_clip:ViT-B-32", "scenarios": "long-prompt"}, "long-prompt is for language models"),
         ({"model": "open_clip:ViT-B-32", "arms": {"a": "native", "b": "vllm"}}, "vllm serves language models only"),
     ],

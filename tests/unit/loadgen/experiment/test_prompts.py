@@ -97,6 +97,14 @@ def line(timestamp: float, prompt: int, answer: int, *hashes: int) -> dict[str, 
     return {"timestamp": timestamp, "input_length": prompt, "output_length": answer, "hash_ids": list(hashes)}
 
 
+def test_the_longest_request_and_the_rate_of_a_trace(tmp_path: Path) -> None:
+    trace = traced(tmp_path, line(0, 900, 7), line(500, 800, 200), line(1000, 3, 2), line(2000, 4, 300))
+    assert trace.longest() == PromptShape(800, 200)
+    assert trace.rate_per_s() == pytest.approx(1.5)
+    with pytest.raises(PromptError, match=r"all requests of the trace .* have one timestamp"):
+        traced(tmp_path, line(7, 1, 1), line(7, 2, 2), seconds=1.0).rate_per_s()
+
+
 def test_a_trace_shares_what_has_the_same_hashes(tmp_path: Path) -> None:
     trace = traced(
         tmp_path, line(9000, 1100, 7, 1, 2, 3), line(27_500, 700, 5, 1, 4), line(10_000, 1030, 6, 1, 2, 5), "",
