@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from functools import cache
@@ -172,6 +173,13 @@ def test_the_settings_in_effect() -> None:
         "attention": "", "kernels": "", "mode": "eager",
     }  # fmt: skip
     json.dumps(described)
+
+
+def test_a_collection_of_garbage_does_not_look_through_what_the_model_consists_of() -> None:
+    gc.unfreeze()
+    slots_engine(tiny(), slots=2).warm_up()
+    assert gc.get_freeze_count() > 10_000
+    gc.unfreeze()
 
 
 def test_a_model_that_is_not_laid_out_is_refused(tmp_path: Path) -> None:
