@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loadgen.child_process import ENGINE_WORKER
+from loadgen.child_process import ABSERVE, ENGINE_WORKER
 from loadgen.cli.output import (
     analysis_of,
     announce,
@@ -117,7 +117,15 @@ def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Matri
     announce("asking which engines and models this machine can measure")
     if out is not None and (out / MatrixPlan.FILE).exists():
         raise PlanError(f"--out {out} already holds a matrix; give another folder, or continue it with --resume {out}")
-    offers = read_offers(settings.device, ENGINE_WORKER)
+    try:
+        generates = settings.generates
+    except ValueError as exc:
+        raise PlanError(f"--models {','.join(settings.models)}: {exc}") from exc
+    if generates and settings.processes == "kept":
+        raise PlanError("--processes kept would hold a language model once per engine; leave it out")
+    if generates and settings.profile:
+        raise PlanError("--profile shows no kernels of a language model; leave it out")
+    offers = read_offers(settings.device, ENGINE_WORKER, generates=generates)
     configurations = expand(settings, offers)
     checks = check(requests_of(settings, configurations, offers), ENGINE_WORKER)
     plan = make_plan(settings, offers, configurations, checks)
@@ -171,6 +179,7 @@ def _run(
     fresh: bool,
 ) -> int:
     """Measure, report, and return the exit status."""
+    from loadgen.engine_matrix.judging import judge_visits
     from loadgen.engine_matrix.measure import run_matrix
     from loadgen.report.progress import EngineProgress
     from loadgen.report.renderers.terminal import make_console
@@ -188,6 +197,9 @@ def _run(
                 store.write(environment)
             with EngineProgress(console) as progress:
                 state = run_matrix(plan, store, worker=ENGINE_WORKER, now=progress.now, visit_done=progress.visit_done)
+                if plan.generates and state.state == "finished":
+                    progress.now("checking the answers against the reference")
+                    store.write(judge_visits(plan, store.visits(), store.directory, ABSERVE))
             return _report(store, plan, environment, state, json_file, mlflow)
     except StorageError as exc:
         complain(str(exc))
@@ -204,14 +216,16 @@ def _report(
 ) -> int:
     from loadgen.engine_matrix.analyse import analyse
     from loadgen.engine_matrix.files import write_reports
+    from loadgen.engine_matrix.records import JudgedMatrix
     from loadgen.engine_matrix.sections import matrix_document
     from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.run.storage import read_one
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     folder = store.directory
     status = EXIT_FAILED
     with analysis_of(folder, "abserve report"):
-        matrix = analyse(plan, environment, store.visits(), state)
+        matrix = analyse(plan, environment, store.visits(), state, read_one(folder, JudgedMatrix))
         document = matrix_document(matrix)
         print_document(document, console)
         status = exit_status(matrix)

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -30,6 +31,9 @@ from loadgen.engine_matrix.records import (
     ConfigurationResult,
     Conversion,
     Estimate,
+    GenerationResult,
+    JudgedCell,
+    JudgedMatrix,
     Matrix,
     MatrixPlan,
     Measured,
@@ -39,6 +43,7 @@ from loadgen.engine_matrix.records import (
     Winner,
     shape_text,
 )
+from loadgen.probes.tokens_analysis import fault_text, proves_nothing, wrong_answers
 from loadgen.quantities import number
 from loadgen.records.run import Environment, RunState
 from loadgen.stats.percentiles import percentile
@@ -59,6 +64,9 @@ NO_MARGIN = 1.0
 """`estimate_ratio` also tests for equivalence, which is not used here."""
 PATHS: Mapping[str, str] = {
     "torch": "PyTorch",
+    "slots": "PyTorch",
+    "continuous": "PyTorch",
+    "generate": "PyTorch",
     "torch/compile": "PyTorch → torch.compile",
     "torch/traced": "PyTorch → TorchScript",
     "torch/scripted": "PyTorch → TorchScript",
@@ -97,22 +105,40 @@ Cells = Mapping[tuple[int, Shape], CellRounds]
 """Cells by configuration and shape."""
 
 
-def analyse(plan: MatrixPlan, environment: Environment, visits: Sequence[Visit], state: RunState | None) -> Matrix:
-    """Analyse the visits so far. `state` is None if the run was killed before it could write one."""
-    cells = cells_of(plan, visits)
+def analyse(
+    plan: MatrixPlan,
+    environment: Environment,
+    visits: Sequence[Visit],
+    state: RunState | None,
+    judged: JudgedMatrix | None = None,
+) -> Matrix:
+    """Analyse the visits so far. `state` is None if the run was killed before it could write one; `judged` are the
+    answers of language models beside the reference."""
+    verdicts = {(cell.configuration, cell.shape): cell for cell in (judged.cells if judged else ())}
+    cells = cells_of(plan, visits, verdicts)
     configurations = tuple(_configuration(plan, place, visits) for place in range(len(plan.configurations)))
     return Matrix(
         state=state,
         environment=environment,
         plan=plan,
         configurations=configurations,
-        cells=tuple(_cell_result(plan, cell, baseline_cell(plan, cells, cell)) for cell in cells.values()),
+        cells=tuple(
+            _cell_result(plan, cell, baseline_cell(plan, cells, cell, _precisions(plan, cell)), verdicts.get(key))
+            for key, cell in cells.items()
+        ),
         winners=winners(plan, tuple(cells.values())),
         break_even=break_even(plan, configurations, visits, cells),
     )
 
 
-def cells_of(plan: MatrixPlan, visits: Sequence[Visit]) -> Cells:
+def _precisions(plan: MatrixPlan, cell: CellRounds) -> tuple[str, ...]:
+    """Of the baseline of a cell: a large language model may not fit into memory in FP32."""
+    return (plan.configurations[cell.configuration].precision if plan.generates else "fp32",)
+
+
+def cells_of(
+    plan: MatrixPlan, visits: Sequence[Visit], verdicts: Mapping[tuple[int, Shape], JudgedCell] = MappingProxyType({})
+) -> Cells:
     """All cells with at least one timed call, by configuration, length and batch size."""
     measured: dict[tuple[int, Shape], dict[int, Measured]] = {}
     for visit in sorted(visits, key=lambda visit: visit.round):
@@ -130,7 +156,9 @@ def cells_of(plan: MatrixPlan, visits: Sequence[Visit]) -> Cells:
                 round_: float(median(samples_ns(cell, plan.configurations[place].device)))
                 for round_, cell in rounds.items()
             },
-            excluded=reason_against(plan, tuple(rounds.values())),
+            excluded=reason_against_tokens(verdicts.get((place, (batch, length))))
+            if plan.generates
+            else reason_against(plan, tuple(rounds.values())),
         )
         for place, (batch, length) in order
     }
@@ -145,7 +173,7 @@ def samples_ns(measured: Measured, device: str) -> tuple[int, ...]:
 
 def has_copies(cell: CellResult, device: str) -> bool:
     """Whether a cell on a GPU could only be timed with copies to and from the host."""
-    return device != "cpu" and cell.latency_ns == cell.call_ns
+    return device != "cpu" and cell.generation is None and cell.latency_ns == cell.call_ns
 
 
 def reason_against(plan: MatrixPlan, measured: Sequence[Measured]) -> str | None:
@@ -159,6 +187,21 @@ def reason_against(plan: MatrixPlan, measured: Sequence[Measured]) -> str | None
     ):
         if value is not None and value < limit:
             return f"the lowest {name} is {value:.6g}, below the limit of {limit:g}"
+    return None
+
+
+def reason_against_tokens(judged: JudgedCell | None) -> str | None:
+    """Why a language model's cell is not ranked: its answers are not the model's, or nobody knows."""
+    if judged is None:
+        return "its answers were not judged, because the run did not finish"
+    if judged.error is not None:
+        return f"its answers were not judged: {judged.error}"
+    if wrong := wrong_answers(judged):
+        return f"wrong answers: {len(wrong)} of {len(judged.answers)}; of one {fault_text(judged, wrong[0])}"
+    if proves_nothing(judged):
+        return (
+            f"rounding in {judged.precision} alone brings the model's answers near random ones: no fault could be seen"
+        )
     return None
 
 
@@ -198,7 +241,31 @@ def baseline_cell(
     return None
 
 
-def _cell_result(plan: MatrixPlan, cell: CellRounds, baseline: CellRounds | None) -> CellResult:
+def _generation(cell: CellRounds, judged: JudgedCell | None) -> GenerationResult | None:
+    generated = [(measured.generated, round_) for round_, measured in cell.rounds.items() if measured.generated]
+    prompts = estimate([float(median(part.prompts_ns)) for part, _ in generated])
+    shares = estimate(
+        [part.step_bytes / cell.latencies_ns[round_] * 1e9 / part.copy_bytes_per_s for part, round_ in generated]
+    )
+    if prompts is None or shares is None:
+        return None
+    answers = [] if judged is None else [answer for answer in judged.answers if answer.mean is not None]
+    tokens = sum(answer.tokens for answer in answers)
+    return GenerationResult(
+        prompt_tokens_per_second=prompts.inverted(cell.batch * (cell.length or 0) * 1e9),
+        first_token_ns=prompts,
+        context=sum(part.context for part, _ in generated) / len(generated),
+        bandwidth_share=shares,
+        answers=len(answers),
+        mean_deficit=sum((answer.mean or 0.0) * answer.tokens for answer in answers) / tokens if tokens else None,
+        largest_deficit=worst((answer.deficit for answer in answers), max),
+        best_share=1.0 - sum(answer.other for answer in answers) / tokens if tokens else None,
+    )
+
+
+def _cell_result(
+    plan: MatrixPlan, cell: CellRounds, baseline: CellRounds | None, judged: JudgedCell | None
+) -> CellResult:
     measured = tuple(cell.rounds.values())
     latency = estimate(list(cell.latencies_ns.values()))
     call = estimate([float(median(m.calls_ns)) for m in measured])
@@ -210,7 +277,7 @@ def _cell_result(plan: MatrixPlan, cell: CellRounds, baseline: CellRounds | None
     sustained = estimate([float(m.sustained_ns) for m in energies if m.sustained_ns])
     waited = sustained is not None and sustained.value > MOST_WAITING * latency.value
     flops = next((m.flops_per_item for m in measured if m.flops_per_item is not None), None)
-    fault = next((m.fault for m in measured if m.fault is not None), None)
+    fault = next((m.fault for m in measured if m.fault is not None), cell.excluded if plan.generates else None)
     p99_ns = percentile([sample for m in measured for sample in samples_ns(m, device)], 0.99)
     first_calls = [m.first_call_ns for m in measured]
     # A kept process has a first call in its first round only.
@@ -239,6 +306,7 @@ def _cell_result(plan: MatrixPlan, cell: CellRounds, baseline: CellRounds | None
         joules_per_item=None if waited else energy,
         sustained_ns=sustained,
         kernels=next((m.kernels for m in measured if m.kernels), ()),
+        generation=_generation(cell, judged),
     )
 
 

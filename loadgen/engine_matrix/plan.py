@@ -64,12 +64,15 @@ def expand(settings: MatrixSettings, offers: Offers) -> dict[Configuration, bool
     Raises `PlanError` for a name that no engine knows.
     """
     kind, offered = offers.place, offers.modes
+    base = settings.chosen_baseline
     modes = {mode for offer in offers.modes.values() for of_kind in offer.values() for mode in of_kind}
     precisions = {name for offer in offers.precisions.values() for of_kind in offer.values() for name in of_kind}
-    _check("--engines", settings.engines, (*offered, ALL))
+    _check("--engines", settings.chosen_engines, (*offered, ALL))
     _check("--modes", settings.modes, (AUTO, ALL, *sorted(modes)))
     _check("--precisions", settings.precisions, (AUTO, ALL, *sorted(precisions)))
-    engines = _with_all(settings.engines, (name for name in offered if kind in offered[name] and name != NO_MODEL))
+    engines = _with_all(
+        settings.chosen_engines, (name for name in offered if kind in offered[name] and name != NO_MODEL)
+    )
     threads = settings.threads if kind == "cpu" else (0,)
     combinations: dict[Configuration, bool] = {}
 
@@ -84,12 +87,13 @@ def expand(settings: MatrixSettings, offers: Offers) -> dict[Configuration, bool
         axis_modes = _with_all(settings.modes, offers.modes[engine].get(kind, (AUTO,)))
         for precision, mode, count in product(axis_precisions, axis_modes, threads):
             add(model, engine, precision, mode, count, asked=True)
-    if settings.baseline != NO_BASELINE:
-        engine, _, mode = settings.baseline.partition("/")
+    if base != NO_BASELINE:
+        engine, _, mode = base.partition("/")
         _check("--baseline", (engine,), tuple(offered))
         _check("--baseline", (mode,), sorted({mode for modes in offered[engine].values() for mode in modes}))
-        for model, count in product(settings.models, threads):
-            add(model, engine, BASELINE_PRECISION, mode, count, asked=False)
+        of_baseline = settings.precisions if settings.generates else (BASELINE_PRECISION,)
+        for model, precision, count in product(settings.models, of_baseline, threads):
+            add(model, engine, precision, mode, count, asked=False)
     return combinations
 
 
@@ -169,7 +173,7 @@ def make_plan(
         refused=tuple(refused),
         batches=batches_of(settings, offers),
         lengths=lengths,
-        baseline=settings.baseline,
+        baseline=settings.chosen_baseline,
         min_cosine=settings.min_cosine,
         min_top1=settings.min_top1,
     )

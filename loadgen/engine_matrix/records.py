@@ -3,6 +3,7 @@
     DIR/plan.json           MatrixPlan  what was asked for and which combinations were refused; written first
     DIR/environment.json    Environment host, versions, GPU; see `loadgen.records.run`
     DIR/visits/NNNN.json    Visit       one engine process of one round; written when its last cell is measured
+    DIR/judged.json         JudgedMatrix  of language models: the answers beside the reference
     DIR/matrix.json         Matrix      made from the files above by `analyse`, at any time
 
 A *configuration* is what one engine process holds. A *cell* is a configuration at one batch size and one length. A
@@ -19,6 +20,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import msgspec
 
 from loadgen.quantities import Interval, counted
+from loadgen.records.payloads import is_language
+from loadgen.records.probes import JudgedAnswers
 from loadgen.records.run import Environment, Record, RunState
 
 Shape = tuple[int, int | None]
@@ -107,6 +110,11 @@ class MatrixPlan(Record, frozen=True, kw_only=True):
     min_top1: float
     """Cells below either limit are shown and not ranked."""
 
+    @property
+    def generates(self) -> bool:
+        """Whether the models are language models, whose lengths are those of prompts and whose items are tokens."""
+        return any(is_language(configuration.model) for configuration in self.configurations)
+
 
 class Conversion(Record, frozen=True, kw_only=True):
     """One step from the model to what the engine executes, with its own cost. `made_now` is False for an artefact that
@@ -119,6 +127,27 @@ class Conversion(Record, frozen=True, kw_only=True):
     file: str | None = None
     file_bytes: int | None = None
     sha256: str | None = None
+
+
+class GeneratedAnswer(Record, frozen=True, kw_only=True):
+    """The ids of a prompt and of its answer."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+class Generated(Record, frozen=True, kw_only=True):
+    """What is measured of an engine that generates tokens besides the time of its steps."""
+
+    prompts_ns: tuple[int, ...]
+    """From adding all requests of a batch to the first token of the last one; of each repetition."""
+    context: float
+    """Tokens that a request had in its cache, on average, while decoding was measured."""
+    step_bytes: float
+    """What a step must read: the weights, and the keys and values of every request."""
+    copy_bytes_per_s: float
+    """Of a copy on the same device, in the same process."""
+    answers: tuple[GeneratedAnswer, ...] = ()
 
 
 class Measured(Record, frozen=True, kw_only=True):
@@ -153,6 +182,8 @@ class Measured(Record, frozen=True, kw_only=True):
     """Time per batch while the energy was measured, one batch after the other."""
     kernels: tuple[dict[str, Any], ...] = ()
     """With --profile: name, count, seconds, share; the longest first."""
+    generated: Generated | None = None
+    """Of a language model, whose calls are decoding steps: in each every request of the batch gets one token."""
 
     @property
     def shape(self) -> Shape:
@@ -209,6 +240,43 @@ class Estimate(Record, frozen=True, kw_only=True):
         return Estimate(value=factor / self.value, low=low, high=high)
 
 
+class JudgedCell(JudgedAnswers, frozen=True, kw_only=True):
+    """The answers of one configuration at one batch size and length of prompts, of all rounds."""
+
+    configuration: int
+    batch: int
+    length: int | None
+
+    @property
+    def shape(self) -> Shape:
+        return self.batch, self.length
+
+
+class JudgedMatrix(Record, frozen=True, kw_only=True):
+    """The answers of a language model's engines beside the reference, which reads them when all engines are closed."""
+
+    FILE: ClassVar[str] = "judged.json"
+
+    cells: tuple[JudgedCell, ...]
+
+
+class GenerationResult(Record, frozen=True, kw_only=True):
+    """Of a cell whose items are tokens; see `Generated`."""
+
+    prompt_tokens_per_second: Estimate
+    first_token_ns: Estimate
+    """Of the last request of a batch."""
+    context: float
+    bandwidth_share: Estimate
+    """What the steps must read per second, as a share of a copy's bandwidth on the same device."""
+    answers: int = 0
+    """Answers that the reference judged."""
+    mean_deficit: float | None = None
+    largest_deficit: float | None = None
+    best_share: float | None = None
+    """Tokens that are the reference's own choice."""
+
+
 class CellResult(Record, frozen=True, kw_only=True):
     """One cell over all rounds. Times are in ns of one batch; rates, ratios and TFLOP/s come from `latency_ns`."""
 
@@ -243,6 +311,8 @@ class CellResult(Record, frozen=True, kw_only=True):
     sustained_ns: Estimate | None = None
     """Time per batch while the energy was measured, longer than the timed bursts; None where it was not measured."""
     kernels: tuple[dict[str, Any], ...] = ()
+    generation: GenerationResult | None = None
+    """Of a language model: then latencies are those of a decoding step, and items are tokens."""
 
     @property
     def shape(self) -> Shape:

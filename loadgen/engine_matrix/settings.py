@@ -12,14 +12,15 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from loadgen.experiment.settings import MAIN, MEASUREMENT, SEPARATED, TARGET, Settings, Sizes, in_panel
-from loadgen.records.payloads import DEFAULT_MODEL
+from loadgen.records.payloads import DEFAULT_MODEL, is_language
 
 ALL, AUTO, NO_BASELINE = "all", "auto", "none"
-Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], SEPARATED, Field(min_length=1)]
+OptionalNames = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], SEPARATED]
+Names = Annotated[OptionalNames, Field(min_length=1)]
 
 
 def _engine_and_mode(text: str) -> str:
-    if text != NO_BASELINE and not re.fullmatch(r"[^/]+/[^/]+", text):
+    if text not in (NO_BASELINE, AUTO) and not re.fullmatch(r"[^/]+/[^/]+", text):
         raise ValueError(f"give ENGINE/MODE, as in torch/eager, or {NO_BASELINE}")
     return text
 
@@ -34,8 +35,10 @@ class MatrixSettings(Settings):
     """One matrix as asked for, with every default filled in."""
 
     models: Names = _main((DEFAULT_MODEL,), description="Models: SOURCE:NAME (see `abserve models`), files or folders.")
-    engines: Names = _main(
-        ("torch", "onnxruntime"), description="Engines, or all: every one that computes the model on the device."
+    engines: OptionalNames = _main(
+        (),
+        description="Engines, or all: every one that computes the model on the device (default: torch,onnxruntime; "
+        "of language models slots,jax,continuous).",
     )
     precisions: Names = _main(
         (AUTO,),
@@ -46,7 +49,9 @@ class MatrixSettings(Settings):
     )
     batches: Sizes = _main((), description="Batch sizes (default: 1,8,32,128 on a GPU, 1,4,8 on a CPU).")
     sequence_lengths: Sizes = _main(
-        (), description="Lengths of the inputs of models with an axis of variable size (default: each model's)."
+        (),
+        description="Lengths of the inputs of models with an axis of variable size (default: each model's); of the "
+        "prompts of language models (default: 32, on a GPU 128).",
     )
     threads: Threads = _main((0,), description="Engine threads on a CPU; 0 uses all cores.")
     device: str = _main(AUTO, min_length=1, description="cpu, cuda:N or auto: a GPU if there is one.")
@@ -65,8 +70,9 @@ class MatrixSettings(Settings):
         "configuration for all rounds of a model, faster, and all of them hold memory at once.",
     )
     baseline: Annotated[str, AfterValidator(_engine_and_mode)] = _measurement(
-        "torch/eager",
-        description="ENGINE/MODE that speed-ups are computed over, in fp32. It is measured too; none leaves it out.",
+        AUTO,
+        description="ENGINE/MODE that speed-ups are computed over. It is measured too; none leaves it out (default: "
+        "torch/eager, in fp32; of language models generate/eager, in each precision).",
     )
     min_cosine: float = _measurement(
         0.99, ge=-1.0, le=1.0, description="A cell whose answers have a lower cosine with FP32 is not ranked."
@@ -76,3 +82,22 @@ class MatrixSettings(Settings):
     )
     seed: int = _measurement(0, ge=0, le=2**63 - 1, description="Seed for the order of configurations and cells.")
     profile: bool = _measurement(False, description="In the last round, also record the time per kernel.")
+
+    @property
+    def generates(self) -> bool:
+        """Whether all models are language models. Raises `ValueError` if only some are."""
+        kinds = {is_language(model) for model in self.models}
+        if len(kinds) > 1:
+            raise ValueError("language models and other models have a matrix each; give them in two commands")
+        return kinds == {True}
+
+    @property
+    def chosen_engines(self) -> tuple[str, ...]:
+        """The engines as asked for, or the default ones."""
+        return self.engines or (("slots", "jax", "continuous") if self.generates else ("torch", "onnxruntime"))
+
+    @property
+    def chosen_baseline(self) -> str:
+        if self.baseline != AUTO:
+            return self.baseline
+        return "generate/eager" if self.generates else "torch/eager"

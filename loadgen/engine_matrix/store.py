@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 from loadgen.documents import DocumentError, list_inside, read_inside, read_record, read_stored, stored_path
 from loadgen.engine_matrix.analyse import analyse
-from loadgen.engine_matrix.records import Matrix, MatrixPlan, Visit
+from loadgen.engine_matrix.records import JudgedMatrix, Matrix, MatrixPlan, Visit
 from loadgen.records.run import Environment, Record, RunState
 from loadgen.run.storage import (
     StorageError,
@@ -102,7 +102,7 @@ def stored_matrix(directory: Path) -> Matrix:
             f"{directory} holds no engine matrix: {missing} is missing; give the directory that `abserve engines` "
             "wrote to"
         )
-    return analyse(plan, environment, visits, read_one(directory, RunState))
+    return analyse(plan, environment, visits, read_one(directory, RunState), read_one(directory, JudgedMatrix))
 
 
 def read_matrix(path: Path) -> Matrix:

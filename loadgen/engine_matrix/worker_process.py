@@ -180,9 +180,9 @@ def contradiction(configuration: Configuration, description: Mapping[str, Any]) 
     return f"the engine in effect is another one: {', '.join(wrong)}" if wrong else None
 
 
-def read_offers(device: str, worker: Sequence[str]) -> Offers:
-    """What this machine offers. Raises `PlanError`."""
-    return _decoded(_output([*worker, "--offers", device], b""), Offers)
+def read_offers(device: str, worker: Sequence[str], *, generates: bool = False) -> Offers:
+    """What this machine offers, for models or for language models. Raises `PlanError`."""
+    return _decoded(_output([*worker, "--offers", device, *(["generation"] if generates else [])], b""), Offers)
 
 
 def check(requests: Sequence[Mapping[str, Any]], worker: Sequence[str]) -> tuple[CombinationCheck, ...]:

@@ -20,6 +20,7 @@ from servers.protocol.errors import InvalidRequestError
 GENERATING_ENGINES: Mapping[str, str] = {
     "slots": "servers.language.slots:SlotsEngine",
     "continuous": "servers.language.continuous:ContinuousEngine",
+    "generate": "servers.language.generate:GenerateEngine",
     "jax": "servers.language.jax_engine:JaxGeneratingEngine",
 }
 """By name, "module:class" of each engine; the class takes the specification and the settings."""

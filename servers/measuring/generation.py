@@ -74,11 +74,16 @@ class GenerationMeasurement:
 
 
 @dataclass(frozen=True, slots=True)
-class _Repetition:
+class Repetition:
+    """One batch of requests: its prompts read, then its tokens decoded."""
+
     prompt_ns: int
+    """From adding the requests to the first token of the last one."""
     decode_ns: int
     decoded: int
     steps_ns: Sequence[int]
+    step_tokens: Sequence[int]
+    """Tokens that came at the end of each step."""
     context: float
     answers: Sequence[GivenAnswer]
 
@@ -111,7 +116,7 @@ def measure_generation(
             for batch in batches:
                 say(f"measuring batch {batch} with prompts of {length} tokens")
                 done = [
-                    _repeat(engine, model, batch, length, tokens, seed) for seed in range(repetitions + 1)
+                    repeat(engine, model, batch, length, tokens, seed) for seed in range(repetitions + 1)
                 ]  # the first warms up
                 read = step_bytes(model, batch, statistics.mean(part.context for part in done[1:]), precision)
                 measured.append((_measurement(batch, length, done[1:], read, bandwidth), done[-1].answers))
@@ -184,9 +189,9 @@ def step_bytes(model: LanguageModel, batch: int, context: float, precision: str)
     return float(numbers * getattr(torch, DTYPES[precision]).itemsize)
 
 
-def _repeat(
+def repeat(
     engine: GeneratingEngine, model: LanguageModel, batch: int, length: int, tokens: int, seed: int
-) -> _Repetition:
+) -> Repetition:
     """Read the prompts and decode `tokens` tokens of each request beyond the moment at which all decode."""
     low, high = model.prompt_ids
     prompts = np.random.default_rng([seed, batch, length]).integers(low, high + 1, (batch, length)).tolist()
@@ -217,28 +222,29 @@ def _repeat(
         step()
     began = time.perf_counter_ns()
     before = [len(output) for output in outputs]
-    stamps, decoded = [began], 0
+    stamps, counts = [began], []
     while any(len(output) - first < tokens for output, first in zip(outputs, before, strict=True)):
         if count := step():
-            decoded += count
+            counts.append(count)
             stamps.append(time.perf_counter_ns())
     for number in range(batch):
         engine.cancel(number)
     while engine.active:
         engine.step()
     middles = [(first + len(output)) / 2 for output, first in zip(outputs, before, strict=True)]
-    return _Repetition(
+    return Repetition(
         prompt_ns=began - started,
         decode_ns=stamps[-1] - began,
-        decoded=decoded,
+        decoded=sum(counts),
         steps_ns=np.diff(stamps).tolist(),
+        step_tokens=counts,
         context=length + statistics.mean(middles),
         answers=[GivenAnswer(*pair) for pair in zip(prompts, outputs, strict=True)][:_JUDGED_ANSWERS],
     )
 
 
 def _measurement(
-    batch: int, length: int, done: Sequence[_Repetition], read: float, bandwidth: float
+    batch: int, length: int, done: Sequence[Repetition], read: float, bandwidth: float
 ) -> GenerationMeasurement:
     prompt_s = statistics.median(part.prompt_ns for part in done) / 1e9
     rates = [part.decoded / part.decode_ns * 1e9 for part in done]

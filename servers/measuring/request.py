@@ -5,6 +5,8 @@ Imports no library of an engine or a model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -12,10 +14,12 @@ import msgspec
 from servers.cli import defaults
 from servers.engines.batches import has_buckets
 from servers.engines.factory import check_engine, environment_of
-from servers.engines.interface import EngineError
+from servers.engines.interface import EngineError, first_line
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.engines.settings import EngineSettings, engine_kind, engine_names, precision_on
 from servers.gpu.info import gpu_info
+from servers.language.engine import GENERATING_ENGINES, generation_precision
+from servers.language.specification import PREFIX, language_model
 from servers.models.registry import UnknownModelError, get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
@@ -47,6 +51,11 @@ class MeasurementRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     also compile side by side."""
 
     @property
+    def generates(self) -> bool:
+        """Whether the model is a language model, whose lengths are those of prompts."""
+        return self.model.startswith(PREFIX)
+
+    @property
     def on_cpu(self) -> bool:
         return resolved_device(self.device) == "cpu"
 
@@ -70,6 +79,16 @@ class MeasurementRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             pad_to=tuple(sorted({length for length in self.lengths if length is not None})),
             buckets=tuple(sorted(set(self.batches))),
         )
+
+
+class WorkerCommand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A line on standard input: a cell to measure, or cells to profile, after which nothing can be measured."""
+
+    batch: int = 0
+    length: int | None = None
+    seconds: float = 1.0
+    energy: bool = True
+    profile: tuple[tuple[int, int | None], ...] = ()
 
 
 class RequestCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +151,73 @@ def checked(request: MeasurementRequest) -> RequestCheck:
     except EngineError as exc:
         return RequestCheck(reason=str(exc), **resolved)
     return RequestCheck(mode=mode, lengths=lengths, too_long=too_long, **resolved)
+
+
+GENERATING_MODES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "slots": {"cpu": ("eager",), "cuda": ("graphs", "eager")},
+    "continuous": {"cpu": ("paged",), "cuda": ("paged",)},
+    "generate": {"cpu": ("eager",), "cuda": ("eager",)},
+    "jax": {"cpu": ("jit",), "cuda": ("jit",)},
+}
+"""Of the engines that generate tokens, by kind of device."""
+_GENERATING_PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32", "fp16")}
+_LIBRARIES = {"jax": ("jax", "pip install jax (with an NVIDIA GPU: pip install 'jax[cuda13]')")}
+"""What an engine needs beyond torch and transformers, and the command that installs it."""
+PROMPT_TOKENS = {"cpu": 32, "cuda": 128}
+GENERATED_TOKENS = 64
+"""Of each request, measured while all requests of a batch decode."""
+
+
+def offers_of_generation(device: str) -> dict[str, object]:
+    """What `offers` says, of the engines that generate tokens."""
+    EngineSettings(device=device).check_here()
+    return {
+        "device": resolved_device(device),
+        "modes": {name: GENERATING_MODES[name] for name in GENERATING_ENGINES},
+        "precisions": dict.fromkeys(GENERATING_ENGINES, _GENERATING_PRECISIONS),
+        "gpu": gpu_info(None),
+    }
+
+
+def checked_generation(request: MeasurementRequest) -> RequestCheck:
+    """Whether this machine can measure the engine on a language model; loads no library."""
+    try:
+        model = language_model(request.model, request.weights)
+    except (UnknownModelError, WeightsError) as exc:
+        return RequestCheck(reason=str(exc), wrong=True)
+    device = resolved_device(request.device)
+    place = "cpu" if device == "cpu" else "cuda"
+    modes = GENERATING_MODES[request.engine][place]
+    resolved: dict[str, Any] = {
+        "precision": generation_precision(request.precision, device),
+        "mode": modes[0] if request.mode == "auto" else request.mode,
+        "device": device,
+        "threads": thread_count(request.threads) if device == "cpu" else None,
+    }
+    library, install = _LIBRARIES.get(request.engine, ("torch", "pip install 'abserve[servers]'"))
+    longest = model.max_length - GENERATED_TOKENS - 1
+    lengths = tuple(length or PROMPT_TOKENS[place] for length in request.lengths or (None,))
+    accepted = tuple(dict.fromkeys(length for length in lengths if length <= longest))
+    too_long = ", ".join(str(length) for length in lengths if length > longest)
+    reason = None
+    if find_spec(library) is None:
+        reason = f"the engine {request.engine} needs {library}, which is not installed; run: {install}"
+    elif resolved["mode"] not in modes:
+        reason = f"the engine {request.engine} has no mode {request.mode} here; choose from {', '.join(modes)}"
+    elif resolved["precision"] not in _GENERATING_PRECISIONS[place]:
+        offered = ", ".join(_GENERATING_PRECISIONS[place])
+        reason = f"language models are not measured in {request.precision} here; choose from {offered}"
+    if too_long:
+        too_long = f"prompts of {too_long} tokens: {model.title} takes at most {longest} here; leave them out"
+        reason = reason or (None if accepted else too_long)
+    return RequestCheck(reason=reason, lengths=accepted, too_long=too_long or None, **resolved)
+
+
+def sentence_of(exc: Exception) -> str:
+    """The first line of an error's message, with its kind where it is not abserve's own."""
+    if type(exc).__module__.startswith("servers."):
+        return first_line(exc)
+    return f"{type(exc).__name__}: {first_line(exc)}"
 
 
 def _mode(specification: ModelSpecification, settings: EngineSettings) -> str:

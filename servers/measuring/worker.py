@@ -4,7 +4,7 @@
                                                   {"profile": [[batch, length], …]} once all of them are measured
     python -m servers.measuring.worker --prepare REQUEST   makes the exported file and the model's own answers, and ends
     python -m servers.measuring.worker --check    requests on standard input, a JSON list; answers with one as long
-    python -m servers.measuring.worker --offers DEVICE
+    python -m servers.measuring.worker --offers DEVICE [generation]    the second form: of language models
 
 Standard output has only answers, one per line: what libraries print goes to standard error. The end of standard input
 ends the process with exit status 0. An answer with `error` says why there is none.
@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from servers.engines.factory import enter_environment_of
-from servers.engines.interface import Engine, first_line
+from servers.engines.interface import Engine
 from servers.engines.settings import engine_kind
 from servers.measuring.measurement import (
     EngineTimes,
@@ -40,7 +40,15 @@ from servers.measuring.measurement import (
     quiet_profiler,
     stored_references,
 )
-from servers.measuring.request import MeasurementRequest, checked, offers
+from servers.measuring.request import (
+    MeasurementRequest,
+    WorkerCommand,
+    checked,
+    checked_generation,
+    offers,
+    offers_of_generation,
+    sentence_of,
+)
 from servers.measuring.resources import Resources
 from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
@@ -49,16 +57,6 @@ from servers.models.weights import WeightsSource
 Shape = tuple[int, int | None]
 """A batch size and a length; the length is None for a model without an axis of variable size."""
 SendAnswer = Callable[[object], None]
-
-
-class WorkerCommand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line on standard input: a cell to measure, or cells to profile, after which nothing can be measured."""
-
-    batch: int = 0
-    length: int | None = None
-    seconds: float = 1.0
-    energy: bool = True
-    profile: tuple[Shape, ...] = ()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -81,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
             return 1
         except Exception as exc:  # noqa: BLE001  the caller hears of every failure, whichever library it came from
             traceback.print_exc()
-            answer({"error": _sentence(exc)})
+            answer({"error": sentence_of(exc)})
             return 1
 
 
@@ -91,9 +89,18 @@ def _run(arguments: Sequence[str], request: MeasurementRequest | Exception | Non
             raise request
         case ["--check"], _:
             requests = msgspec.json.decode(sys.stdin.buffer.read(), type=list[MeasurementRequest])
-            answer([checked(request) for request in requests])
+            answer([checked_generation(each) if each.generates else checked(each) for each in requests])
         case ["--offers", device], _:
             answer(offers(device))
+        case ["--offers", device, "generation"], _:
+            answer(offers_of_generation(device))
+        case ["--prepare", _], MeasurementRequest(generates=True):
+            answer({"file": False, "conversions": []})
+        case [_], MeasurementRequest(generates=True):
+            with private_compile_cache():
+                from servers.measuring.generation_cells import serve_generation
+
+                serve_generation(request, sys.stdin.buffer, answer)
         case ["--prepare", _], MeasurementRequest():
             answer(_prepare(request))
         case [_], MeasurementRequest():
@@ -131,10 +138,12 @@ def _request(arguments: Sequence[str]) -> MeasurementRequest | None:
     is untouched, and the request comes along.
     """
     match arguments:
-        case ["--check"] | ["--offers", _]:
+        case ["--check"] | ["--offers", *_]:
             return None
         case [text] | ["--prepare", text]:
             request = msgspec.json.decode(text, type=MeasurementRequest)
+            if request.generates:
+                return request
             enter_environment_of(request.engine)
         case _:
             return None
@@ -236,7 +245,7 @@ def _answer_commands(
             raise
         except Exception as exc:  # noqa: BLE001  the other cells may still be measured, such as smaller ones
             traceback.print_exc()
-            answer({"error": _sentence(exc)})
+            answer({"error": sentence_of(exc)})
 
 
 def _import_libraries(engine: str, specification: ModelSpecification, path: Path | None) -> float:
@@ -313,13 +322,6 @@ def _profiled(
 
 def _seconds_since(started_ns: int) -> float:
     return (time.perf_counter_ns() - started_ns) / 1e9
-
-
-def _sentence(exc: Exception) -> str:
-    """The first line of an error's message, with its kind where it is not abserve's own."""
-    if type(exc).__module__.startswith("servers."):
-        return first_line(exc)
-    return f"{type(exc).__name__}: {first_line(exc)}"
 
 
 if __name__ == "__main__":

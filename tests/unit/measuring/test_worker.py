@@ -34,9 +34,9 @@ from servers.measuring.measurement import (
     Reference,
     stored_references,
 )
-from servers.measuring.request import MeasurementRequest, RequestCheck, checked, offers, resolved_device
+from servers.measuring.request import MeasurementRequest, RequestCheck, WorkerCommand, checked, offers, resolved_device
 from servers.measuring.resources import Resources, joules_of, peak_rss_bytes, rapl_counter
-from servers.measuring.worker import WorkerCommand, measured_cell, private_compile_cache
+from servers.measuring.worker import measured_cell, private_compile_cache
 from servers.models.registry import get_specification
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import Array

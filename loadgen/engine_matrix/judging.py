@@ -1,0 +1,95 @@
+"""Has the reference judge the answers of a language model's engines, in a process of its own after all of them.
+
+The engines' processes have ended then, so the device holds the model once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from loadgen.engine_matrix.records import GeneratedAnswer, JudgedCell, JudgedMatrix, MatrixPlan, Shape, Visit
+from loadgen.run.storage import RunError
+from loadgen.run.token_answers import JudgedTokens, ask_reference
+
+
+class _Given(NamedTuple):
+    configuration: int
+    shape: Shape
+    round: int
+    answer: GeneratedAnswer
+
+
+def judge_visits(plan: MatrixPlan, visits: Sequence[Visit], folder: Path, abserve: Sequence[str]) -> JudgedMatrix:
+    """The answers of all visits beside the reference of their model in their precision."""
+    asked: dict[tuple[str, str, str], list[_Given]] = {}
+    for visit in visits:
+        configuration = plan.configurations[visit.configuration]
+        answers = asked.setdefault((configuration.model, configuration.precision, configuration.device), [])
+        answers += [
+            _Given(visit.configuration, cell.shape, visit.round, answer)
+            for cell in visit.cells
+            if cell.generated
+            for answer in cell.generated.answers
+        ]
+    cells: list[JudgedCell] = []
+    for (model, precision, device), given in asked.items():
+        if given:
+            cells += _judged(plan, model, precision, device, given, folder, abserve)
+    return JudgedMatrix(cells=tuple(cells))
+
+
+def _judged(
+    plan: MatrixPlan,
+    model: str,
+    precision: str,
+    device: str,
+    given: Sequence[_Given],
+    folder: Path,
+    abserve: Sequence[str],
+) -> list[JudgedCell]:
+    weights = plan.settings.get("weights")
+    document, error = None, None
+    try:
+        with TemporaryDirectory(dir=folder, prefix="reference-") as files:
+            document = ask_reference(
+                [(one.answer.prompt, one.answer.output) for one in given],
+                model,
+                None if weights is None else str(weights),
+                precision,
+                Path(files),
+                abserve,
+                device,
+            )
+    except RunError as exc:
+        error = str(exc)
+    mean_noise, most_noise = (None, None) if document is None else document.answer_noise
+    groups: dict[tuple[int, Shape], list[int]] = {}
+    for place, each in enumerate(given):
+        groups.setdefault((each.configuration, each.shape), []).append(place)
+    return [
+        JudgedCell(
+            configuration=configuration,
+            batch=shape[0],
+            length=shape[1],
+            answers=tuple(
+                (JudgedTokens() if document is None else document.answers[place]).beside(
+                    given[place].answer.output,
+                    () if document is None else document.eos,
+                    block=f"round {given[place].round + 1}",
+                    request=number,
+                    user=0,
+                )
+                for number, place in enumerate(places)
+            ),
+            precision=precision,
+            noise=None if document is None else document.noise,
+            mean_noise=mean_noise,
+            most_noise=most_noise,
+            weights_sha256="" if document is None else document.weights_sha256,
+            error=error,
+        )
+        for (configuration, shape), places in groups.items()
+    ]
