@@ -126,6 +126,11 @@ def _version(matrix: Matrix, cell: CellResult) -> str | None:
     return None if version is None else str(version)
 
 
+def _generation(cell: CellResult, name: str) -> Any:
+    """A field of a language model's cell; None of another one."""
+    return None if cell.generation is None else getattr(cell.generation, name)
+
+
 COLUMNS: tuple[CellColumn, ...] = (
     *_fields(str, "model", "engine", "mode", "precision", "device", of=_configuration),
     *_fields(int, "threads", of=_configuration),
@@ -145,5 +150,11 @@ COLUMNS: tuple[CellColumn, ...] = (
     *_fields(int, "allocated_bytes", "reserved_bytes", "process_device_bytes", "rss_bytes"),
     *_estimates("joules_per_item", lambda cell: cell.joules_per_item),
     *_estimates("sustained_ms", lambda cell: cell.sustained_ns, 1e-6),
+    *_estimates("prompt_tokens_per_second", lambda cell: _generation(cell, "prompt_tokens_per_second")),
+    *_estimates("first_token_ms", lambda cell: _generation(cell, "first_token_ns"), 1e-6),
+    *_estimates("bandwidth_share", lambda cell: _generation(cell, "bandwidth_share")),
+    ("mean_deficit", float, lambda _, cell: _generation(cell, "mean_deficit")),
+    ("largest_deficit", float, lambda _, cell: _generation(cell, "largest_deficit")),
+    ("best_share", float, lambda _, cell: _generation(cell, "best_share")),
 )
 """The tidy table; columns are only added at its end."""

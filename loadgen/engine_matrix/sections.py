@@ -46,7 +46,7 @@ def matrix_document(matrix: Matrix) -> doc.Document:
             "Results",
             (
                 break_even_table(matrix),
-                accuracy(matrix),
+                generation_table(matrix) if matrix.plan.generates else accuracy(matrix),
                 cells_table(matrix),
                 configurations_table(matrix),
                 kernels(matrix),
@@ -91,10 +91,9 @@ def overview(matrix: Matrix) -> doc.Section | None:
         notes.append(doc.Text(f"{counted(failed, 'failure')}: see Failures.", "warning"))
     if (excluded := sum(cell.excluded is not None for cell in matrix.cells)) > 0:
         limits = f"cosine {plan.min_cosine:g}, top-1 agreement {plan.min_top1:g}"
-        notes.append(
-            doc.Text(f"{counted(excluded, 'cell')} not ranked: wrong answers, or below the limits ({limits}).")
-        )
-    if on_gpu(matrix):
+        why = "see Generation" if plan.generates else f"wrong answers, or below the limits ({limits})"
+        notes.append(doc.Text(f"{counted(excluded, 'cell')} not ranked: {why}."))
+    if on_gpu(matrix) and not plan.generates:
         notes.append(doc.Text("Times are without copies to and from the host; the table of cells has both.", "note"))
     if (slower := _slower_when_sustained(matrix)) is not None:
         notes.append(doc.Text(slower))
@@ -143,6 +142,8 @@ def on_gpu(matrix: Matrix) -> bool:
 
 def timed(matrix: Matrix) -> str:
     """What the times are of."""
+    if matrix.plan.generates:
+        return "time of a decoding step, until its tokens are on the host; every request of a batch gets one"
     if not on_gpu(matrix):
         return "whole call"
     return (
@@ -164,7 +165,8 @@ def _sentence(matrix: Matrix, scope: Scope, cells: Sequence[CellResult]) -> str:
     length = shown_length(cells)
     at = max(won, key=lambda winner: (winner.length == length, winner.batch))
     cell = next(cell for cell in cells if (cell.configuration, cell.shape) == (most, at.shape))
-    baseline = f"{matrix.plan.baseline} fp32"
+    precision = configurations[most].precision if matrix.plan.generates else "fp32"
+    baseline = f"{matrix.plan.baseline} {precision}"
     over = [] if cell.speedup is None else [f"{times(cell.speedup)} the throughput of {baseline}"]
     if at.runner_up is not None and at.ratio is not None:
         other = configurations[at.runner_up].title
@@ -210,14 +212,23 @@ def method(matrix: Matrix) -> doc.Section | None:
             f"{timed(matrix)}: geometric mean over rounds of each round's median, with a 95 % t interval on logs",
         ),
         ("throughput", "batch size ÷ latency; winners, speed-ups and break-even come from it"),
-        ("speed-up", f"throughput over the baseline, paired by round; the baseline: {plan.baseline}, in fp32"),
+        (
+            "speed-up",
+            f"throughput over the baseline, paired by round; the baseline: {plan.baseline}, in "
+            + ("the same precision" if plan.generates else "fp32"),
+        ),
         ("batch sizes", ", ".join(map(str, plan.batches))),
         *(
             (f"lengths of {short_model(model)}", ", ".join(str(length) for length in lengths))
             for model, lengths in plan.lengths.items()
             if any(length is not None for length in lengths)
         ),
-        ("not ranked below", f"cosine {plan.min_cosine:g}, top-1 agreement {plan.min_top1:g}"),
+        (
+            "not ranked",
+            "answers that no rounding explains, beside a reference in a process of its own"
+            if plan.generates
+            else f"below a cosine of {plan.min_cosine:g} or a top-1 agreement of {plan.min_top1:g}",
+        ),
         *([("weights", "; ".join(weights))] if weights else []),
         ("settings", f"sha256 {plan.sha256}"),
     ]
@@ -426,6 +437,55 @@ def accuracy(matrix: Matrix) -> doc.Section | None:
         "where the model has no classes, or no row has a clear highest one, as is usual with random weights."
     )
     return doc.section("Accuracy", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)
+
+
+def generation_table(matrix: Matrix) -> doc.Section | None:
+    """Decoding and prompts of every cell, beside the reference's view of its tokens."""
+    rows = [
+        (
+            scope_title(matrix, configuration.scope),
+            configuration.title,
+            cell.batch,
+            cell.length or "",
+            value(cell.items_per_second),
+            times(cell.speedup),
+            latency_text(configuration.device, cell, interval=True),
+            "" if cell.p99_ns is None else number(cell.p99_ns / 1e6),
+            value(result.prompt_tokens_per_second),
+            value(result.first_token_ns, 1e-6),
+            share(result.bandwidth_share.value),
+            _format(memory_gb(cell), ".1f"),
+            _format(result.mean_deficit, ".2g"),
+            _format(result.largest_deficit, ".2g"),
+            "" if result.best_share is None else share(result.best_share),
+            doc.Cell("not ranked", "failed", hint=cell.excluded) if cell.excluded else doc.Cell("ranked", "ok"),
+            cell.excluded or "",
+        )
+        for cell in matrix.cells
+        if (result := cell.generation) is not None
+        for configuration in (matrix.plan.configurations[cell.configuration],)
+    ]
+    columns = (
+        *doc.names("model", "engine"),
+        *doc.numbers("requests", "prompt", "tokens/s", "over the baseline", "step, ms", "p99, ms"),
+        *doc.numbers("prompt tokens/s", "first token, ms", "bandwidth", "memory, GB"),
+        *doc.numbers("deficit, mean", "largest", "reference's choice"),
+        *doc.names(""),
+        doc.Column("why", "text", below=True),
+    )
+    caption = (
+        "A step gives every request one token. Bandwidth: what the steps must read (weights, keys and values) as a "
+        "share of a copy on the same device. First token: of the last request, when all come at once. Memory: the "
+        "process's on the GPU, or on a CPU its peak. Deficit: how far the logit of a chosen token is below the "
+        "reference's largest, which reads the same tokens (see docs/language-models.md)."
+    )
+    return doc.section("Generation", doc.Table(columns, rows, caption=caption, grouped=True), on=doc.PAGES)
+
+
+def memory_gb(cell: CellResult) -> float | None:
+    """The process's memory on its device by NVML, else the framework's peak there, else on the host."""
+    used = cell.process_device_bytes or cell.reserved_bytes or cell.rss_bytes
+    return None if used is None else used / 1e9
 
 
 def cells_table(matrix: Matrix) -> doc.Section | None:

@@ -19,9 +19,11 @@ from msgspec.structs import replace
 
 from loadgen.engine_matrix.analyse import has_copies
 from loadgen.engine_matrix.records import ConfigurationResult, Estimate, Matrix, shape_text
+from loadgen.metrics.summaries import WorkloadSummary
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.ranking.records import (
+    TOKEN,
     Candidate,
     Cost,
     Kind,
@@ -153,6 +155,15 @@ def from_matrix(name: str, matrix: Matrix) -> RankInput:
                         items_per_second=cell.items_per_second,
                         latency_ms=cell.latency_ns.scaled(1e-6),
                         joules_per_item=cell.joules_per_item,
+                        **(
+                            {}
+                            if cell.generation is None
+                            else {
+                                "first_token_ms": cell.generation.first_token_ns.value / 1e6,
+                                "tpot_ms": cell.latency_ns.value / 1e6,
+                                "tpot_p99_ms": None if cell.p99_ns is None else cell.p99_ns / 1e6,
+                            }
+                        ),
                     )
                 )
             if points:
@@ -218,7 +229,7 @@ def from_result(name: str, result: Result) -> RankInput:
                 payload=result.experiment.payload_of(request),
                 transport=result.experiment.transport,
                 length=length,
-                item=item_of(result.environment),
+                item=TOKEN if workloads_stream(result) else item_of(result.environment),
             )
             option = _arm_name(arm)
             candidates.append(Candidate(work=work, name=option, machine=machine, result=name, points=tuple(points)))
@@ -231,7 +242,14 @@ def _arm_name(arm: ArmRecord) -> str:
     return arm.title if not mode or mode in arm.title else f"{arm.title} ({mode})"
 
 
+def workloads_stream(result: Result) -> bool:
+    """Whether the servers stream the tokens of a language model."""
+    return any(workload.is_streamed for workload in result.experiment.workloads)
+
+
 def _length(environment: Environment, workload: Workload) -> str | None:
+    if workload.is_streamed:
+        return f"{workload.prompt_tokens} → {workload.output_tokens}"
     fixed = environment.length_of(workload)
     if fixed is not None:
         return str(fixed)
@@ -248,7 +266,7 @@ def _point(result: Result, label: Label, workload: Workload) -> tuple[Point | No
         for comparison in result.comparisons
     ):
         return None, "a check that covers it failed"
-    if workload.scenario == "slo":
+    if workload.scenario in ("slo", "goodput"):
         return _slo_point(result, label, workload)
     if not workload.has_blocks:
         return None, ""
@@ -257,6 +275,8 @@ def _point(result: Result, label: Label, workload: Workload) -> tuple[Point | No
         return None, "no throughput was measured"
     if summary.open_loop is not None and summary.open_loop.saturation is not None:
         return None, f"{summary.open_loop.saturation}, so that its latency depends on the length of the run"
+    if workload.is_streamed:
+        return _token_point(result, label, workload, summary)
     p99 = summary.latency.p99_ms
     return Point(
         name=workload.name,
@@ -267,11 +287,37 @@ def _point(result: Result, label: Label, workload: Workload) -> tuple[Point | No
     ), ""
 
 
+def _token_point(
+    result: Result, label: Label, workload: Workload, summary: WorkloadSummary
+) -> tuple[Point | None, str]:
+    """A point whose items are output tokens."""
+    figures = summary.figures or {}
+    intervals = summary.intervals or {}
+    rate, p99 = figures.get("output_tokens_per_s"), figures.get("tpot_p99")
+    if not rate:
+        return None, "no tokens were counted"
+    joules = _joules(result, label, workload.name)
+    return Point(
+        name=workload.name,
+        kind="open" if workload.is_open else "closed",
+        items_per_second=Estimate.of(rate, intervals.get("output_tokens_per_s")),
+        latency_ms=None if p99 is None else Estimate(value=p99),
+        joules_per_item=None
+        if joules is None or not workload.output_tokens
+        else joules.scaled(1 / workload.output_tokens),
+        first_token_ms=figures.get("ttft"),
+        tpot_ms=figures.get("tpot"),
+        tpot_p95_ms=figures.get("tpot_p95"),
+        tpot_p99_ms=p99,
+    ), ""
+
+
 def _slo_point(result: Result, label: Label, workload: Workload) -> tuple[Point | None, str]:
     """The rate that held the bound: the geometric mean of the searches, in items."""
     rate_search = result.of(RatesFound)
     searches = [rate for rate in rate_search.rates if (rate.workload, rate.label) == (workload.name, label)]
-    rates = [search.rate_per_s * workload.batch_size for search in searches if search.rate_per_s]
+    items = (workload.output_tokens or 0) if workload.is_streamed else workload.batch_size
+    rates = [search.rate_per_s * items for search in searches if search.rate_per_s]
     if not rates:
         return None, "no rate held the latency bound"
     if len(rates) < len(searches):
@@ -289,7 +335,7 @@ def _slo_point(result: Result, label: Label, workload: Workload) -> tuple[Point 
         name=workload.name,
         kind="slo",
         items_per_second=Estimate.of(geometric_mean(rates), interval_of_mean(rates)),
-        latency_ms=Estimate(value=max(tails)) if tails else None,
+        latency_ms=Estimate(value=max(tails)) if tails and not workload.is_streamed else None,
     ), ""
 
 

@@ -23,6 +23,8 @@ from loadgen.strict_yaml import read_mapping
 Kind = Literal["on-demand", "spot", "reserved"]
 Source = Literal["engines", "comparison"]
 PointKind = Literal["batch", "closed", "open", "slo"]
+TOKEN = "token"
+"""The item of language models: of a server every token that it sends, of an engine those that it decodes."""
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
@@ -94,8 +96,17 @@ class Point(Record, frozen=True, kw_only=True):
     items_per_second: Estimate
     latency_ms: Estimate | None
     """Of a matrix: one batch. Of a comparison: p99 of a request, from its intended start; of a rate search the highest
-    p99 among the trials at the rates found."""
+    p99 among the trials at the rates found. Of tokens: the time from one to the next, of an engine its median, of a
+    server the p99 of its answers' means (TPOT)."""
     joules_per_item: Estimate | None = None
+    first_token_ms: float | None = None
+    """Of tokens: the median time to the first one; of an engine to that of the last request of a batch."""
+    tpot_ms: float | None = None
+    """Of tokens: the median time from one to the next, ..."""
+    tpot_p95_ms: float | None = None
+    """... its p95, where the run has it, ..."""
+    tpot_p99_ms: float | None = None
+    """... and its p99; of an engine those of steps, of a server those of answers."""
 
 
 class Work(Record, frozen=True, kw_only=True):

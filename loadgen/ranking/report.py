@@ -14,7 +14,17 @@ from loadgen.engine_matrix.records import Estimate, Matrix
 from loadgen.engine_matrix.store import read_matrix
 from loadgen.quantities import counted, items, measured, measured_interval, per_second
 from loadgen.ranking.analyse import RankInput, from_matrix, from_result
-from loadgen.ranking.records import ADD_A_PRICE, Cost, Machine, Point, RankedGroup, RankedOption, RankResult, Work
+from loadgen.ranking.records import (
+    ADD_A_PRICE,
+    TOKEN,
+    Cost,
+    Machine,
+    Point,
+    RankedGroup,
+    RankedOption,
+    RankResult,
+    Work,
+)
 from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, axis, label_text, log_axis, rounded
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
@@ -171,13 +181,17 @@ def _opening(ranking: RankResult) -> doc.Section | None:
         if ranking.example_prices and any(machine.prices for machine in ranking.machines)
         else None,
         *(doc.Text(note, "note") for note in NOTES),
-        doc.Text(ALONE, "note") if any(group.work.source == "engines" for group in ranking.groups) else None,
+        doc.Text(ALONE, "note")
+        if any(group.work.source == "engines" and group.work.item != TOKEN for group in ranking.groups)
+        else None,
     )
 
 
 def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | None]:
     unit = per_second(group.work.item)
     latency = "batch latency" if group.work.source == "engines" else "p99 latency"
+    if group.work.item == TOKEN:
+        latency = "time of a step" if group.work.source == "engines" else "p99 of the time between tokens"
     several = len({option.result for option in group.options}) > 1
     names = [(option.name, option.machine) for option in group.options]
     loads = {frozenset(point.name for point in option.points) for option in group.options}
@@ -191,7 +205,7 @@ def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | No
         doc.Column(f"J per {group.work.item}", "number", short="J"),
         doc.Column("95 % interval of the energy, J", "number", on=doc.PAGES),
     )  # fmt: skip
-    rows = [
+    rows: list[tuple[doc.Value, ...]] = [
         (
             option.throughput_rank, _titled(option, names), option.machine,
             option.result if several else "", option.point.name,
@@ -201,10 +215,32 @@ def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | No
         for option in group.options
     ]  # fmt: skip
     alone = len(group.options) == 1
+    tokens = doc.Table(
+        (
+            *doc.names("option", "machine", "at"),
+            *doc.numbers(unit, "first token, ms", "TPOT, ms", "p95, ms", "p99, ms"),
+        ),
+        [
+            (
+                _titled(option, names), option.machine, point.name, measured(point.items_per_second.value, None),
+                *(
+                    "" if figure is None else measured(figure, None)
+                    for figure in (point.first_token_ms, point.tpot_ms, point.tpot_p95_ms, point.tpot_p99_ms)
+                ),
+            )
+            for option in group.options
+            for point in option.points
+        ],
+        title="Every point",
+        grouped=True,
+        caption="TPOT: the time from one token to the next. Of a server the median, p95 and p99 of its answers; of an "
+        "engine alone those of its steps.",
+    )  # fmt: skip
     yield doc.section(
         describe_work(group.work),
         doc.Text("There is nothing to rank this option against.", "note") if alone else None,
         doc.Table(columns, rows),
+        tokens if group.work.item == TOKEN else None,
         doc.Text(
             "Not every option was measured at the same points, and each is ranked at its best one; compare the column "
             '"at" before you conclude.'
@@ -238,15 +274,17 @@ def _costs(group: RankedGroup, currency: str, ranking: RankResult) -> Iterator[d
         doc.Column("price", "text", on=doc.PAGES),
         doc.Column(f"{currency}/h", "number"),
         doc.Column("at 100 %", "number"), *doc.numbers("95 % interval"),
+        *(doc.numbers("per 1,000 at 100 %") if group.work.item == TOKEN else ()),
         doc.Column("at the SLO rate", "number", short="at SLO"),
         doc.Column("95 % interval at the SLO rate", "number", on=doc.PAGES),
         doc.Column(f"{_FRONT} front", "text", short=_FRONT),
     )  # fmt: skip
-    rows = [
+    rows: list[tuple[doc.Value, ...]] = [
         (
             cost.rank, _titled(option, names), option.machine,
             f"{cost.price.provider}, {cost.price.machine}, {cost.price.date}", f"{cost.price.price_per_hour:g}",
-            *_with_interval(cost.full), *_with_interval(cost.slo),
+            *_with_interval(cost.full),
+            *([f"{cost.full.value / 1000:.3g}"] if group.work.item == TOKEN else []), *_with_interval(cost.slo),
             doc.Cell(", ".join(option.points[place].name for place in cost.front), short=_FRONT if cost.front else " "),
         )
         for option, cost in priced
@@ -302,6 +340,8 @@ def _chart(
         "line": {"shape": "hv", "dash": DASHES[1], "width": 1, "color": "--muted"},
     })  # fmt: skip
     latency = "latency of a batch, ms" if group.work.source == "engines" else "p99 latency, ms"
+    if group.work.item == TOKEN:
+        latency = "time from one token to the next, ms"
     what = items(group.work.item)
     return doc.Chart(
         f"pareto-{currency.lower()}-{ranking.groups.index(group)}",
@@ -323,7 +363,7 @@ def _machines(ranking: RankResult) -> doc.Section | None:
         *doc.texts("machine"), doc.Column("CPU", "text"), *doc.numbers("cores"), *doc.texts("GPUs"),
         doc.Column("results", "number"), doc.Column("notes", "text", on=doc.PAGES),
     )  # fmt: skip
-    rows = [
+    rows: list[tuple[doc.Value, ...]] = [
         (
             machine.name, machine.cpu_model or "–", machine.cpu_count, "; ".join(_gpus(machine)) or "none",
             len(machine.results), "; ".join([*machine.notes, *_whole_price(machine)]),
@@ -357,7 +397,7 @@ def _prices(ranking: RankResult) -> doc.Section | None:
         doc.Column("currency", short=" "), doc.Column("term", on=doc.PAGES), *doc.names("date"),
         doc.Column("source", "text", on=doc.PAGES),
     )  # fmt: skip
-    rows = [
+    rows: list[tuple[doc.Value, ...]] = [
         (
             machine.name, price.provider, price.machine, price.kind, f"{price.price_per_hour:g}", price.currency,
             price.term or "", str(price.date), price.source + (f" ({price.note})" if price.note else ""),
