@@ -8,15 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from loadgen.child_process import ENGINE_WORKER
+from loadgen.child_process import ABSERVE, ENGINE_WORKER
+from loadgen.engine_matrix.judging import judge_visits
 from loadgen.engine_matrix.measure import run_matrix
 from loadgen.engine_matrix.plan import expand, make_plan, requests_of
 from loadgen.engine_matrix.records import MatrixPlan, Measured, Visit
 from loadgen.engine_matrix.settings import MatrixSettings
 from loadgen.engine_matrix.store import MatrixStore
 from loadgen.engine_matrix.worker_process import check, read_offers
+from loadgen.probes.tokens_analysis import wrong_answers
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = """
@@ -195,3 +198,38 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_its_configurations(tmp_pat
     (visit,) = measured(tmp_path, plan)["torch/eager"]
     assert visit.cells == ()
     assert "missing" in str(visit.error)
+
+
+def test_a_language_model_is_measured_and_judged_in_processes_of_their_own(tmp_path: Path) -> None:
+    """A mixture of experts, by abserve's engine and by generate(), and what a wrong one is told."""
+    config = {
+        "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 256, "hidden_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12,
+        "max_position_embeddings": 256, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = MatrixSettings(
+        models=(f"language:{tmp_path}",), engines=("slots",), precisions=("bf16",), batches=(1, 2),
+        sequence_lengths=(8, 999), threads=(1,), rounds=1, seconds=0.01, device="cpu",
+    )  # fmt: skip
+    offers = read_offers("cpu", ENGINE_WORKER, generates=True)
+    wanted = expand(asked, offers)
+    plan = make_plan(asked, offers, wanted, check(requests_of(asked, wanted, offers), ENGINE_WORKER))
+    assert [each.engine_mode for each in plan.configurations] == ["slots/eager", "generate/eager"]
+    assert "at most 191 here" in plan.refused[0].reason
+    visits = measured(tmp_path, plan)
+    for (visit,) in visits.values():
+        assert visit.error is None, visit.error
+        assert visit.item == "token"
+        for cell in visit.cells:
+            assert cell.generated is not None
+            assert len(cell.generated.answers) == cell.batch
+            assert cell.generated.context > 8 + 32
+    given = [visit for group in visits.values() for visit in group]
+    cells = judge_visits(plan, given, tmp_path, ABSERVE).cells
+    assert len(cells) == 4
+    assert not any(wrong_answers(cell) or cell.error for cell in cells)
+    other = msgspec.structs.replace(plan, settings={**plan.settings, "weights": "random:1"})
+    assert all(wrong_answers(cell) for cell in judge_visits(other, given, tmp_path, ABSERVE).cells)

@@ -1,0 +1,96 @@
+"""A matrix of a language model: tokens of known times, answers with known deficits; and what rank makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loadgen.engine_matrix.analyse import analyse
+from loadgen.engine_matrix.files import cells_csv
+from loadgen.engine_matrix.records import Configuration, Generated, JudgedCell, JudgedMatrix, Matrix
+from loadgen.engine_matrix.sections import matrix_document
+from loadgen.probes.tokens_analysis import beside_reference
+from loadgen.ranking.analyse import from_matrix, rank
+from loadgen.ranking.records import TOKEN
+from loadgen.ranking.report import ranking_document
+from loadgen.report.renderers.markdown import render_markdown
+from tests.unit.loadgen.engine_matrix.simulated_matrix import ENVIRONMENT, FINISHED, configuration, plan, visits
+
+MODEL = "language:tiny"
+SLOTS, GENERATE = (
+    configuration(engine, "eager", model=MODEL, precision="bf16", device="cuda:0", threads=None)
+    for engine in ("slots", "generate")
+)
+STEP_MS = {"slots": 1.0, "generate": 5.0}
+
+
+def matrix(deficits: dict[str, float] | None) -> Matrix:
+    """Batches of 4 with prompts of 32; by engine the deficit of the second of each answer's two tokens."""
+    asked = plan(SLOTS, GENERATE, batches=(4,), lengths=(32,), rounds=3)
+    object.__setattr__(asked, "baseline", "generate/eager")
+
+    def generated(_: Configuration, __: int, fields: dict[str, Any]) -> dict[str, Any]:
+        more = {"cosine_min": None, "top1": None, "relative_error": None, "process_device_bytes": 3_000_000_000}
+        step = Generated(prompts_ns=(16_000_000,), context=64.0, step_bytes=1e6, copy_bytes_per_s=2e9)
+        return fields | more | {"generated": step}
+
+    made = visits(asked, lambda each, _, __: STEP_MS[each.engine], change=generated)
+    judged = None if deficits is None else JudgedMatrix(cells=tuple(
+        JudgedCell(
+            configuration=place, batch=4, length=32, precision="bf16", noise=0.0, mean_noise=0.01, most_noise=0.03,
+            answers=tuple(
+                beside_reference(
+                    [5, 6], [0.0, deficits[each.engine]], [5, 7], 6.0, (), block="round 1", request=number, user=0,
+                    noise=[0.0, 0.02], random=4.7,
+                )
+                for number in range(4)
+            ),
+        )
+        for place, each in enumerate(asked.configurations)
+    ))  # fmt: skip
+    return analyse(asked, ENVIRONMENT, made, FINISHED, judged)
+
+
+def test_tokens_steps_and_prompts() -> None:
+    slots, generate = matrix({"slots": 0.02, "generate": 0.02}).cells
+    assert slots.items_per_second.value == pytest.approx(4000, rel=0.2)
+    assert slots.speedup is not None
+    assert slots.speedup.value == pytest.approx(5, rel=0.1)
+    assert generate.speedup is None
+    assert slots.generation is not None
+    assert slots.generation.prompt_tokens_per_second.value == pytest.approx(4 * 32 / 0.016)
+    assert slots.generation.bandwidth_share.value == pytest.approx(0.5, rel=0.2)
+    assert (slots.generation.answers, slots.generation.best_share) == (4, 0.5)
+    assert slots.generation.mean_deficit == pytest.approx(0.01)
+    assert slots.excluded is None
+
+
+def test_a_deficit_that_rounding_does_not_explain_is_not_ranked() -> None:
+    analysed = matrix({"slots": 1.0, "generate": 0.02})
+    slots, generate = analysed.cells
+    assert str(slots.excluded).startswith("wrong answers: 4 of 4; of one its tokens are 0.5 below")
+    assert generate.excluded is None
+    ranking = rank([from_matrix("r", analysed)], [])
+    assert [option.name for option in ranking.groups[0].options] == ["generate/eager"]
+    assert any("wrong answers" in left.reason for left in ranking.left_out)
+
+
+def test_without_a_judgement_nothing_is_ranked() -> None:
+    assert all("were not judged" in str(cell.excluded) for cell in matrix(None).cells)
+
+
+def test_reports_and_ranking_speak_of_tokens() -> None:
+    analysed = matrix({"slots": 0.02, "generate": 0.02})
+    text = render_markdown(matrix_document(analysed))
+    assert "## Generation" in text
+    assert "cosine" not in text.split("## Cells")[0]
+    assert "with copies" not in text
+    assert "mean_deficit" in cells_csv(analysed).splitlines()[0]
+    ranking = rank([from_matrix("r", analysed)], [])
+    (group,) = ranking.groups
+    assert group.work.item == TOKEN or group.work.item == "item"
+    best = group.options[0].point
+    assert (best.first_token_ms, group.work.length) == (16.0, "32")
+    assert best.tpot_ms == pytest.approx(1.0, rel=0.2)
+    assert "without copies" not in render_markdown(ranking_document(ranking))
