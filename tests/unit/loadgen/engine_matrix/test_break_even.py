@@ -11,6 +11,7 @@ from loadgen.engine_matrix.analyse import PATHS, items_until, path_of
 from loadgen.engine_matrix.records import BreakEven, Configuration, Conversion, Estimate
 from loadgen.engine_matrix.sections import pays_after
 from servers.engines.settings import engine_names
+from servers.language.engine import GENERATING_ENGINES
 from tests.unit.loadgen.engine_matrix.simulated_matrix import ONNX, TORCH, configuration, matrix, per_item, plan
 
 EXPORT = {"onnxruntime": [Conversion(step="export", seconds=20.0), Conversion(step="quantise", seconds=4.0)]}
@@ -149,4 +150,4 @@ def test_the_path_of_an_engine(asked: Configuration, path: str) -> None:
 
 
 def test_every_path_is_that_of_an_engine() -> None:
-    assert {key.partition("/")[0] for key in PATHS} < set(engine_names())
+    assert {key.partition("/")[0] for key in PATHS} < {*engine_names(), *GENERATING_ENGINES}

@@ -67,7 +67,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def matrix_of(plan: MatrixPlan, environment: Any, visits: tuple[Visit, ...], state: Any) -> Matrix:
+def matrix_of(plan: MatrixPlan, environment: Any, visits: tuple[Visit, ...], state: Any, judged: Any = None) -> Matrix:
     estimate = Estimate(value=1.0)
     return Matrix(
         state=state,
