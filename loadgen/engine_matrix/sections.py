@@ -47,7 +47,7 @@ def matrix_document(matrix: Matrix) -> doc.Document:
             (
                 break_even_table(matrix),
                 generation_table(matrix) if matrix.plan.generates else accuracy(matrix),
-                cells_table(matrix),
+                None if matrix.plan.generates else cells_table(matrix),
                 configurations_table(matrix),
                 kernels(matrix),
                 refusals(matrix),

@@ -51,7 +51,8 @@ LOADGEN = (
     "quantities", "documents", "strict_yaml", "headers", "child_process", "records", "stats",
     "experiment", "client", "launch", "locust", "probes.registry", "engine_matrix.records", "run.storage", "metrics",
     *ANALYSES, "verdict", "engine_matrix", "ranking.records", "ranking.analyse", "run",
-    "engine_matrix.worker_process", "engine_matrix.measure", "report.document", "report.charts",
+    "engine_matrix.worker_process", "engine_matrix.judging", "engine_matrix.measure",
+    "report.document", "report.charts",
     "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",
     "engine_matrix.files", "ranking", "run.calibrate", "report", "conformance",
     "scenarios", "cli", "entry",
@@ -223,7 +224,7 @@ def room(module: str) -> str:
     if ".".join(parts) in ANALYSES:
         return "probes: analysis"
     if parts[0] == "engine_matrix" and len(parts) > 1:
-        floors = {"records": "records", "measure": "measure", "worker_process": "measure"}
+        floors = {"records": "records"} | dict.fromkeys(("measure", "worker_process", "judging"), "measure")
         floors |= dict.fromkeys(("sections", "charts", "files"), "sections")
         return f"engine_matrix: {floors.get(parts[1], 'analyse')}"
     if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "renderers"):

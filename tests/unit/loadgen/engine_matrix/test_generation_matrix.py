@@ -72,7 +72,7 @@ def test_tokens_steps_and_prompts() -> None:
 def test_a_deficit_that_rounding_does_not_explain_is_not_ranked() -> None:
     analysed = matrix({"slots": 1.0, "generate": 0.02})
     slots, generate = analysed.cells
-    assert str(slots.excluded).startswith("wrong answers: 4 of 4; of one its tokens are 0.5 below")
+    assert str(slots.excluded).startswith("wrong answers: 4 of 4; of one its tokens are 0.500 below")
     assert generate.excluded is None
     ranking = rank([from_matrix("r", analysed)], [])
     assert [option.name for option in ranking.groups[0].options] == ["generate/eager"]
@@ -94,6 +94,6 @@ def test_reports_and_ranking_speak_of_tokens() -> None:
     (group,) = ranking.groups
     assert group.work.item == TOKEN
     best = group.options[0].point
-    assert (best.first_token_ms, group.work.length) == (16.0, "32")
+    assert (round(best.first_token_ms or 0), group.work.length) == (16, "32")
     assert best.tpot_ms == pytest.approx(1.0, rel=0.2)
     assert "without copies" not in render_markdown(ranking_document(ranking))
