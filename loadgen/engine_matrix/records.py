@@ -136,7 +136,7 @@ class GeneratedAnswer(Record, frozen=True, kw_only=True):
     output: tuple[int, ...]
 
 
-class Generated(Record, frozen=True, kw_only=True):
+class GeneratedTokens(Record, frozen=True, kw_only=True):
     """What is measured of an engine that generates tokens besides the time of its steps."""
 
     prompts_ns: tuple[int, ...]
@@ -182,7 +182,7 @@ class Measured(Record, frozen=True, kw_only=True):
     """Time per batch while the energy was measured, one batch after the other."""
     kernels: tuple[dict[str, Any], ...] = ()
     """With --profile: name, count, seconds, share; the longest first."""
-    generated: Generated | None = None
+    generated: GeneratedTokens | None = None
     """Of a language model, whose calls are decoding steps: in each every request of the batch gets one token."""
 
     @property
@@ -261,7 +261,7 @@ class JudgedMatrix(Record, frozen=True, kw_only=True):
 
 
 class GenerationResult(Record, frozen=True, kw_only=True):
-    """Of a cell whose items are tokens; see `Generated`."""
+    """Of a cell whose items are tokens; see `GeneratedTokens`."""
 
     prompt_tokens_per_second: Estimate
     first_token_ns: Estimate

@@ -30,7 +30,7 @@ class GenerateEngine(TorchGeneratingEngine):
     def __init__(self, model: LanguageModel, settings: GenerationSettings) -> None:
         super().__init__(model, settings)
         self._module: Any = None
-        self._batch: _Batch | None = None
+        self._batch: _GenerateCall | None = None
         self._queue: list[GenerationRequest] = []
 
     @property
@@ -74,7 +74,7 @@ class GenerateEngine(TorchGeneratingEngine):
             length = len(self._queue[0].prompt)
             chosen = [request for request in self._queue if len(request.prompt) == length][: self.slots]
             self._queue[:] = [request for request in self._queue if request not in chosen]
-            self._batch = _Batch(self._module, chosen)
+            self._batch = _GenerateCall(self._module, chosen)
         batch = self._batch
         tokens = batch.next_tokens()
         emissions = []
@@ -94,7 +94,7 @@ class GenerateEngine(TorchGeneratingEngine):
         self._queue.clear()
 
 
-class _Batch:
+class _GenerateCall:
     """One call of `generate()` in its thread; `left` are the requests that want more tokens, with how many."""
 
     def __init__(self, module: Any, requests: Sequence[GenerationRequest]) -> None:

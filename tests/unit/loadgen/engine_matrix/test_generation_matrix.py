@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from loadgen.engine_matrix.analyse import analyse
 from loadgen.engine_matrix.files import cells_csv
-from loadgen.engine_matrix.records import Configuration, Generated, JudgedCell, JudgedMatrix, Matrix
+from loadgen.engine_matrix.records import Configuration, GeneratedTokens, JudgedCell, JudgedMatrix, Matrix
 from loadgen.engine_matrix.sections import matrix_document
 from loadgen.probes.tokens_analysis import beside_reference
 from loadgen.ranking.analyse import from_matrix, rank
@@ -32,7 +32,7 @@ def matrix(deficits: dict[str, float] | None) -> Matrix:
 
     def generated(_: Configuration, __: int, fields: dict[str, Any]) -> dict[str, Any]:
         more = {"cosine_min": None, "top1": None, "relative_error": None, "process_device_bytes": 3_000_000_000}
-        step = Generated(prompts_ns=(16_000_000,), context=64.0, step_bytes=1e6, copy_bytes_per_s=2e9)
+        step = GeneratedTokens(prompts_ns=(16_000_000,), context=64.0, step_bytes=1e6, copy_bytes_per_s=2e9)
         return fields | more | {"generated": step}
 
     made = [
