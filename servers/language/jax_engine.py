@@ -54,7 +54,8 @@ def jax_weights(model: LanguageModel, device: torch.device, precision: str) -> D
     """The weights as arrays of JAX on the device, each of which is in memory once while they are loaded."""
     dtype = getattr(torch, DTYPES[precision])
     random = isinstance(model.weights, RandomWeights)
-    module = empty_module(model).to(dtype) if random else build_module(model, "cpu", precision)
+    # An empty module has parameters without memory, and the frequencies of RoPE in FP32, which they must stay in.
+    module = empty_module(model) if random else build_module(model, "cpu", precision)
     names = {part: name for name, part in module.named_modules()}
     prepared: list[nn.Module] = []
 

