@@ -141,6 +141,7 @@ def test_threads_on_a_cpu_are_those_asked_for(
     options = ("--python", str(interpreter), "--device", "cpu", "--threads", "3", "--fronts", "2")
     plan = plan_of(monkeypatch, tmp_path, *options)
     assert (plan["env"]["OMP_NUM_THREADS"], plan["env"]["VLLM_CPU_OMP_THREADS_BIND"]) == ("3", "nobind")
+    assert plan["env"]["OMP_WAIT_POLICY"] == "PASSIVE"
     assert value_of(plan["argv"], "--api-server-count") == "2"
 
 
