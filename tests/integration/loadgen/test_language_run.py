@@ -169,7 +169,6 @@ def test_the_goodput_rate_is_what_the_connections_carry(tmp_path: Path, planted:
     [
         ("--wrong-echo", "B answers another prompt than the one that was sent"),
         ("--usage-share 0.5", "B does not answer the prompts of the probe as asked"),
-        ("--error-every 1", "the engine failed"),
     ],
 )
 def test_a_wrong_arm_costs_no_load(tmp_path: Path, planted: Callable[..., str], options: str, message: str) -> None:
@@ -177,6 +176,12 @@ def test_a_wrong_arm_costs_no_load(tmp_path: Path, planted: Callable[..., str], 
     assert status == 1
     assert message in output
     assert not list((tmp_path / "blocks").iterdir())
+
+
+def test_a_url_that_answers_no_prompt_is_refused(tmp_path: Path, planted: Callable[..., str]) -> None:
+    status, output = compare(tmp_path, "--a", planted(), "--b", planted("--error-every 1"), "--scenarios", "single")
+    assert status == 2
+    assert "lists planted at /v1/models and answers no prompt to it (completions: error event: the engine" in output
 
 
 def test_a_url_without_language_models_is_refused(tmp_path: Path, fake_url: Callable[..., str]) -> None:
