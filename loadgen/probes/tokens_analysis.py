@@ -209,8 +209,8 @@ def explain_tokens(baseline: TokenTotals, arm: TokenTotals, tpot_ms: Mapping[Lab
             )
         elif alike and pace < (known.step_ms or 0.0):
             texts.append(
-                f"It runs the same engine as {shown(known.label)}, whose step alone takes longer: there the engine "
-                "gets less of the machine, by its threads, their waiting, or other programs."
+                f"It runs the same engine as {shown(known.label)}, whose step alone takes longer: compare the threads "
+                "of both, how these wait, and what else runs on their cores."
             )
     return " ".join(texts)
 

@@ -70,7 +70,13 @@ def remembers(directory: Path) -> None:
     (directory / CacheProbe.FILE).write_text(json.dumps(probes))
 
 
+def lacks_time(directory: Path) -> None:
+    path = directory / "experiment.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"minutes": 5.0, "left_out": ["concurrent(16)"]}))
+
+
 FAULTS: list[tuple[str, str, str, Edit | None, LanguagePlan]] = [
+    ("time_for_all", "warns", "concurrent(16) is left out", lacks_time, plan()),
     ("answer_lengths", "invalidates", "of B are too short", None, plan(TokenArm(short_share=0.05))),
     ("request_errors", "invalidates", "60 tokens instead of 64", None, plan(TokenArm(short_share=0.05))),
     ("finish_reasons", "warns", "have no end", lambda d: edit_answers(d, flags=1 | CUT), plan()),
