@@ -168,7 +168,7 @@ class TritonForward(TensorSlots):
             "graph_rows": list(self._row_buckets),
             "graph_prompt_tokens": [*self._chunks, self._largest_chunk],
             "fused_rows": fused,
-            "prompt_tokens_beside_rows": dict(self._beside),
+            "prompt_tokens_beside_rows": list(self._beside.values()),
         }
 
     def prompt_tokens_beside(self, rows: int) -> int:
