@@ -179,7 +179,8 @@ def token_workloads(
     `PlanError`."""
     scenarios, preset = scenarios or settings.scenarios, PRESETS[settings.preset]
     limits = None if settings.limits is None else read_limits(settings.limits)
-    base = msgspec.structs.replace(base_workload(settings, gpu=gpu, factor=BLOCK_FACTOR), limits=limits)
+    base = base_workload(settings, gpu=gpu, factor=BLOCK_FACTOR)
+    base = msgspec.structs.replace(base, requests=1, limits=limits)  # an answer is many steps of a GPU
 
     def like(scenario: Scenario, lengths: tuple[int, int], **more: object) -> Workload:
         prompt, output = lengths
@@ -294,19 +295,25 @@ def fitted(
     arms = max(map(len, request_seconds.values()), default=1)
     planned = max(load.rounds for load in longer if load.has_blocks)
     least = min(planned, math.ceil(max(arms, restarts) / arms) * arms)
+    shortest_s = {name: least * round_s[name] for name in round_s}
+    if gpu:  # the blocks of an arm together last as long as planned, for the GPU's proof
+        shortest_s |= {
+            load.name: max(shortest_s[load.name], arms * planned * load.seconds)
+            for load in longer
+            if load.name in shortest_s
+        }
     left_out: list[str] = []
-    while len(round_s) > 1 and least * sum(round_s.values()) > seconds:
-        left_out.append(max(round_s, key=lambda name: round_s[name]))
-        del round_s[left_out[-1]]
+    while len(round_s) > 1 and sum(shortest_s.values()) > seconds:
+        left_out.append(max(shortest_s, key=lambda name: shortest_s[name]))
+        del round_s[left_out[-1]], shortest_s[left_out[-1]]
     rounds = min(planned, max(least, int(seconds / sum(round_s.values())) // arms * arms))
-    factor = planned / rounds if gpu else 1.0  # what all blocks of an arm together must last for the GPU's proof
+    factor = planned / rounds if gpu else 1.0
     fewer = [
         msgspec.structs.replace(
             load,
             rounds=min(load.rounds, rounds),
             seconds=load.seconds * factor,
             max_seconds=load.max_seconds * factor,
-            requests=math.ceil(load.requests * factor),
         )
         if load.has_blocks
         else load

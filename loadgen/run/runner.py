@@ -271,9 +271,7 @@ def _sized(context: RunContext, by_arm: Mapping[str, Mapping[Label, float]], war
     )
     if left_out:
         minutes = counted(round(experiment.minutes or 0.0, 1), "minute")
-        context.progress.rule_decided(
-            f"{minutes} would not last for everything; left out, because an arm is too slow: {join(left_out)}"
-        )
+        context.progress.rule_decided(f"{minutes} would not last for everything; left out: {join(left_out)}")
     return msgspec.structs.replace(experiment, workloads=workloads, left_out=left_out)
 
 

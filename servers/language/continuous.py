@@ -61,6 +61,7 @@ class ContinuousEngine(TorchGeneratingEngine):
     def load(self) -> None:
         self._prepare_torch()
         module = build_module(self._model, str(self._device), self._precision)
+        self._note_devices(module.parameters())
         configuration: Any = transformers.GenerationConfig  # has no annotations
         generation = configuration(do_sample=False, max_new_tokens=self.max_length, eos_token_id=-1, pad_token_id=0)
         with quiet_transformers():

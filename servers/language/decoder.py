@@ -90,6 +90,11 @@ class LayerWeights:
     """[heads] logits that take part in the softmax without a value."""
     router: Affine | None = None
 
+    def parts(self) -> list[Affine]:
+        """Its matrices and gains."""
+        parts = [self.norm_1, self.qkv, self.out, self.norm_2, self.up, self.down, self.router]
+        return [part for part in parts if part is not None]
+
 
 @dataclass(slots=True)
 class DecoderWeights:
@@ -106,6 +111,12 @@ class DecoderWeights:
     """[head_size/2] FP32 of RoPE."""
     rope_scale: float = 1.0
     """What the rotation is multiplied with (yarn)."""
+
+    def tensors(self) -> Iterator[Any]:
+        """All arrays of weights."""
+        parts = [self.norm, *(part for layer in self.layers for part in layer.parts())]
+        yield from (array for part in parts for array in (part.weight, part.bias) if array is not None)
+        yield from (array for array in (self.embedding, self.head, self.positions) if array is not None)
 
     def rotations(self, length: int) -> Tensor:
         """[length, head_size/2] complex numbers: the rotation of each pair at each position."""

@@ -52,6 +52,7 @@ class GenerateEngine(TorchGeneratingEngine):
     def load(self) -> None:
         self._prepare_torch()
         self._module = build_module(self._model, str(self._device), self._precision)
+        self._note_devices(self._module.parameters())
 
     def warm_up(self) -> None:
         self.add(GenerationRequest(-1, [1 % self.vocabulary], 2))

@@ -116,6 +116,7 @@ class SlotsEngine(TorchGeneratingEngine):
     def load(self) -> None:
         self._prepare_torch()
         weights = self._load_weights()
+        self._note_devices(weights.tensors())
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the matrices that were joined
         try:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
+from servers.engines.interface import PROFILE_AT_START
 from servers.engines.settings import EngineError
-from servers.engines.torch.device import resolve_device, set_fp32_products
-from servers.language.engine import GenerationSettings, generation_precision
+from servers.engines.torch.device import probe_kernels, resolve_device, set_fp32_products
+from servers.language.engine import GeneratingEngine, GenerationRequest, GenerationSettings, generation_precision
 from servers.language.specification import LanguageModel
 from servers.language.weights import weights_sha256
 
@@ -33,12 +37,17 @@ class TorchGeneratingEngine:
             )
         self.max_length = settings.max_length or min(model.max_length, MAX_LENGTH)
         self.vocabulary, self.eos = model.vocabulary, model.eos
+        self._parameters_by_device: dict[str, int] = {}
 
     def _prepare_torch(self) -> None:
         """Set the number of threads and the precision of products; before the weights are loaded."""
         if self._kind == "cpu":
             torch.set_num_threads(self._settings.threads or len(os.sched_getaffinity(0)))
         set_fp32_products(tf32=False)
+
+    def _note_devices(self, parameters: Iterable[Tensor]) -> None:
+        """Count where the parameters are, once they are loaded."""
+        self._parameters_by_device = dict(Counter(str(parameter.device) for parameter in parameters))
 
     def _settings_of_torch(self, engine: str, version: str, prefill_chunk: int) -> dict[str, object]:
         """The first settings of `GeneratingEngine.settings`, in its order."""
@@ -53,4 +62,26 @@ class TorchGeneratingEngine:
             "prefill_chunk": prefill_chunk,
             "weights": self._model.weights.label,
             "weights_sha256": weights_sha256(self._model.weights, self._model.fields),
+            "parameters_by_device": self._parameters_by_device,
         }
+
+
+def generation_kernels(engine: GeneratingEngine) -> dict[str, object] | None:
+    """The kernels of one short answer of an idle engine, which prove that it executes on a GPU.
+
+    None on a CPU, where `PROFILE_AT_START` is 0, and where the driver refuses to profile. Takes about a second, so it
+    belongs to the start of a server.
+    """
+    device = torch.device(str(engine.settings()["device"]))
+    if device.type != "cuda" or os.environ.get(PROFILE_AT_START) == "0":
+        return None
+
+    def generate() -> None:
+        engine.add(GenerationRequest(-1, [1 % engine.vocabulary], 2))
+        while engine.active or engine.waiting:
+            engine.step()
+
+    try:
+        return probe_kernels(generate, device)
+    except Exception:  # noqa: BLE001  a driver that refuses to profile must not stop a server from starting
+        return None

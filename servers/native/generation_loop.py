@@ -287,7 +287,7 @@ class GenerationLoop:
 
 
 def describe(engine: GeneratingEngine) -> EngineDescription:
-    """The settings in effect, and the limits of requests, so that a message can carry them."""
+    """The settings in effect, the limits of requests and, on a GPU, the kernels of a short answer."""
     settings = engine.settings()
     details = {
         **settings,
@@ -297,6 +297,10 @@ def describe(engine: GeneratingEngine) -> EngineDescription:
         "eos": list(engine.eos),
     }
     device, threads = str(settings.get("device", "cpu")), settings.get("threads")
+    if device.startswith("cuda"):
+        from servers.language.torch_engine import generation_kernels  # imports torch, as engines on a GPU have
+
+        details |= {"kernel_probe": probe} if (probe := generation_kernels(engine)) else {}
     return EngineDescription(
         kind=str(settings.get("engine", "")),
         version=str(settings.get("engine_version", "")),

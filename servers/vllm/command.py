@@ -38,7 +38,7 @@ PYTHON_SECONDS = 60.0
 LOOPBACK = "127.0.0.1"
 CAUSES = (
     r"(?P<cause>Free memory on device .+)$",
-    r"^.*(?:ValueError|RuntimeError|OSError|AssertionError): (?P<cause>.+)$",
+    r"^(?!.*\bWARNING\b).*\b[A-Z]\w*Error: (?P<cause>.+)$",
     r"^.*error: (?P<cause>(?:argument|unrecognized) .+)$",
 )
 """How vLLM's log says why it ended."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from loadgen.metrics.facts import Facts
@@ -86,6 +87,8 @@ def assess(
     """
     placement = judge_placement(gpu_info, model_config, thresholds)
     load = _load(blocks, gaps, thresholds)
+    if blocks and all(block.streamed for block in blocks):
+        thresholds = msgspec.structs.replace(thresholds, min_requests=thresholds.min_streams)
     idle = (*load.gaps_before, *load.gaps_after)
     span = span_of((*idle, *load.windows)) or TimeSpan(start_ns=0, end_ns=0)
     loaded = span_of(load.windows)

@@ -47,6 +47,8 @@ class Thresholds(Record, frozen=True, kw_only=True):
     60 s, but to measure energy, not to decide whether the GPU worked."""
     min_requests: int = 100
     """Chosen: with fewer, the rate of completed requests cannot be correlated with the GPU's activity."""
+    min_streams: int = 5
+    """The same for answers that come token by token. Chosen: each of them is dozens of steps of the GPU."""
     max_error_share: float = 0.05
     """Chosen: with more failed requests the load is not the requested one."""
     min_gap_s: float = 4.0

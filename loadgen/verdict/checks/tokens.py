@@ -91,7 +91,7 @@ def time_for_all(facts: Facts) -> Iterator[Judgement]:
     if experiment.minutes is not None:
         left_out = experiment.left_out
         are = "is" if len(left_out) == 1 else "are"
-        detail = f"{join(left_out)} {are} left out, because an arm is too slow" if left_out else "none is left out"
+        detail = f"{join(left_out)} {are} left out" if left_out else "none is left out"
         yield Judgement(not left_out, detail, len(left_out))
 
 

@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 
 from loadgen.records.model_config import read_vllm
 from servers.cli.commands import serve
+from servers.cli.launch import cause_in
 from servers.language.module import build_module
 from servers.language.specification import language_model
+from servers.vllm.command import CAUSES
 from tests.integration.native.conftest import free_port, wait_until
 
 INSTALLED = find_spec("vllm") is not None or "ABSERVE_VLLM_PYTHON" in os.environ
@@ -106,6 +108,15 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(options: tuple[str, ..
     done = CliRunner().invoke(serve, [*OF_TINY, "--http-port", str(free_port()), *options])
     assert (done.exit_code, message in done.stderr) == (2, True), done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_cause_of_an_end_is_the_first_error_and_no_warning() -> None:
+    log = """(APIServer pid=1) WARNING 11-26 22:45:13 [system.py] May cause `OSError: [Errno 24] Too many open files`.
+(EngineCore pid=2) ERROR 11-26 22:45:59 [core.py:1330]     from flashinfer import (
+(EngineCore pid=2) ERROR 11-26 22:45:59 [core.py:1330] ModuleNotFoundError: No module named 'flashinfer'
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.
+"""
+    assert cause_in(log, CAUSES) == "No module named 'flashinfer'"
 
 
 def test_the_settings_in_effect_are_read_from_the_server() -> None:

@@ -96,6 +96,14 @@ def test_fewer_rounds_on_a_gpu_are_longer() -> None:
     [fewer], _ = fitted(workloads, {"concurrent(16)": {"a": 0.5, "b": 20.0}}, 150.0, gpu=True)
     assert fewer.rounds < workloads[0].rounds
     assert fewer.seconds * fewer.rounds == pytest.approx(workloads[0].seconds * workloads[0].rounds)
+    assert fewer.requests == workloads[0].requests  # else a slow arm would need that many times as long
+
+
+def test_a_scenario_whose_proof_would_take_too_long_is_left_out() -> None:
+    workloads = token_workloads(settings_of(scenarios="single,concurrent", concurrency=16), gpu=True)
+    took = {"single": {"a": 0.1, "b": 0.1}, "concurrent(16)": {"a": 0.5, "b": 0.5}}
+    assert [load.name for load in fitted(workloads, took, 60.0, gpu=True)[0]] == ["single", "concurrent(16)"]
+    assert len(fitted(workloads, took, 40.0, gpu=True)[1]) == 1
 
 
 def test_rates_of_open_loops_follow_from_the_slowest_arm() -> None:

@@ -86,6 +86,14 @@ def test_inconclusive(run: Run, plan: Any, fields: dict[str, Any], changes: dict
     assert record.sentence.endswith(".")
 
 
+def test_a_few_answers_that_come_token_by_token_suffice(run: Run, plan: Any) -> None:
+    few = plan(requests_per_s=0.2)
+    streams = [msgspec.structs.replace(block, transport="completions") for block in few.block_records()]
+    assert run(few).code == "few_requests"
+    assert run(few, blocks=streams).finding == "GPU_VERIFIED"
+    assert run(few, blocks=streams[:2]).code == "few_requests"
+
+
 def test_work_of_another_process_is_named_and_attributes_nothing(run: Run, plan: Any, cpu_info: Any) -> None:
     """The attacker's case: "the GPU stayed idle" was printed with another process at 99 %."""
     busy = plan(busy=0.99, watts=600.0, idle_busy=0.99, idle_watts=600.0, pids=(4711, 99))
