@@ -39,7 +39,7 @@ class CompareOptions(TypedDict, total=False):
     """Folder for the results (default: results/TIME-MODEL)."""
     a_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
     """Send arm A another payload; then no winner is named."""
-    a_transport: Literal["completions", "generate_stream"] | None
+    a_transport: Literal["completions", "generate_stream", "text", "chat"] | None
     """Protocol of arm A, if it serves a language model and the arms have none in common."""
     a_grpc: str | PathLike[str] | None
     """gRPC address of arm A, if its target is a URL: HOST:PORT, or grpcs://HOST:PORT with TLS."""
@@ -62,7 +62,7 @@ class CompareOptions(TypedDict, total=False):
     """Set an option of `abserve serve` for arm B; repeatable."""
     b_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
     """Send arm B another payload; then no winner is named."""
-    b_transport: Literal["completions", "generate_stream"] | None
+    b_transport: Literal["completions", "generate_stream", "text", "chat"] | None
     """Protocol of arm B, if it serves a language model and the arms have none in common."""
     b_grpc: str | PathLike[str] | None
     """gRPC address of arm B, if its target is a URL: HOST:PORT, or grpcs://HOST:PORT with TLS."""
@@ -84,7 +84,7 @@ class CompareOptions(TypedDict, total=False):
     c: str | PathLike[str] | None
     c_option: Mapping[str, object] | None
     c_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
-    c_transport: Literal["completions", "generate_stream"] | None
+    c_transport: Literal["completions", "generate_stream", "text", "chat"] | None
     c_grpc: str | PathLike[str] | None
     c_model: str | PathLike[str] | None
     c_version: str | PathLike[str] | None
@@ -96,7 +96,7 @@ class CompareOptions(TypedDict, total=False):
     d: str | PathLike[str] | None
     d_option: Mapping[str, object] | None
     d_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
-    d_transport: Literal["completions", "generate_stream"] | None
+    d_transport: Literal["completions", "generate_stream", "text", "chat"] | None
     d_grpc: str | PathLike[str] | None
     d_model: str | PathLike[str] | None
     d_version: str | PathLike[str] | None
@@ -108,7 +108,7 @@ class CompareOptions(TypedDict, total=False):
     e: str | PathLike[str] | None
     e_option: Mapping[str, object] | None
     e_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
-    e_transport: Literal["completions", "generate_stream"] | None
+    e_transport: Literal["completions", "generate_stream", "text", "chat"] | None
     e_grpc: str | PathLike[str] | None
     e_model: str | PathLike[str] | None
     e_version: str | PathLike[str] | None
@@ -120,7 +120,7 @@ class CompareOptions(TypedDict, total=False):
     f: str | PathLike[str] | None
     f_option: Mapping[str, object] | None
     f_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
-    f_transport: Literal["completions", "generate_stream"] | None
+    f_transport: Literal["completions", "generate_stream", "text", "chat"] | None
     f_grpc: str | PathLike[str] | None
     f_model: str | PathLike[str] | None
     f_version: str | PathLike[str] | None
@@ -132,7 +132,7 @@ class CompareOptions(TypedDict, total=False):
     g: str | PathLike[str] | None
     g_option: Mapping[str, object] | None
     g_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
-    g_transport: Literal["completions", "generate_stream"] | None
+    g_transport: Literal["completions", "generate_stream", "text", "chat"] | None
     g_grpc: str | PathLike[str] | None
     g_model: str | PathLike[str] | None
     g_version: str | PathLike[str] | None
@@ -144,7 +144,7 @@ class CompareOptions(TypedDict, total=False):
     h: str | PathLike[str] | None
     h_option: Mapping[str, object] | None
     h_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
-    h_transport: Literal["completions", "generate_stream"] | None
+    h_transport: Literal["completions", "generate_stream", "text", "chat"] | None
     h_grpc: str | PathLike[str] | None
     h_model: str | PathLike[str] | None
     h_version: str | PathLike[str] | None
@@ -183,11 +183,16 @@ class CompareOptions(TypedDict, total=False):
     """Batch sizes of the scenario batched (8 with --preset smoke); servers that are started accept at least the
     largest."""
     concurrency: str | float | Sequence[str | float] | None
-    """Numbers of users of the scenario concurrent (4, 16 and on a GPU 64 of a language model)."""
+    """Numbers of users of the scenario concurrent (4, 16 and on a GPU 64 of a language model; 4 with --preset
+    smoke)."""
     prompt_tokens: int | None
     """Tokens per prompt of a language model (default: 32, on a GPU 128 or 256; long-prompt: 2048)."""
     output_tokens: int | None
-    """Tokens per answer of a language model (default: 64, on a GPU 128 or 256; long-answer: 1024)."""
+    """Tokens per answer of a language model (default: 64, on a GPU 128 or 256, with --preset smoke 32; long-answer:
+    1024)."""
+    trace: str | PathLike[str] | None
+    """Replay the first --open-seconds of this trace to a language model: a JSON object per line with timestamp (ms),
+    input_length, output_length and hash_ids."""
     limits: str | PathLike[str] | None
     """Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s."""
     price: float | None

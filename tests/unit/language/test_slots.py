@@ -170,7 +170,7 @@ def test_the_settings_in_effect() -> None:
         "engine": "slots", "engine_version": "", "device": "cpu", "precision": "fp32", "threads": 1, "slots": 2,
         "max_length": 64, "prefill_chunk": 16, "weights": "random weights (seed 0)", "weights_sha256": "",
         "cache_bytes": 2 * 2 * 64 * 2 * 32 * 4, "prefix_cache": False, "speculation": False, "cuda_graphs": 0,
-        "attention": "", "kernels": "", "mode": "eager",
+        "attention": "", "kernels": "", "mode": "eager", "parameters_by_device": {"cpu": 17},
     }  # fmt: skip
     json.dumps(described)
 
