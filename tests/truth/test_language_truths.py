@@ -18,6 +18,7 @@ import pytest
 
 from loadgen.probes.tokens_analysis import TokensFound
 from loadgen.records.run import TokenLimits
+from loadgen.run import load_runner
 from loadgen.verdict.result import Result
 from tests.truth.streams import compare_streams, failed, poisson, users, value, winner_of
 
@@ -54,7 +55,9 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Result:
         f"{quick} --error-every 9 --error-after 3",  # e: error events at status 200
         f"{quick} --cut-every 11",  # f
     )
-    return compare_streams(tmp_path_factory.mktemp("wrong") / "run", arms, users(8, 64, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_runner, "WARM_UP_SECONDS", 0.0)  # the first faults come with the load
+        return compare_streams(tmp_path_factory.mktemp("wrong") / "run", arms, users(8, 64, 2))
 
 
 def test_the_same_server_twice_has_no_winner(timed: Result) -> None:
@@ -153,8 +156,11 @@ def test_an_arm_that_counts_more_than_it_sends_gets_no_load(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_an_arm_that_drops_requests_is_faster_and_has_less_goodput(tmp_path: Path) -> None:
+def test_an_arm_that_drops_requests_is_faster_and_has_less_goodput(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both slow down with every request under way; B refuses the third one, and so looks faster."""
+    monkeypatch.setattr(load_runner, "WARM_UP_SECONDS", 0.0)
     slow = "--first-ms 10 --step-ms 2 --crowd-ms 1"
     limits = TokenLimits(ttft_ms=500.0, tpot_ms=100.0)
     arms = (slow, f"{slow} --good-first 120 --refuse-from 2")
