@@ -57,7 +57,7 @@ ANSWERS_OF_SMOKE = 16
 """Answers of a language model that a smoke run keeps per workload and arm."""
 CACHES_SECONDS = 5.0
 """Of looking for a cache of prompts on one arm, for planning."""
-REFERENCE_START_S, REFERENCE_SHARE = 10.0, 0.2
+REFERENCE_START_S, REFERENCE_SHARE = 16.0, 0.2
 """Of the reference, for planning: its start, and its time per answer as a share of the server's."""
 RUN_ERRORS = (*OBSTACLES, StorageError)
 """Exceptions that end a run as failed, with their message; any other is a bug and is raised."""
