@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from loadgen.engine_matrix.records import GeneratedAnswer, JudgedCell, JudgedMatrix, MatrixPlan, Shape, Visit
 from loadgen.run.storage import RunError
-from loadgen.run.token_answers import JudgedTokens, ask_reference
+from loadgen.run.token_answers import JudgedTokens, ask_reference, judgement_of
 
 
 class _Given(NamedTuple):
@@ -55,7 +55,7 @@ def _judged(
     try:
         with TemporaryDirectory(dir=folder, prefix="reference-") as files:
             document = ask_reference(
-                [(one.answer.prompt, one.answer.output) for one in given],
+                [(visited.answer.prompt, visited.answer.output) for visited in given],
                 model,
                 None if weights is None else str(weights),
                 precision,
@@ -65,10 +65,9 @@ def _judged(
             )
     except RunError as exc:
         error = str(exc)
-    mean_noise, most_noise = (None, None) if document is None else document.answer_noise
     groups: dict[tuple[int, Shape], list[int]] = {}
-    for place, each in enumerate(given):
-        groups.setdefault((each.configuration, each.shape), []).append(place)
+    for place, visited in enumerate(given):
+        groups.setdefault((visited.configuration, visited.shape), []).append(place)
     return [
         JudgedCell(
             configuration=configuration,
@@ -84,12 +83,7 @@ def _judged(
                 )
                 for number, place in enumerate(places)
             ),
-            precision=precision,
-            noise=None if document is None else document.noise,
-            mean_noise=mean_noise,
-            most_noise=most_noise,
-            weights_sha256="" if document is None else document.weights_sha256,
-            error=error,
+            **judgement_of(document, precision, error),
         )
         for (configuration, shape), places in groups.items()
     ]

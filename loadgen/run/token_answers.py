@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
 from time import monotonic
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -148,7 +148,6 @@ class TokenAnswers(AnswersUnderLoad):
                 )
         except RunError as exc:
             error = str(exc)
-        mean_noise, most_noise = (None, None) if document is None else document.answer_noise
         groups: dict[tuple[str, Label, int], list[ReferenceAnswer]] = {}
         for place, answer in enumerate(chosen):
             judged = JudgedTokens() if document is None else document.answers[place]
@@ -168,12 +167,7 @@ class TokenAnswers(AnswersUnderLoad):
                     label=label,
                     restart=restart,
                     answers=tuple(answers),
-                    precision=self.tolerance.precision,
-                    noise=None if document is None else document.noise,
-                    mean_noise=mean_noise,
-                    most_noise=most_noise,
-                    weights_sha256="" if document is None else document.weights_sha256,
-                    error=error,
+                    **judgement_of(document, self.tolerance.precision, error),
                 )
                 for (workload, label, restart), answers in groups.items()
             ],
@@ -193,6 +187,22 @@ def within_limit(answers: Sequence[PromptedAnswer], most_tokens: int = MOST_JUDG
                 chosen.append(group[place])
                 left -= len(group[place].prompt) + len(group[place].output)
     return chosen
+
+
+def judgement_of(document: ReferenceDocument | None, precision: str, error: str | None) -> dict[str, Any]:
+    """The fields of `JudgedAnswers` that all answers of one reference share; without a document only why there is
+    none."""
+    if document is None:
+        return {"precision": precision, "error": error}
+    mean_noise, most_noise = document.answer_noise
+    return {
+        "precision": precision,
+        "noise": document.noise,
+        "mean_noise": mean_noise,
+        "most_noise": most_noise,
+        "weights_sha256": document.weights_sha256,
+        "error": error,
+    }
 
 
 def ask_reference(

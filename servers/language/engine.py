@@ -25,9 +25,12 @@ GENERATING_ENGINES: Mapping[str, str] = {
 }
 """By name, "module:class" of each engine; the class takes the specification and the settings."""
 DEFAULT_ENGINE = "slots"
-_LIBRARIES: Mapping[str, tuple[str, ...]] = {"jax": ("jax",)}
-"""By engine, what it needs beside torch and transformers."""
-_INSTALL = "pip install 'jax[cuda13]', or pip install jax for a CPU"
+LIBRARIES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "jax": (("jax",), "pip install 'jax[cuda13]', or pip install jax for a CPU")
+}
+"""By engine, what it needs beside torch and transformers, and the command that installs it."""
+MAX_LENGTH = 4096
+"""Where no length is asked for: a model may allow far more, but memory is reserved for every slot."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -188,7 +191,7 @@ def generating_environment(engine: str) -> Path | None:
 
     Raises `EngineError` with the command that installs them where no environment has them.
     """
-    return interpreter_with(engine, _LIBRARIES.get(engine, ()), _INSTALL)
+    return interpreter_with(engine, *LIBRARIES.get(engine, ((), "")))
 
 
 def make_engine(specification: Any, settings: GenerationSettings) -> GeneratingEngine:

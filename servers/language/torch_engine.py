@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from servers.engines.interface import PROFILE_AT_START
+from servers.engines.processors import thread_count
 from servers.engines.settings import EngineError
 from servers.engines.torch.device import probe_kernels, resolve_device, set_fp32_products
-from servers.language.engine import GeneratingEngine, GenerationRequest, GenerationSettings, generation_precision
+from servers.language.engine import (
+    MAX_LENGTH,
+    GeneratingEngine,
+    GenerationRequest,
+    GenerationSettings,
+    generation_precision,
+)
 from servers.language.specification import LanguageModel
 from servers.language.weights import weights_sha256
 
 SLOTS = {"cpu": 16, "cuda": 64}
-MAX_LENGTH = 4096
-"""A model may allow far more, but memory is reserved for every slot."""
 
 
 class TorchGeneratingEngine:
@@ -42,12 +48,17 @@ class TorchGeneratingEngine:
     def _prepare_torch(self) -> None:
         """Set the number of threads and the precision of products; before the weights are loaded."""
         if self._kind == "cpu":
-            torch.set_num_threads(self._settings.threads or len(os.sched_getaffinity(0)))
+            torch.set_num_threads(thread_count(self._settings.threads))
         set_fp32_products(tf32=False)
 
     def _note_devices(self, parameters: Iterable[Tensor]) -> None:
         """Count where the parameters are, once they are loaded."""
         self._parameters_by_device = dict(Counter(str(parameter.device) for parameter in parameters))
+
+    @cached_property
+    def _weights_sha256(self) -> str:
+        """Files are read whole for it, and the settings are asked for several times."""
+        return weights_sha256(self._model.weights, self._model.fields)
 
     def _settings_of_torch(self, engine: str, version: str, prefill_chunk: int) -> dict[str, object]:
         """The first settings of `GeneratingEngine.settings`, in its order."""
@@ -61,7 +72,7 @@ class TorchGeneratingEngine:
             "max_length": self.max_length,
             "prefill_chunk": prefill_chunk,
             "weights": self._model.weights.label,
-            "weights_sha256": weights_sha256(self._model.weights, self._model.fields),
+            "weights_sha256": self._weights_sha256,
             "parameters_by_device": self._parameters_by_device,
         }
 

@@ -8,29 +8,26 @@ model and its reference need not fit into memory together.
 from __future__ import annotations
 
 import time
-import traceback
-from collections.abc import Callable
 from contextlib import closing
 from importlib import import_module
+from itertools import count
 from typing import Any, BinaryIO
 
-import msgspec
-
-from servers.language.engine import GeneratingEngine, GenerationSettings, make_engine
+from servers.language.engine import MAX_LENGTH, GeneratingEngine, GenerationSettings, make_engine
 from servers.language.specification import LanguageModel, language_model
 from servers.measuring.generation import Repetition, copy_bytes_per_s, repeat, step_bytes
 from servers.measuring.request import (
     GENERATED_TOKENS,
     MeasurementRequest,
+    SendAnswer,
     WorkerCommand,
+    answer_commands,
     resolved_device,
-    sentence_of,
 )
 from servers.measuring.resources import Resources
 
 MOST_ANSWERS = 4
 """Answers of each cell and round that are judged."""
-SendAnswer = Callable[[object], None]
 
 
 def serve_generation(request: MeasurementRequest, commands: BinaryIO, answer: SendAnswer) -> None:
@@ -44,7 +41,7 @@ def serve_generation(request: MeasurementRequest, commands: BinaryIO, answer: Se
         device=device,
         precision=request.precision,
         slots=max(request.batches),
-        max_length=0 if needed <= 4096 else min(2 * needed, model.max_length),
+        max_length=0 if needed <= MAX_LENGTH else min(2 * needed, model.max_length),
         graphs=request.mode != "eager",
         threads=request.threads,
     )
@@ -77,15 +74,12 @@ def serve_generation(request: MeasurementRequest, commands: BinaryIO, answer: Se
         copied = copy_bytes_per_s(device)
         if device != "cpu":
             import_module("torch").cuda.empty_cache()  # of the copy, which is not the engine's memory
-        for number, line in enumerate(commands):
-            try:
-                command = msgspec.json.decode(line, type=WorkerCommand)
-                answer({"measured": generation_cell(engine, model, request, command, resources, copied, number)})
-            except BrokenPipeError:
-                raise
-            except Exception as exc:  # noqa: BLE001  the other cells may still be measured, such as smaller ones
-                traceback.print_exc()
-                answer({"error": sentence_of(exc)})
+        seeds = count()
+
+        def measured(command: WorkerCommand) -> dict[str, object]:
+            return {"measured": generation_cell(engine, model, request, command, resources, copied, next(seeds))}
+
+        answer_commands(commands, answer, measured)
 
 
 def generation_cell(

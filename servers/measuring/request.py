@@ -5,9 +5,10 @@ Imports no library of an engine or a model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -18,7 +19,7 @@ from servers.engines.interface import EngineError, first_line
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.engines.settings import EngineSettings, engine_kind, engine_names, precision_on
 from servers.gpu.info import gpu_info
-from servers.language.engine import GENERATING_ENGINES, generation_precision
+from servers.language.engine import GENERATING_ENGINES, LIBRARIES, generation_precision
 from servers.language.specification import PREFIX, language_model
 from servers.models.registry import UnknownModelError, get_variant
 from servers.models.specification import ModelSpecification
@@ -26,6 +27,9 @@ from servers.models.weights import WeightsError, WeightsSource, parse_weights, p
 
 GRAPHS = ("graph", "compile")
 """Modes that need the shape of every batch in advance."""
+
+
+SendAnswer = Callable[[object], None]
 
 
 class MeasurementRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,8 +165,6 @@ GENERATING_MODES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """Of the engines that generate tokens, by kind of device."""
 _GENERATING_PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32", "fp16")}
-_LIBRARIES = {"jax": ("jax", "pip install jax (with an NVIDIA GPU: pip install 'jax[cuda13]')")}
-"""What an engine needs beyond torch and transformers, and the command that installs it."""
 PROMPT_TOKENS = {"cpu": 32, "cuda": 128}
 GENERATED_TOKENS = 64
 """Of each request, measured while all requests of a batch decode."""
@@ -194,14 +196,14 @@ def checked_generation(request: MeasurementRequest) -> RequestCheck:
         "device": device,
         "threads": thread_count(request.threads) if device == "cpu" else None,
     }
-    library, install = _LIBRARIES.get(request.engine, ("torch", "pip install 'abserve[servers]'"))
+    libraries, install = LIBRARIES.get(request.engine, (("torch",), "pip install 'abserve[servers]'"))
     longest = model.max_length - GENERATED_TOKENS - 1
     lengths = tuple(length or PROMPT_TOKENS[place] for length in request.lengths or (None,))
     accepted = tuple(dict.fromkeys(length for length in lengths if length <= longest))
     too_long = ", ".join(str(length) for length in lengths if length > longest)
     reason = None
-    if find_spec(library) is None:
-        reason = f"the engine {request.engine} needs {library}, which is not installed; run: {install}"
+    if missing := [library for library in libraries if find_spec(library) is None]:
+        reason = f"the engine {request.engine} needs {missing[0]}, which is not installed; run: {install}"
     elif resolved["mode"] not in modes:
         reason = f"the engine {request.engine} has no mode {request.mode} here; choose from {', '.join(modes)}"
     elif resolved["precision"] not in _GENERATING_PRECISIONS[place]:
@@ -211,6 +213,20 @@ def checked_generation(request: MeasurementRequest) -> RequestCheck:
         too_long = f"prompts of {too_long} tokens: {model.title} takes at most {longest} here; leave them out"
         reason = reason or (None if accepted else too_long)
     return RequestCheck(reason=reason, lengths=accepted, too_long=too_long or None, **resolved)
+
+
+def answer_commands(
+    commands: BinaryIO, answer: SendAnswer, answer_to: Callable[[WorkerCommand], dict[str, object]]
+) -> None:
+    """Answer each line; an error is the answer to its line alone."""
+    for line in commands:
+        try:
+            answer(answer_to(msgspec.json.decode(line, type=WorkerCommand)))
+        except BrokenPipeError:
+            raise
+        except Exception as exc:  # noqa: BLE001  the other cells may still be measured, such as smaller ones
+            traceback.print_exc()
+            answer({"error": sentence_of(exc)})
 
 
 def sentence_of(exc: Exception) -> str:

@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from importlib import import_module
@@ -42,7 +42,9 @@ from servers.measuring.measurement import (
 )
 from servers.measuring.request import (
     MeasurementRequest,
+    SendAnswer,
     WorkerCommand,
+    answer_commands,
     checked,
     checked_generation,
     offers,
@@ -56,7 +58,6 @@ from servers.models.weights import WeightsSource
 
 Shape = tuple[int, int | None]
 """A batch size and a length; the length is None for a model without an axis of variable size."""
-SendAnswer = Callable[[object], None]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -230,22 +231,17 @@ def _answer_commands(
     first_ns: dict[Shape, int],
 ) -> None:
     times: dict[Shape, EngineTimes] = {}
-    for line in commands:
-        try:
-            command = msgspec.json.decode(line, type=WorkerCommand)
-            if command.profile:
-                shapes = [times[shape] for shape in command.profile]
-                answer({"profiled": _profiled(measured.engine, specification, shapes)})
-                continue
-            shape = (command.batch, command.length)
-            cell, times[shape] = measured_cell(measured, references[command.length], command, resources)
-            cell["first_call_ns"] = first_ns.pop(shape, cell["first_call_ns"])
-            answer({"measured": cell})
-        except BrokenPipeError:
-            raise
-        except Exception as exc:  # noqa: BLE001  the other cells may still be measured, such as smaller ones
-            traceback.print_exc()
-            answer({"error": sentence_of(exc)})
+
+    def answer_to(command: WorkerCommand) -> dict[str, object]:
+        if command.profile:
+            shapes = [times[shape] for shape in command.profile]
+            return {"profiled": _profiled(measured.engine, specification, shapes)}
+        shape = (command.batch, command.length)
+        cell, times[shape] = measured_cell(measured, references[command.length], command, resources)
+        cell["first_call_ns"] = first_ns.pop(shape, cell["first_call_ns"])
+        return {"measured": cell}
+
+    answer_commands(commands, answer, answer_to)
 
 
 def _import_libraries(engine: str, specification: ModelSpecification, path: Path | None) -> float:

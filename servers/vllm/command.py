@@ -86,7 +86,7 @@ def launch_plan(settings: VllmSettings, announce: Callable[[str], None]) -> Laun
     }
     if device == "cpu" and settings.threads:
         # vLLM otherwise binds its threads to cores that it chooses, and then ignores their number. Threads that are not
-        # bound must not spin: beside other programs that made vLLM ten times as slow.
+        # bound must not spin beside other programs, whose processors they would take.
         environment |= {
             "OMP_NUM_THREADS": str(settings.threads),
             "OMP_WAIT_POLICY": "PASSIVE",

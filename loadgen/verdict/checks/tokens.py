@@ -261,7 +261,7 @@ def _agreement(
             f"{counted(len(answers), 'answer')} under load: tokens are at most "
             f"{number(max(sum(values) / len(values) for values in means.values()))} below the reference's best on "
             f"an arm's average, those of the reference itself in {compared[0].precision} "
-            f"{number(compared[0].mean_noise or 0.0)}; an answer more than {number(max(one for one, _ in limits))} "
+            f"{number(compared[0].mean_noise or 0.0)}; an answer more than {number(max(limits)[0])} "
             f"below, in {share(share_found(fewest))} of an arm's answers, would be found with 95 % probability",
             0,
         )
