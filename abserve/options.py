@@ -226,7 +226,8 @@ class CompareOptions(TypedDict, total=False):
     time_limit: float | None
     """Most minutes of load with --until decided."""
     request_timeout: float | None
-    """Seconds after which a request counts as failed."""
+    """Seconds after which a request counts as failed; of a streamed answer, seconds in which the server sends
+    nothing."""
     seed: int | None
     """Seed for the order of the blocks, the inputs and the arrivals."""
     margin: float | None

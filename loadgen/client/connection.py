@@ -153,7 +153,11 @@ class GreenletSocket:
 
     def settimeout(self, seconds: float) -> None:
         self._timeout_s = seconds
-        if seconds not in (0.0, self._timer_s):
+        if seconds:
+            self._set_timer(seconds)
+
+    def _set_timer(self, seconds: float) -> None:
+        if seconds != self._timer_s:
             self._timer.close()
             self._timer, self._timer_s = self._hub.loop.timer(seconds), seconds
 
@@ -183,10 +187,11 @@ class GreenletSocket:
             except BlockingIOError:
                 self._wait(self._readable)
 
-    def receive_stream(self, take: Callable[[Callable[[memoryview], int]], bool]) -> None:
+    def receive_stream(self, take: Callable[[Callable[[memoryview], int]], bool], left_s: Callable[[], float]) -> None:
         """Wait until `take` says that it has enough: it is called with a `recv_into` whenever there is something to
         read, within the event loop, and must neither wait nor read twice. So a piece of a stream costs no switch to
-        this greenlet and back. Raises what `take` raises, and `TimeoutError` if it never has enough."""
+        this greenlet and back. `left_s` is asked when the timeout is over; from then on it says how many seconds are
+        left. Raises what `take` raises, and `TimeoutError` when none are left."""
         reader = self._reader = self._current()
 
         def readable() -> None:
@@ -198,17 +203,22 @@ class GreenletSocket:
                 reader.throw(exc)
                 return
             if enough:
-                reader.switch()
+                reader.switch(True)
 
-        self._timer.start(reader.throw, TimeoutError)
         self._readable.start(readable)
         try:
-            self._hub.switch()
+            self._timer.start(reader.switch, False)
+            while not self._hub.switch():
+                if (seconds := left_s()) <= 0.0:
+                    raise TimeoutError
+                self._set_timer(seconds)
+                self._timer.start(reader.switch, False)
         finally:
             self._reader = None
             self._nothing_to_read = False
             self._readable.stop()
             self._timer.stop()
+            self._set_timer(self._timeout_s)
 
     def has_input(self) -> bool:
         """Whether there is something to read now, or the end of the stream."""
@@ -301,12 +311,14 @@ Pieces = tuple[bytes | memoryview, ...]
 class PreparedRequest:
     """One request over HTTP or gRPC: the head, then the body, `payload_bytes` of which are tensors. Requests to several
     servers share the body, and one that is not for a certain server yet has no head. Over gRPC the head is what comes
-    before the message in its stream. `pieces` are the body's if a part of it varies."""
+    before the message in its stream. `pieces` are the body's if a part of it varies. A request to a language model asks
+    for `output_tokens`."""
 
     head: bytes
     body: bytes = b""
     payload_bytes: int = 0
     pieces: Pieces = ()
+    output_tokens: int = 0
 
 
 def split_at(body: bytes, places: Sequence[int], byte_size: int) -> Pieces:

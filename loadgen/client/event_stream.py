@@ -5,6 +5,9 @@ wakes only where the stream may have ended. The bytes stay as they came, with th
 `ReceivedStream.events` later finds the events among them, and with each the read that completed it, whose time is the
 event's.
 
+A stream fails when the server sends nothing for `timeout_s`, before the first byte or between two, so an answer that
+comes slowly but steadily is whole. `answer_limit_s` bounds it all the same.
+
 The format is that of the HTML standard: lines end with CR LF, LF or CR; comments and unknown fields are ignored;
 several data lines of one event are joined.
 """
@@ -15,20 +18,34 @@ import re
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from loadgen.client.connection import Address, AnySocket, Exchange, GreenletSocket
+from loadgen.client.connection import (
+    Address,
+    AnySocket,
+    Deadline,
+    Exchange,
+    GreenletSocket,
+    PreparedRequest,
+)
 from loadgen.client.http import HttpConnection, chunk_size
 
 MOST_STREAM_BYTES = 2**26
 """The largest stream that is read; 100,000 tokens with their usage take about half of it."""
+TOKEN_SECONDS = 4.0
+"""How long a token may take on average: 64 users whose server makes 16 tokens per second in all wait so long."""
 _LINE = re.compile(rb"([^\r\n]*)(?:\r\n|\n|\r)")
 _END_OF_EVENT = b"\r\n\r\n"
 _CR = _END_OF_EVENT[0]
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def answer_limit_s(timeout_s: float, output_tokens: int) -> float:
+    """Most seconds of a whole answer of so many tokens, each piece of which comes within `timeout_s` of the last."""
+    return timeout_s + TOKEN_SECONDS * output_tokens
 
 
 class StreamEvent(NamedTuple):
@@ -120,14 +137,58 @@ class StreamExchange(Exchange):
         self.moments: list[int] = []
 
 
+class StreamDeadline(Deadline):
+    """The time limits of a stream: `timeout_s` without a byte, and `whole_s` for all of it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self.whole_s = timeout_s
+        """Set it before `begin`."""
+        self._whole_end_ns = 0
+
+    def begin(self, connection: AnySocket, now_ns: int) -> None:
+        super().begin(connection, now_ns)
+        self._whole_end_ns = now_ns + int(self.whole_s * 1e9)
+
+    def check(self, connection: AnySocket) -> None:
+        left_ns = self._whole_end_ns - perf_counter_ns()
+        if left_ns <= 0:
+            raise TimeoutError
+        if left_ns < self._timeout_ns:
+            self._changed = True
+            connection.settimeout(left_ns / 1e9)
+
+    def left_s(self, heard_ns: int) -> float:
+        """Seconds until the next byte must come if the last one came at `heard_ns`."""
+        return (min(heard_ns + self._timeout_ns, self._whole_end_ns) - perf_counter_ns()) / 1e9
+
+    @property
+    def is_whole_over(self) -> bool:
+        return perf_counter_ns() >= self._whole_end_ns
+
+
 class StreamConnection(HttpConnection):
-    """A connection whose good answers are streams of events; others are read as a whole, as by its base."""
+    """A connection whose good answers are streams of events; others are read as a whole, as by its base. `timeout_s`
+    bounds connecting and each wait for a byte; the whole answer has the time that its tokens may take."""
 
     def __init__(self, address: Address, *, timeout_s: float = 60.0) -> None:
         super().__init__(address, timeout_s=timeout_s, most_bytes=MOST_STREAM_BYTES)
         self._exchange = self._stream = StreamExchange()
+        self._deadline = self._limits = StreamDeadline(timeout_s)
         self._enough = 0
         """With how many bytes in the buffer the response is whole, if that is known."""
+
+    def send(self, request: PreparedRequest, patches: Sequence[bytes] = ()) -> Exchange:
+        self._limits.whole_s = answer_limit_s(self.timeout_s, request.output_tokens)
+        return super().send(request, patches)
+
+    def _time_is_up(self) -> str:
+        if self._limits.is_whole_over:
+            return f"no complete answer within {self._limits.whole_s:g} s"
+        return f"the server sent nothing for {self.timeout_s:g} s"
+
+    def _left_s(self) -> float:
+        return self._limits.left_s(self._stream.moments[-1])
 
     def received(self) -> ReceivedStream:
         """A copy of the body of the last response, also of one that broke off."""
@@ -146,7 +207,7 @@ class StreamConnection(HttpConnection):
         stream = self._stream
         if stream.start:
             if type(connection) is GreenletSocket:
-                connection.receive_stream(self._take)
+                connection.receive_stream(self._take, self._left_s)
             else:
                 self._take(connection.recv_into)
             count = stream.ends[-1] - filled

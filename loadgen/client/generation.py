@@ -77,7 +77,7 @@ def prompt_request(
     else:
         pieces[-1] = bytes(pieces[-1]) + b',"cache_salt":"'
         pieces += [salt.encode(), b'"}']
-    return PreparedRequest(b"", b"".join(pieces), sum(map(len, prompt)), tuple(pieces))
+    return PreparedRequest(b"", b"".join(pieces), sum(map(len, prompt)), tuple(pieces), max_tokens)
 
 
 def for_stream(request: PreparedRequest, transport: TokenTransport, address: Address, model: str) -> PreparedRequest:

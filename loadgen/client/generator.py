@@ -84,7 +84,8 @@ class GeneratorProcess:
         os.pwrite(self._counts, bytes(counts_bytes(len(self._workers))), 0)
         shared = msgspec.structs.replace(command, counts=self._counts)
         self._parts = shares(shared, len(self._workers))
-        limit_s = 2 * CONNECT_SECONDS + command.timeout_s + command.settling_s(command.timeout_s)
+        answer_s = command.answer_limit_s
+        limit_s = 2 * CONNECT_SECONDS + answer_s + command.settling_s(answer_s)
         self._ask(self._parts, limit_s, beating=True)
         self._require_done()
 
@@ -92,7 +93,7 @@ class GeneratorProcess:
         """Run the block that `command` opened; returns after its last answer. Raises `GeneratorError`."""
         start_ns = perf_counter_ns() + _LEAD_NS if len(self._parts) > 1 else None
         self._running = True
-        limit_s = 1.25 * command.max_seconds + 2 * command.timeout_s + 30.0
+        limit_s = 1.25 * command.max_seconds + 2 * command.answer_limit_s + 30.0
         self._ask([Go(start_ns=start_ns)] * len(self._parts), limit_s, beating=True)
         return self._outcome(command)
 

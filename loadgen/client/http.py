@@ -123,12 +123,16 @@ class HttpConnection:
         except ResponseError as exc:
             self._fail(exchange, str(exc))
         except TimeoutError:
-            self._fail(exchange, f"no complete response within {self.timeout_s:g} s")
+            self._fail(exchange, self._time_is_up())
         except ConnectionResetError:
             self._fail(exchange, "connection reset by the server")
         except OSError as exc:
             self._fail(exchange, f"connection failed: {failure_reason(exc)}")
         return exchange
+
+    def _time_is_up(self) -> str:
+        """The failure of a request that reached a time limit."""
+        return f"no complete response within {self.timeout_s:g} s"
 
     def _fail(self, exchange: Exchange, message: str) -> None:
         exchange.end_ns = perf_counter_ns()

@@ -13,7 +13,8 @@ from __future__ import annotations
 import msgspec
 
 from loadgen.client.endpoint import Signature
-from loadgen.experiment.prompts import PromptPlan, PromptShape, Trace
+from loadgen.client.event_stream import answer_limit_s
+from loadgen.experiment.prompts import SETTLING, PromptPlan, PromptShape, Trace
 from loadgen.experiment.schedule import Offsets, arrival_count, due_offsets_ns
 from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, Transport, WorkerRecord
 
@@ -61,6 +62,7 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
     seconds: float
     max_seconds: float
     timeout_s: float
+    """Most seconds of a request, or of a streamed answer most seconds in which the server sends nothing."""
     samples_path: str | None = None
     grpc_address: str | None = None
     """Address of the server's gRPC, needed for that transport."""
@@ -101,6 +103,17 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
     def streamed(self) -> bool:
         """Whether the answers are streams of tokens."""
         return self.shape is not None or self.trace is not None
+
+    @property
+    def answer_limit_s(self) -> float:
+        """Most seconds of any request of the block, also of the small one before it. Raises `PromptError` for a trace
+        that cannot be read."""
+        if not self.streamed:
+            return self.timeout_s
+        shapes = [SETTLING] if self.shape is None else [SETTLING, self.shape]
+        if self.trace is not None:
+            shapes += [request.shape for request in self.trace.requests()]
+        return answer_limit_s(self.timeout_s, max(shape.output_tokens for shape in shapes))
 
     def settling_users(self, alone_s: float) -> int:
         """How many users may have their settling requests under way at the same time, so that each answer comes within

@@ -140,7 +140,7 @@ class Block:
             )  # fmt: skip
             began_ns = perf_counter_ns()
             self._turns.release()
-            self._await_users(self._first_answers_ns, 1, CONNECT_SECONDS + command.timeout_s, "had an answer")
+            self._await_users(self._first_answers_ns, 1, CONNECT_SECONDS + command.answer_limit_s, "had an answer")
             alone_s = (perf_counter_ns() - began_ns) / NS_PER_S
             for _ in range(command.settling_users(alone_s) - 1):
                 self._turns.release()

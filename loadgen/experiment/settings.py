@@ -380,7 +380,11 @@ class ExperimentSettings(Settings):
     )
     time_limit: float = _measurement(30.0, gt=0.0, description="Most minutes of load with --until decided.")
     request_timeout: float = _measurement(
-        REQUEST_TIMEOUT_S, gt=0.0, le=3600.0, description="Seconds after which a request counts as failed."
+        REQUEST_TIMEOUT_S,
+        gt=0.0,
+        le=3600.0,
+        description="Seconds after which a request counts as failed; of a streamed "
+        "answer, seconds in which the server sends nothing.",
     )
     seed: int = _measurement(
         0, ge=0, le=2**63 - 1, description="Seed for the order of the blocks, the inputs and the arrivals."

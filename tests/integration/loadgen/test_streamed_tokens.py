@@ -272,10 +272,22 @@ def test_a_stream_that_stands_still_ends_with_its_time_limit(streams: Streams) -
         "--gap-share 0.02 --gap-ms 60000", timeout_s=1.5, requests=40, concurrency=4, max_seconds=10.0
     )
     assert outcome.errors > 0
-    assert all("no complete response within 1.5 s" in message for message in outcome.error_messages)
+    assert all("the server sent nothing for 1.5 s (after" in message for message in outcome.error_messages)
     failed = samples[samples["error"] >= 0]
     assert ((failed["end_ns"] - failed["send_ns"]) / 1e9 < 1.9).all()
     assert (rows.answers["output_tokens"][samples["error"] < 0] == 16).all()
+
+
+def test_a_slow_steady_stream_may_take_longer_than_the_time_limit(streams: Streams) -> None:
+    slow = "--first-ms 600 --step-ms 100"
+    outcome, samples, _ = streams.block(slow, timeout_s=1.0, requests=2)
+    assert (outcome.errors, outcome.cut_reason) == (0, None)
+    assert ((samples["end_ns"] - samples["send_ns"]) / NS_PER_MS > 2_000.0).all()
+    target = InferenceTarget("generate_stream", streams.start(slow), "planted")
+    assert ask_tokens(target, PLAN, [5, 6, 7], 16, timeout_s=1.0).output_tokens == 16
+    silent = InferenceTarget("generate_stream", streams.start("--gap-share 1 --gap-ms 60000"), "planted")
+    with pytest.raises(AnswerError, match=r"^the server sent nothing for 0.3 s \(after 1 of 16 tokens\)$"):
+        ask_tokens(silent, PLAN, [5, 6, 7], 16, timeout_s=0.3)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -70,6 +70,8 @@ def serve(connection, _):
         for piece in FORMS.get(path, [CHUNKED, chunk(EVENTS[0])]):
             connection.sendall(piece)
             gevent.sleep(0.003)
+        while path == "/drips" and not connection.sendall(chunk(EVENTS[0])):
+            gevent.sleep(0.05)
         if path == "/stands":
             gevent.sleep(60)
         if path in ("/closed", "/cut"):
@@ -79,11 +81,12 @@ def serve(connection, _):
 server = StreamServer(("127.0.0.1", 0), serve); server.start()
 address = Address("127.0.0.1", server.server_port)
 
-def ask(path, timeout_s=10.0):
+def ask(path, timeout_s=10.0, output_tokens=0):
     connection = StreamConnection(address, timeout_s=timeout_s)
     connection.connect()
     assert isinstance(connection._socket, GreenletSocket)
-    exchange = connection.send(PreparedRequest(request_head("GET", path, address)))
+    head = request_head("GET", path, address)
+    exchange = connection.send(PreparedRequest(head, output_tokens=output_tokens))
     return exchange, connection.received(), connection
 
 for path in FORMS:
@@ -99,9 +102,13 @@ for path in FORMS:
 exchange, stream, _ = ask("/cut")
 assert exchange.failure == "connection closed by the server in the middle of a response" and len(stream.events()) == 1
 began = time.monotonic()
-exchange, stream, _ = ask("/stands", 0.3)
-assert exchange.failure == "no complete response within 0.3 s" and 0.2 < time.monotonic() - began < 5.0
+exchange, stream, _ = ask("/stands", 0.3, 9)
+assert exchange.failure == "the server sent nothing for 0.3 s" and 0.2 < time.monotonic() - began < 5.0
 assert len(stream.events()) == 1
+began = time.monotonic()
+exchange, stream, _ = ask("/drips", 0.5)
+assert exchange.failure == "no complete answer within 0.5 s" and 0.4 < time.monotonic() - began < 5.0
+assert len(stream.events()) > 2
 waits = StreamConnection(address)
 waits.connect()
 job = gevent.spawn(waits.send, PreparedRequest(request_head("GET", "/stands", address)))
