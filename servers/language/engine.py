@@ -191,7 +191,7 @@ def generating_environment(engine: str) -> Path | None:
 
     Raises `EngineError` with the command that installs them where no environment has them.
     """
-    return interpreter_with(engine, *LIBRARIES.get(engine, ((), "")))
+    return interpreter_with(engine, *LIBRARIES.get(engine, (("torch",), "pip install 'abserve[servers]'")))
 
 
 def make_engine(specification: Any, settings: GenerationSettings) -> GeneratingEngine:

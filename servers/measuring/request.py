@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any, BinaryIO
 
 import msgspec
@@ -19,7 +18,7 @@ from servers.engines.interface import EngineError, first_line
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.engines.settings import EngineSettings, engine_kind, engine_names, precision_on
 from servers.gpu.info import gpu_info
-from servers.language.engine import GENERATING_ENGINES, LIBRARIES, generation_precision
+from servers.language.engine import GENERATING_ENGINES, generating_environment, generation_precision
 from servers.language.specification import PREFIX, language_model
 from servers.models.registry import UnknownModelError, get_variant
 from servers.models.specification import ModelSpecification
@@ -196,17 +195,18 @@ def checked_generation(request: MeasurementRequest) -> RequestCheck:
         "device": device,
         "threads": thread_count(request.threads) if device == "cpu" else None,
     }
-    libraries, install = LIBRARIES.get(request.engine, (("torch",), "pip install 'abserve[servers]'"))
     longest = model.max_length - GENERATED_TOKENS - 1
     lengths = tuple(length or PROMPT_TOKENS[place] for length in request.lengths or (None,))
     accepted = tuple(dict.fromkeys(length for length in lengths if length <= longest))
     too_long = ", ".join(str(length) for length in lengths if length > longest)
     reason = None
-    if missing := [library for library in libraries if find_spec(library) is None]:
-        reason = f"the engine {request.engine} needs {missing[0]}, which is not installed; run: {install}"
-    elif resolved["mode"] not in modes:
+    try:
+        generating_environment(request.engine)
+    except EngineError as exc:
+        reason = str(exc)
+    if reason is None and resolved["mode"] not in modes:
         reason = f"the engine {request.engine} has no mode {request.mode} here; choose from {', '.join(modes)}"
-    elif resolved["precision"] not in _GENERATING_PRECISIONS[place]:
+    elif reason is None and resolved["precision"] not in _GENERATING_PRECISIONS[place]:
         offered = ", ".join(_GENERATING_PRECISIONS[place])
         reason = f"language models are not measured in {request.precision} here; choose from {offered}"
     if too_long:

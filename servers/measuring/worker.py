@@ -28,9 +28,10 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from servers.engines.factory import enter_environment_of
+from servers.engines.factory import enter, environment_of
 from servers.engines.interface import Engine
 from servers.engines.settings import engine_kind
+from servers.language.engine import generating_environment
 from servers.measuring.measurement import (
     EngineTimes,
     MeasuredEngine,
@@ -143,12 +144,11 @@ def _request(arguments: Sequence[str]) -> MeasurementRequest | None:
             return None
         case [text] | ["--prepare", text]:
             request = msgspec.json.decode(text, type=MeasurementRequest)
-            if request.generates:
-                return request
-            enter_environment_of(request.engine)
+            elsewhere = generating_environment if request.generates else environment_of
+            enter(elsewhere(request.engine))
         case _:
             return None
-    if request.profile and request.on_cpu:
+    if request.profile and request.on_cpu and not request.generates:
         quiet_profiler()
     return request
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,15 @@ from servers.measuring.measurement import (
     Reference,
     stored_references,
 )
-from servers.measuring.request import MeasurementRequest, RequestCheck, WorkerCommand, checked, offers, resolved_device
+from servers.measuring.request import (
+    MeasurementRequest,
+    RequestCheck,
+    WorkerCommand,
+    checked,
+    checked_generation,
+    offers,
+    resolved_device,
+)
 from servers.measuring.resources import Resources, joules_of, peak_rss_bytes, rapl_counter
 from servers.measuring.worker import measured_cell, private_compile_cache
 from servers.models.registry import get_specification
@@ -88,6 +97,24 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setattr("servers.engines.factory.find_spec", lambda _: None)
     monkeypatch.setenv(ENGINES_PYTHON, "none")
     assert "the torch engine needs torch, which is not installed; run: pip install" in str(checked(request()).reason)
+
+
+@pytest.mark.skipif(find_spec("jax") is not None, reason="JAX is installed in this environment")
+def test_the_worker_of_a_generating_engine_continues_where_its_libraries_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    generating = request(model="language:tiny", engine="jax")
+    monkeypatch.setenv(ENGINES_PYTHON, "none")
+    assert "the jax engine needs jax, which is not installed; run:" in str(checked_generation(generating).reason)
+    other = tmp_path / "python"
+    other.write_text('#!/bin/sh\ncase "$*" in *find_spec*) exit 0;; esac\necho here: "$@"\n')
+    other.chmod(0o755)
+    monkeypatch.setenv(ENGINES_PYTHON, str(other))
+    assert checked_generation(generating).reason is None
+    text = msgspec.json.encode(generating).decode()
+    environment = {**ENVIRONMENT, ENGINES_PYTHON: str(other)}
+    done = subprocess.run([*WORKER, text], capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert done.stdout == f"here: -P -m servers.measuring.worker {text}\n"
 
 
 def test_lengths_that_are_too_long_leave_the_others() -> None:
