@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from loadgen.engine_matrix.analyse import has_copies
 from loadgen.engine_matrix.records import ConfigurationResult, Estimate, Matrix, shape_text
+from loadgen.experiment.schedule import request_shape
 from loadgen.metrics.summaries import WorkloadSummary
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.rate_search_analysis import RatesFound
@@ -227,7 +228,7 @@ def from_result(name: str, result: Result) -> RankInput:
                 precision=str(arm.in_effect.get("precision") or NOT_REPORTED),
                 weights=str(arm.in_effect.get("weights") or weights or result.experiment.weights),
                 payload=result.experiment.payload_of(request),
-                transport=result.experiment.transport,
+                transport=result.experiment.transport_of(request),
                 length=length,
                 item=TOKEN if workloads_stream(result) else item_of(result.environment),
             )
@@ -249,7 +250,7 @@ def workloads_stream(result: Result) -> bool:
 
 def _length(environment: Environment, workload: Workload) -> str | None:
     if workload.is_streamed:
-        return f"{workload.prompt_tokens} → {workload.output_tokens}"
+        return f"trace {workload.trace}" if workload.trace is not None else request_shape(workload).words
     fixed = environment.length_of(workload)
     if fixed is not None:
         return str(fixed)
@@ -293,7 +294,7 @@ def _token_point(
     """A point whose items are output tokens."""
     figures = summary.figures or {}
     intervals = summary.intervals or {}
-    rate, p99 = figures.get("output_tokens_per_s"), figures.get("tpot_p99")
+    rate, tpot = figures.get("output_tokens_per_s"), figures.get("tpot")
     if not rate:
         return None, "no tokens were counted"
     joules = _joules(result, label, workload.name)
@@ -301,14 +302,12 @@ def _token_point(
         name=workload.name,
         kind="open" if workload.is_open else "closed",
         items_per_second=Estimate.of(rate, intervals.get("output_tokens_per_s")),
-        latency_ms=None if p99 is None else Estimate(value=p99),
-        joules_per_item=None
-        if joules is None or not workload.output_tokens
-        else joules.scaled(1 / workload.output_tokens),
+        latency_ms=None if tpot is None else Estimate.of(tpot, intervals.get("tpot")),
+        joules_per_item=None if joules is None else joules.scaled((summary.throughput_per_s or 0.0) / rate),
         first_token_ms=figures.get("ttft"),
-        tpot_ms=figures.get("tpot"),
+        tpot_ms=tpot,
         tpot_p95_ms=figures.get("tpot_p95"),
-        tpot_p99_ms=p99,
+        tpot_p99_ms=figures.get("tpot_p99"),
     ), ""
 
 

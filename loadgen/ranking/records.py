@@ -96,8 +96,8 @@ class Point(Record, frozen=True, kw_only=True):
     items_per_second: Estimate
     latency_ms: Estimate | None
     """Of a matrix: one batch. Of a comparison: p99 of a request, from its intended start; of a rate search the highest
-    p99 among the trials at the rates found. Of tokens: the time from one to the next, of an engine its median, of a
-    server the p99 of its answers' means (TPOT)."""
+    p99 among the trials at the rates found. Of tokens: the median time from one to the next, of a server that of its
+    answers' means (TPOT)."""
     joules_per_item: Estimate | None = None
     first_token_ms: float | None = None
     """Of tokens: the median time to the first one; of an engine to that of the last request of a batch."""
@@ -120,7 +120,8 @@ class Work(Record, frozen=True, kw_only=True):
     payload: str | None = None
     transport: str | None = None
     length: str | None = None
-    """Of sequences: 128, or 8–64 where they differ; None for other inputs."""
+    """Of sequences: 128, or 8–64 where they differ; of a language model's prompts 128, and of a server's prompts and
+    answers "32 → 64 tokens"; None for other inputs."""
     item: str = "item"
 
 

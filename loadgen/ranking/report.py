@@ -12,7 +12,7 @@ import loadgen.report.document as doc
 from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json, read_stored, stored_path, write_atomically
 from loadgen.engine_matrix.records import Estimate, Matrix
 from loadgen.engine_matrix.store import read_matrix
-from loadgen.quantities import counted, items, measured, measured_interval, per_second
+from loadgen.quantities import counted, items, measured, measured_interval, number, per_second
 from loadgen.ranking.analyse import RankInput, from_matrix, from_result
 from loadgen.ranking.records import (
     ADD_A_PRICE,
@@ -155,6 +155,10 @@ def ranking_document(ranking: RankResult) -> doc.Document:
 def describe_work(work: Work) -> str:
     """torchvision:resnet50 in fp16, through an engine."""
     length = "" if work.length is None else f", length {work.length}"
+    if work.item == TOKEN:
+        if work.source == "engines":
+            return f"{work.model} in {work.precision}, prompts of {work.length} tokens, engine alone"
+        return f"{work.model} in {work.precision}, {work.length}, served over {work.transport}"
     if work.source == "engines":
         payload = "" if work.payload is None else f" from {work.payload}"
         return f"{work.model} in {work.precision}{payload}{length}, engine alone"
@@ -170,8 +174,8 @@ def _opening(ranking: RankResult) -> doc.Section | None:
         ""
         if len(ranking.groups) == 1
         else (
-            f" in {len(ranking.groups)} tables: results of different models, precisions, weights, payloads or lengths "
-            "are never compared"
+            f" in {len(ranking.groups)} tables: results of different models, precisions, weights, payloads, "
+            "transports or lengths are never compared"
         )
     )
     return doc.section(
@@ -191,7 +195,7 @@ def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | No
     unit = per_second(group.work.item)
     latency = "batch latency" if group.work.source == "engines" else "p99 latency"
     if group.work.item == TOKEN:
-        latency = "time of a step" if group.work.source == "engines" else "p99 of the time between tokens"
+        latency = "time of a step" if group.work.source == "engines" else "median TPOT"
     several = len({option.result for option in group.options}) > 1
     names = [(option.name, option.machine) for option in group.options]
     loads = {frozenset(point.name for point in option.points) for option in group.options}
@@ -269,22 +273,35 @@ def _costs(group: RankedGroup, currency: str, ranking: RankResult) -> Iterator[d
     priced = [(option, cost) for option in group.options for cost in option.costs if cost.price.currency == currency]
     priced.sort(key=lambda pair: (pair[1].rank, pair[0].name, pair[0].machine))
     names = [(option.name, option.machine) for option, _ in priced]
+    of_tokens = group.work.item == TOKEN
+    bound = "goodput" if of_tokens else "SLO"
+
+    def per_thousand(cost: Estimate | None) -> str:
+        return "" if cost is None else number(cost.value / 1000)
+
     columns = (
         *doc.numbers("#"), *doc.names("option", "machine"),
         doc.Column("price", "text", on=doc.PAGES),
         doc.Column(f"{currency}/h", "number"),
         doc.Column("at 100 %", "number"), *doc.numbers("95 % interval"),
-        *(doc.numbers("per 1,000 at 100 %") if group.work.item == TOKEN else ()),
-        doc.Column("at the SLO rate", "number", short="at SLO"),
-        doc.Column("95 % interval at the SLO rate", "number", on=doc.PAGES),
+        doc.Column(f"at the {bound} rate", "number", short=f"at {bound}"),
+        doc.Column(f"95 % interval at the {bound} rate", "number", on=doc.PAGES),
+        *(
+            (
+                doc.Column("per 1,000 at 100 %", "number", short="per 1,000"),
+                doc.Column(f"per 1,000 at the {bound} rate", "number", short=f"per 1,000 at {bound}"),
+            )
+            if of_tokens
+            else ()
+        ),
         doc.Column(f"{_FRONT} front", "text", short=_FRONT),
     )  # fmt: skip
     rows: list[tuple[doc.Value, ...]] = [
         (
             cost.rank, _titled(option, names), option.machine,
             f"{cost.price.provider}, {cost.price.machine}, {cost.price.date}", f"{cost.price.price_per_hour:g}",
-            *_with_interval(cost.full),
-            *([f"{cost.full.value / 1000:.3g}"] if group.work.item == TOKEN else []), *_with_interval(cost.slo),
+            *_with_interval(cost.full), *_with_interval(cost.slo),
+            *((per_thousand(cost.full), per_thousand(cost.slo)) if of_tokens else ()),
             doc.Cell(", ".join(option.points[place].name for place in cost.front), short=_FRONT if cost.front else " "),
         )
         for option, cost in priced
@@ -442,6 +459,7 @@ def _csv(ranking: RankResult) -> doc.Section | None:
     price = ("currency", "price_per_hour", "price_kind", "provider", "price_date")
     options: list[tuple[doc.Value, ...]] = []
     points: list[tuple[doc.Value, ...]] = []
+    tokens = ("first_token_ms", "tpot_ms", "tpot_p95_ms", "tpot_p99_ms")
     for group in ranking.groups:
         work_values = tuple(getattr(group.work, name) for name in _ROWS_OF_WORK)
         for option in group.options:
@@ -462,6 +480,7 @@ def _csv(ranking: RankResult) -> doc.Section | None:
                         *work_values, *who, point.name, point.kind, *_figures(point), paid[0],
                         *_bounds(None if cost_at is None else cost_at.points[place]),
                         None if cost_at is None else place in cost_at.front,
+                        *(getattr(point, name) for name in tokens),
                     ))  # fmt: skip
     figures = (*throughput, *latency, *energy)
     return doc.section(
@@ -472,7 +491,7 @@ def _csv(ranking: RankResult) -> doc.Section | None:
             name=CSV_OPTIONS,
         ),
         doc.Table(
-            (*work, *identity, *doc.names("point", "kind", *figures, "currency", *cost, "on_front")),
+            (*work, *identity, *doc.names("point", "kind", *figures, "currency", *cost, "on_front", *tokens)),
             points,
             name=CSV_POINTS,
         ),

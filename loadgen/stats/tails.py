@@ -50,7 +50,7 @@ _DIGITS = 6
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Positive samples of both arms from one round. `unit` numbers the independent unit: the round itself, or its start
+    """Samples of both arms from one round, none below 0. `unit` numbers the independent unit: the round itself, or its start
     of the servers."""
 
     a: Values
@@ -127,7 +127,10 @@ def estimate_tail_ratio(
     units = len({pair.unit for pair in rounds})
     if not rounds or any(len(pair.a) == 0 or len(pair.b) == 0 for pair in rounds):
         return RatioEstimate(len(rounds), reason="there is no complete pair of blocks"), None
-    middles = np.log([(float(np.median(pair.a)), float(np.median(pair.b))) for pair in rounds])
+    medians = [(float(np.median(pair.a)), float(np.median(pair.b))) for pair in rounds]
+    if any(0.0 in pair for pair in medians):  # such as the gaps of answers whose tokens were read at once
+        return RatioEstimate(len(rounds), reason="half of a block's values are 0"), None
+    middles = np.log(medians)
     speeds = middles.mean(axis=1)
     a, b = _pools(rounds, speeds, speeds, quantile, correlation)
     a_speed = b_speed = float(speeds.mean())
@@ -168,8 +171,9 @@ def _pools(
     rounds: Sequence[Round], a_speeds: Values, b_speeds: Values, quantile: float, correlation: float
 ) -> tuple[_ArmPool, _ArmPool]:
     """Divide each arm's samples by the speeds of its rounds, which are logs."""
-    a = [np.log(pair.a) - speed for pair, speed in zip(rounds, a_speeds, strict=True)]
-    b = [np.log(pair.b) - speed for pair, speed in zip(rounds, b_speeds, strict=True)]
+    with np.errstate(divide="ignore"):  # a value of 0 is below all others
+        a = [np.log(pair.a) - speed for pair, speed in zip(rounds, a_speeds, strict=True)]
+        b = [np.log(pair.b) - speed for pair, speed in zip(rounds, b_speeds, strict=True)]
     return _pool(a, rounds, quantile, correlation), _pool(b, rounds, quantile, correlation)
 
 

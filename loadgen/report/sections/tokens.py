@@ -10,9 +10,11 @@ from loadgen.metrics.registry import GOOD_SHARE, GOODPUT, METRICS, OUTPUT_TOKENS
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
 from loadgen.metrics.tokens import per_million
 from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.probes.tokens_analysis import TokensFound, TokenTotals
 from loadgen.quantities import measured, number, share
 from loadgen.records.run import Label, Workload, shown
+from loadgen.stats.ratios import geometric_mean
 from loadgen.verdict.result import Result
 
 SHOWN = ("ttft", "ttft_p99", "tpot", "worst_gap_p90", "gap_p99", "tokens_per_chunk")
@@ -280,55 +282,79 @@ def _gap_axis(values: Sequence[float]) -> doc.Figure:
 
 
 def costs(result: Result) -> doc.Section | None:
-    """What a million output tokens cost at the highest measured tokens/s and at the goodput, and their energy."""
+    """What a million output tokens cost at the highest measured tokens/s and within the limits, and their energy."""
+    workloads, price = _streamed(result), result.experiment.price
+
+    def at(tokens_per_s: float | None) -> str:
+        return "" if price is None or not tokens_per_s else number(per_million(price, tokens_per_s))
+
     rows = []
-    price = result.experiment.price
     for label in result.experiment.labels:
         served = [
             (speed, s)
             for s in result.summaries
-            if s.label == label and s.workload in _streamed(result) and (speed := figure_of(s, OUTPUT_TOKENS))
-        ]
-        if not served:
-            continue
-        speed, fullest = max(served, key=lambda entry: entry[0])
+            if s.label == label and s.workload in workloads and s.throughput_per_s
+            and (speed := figure_of(s, OUTPUT_TOKENS))
+        ]  # fmt: skip
+        speed, fullest = max(served, key=lambda entry: entry[0], default=(0.0, None))
         good = [
-            rate * (_streamed(result)[s.workload].output_tokens or 0)
-            for _, s in served
-            if (rate := figure_of(s, GOODPUT)) and _streamed(result)[s.workload].is_open
+            rate * speed / (s.throughput_per_s or speed)
+            for speed, s in served
+            if (rate := figure_of(s, GOODPUT)) and workloads[s.workload].is_open
         ]
-        joules = _joules_per_token(result, label, fullest.workload)
-        if price is None and joules is None:
+        searched = _goodput_tokens_per_s(result, label)
+        joules = None if fullest is None else _joules_per_token(result, fullest)
+        if joules is None and (price is None or (fullest is None and searched is None)):
             continue
         rows.append(
             (
                 shown(label),
-                fullest.workload,
-                measured(speed, interval_of(fullest, OUTPUT_TOKENS)),
-                "" if price is None else number(per_million(price, speed)),
-                "" if price is None or not good else number(per_million(price, max(good))),
+                "" if fullest is None else fullest.workload,
+                "" if fullest is None else measured(speed, interval_of(fullest, OUTPUT_TOKENS)),
+                at(speed),
+                at(speed * 1000.0),
+                at(max(good, default=None)),
+                at(searched),
                 "" if joules is None else number(1e6 * joules),
                 "" if joules is None else number(joules),
             )
         )
     columns = (
         *doc.names("arm", "at full load"),
-        *doc.numbers("output tokens/s", "price per million", "price per million, good", "J per million", "J per token"),
+        *doc.numbers("output tokens/s", "price per million", "per 1,000", "price per million, good"),
+        doc.Column("price per million, goodput", "number"),
+        *doc.numbers("J per million", "J per token"),
     )
-    caption = (
-        "Per million output tokens, in the scenario with the most tokens/s. Good: only tokens of answers within the "
-        "limits count, in the open loop with most of them."
-    )
+    caption = "At full load: in the scenario with the most output tokens/s."
+    if any(workload.limits and workload.is_open for workload in workloads.values()):
+        caption += " Good: only tokens of answers within the limits count, in the open loop with most of them."
+    if any(row[6] for row in rows):
+        caption += " Goodput: at the highest rate within the limits, with all its tokens."
     if price is not None:
         caption += f" The machine costs {price:g} per hour, in the currency of --price."
     return doc.section("Cost of tokens", doc.Table(columns, rows, caption=caption), on=doc.READ)
 
 
-def _joules_per_token(result: Result, label: Label, workload: str) -> float | None:
+def _goodput_tokens_per_s(result: Result, label: Label) -> float | None:
+    """Output tokens per second at the highest rate within the limits: the geometric mean of the searches; None unless
+    each found one."""
+    tokens = {w.name: w.output_tokens or 0 for w in result.experiment.workloads if w.scenario == "goodput"}
+    rates = [
+        (search.rate_per_s or 0.0) * tokens[search.workload]
+        for search in result.of(RatesFound).rates
+        if search.label == label and search.workload in tokens
+    ]
+    return geometric_mean(rates) if rates and all(rates) else None
+
+
+def _joules_per_token(result: Result, summary: WorkloadSummary) -> float | None:
     """Energy of the GPU for one output token; None where none was measured."""
-    evidence, tokens = result.of(GpuFound).evidence, _streamed(result)[workload].output_tokens
+    evidence, tokens_per_s = result.of(GpuFound).evidence, figure_of(summary, OUTPUT_TOKENS)
+    key = (summary.label, summary.workload, False, None)
     for record in () if evidence is None else evidence.records:
-        if (record.label, record.workload, record.control, record.no_energy) == (label, workload, False, None):
+        if (record.label, record.workload, record.control, record.no_energy) == key:
             gpu = record.inputs.gpu
-            return None if gpu is None or gpu.joules_per_item is None or not tokens else gpu.joules_per_item / tokens
+            if gpu is None or gpu.joules_per_item is None or not tokens_per_s:
+                return None
+            return gpu.joules_per_item * (summary.throughput_per_s or 0.0) / tokens_per_s
     return None

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.stats.percentiles import distribution, percentile, samples_needed
+from loadgen.stats.tails import Round, estimate_tail_ratio
 
 VALUES = st.lists(st.floats(0.001, 1e6), min_size=11, max_size=400)
 
@@ -67,3 +68,15 @@ def test_a_distribution_is_monotone_and_ends_at_one(values: list[float]) -> None
 
 def test_no_samples_have_no_distribution() -> None:
     assert distribution([]) == ()
+
+
+def test_times_of_zero_are_below_all_others_and_half_of_them_have_no_ratio() -> None:
+    """Such as the gaps of an answer whose tokens were all read at once."""
+    times = np.linspace(1.0, 2.0, 200)
+    few = np.where(np.arange(200) < 10, 0.0, times)
+    for values in (times, few):
+        estimate, tails = estimate_tail_ratio([Round(values, 2.0 * times, unit) for unit in range(4)], 0.9, 0.05)
+        assert tails is not None
+        assert estimate.ratio == pytest.approx(2.0, rel=0.01)
+    estimate, tails = estimate_tail_ratio([Round(np.zeros(200), times, 0)], 0.9, 0.05)
+    assert (estimate.ratio, estimate.reason, tails) == (None, "half of a block's values are 0", None)

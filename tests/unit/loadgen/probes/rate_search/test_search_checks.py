@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from loadgen.probes.rate_search_analysis import Trial
-from loadgen.records.run import Workload
+from loadgen.records.run import TokenLimits, Workload
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, write_calibration, write_run
 from tests.unit.loadgen.probes.rate_search.test_searches import RAMP, SLO, climb, search
@@ -113,3 +113,20 @@ def test_requests_that_wait_for_a_connection(tmp_path: Path, lag_ms: float | Non
     assert ceiling_check.ok is ok
     if lag_ms is not None:
         assert ceiling_check.value == pytest.approx(lag_ms / 50.0)
+
+
+@pytest.mark.parametrize(("ttft_ms", "ok"), [(500.0, True), (100.0, False), (None, None)])
+def test_requests_of_a_language_model_may_wait_for_a_share_of_the_first_tokens_limit(
+    tmp_path: Path, ttft_ms: float | None, ok: bool | None
+) -> None:
+    limits = TokenLimits(ttft_ms=ttft_ms, tpot_ms=50.0)
+    workload = msgspec.structs.replace(SLO, scenario="goodput", latency_bound_ms=None, limits=limits)
+    trials = [
+        msgspec.structs.replace(trial, send_lag_p99_ms=20.0)
+        for label in ("a", "b")
+        for trial in search(label, 300.0, workload=workload)
+    ]
+    result = analysed(tmp_path, workload, trials)
+    (free,) = [entry for entry in result.checks if entry.name == "connections_free"]
+    assert free.ok is ok
+    assert "20.0 ms, 4.0 % of the 500 ms" in free.detail or not ok

@@ -37,13 +37,15 @@ def trial(workload: Workload, label: Label, step: int, *, round_: int = 0, cpu: 
     return Trial(**{**fields, **more})  # type: ignore[arg-type]
 
 
-def search(label: Label, capacity: float, *, round_: int = 0, cpu: float = 0.5) -> list[Trial]:
+def search(
+    label: Label, capacity: float, *, round_: int = 0, cpu: float = 0.5, workload: Workload = SLO
+) -> list[Trial]:
     steps: list[Trial] = []
     rate_search = RateSearch(20.0, lowest=459 / 60)
     while (rate := rate_search.next_rate) is not None:
         held = rate <= capacity
         steps.append(
-            trial(SLO, label, len(steps), round_=round_, cpu=cpu, rate_per_s=rate, held=held, planned=459, late=0)
+            trial(workload, label, len(steps), round_=round_, cpu=cpu, rate_per_s=rate, held=held, planned=459, late=0)
         )
         rate_search.record(held)
     return steps
