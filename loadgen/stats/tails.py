@@ -50,8 +50,8 @@ _DIGITS = 6
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Samples of both arms from one round, none below 0. `unit` numbers the independent unit: the round itself, or its start
-    of the servers."""
+    """Samples of both arms from one round, none below 0. `unit` numbers the independent unit: the round itself, or its
+    start of the servers."""
 
     a: Values
     b: Values
