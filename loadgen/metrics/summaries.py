@@ -18,6 +18,7 @@ from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.registry import (
     ACHIEVED_RATE,
     METRICS,
+    OUTPUT_TOKENS,
     THROUGHPUT,
     Metric,
     OpenLoopSummary,
@@ -228,6 +229,12 @@ def figure_of(summary: BlockSummary | WorkloadSummary, metric: Metric) -> float 
         value: float | None = attrgetter(metric.field)(summary)
         return value
     return None if summary.figures is UNSET else summary.figures.get(metric.name)
+
+
+def tokens_per_answer(summary: WorkloadSummary) -> float | None:
+    """Output tokens of an answer of a language model, on average; None where none were counted."""
+    tokens_per_s = figure_of(summary, OUTPUT_TOKENS)
+    return tokens_per_s / summary.throughput_per_s if tokens_per_s and summary.throughput_per_s else None
 
 
 def without_field_in(summaries: Sequence[BlockSummary | WorkloadSummary]) -> list[Metric]:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from loadgen.engine_matrix.analyse import has_copies
 from loadgen.engine_matrix.records import ConfigurationResult, Estimate, Matrix, shape_text
 from loadgen.experiment.schedule import request_shape
-from loadgen.metrics.summaries import WorkloadSummary
+from loadgen.metrics.summaries import WorkloadSummary, tokens_per_answer
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.ranking.records import (
@@ -297,13 +297,13 @@ def _token_point(
     rate, tpot = figures.get("output_tokens_per_s"), figures.get("tpot")
     if not rate:
         return None, "no tokens were counted"
-    joules = _joules(result, label, workload.name)
+    joules, tokens = _joules(result, label, workload.name), tokens_per_answer(summary)
     return Point(
         name=workload.name,
         kind="open" if workload.is_open else "closed",
         items_per_second=Estimate.of(rate, intervals.get("output_tokens_per_s")),
         latency_ms=None if tpot is None else Estimate.of(tpot, intervals.get("tpot")),
-        joules_per_item=None if joules is None else joules.scaled((summary.throughput_per_s or 0.0) / rate),
+        joules_per_item=None if joules is None or tokens is None else joules.scaled(1 / tokens),
         first_token_ms=figures.get("ttft"),
         tpot_ms=tpot,
         tpot_p95_ms=figures.get("tpot_p95"),

@@ -18,8 +18,9 @@ from urllib.parse import urlsplit
 from loadgen.documents import is_stored, one_line, stored_path
 from loadgen.engine_matrix.records import CellResult, Estimate, Matrix
 from loadgen.metrics.registry import METRICS
-from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
+from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of, tokens_per_answer
 from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.records.run import Environment
 from loadgen.verdict.result import FILE_NAME, Result
 
@@ -33,7 +34,7 @@ _MOST_PARAMS, _MOST_METRICS = 100, 1000
 """MLflow's limits of one call."""
 _FORBIDDEN = re.compile(r"[^\w\-. /]+", re.ASCII)
 Logged = tuple[str, float, int]
-"""Name and value of one number, and its step: the batch size in a matrix, else 0."""
+"""Name and value of one number, and its step: the batch size in a matrix, the round of a search, else 0."""
 Nested = tuple[str, dict[str, object], list[Logged]]
 """Name, parameters and numbers of a nested run."""
 
@@ -110,6 +111,7 @@ def export_matrix(uri: str, matrix: Matrix, folder: Path) -> str:
 def _arms(result: Result) -> Iterator[Nested]:
     """Each arm: what it ran as, and its figures in every workload."""
     evidence = result.of(GpuFound).evidence
+    tokens = {(s.label, s.workload): tokens_per_answer(s) for s in result.summaries}
     for arm in result.arms:
         params: dict[str, object] = {
             "label": arm.label, "title": arm.title, "target": arm.target, "server": arm.server_name,
@@ -123,6 +125,13 @@ def _arms(result: Result) -> Iterator[Nested]:
             joules = None if gpu is None or record.control or record.no_energy is not None else gpu.joules_per_item
             if record.label == arm.label and joules is not None:
                 metrics.append((f"joules_per_item.{record.workload or 'all'}", joules, 0))
+                if record.workload is not None and (answer := tokens.get((arm.label, record.workload))):
+                    metrics.append((f"joules_per_token.{record.workload}", joules / answer, 0))
+        metrics += [
+            (f"{rate.metric}.{rate.workload}", rate.rate_per_s, rate.round)
+            for rate in result.of(RatesFound).rates
+            if rate.label == arm.label and rate.rate_per_s is not None
+        ]
         yield f"{arm.label} {arm.title}", params, metrics
 
 
@@ -144,6 +153,11 @@ def _cell(cell: CellResult) -> Iterator[Logged]:
         "items_per_second": cell.items_per_second, "latency_ns": cell.latency_ns, "call_ns": cell.call_ns,
         "speedup": cell.speedup, "joules_per_item": cell.joules_per_item, "sustained_ns": cell.sustained_ns,
     }  # fmt: skip
+    if cell.generation is not None:
+        estimates |= {
+            "first_token_ns": cell.generation.first_token_ns,
+            "prompt_tokens_per_second": cell.generation.prompt_tokens_per_second,
+        }
     for name, estimate in estimates.items():
         if estimate is not None:
             yield from _estimate(f"{name}{at}", estimate, cell.batch)

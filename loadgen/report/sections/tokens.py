@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.metrics.registry import GOOD_SHARE, GOODPUT, METRICS, OUTPUT_TOKENS, TPOT, TTFT, Metric
-from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
+from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of, tokens_per_answer
 from loadgen.metrics.tokens import per_million
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.rate_search_analysis import RatesFound
@@ -86,6 +86,7 @@ def _step_table(result: Result) -> doc.Table:
         (*doc.names("scenario", "arm"), *doc.numbers("steps", "ms per step", "served ÷ engine")),
         rows,
         title="Steps of the engines",
+        grouped=True,
         caption="One forward pass for all requests at that moment, by the server's statistics; others report none. "
         "Served ÷ engine: the share of a closed loop's time in which a step ran; the rest passed between steps.",
     )
@@ -293,14 +294,13 @@ def costs(result: Result) -> doc.Section | None:
         served = [
             (speed, s)
             for s in result.summaries
-            if s.label == label and s.workload in workloads and s.throughput_per_s
-            and (speed := figure_of(s, OUTPUT_TOKENS))
+            if s.label == label and s.workload in workloads and (speed := figure_of(s, OUTPUT_TOKENS))
         ]  # fmt: skip
         speed, fullest = max(served, key=lambda entry: entry[0], default=(0.0, None))
         good = [
-            rate * speed / (s.throughput_per_s or speed)
-            for speed, s in served
-            if (rate := figure_of(s, GOODPUT)) and workloads[s.workload].is_open
+            rate * tokens
+            for _, s in served
+            if (rate := figure_of(s, GOODPUT)) and (tokens := tokens_per_answer(s)) and workloads[s.workload].is_open
         ]
         searched = _goodput_tokens_per_s(result, label)
         joules = None if fullest is None else _joules_per_token(result, fullest)
@@ -349,12 +349,10 @@ def _goodput_tokens_per_s(result: Result, label: Label) -> float | None:
 
 def _joules_per_token(result: Result, summary: WorkloadSummary) -> float | None:
     """Energy of the GPU for one output token; None where none was measured."""
-    evidence, tokens_per_s = result.of(GpuFound).evidence, figure_of(summary, OUTPUT_TOKENS)
+    evidence, tokens = result.of(GpuFound).evidence, tokens_per_answer(summary)
     key = (summary.label, summary.workload, False, None)
     for record in () if evidence is None else evidence.records:
         if (record.label, record.workload, record.control, record.no_energy) == key:
             gpu = record.inputs.gpu
-            if gpu is None or gpu.joules_per_item is None or not tokens_per_s:
-                return None
-            return gpu.joules_per_item * (summary.throughput_per_s or 0.0) / tokens_per_s
+            return None if gpu is None or gpu.joules_per_item is None or not tokens else gpu.joules_per_item / tokens
     return None

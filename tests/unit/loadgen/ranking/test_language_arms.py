@@ -62,7 +62,8 @@ def test_tokens_their_times_and_what_they_cost(result: Result) -> None:
     points = {point.name: point for point in option.points}
     alone = points["single"]
     assert alone.items_per_second.value == pytest.approx(64 / (0.030 + 63 * 0.008), rel=0.05)
-    assert (alone.first_token_ms, alone.tpot_ms) == (pytest.approx(30.0, rel=0.1), pytest.approx(8.0, rel=0.1))
+    assert alone.first_token_ms == pytest.approx(30.0, rel=0.1)
+    assert alone.tpot_ms == pytest.approx(8.0, rel=0.1)
     assert alone.latency_ms is not None
     assert alone.latency_ms.value == alone.tpot_ms
     goodput = points["goodput(ttft=60ms,tpot=20ms)"]

@@ -16,13 +16,15 @@ from typer.testing import CliRunner
 
 from loadgen.cli import output
 from loadgen.cli.report import report
+from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.report import mlflow
 from loadgen.report.contents import result_document
 from loadgen.report.mlflow import MlflowExportError, check_mlflow, export_matrix, export_result, key_of
 from loadgen.verdict.result import read_result
 from tests.synthetic_matrix import cell, configuration, matrix
 
-RESNET = Path(__file__).resolve().parents[4] / "docs/results/2026-11-22-h200-models/resnet50"
+RESULTS = Path(__file__).resolve().parents[4] / "docs/results"
+RESNET = RESULTS / "2026-11-22-h200-models/resnet50"
 INSTALLED = importlib.util.find_spec("mlflow") is not None
 needs_mlflow = pytest.mark.skipif(not INSTALLED, reason="needs mlflow-skinny: pip install 'abserve[mlflow]'")
 HAS_DATABASE = all(importlib.util.find_spec(name) is not None for name in ("sqlalchemy", "alembic"))
@@ -122,6 +124,20 @@ def test_every_figure_of_a_comparison_is_exported(monkeypatch: pytest.MonkeyPatc
             assert values[f"throughput_per_s.{summary.workload}"] == summary.throughput_per_s
             assert values[f"p99_ms.{summary.workload}"] == summary.latency.p99_ms
         assert values["joules_per_item.single"] > 0
+
+
+def test_the_rates_of_searches_are_exported_by_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = written(monkeypatch)
+    result = read_result(RESULTS / "2026-11-20-h200/cold-start/result.json")
+    export_result("runs", result, RESNET)
+    for _, about, metrics in calls[0][-1]:
+        found = {
+            (f"slo_rate.{rate.workload}", rate.rate_per_s, rate.round)
+            for rate in result.of(RatesFound).rates
+            if rate.label == about["label"]
+        }
+        assert found
+        assert found <= set(metrics)
 
 
 def test_every_cell_of_a_matrix_is_exported_by_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
