@@ -136,7 +136,8 @@ class Run:
         `arm`, `round`, `restart` and `block` say where it belongs, and `complete` whether its block was compared. Times
         are nanoseconds of the load generator's clock, and `latency_ns` counts from the intended start. `error` is the
         reason of a failure, and None for a good answer. The other columns are those of the sample files
-        (docs/result-format.md). Raises `AbserveError` for an unknown workload, and for a run without samples.
+        (docs/result-format.md). Of a language model there are also `output_tokens`, `chunks`, `ttft_ms`, `tpot_ms`
+        and `worst_gap_ms`. Raises `AbserveError` for an unknown workload, and for a run without samples.
         """
         import numpy as np
 
@@ -217,7 +218,9 @@ def _requests(block: StoredBlock) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
     """The columns of the requests of a block, if it has any."""
     import numpy as np
 
-    record, samples = block.record, block.samples
+    from loadgen.metrics.tokens import samples_of
+
+    record, samples = block.record, samples_of(block)
     if samples is None or not len(samples):
         return
     assert samples.dtype.names is not None
@@ -232,7 +235,7 @@ def _requests(block: StoredBlock) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
     columns = {
         name: np.full(len(samples), value, object if isinstance(value, str) else None) for name, value in place.items()
     }
-    columns |= {name: samples[name] for name in samples.dtype.names}
+    columns |= {name: samples[name] for name in samples.dtype.names if name not in ("due", "gaps_ms")}
     columns["error"] = np.array([messages[number] for number in samples["error"]], object)
     columns["latency_ns"] = samples["end_ns"] - samples["intended_ns"]
     yield columns

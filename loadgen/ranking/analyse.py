@@ -306,7 +306,6 @@ def _token_point(
         joules_per_item=None if joules is None or tokens is None else joules.scaled(1 / tokens),
         first_token_ms=figures.get("ttft"),
         tpot_ms=tpot,
-        tpot_p95_ms=figures.get("tpot_p95"),
         tpot_p99_ms=figures.get("tpot_p99"),
     ), ""
 

@@ -96,17 +96,16 @@ class Point(Record, frozen=True, kw_only=True):
     items_per_second: Estimate
     latency_ms: Estimate | None
     """Of a matrix: one batch. Of a comparison: p99 of a request, from its intended start; of a rate search the highest
-    p99 among the trials at the rates found. Of tokens: the median time from one to the next, of a server that of its
-    answers' means (TPOT)."""
+    p99 among the trials at the rates found. Of tokens: the time from one to the next (TPOT), of an engine the median
+    step, of a server the mean over its answers."""
     joules_per_item: Estimate | None = None
     first_token_ms: float | None = None
-    """Of tokens: the median time to the first one; of an engine to that of the last request of a batch."""
+    """Of tokens: the time to the first one; of an engine the median to that of the last request of a batch, of a server
+    the mean over its answers, ..."""
     tpot_ms: float | None = None
-    """Of tokens: the median time from one to the next, ..."""
-    tpot_p95_ms: float | None = None
-    """... its p95, where the run has it, ..."""
+    """... the time from one to the next, as `latency_ms`, ..."""
     tpot_p99_ms: float | None = None
-    """... and its p99; of an engine those of steps, of a server those of answers."""
+    """... and its p99; of an engine that of steps, of a server that of answers."""
 
 
 class Work(Record, frozen=True, kw_only=True):

@@ -195,7 +195,7 @@ def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | No
     unit = per_second(group.work.item)
     latency = "batch latency" if group.work.source == "engines" else "p99 latency"
     if group.work.item == TOKEN:
-        latency = "time of a step" if group.work.source == "engines" else "median TPOT"
+        latency = "time of a step" if group.work.source == "engines" else "TPOT"
     several = len({option.result for option in group.options}) > 1
     names = [(option.name, option.machine) for option in group.options]
     loads = {frozenset(point.name for point in option.points) for option in group.options}
@@ -222,14 +222,14 @@ def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | No
     tokens = doc.Table(
         (
             *doc.names("option", "machine", "at"),
-            *doc.numbers(unit, "first token, ms", "TPOT, ms", "p95, ms", "p99, ms"),
+            *doc.numbers(unit, "first token, ms", "TPOT, ms", "p99 TPOT, ms"),
         ),
         [
             (
                 _titled(option, names), option.machine, point.name, measured(point.items_per_second.value, None),
                 *(
                     "" if figure is None else measured(figure, None)
-                    for figure in (point.first_token_ms, point.tpot_ms, point.tpot_p95_ms, point.tpot_p99_ms)
+                    for figure in (point.first_token_ms, point.tpot_ms, point.tpot_p99_ms)
                 ),
             )
             for option in group.options
@@ -237,8 +237,8 @@ def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | No
         ],
         title="Every point",
         grouped=True,
-        caption="TPOT: the time from one token to the next. Of a server the median, p95 and p99 of its answers; of an "
-        "engine alone those of its steps.",
+        caption="TPOT: the time from one token to the next. Of a server the mean over its answers; of an engine alone "
+        "the median step.",
     )  # fmt: skip
     yield doc.section(
         describe_work(group.work),
@@ -459,7 +459,7 @@ def _csv(ranking: RankResult) -> doc.Section | None:
     price = ("currency", "price_per_hour", "price_kind", "provider", "price_date")
     options: list[tuple[doc.Value, ...]] = []
     points: list[tuple[doc.Value, ...]] = []
-    tokens = ("first_token_ms", "tpot_ms", "tpot_p95_ms", "tpot_p99_ms")
+    tokens = ("first_token_ms", "tpot_ms", "tpot_p99_ms")
     for group in ranking.groups:
         work_values = tuple(getattr(group.work, name) for name in _ROWS_OF_WORK)
         for option in group.options:

@@ -58,8 +58,8 @@ def token_table(result: Result) -> doc.Section | None:
     )
     caption = (
         "TTFT: from the moment a request fell due to its first token. TPOT: time per output token after the first "
-        "chunk. Worst gap: the longest wait between two chunks of an answer. Gap: between two tokens, as a reader "
-        "sees them."
+        "chunk. Both are means over the answers. Worst gap: the longest wait between two chunks of an answer. Gap: "
+        "between two tokens, as a reader sees them."
     )
     if any(workload.limits for workload in workloads.values()):
         limits = dict.fromkeys(str(workload.limits) for workload in workloads.values() if workload.limits)

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import abserve
 from loadgen.metrics.tokens import per_million
 from loadgen.records.run import TokenLimits
 from loadgen.report.contents import result_document
@@ -87,6 +88,16 @@ def test_a_million_tokens_have_a_price(document: Document) -> None:
     full, good = (float(str(table.rows[0][place])) for place in (3, 5))  # type: ignore[union-attr]
     assert full == pytest.approx(per_million(3.6, 1090.0), rel=0.05)
     assert good == pytest.approx(per_million(3.6, 2.0 * 64), rel=0.05)
+
+
+def test_samples_have_their_tokens(tmp_path: Path) -> None:
+    folder = write_language_run(tmp_path, LanguagePlan(users=(1,), pairs=2, answers=4))
+    (first, *_) = samples = abserve.load(folder).samples("single").to_dicts()
+    assert len(samples) == 2 * 2 * 4
+    assert (first["output_tokens"], first["chunks"], first["asked"], first["error"]) == (64, 64, 64, None)
+    assert first["ttft_ms"] == pytest.approx(30.0, rel=0.2)
+    assert first["tpot_ms"] == pytest.approx(8.0, rel=0.2)
+    assert first["worst_gap_ms"] > first["tpot_ms"]
 
 
 def test_the_result_is_read_back_as_it_was(result: Result, tmp_path: Path) -> None:
