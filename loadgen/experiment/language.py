@@ -21,12 +21,12 @@ from loadgen.experiment.settings import LANGUAGE_USERS, SMOKE_BATCH_SIZES, Exper
 from loadgen.records.run import (
     TEXT_TRANSPORTS,
     TOKEN_TRANSPORTS,
+    TRANSPORT_TITLES,
     ArmRequest,
     Experiment,
     Label,
     Scenario,
     TokenTransport,
-    Transport,
     Workload,
     option_of,
     shown,
@@ -40,12 +40,6 @@ SPOKEN: Mapping[str, tuple[TokenTransport, ...]] = {
     "vllm": ("completions", "text"),
 }
 """The protocols of the servers that abserve starts; servers at URLs are asked (`loadgen.launch.discovery`)."""
-_TITLES: Mapping[Transport, str] = {
-    "completions": "OpenAI's completions",
-    "generate_stream": "Triton's generate_stream",
-    "text": "OpenAI's completions of text",
-    "chat": "OpenAI's chat",
-}
 SHORT, LONG = (32, 64), (128, 128)
 """Tokens of a prompt and of its answer on a CPU, and of a single user's on a GPU."""
 CONCURRENT = (256, 256)
@@ -164,7 +158,7 @@ def _spoken_by(arm: ArmRequest) -> tuple[TokenTransport, ...]:
 
 def protocol_in_words(experiment: Experiment) -> str:
     """Which protocol the arms get, for the first screen."""
-    spoken = {shown(arm.label): _TITLES.get(experiment.transport_of(arm), "") for arm in experiment.arms}
+    spoken = {shown(arm.label): TRANSPORT_TITLES[experiment.transport_of(arm)] for arm in experiment.arms}
     if len(titles := set(spoken.values())) == 1:
         kind = "text" if experiment.transport in TEXT_TRANSPORTS else "token ids"
         return f"all arms get prompts as {kind} over {titles.pop().removesuffix(' of text')}"

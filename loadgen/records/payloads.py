@@ -102,7 +102,9 @@ def inputs_in_brief(about: Mapping[str, str | int], swept: Iterable[int] = ()) -
     Empty if nothing was recorded."""
     kind = str(about.get("kind", ""))
     if "token_lengths" in about:
-        return f"{kind} of {about['token_lengths']} tokens"
+        lengths, trace = about["token_lengths"], about.get("trace")
+        sizes = [f"{lengths} tokens"] if lengths else []
+        return f"{kind} of {' and '.join([*sizes, *([f'the trace {trace}'] if trace else [])])}"
     kind = {"synthetic": "random values", "given": "your own inputs"}.get(kind, kind)
     lengths = ", ".join(map(str, sorted(set(swept))))
     if not lengths and "length_max" in about:

@@ -43,6 +43,10 @@ prompts as text instead of ids OpenAI's completions again, and its chat."""
 TEXT_TRANSPORTS: tuple[TokenTransport, ...] = ("text", "chat")
 ID_TRANSPORTS: tuple[TokenTransport, ...] = ("completions", "generate_stream")
 Transport = Literal[TensorTransport, TokenTransport]
+TRANSPORT_TITLES: Mapping[Transport, str] = {
+    "http": "HTTP", "grpc": "gRPC", "shm": "shared memory", "completions": "OpenAI's completions",
+    "generate_stream": "Triton's generate_stream", "text": "OpenAI's completions of text", "chat": "OpenAI's chat",
+}  # fmt: skip
 
 
 def is_token_transport(transport: Transport) -> TypeGuard[TokenTransport]:

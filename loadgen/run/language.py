@@ -99,7 +99,8 @@ def prompt_plan(experiment: Experiment, info: LanguageModelInfo | None) -> Promp
 
 def describe_prompts(plan: PromptPlan) -> dict[str, str | int]:
     """A description for the stored record of the machine and its inputs."""
-    lengths = sorted({(shape.prompt_tokens, shape.output_tokens) for shape in plan.shapes})
+    shapes = [shape for shape in plan.shapes if plan.trace is None or shape != plan.trace.longest()]
+    lengths = sorted({(shape.prompt_tokens, shape.output_tokens) for shape in shapes})
     described: dict[str, str | int] = {
         "kind": "prompts",
         "item": "request",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
 
 import loadgen.report.document as doc
 from loadgen.metrics.comparisons import leading_comparisons
@@ -12,7 +13,7 @@ from loadgen.quantities import counted, join, sentence, share
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.model_config import padding_in_effect
 from loadgen.records.payloads import inputs_in_brief
-from loadgen.records.run import ArmRecord, Experiment, shown
+from loadgen.records.run import TRANSPORT_TITLES, ArmRecord, Experiment, shown
 from loadgen.report.charts import arm_style, base_and_arm, several
 from loadgen.report.sections.checks import check_rows, counts, style_of_check
 from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
@@ -26,10 +27,6 @@ from loadgen.verdict.result import Result
 MOST_FAILED = 4
 """Most failed checks that a terminal shows with the verdict; all of them are in their own section."""
 MOST_TITLES = 3
-TRANSPORTS = {
-    "http": "HTTP", "grpc": "gRPC", "shm": "shared memory", "completions": "OpenAI's completions",
-    "generate_stream": "Triton's generate_stream", "text": "OpenAI's completions of text", "chat": "OpenAI's chat",
-}  # fmt: skip
 
 
 def verdict(result: Result) -> doc.Section | None:
@@ -80,7 +77,7 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
     described = result.environment.inputs if result.environment else {}
     swept = [workload.sequence_length for workload in experiment.workloads if workload.sequence_length is not None]
     sent = f"{inputs_in_brief(described, swept)} as {' and '.join(experiment.payloads)}".removeprefix(" as ")
-    second = [f"{sent} over {TRANSPORTS[experiment.transport]}"]
+    second = [f"{sent} over {TRANSPORT_TITLES[experiment.transport]}"]
     if experiment.is_language:
         second = [_prompts_in_brief(experiment)]
     elif sizes:
@@ -98,10 +95,12 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
 
 
 def _prompts_in_brief(experiment: Experiment) -> str:
-    """ "random prompts of 32 tokens, answers of 64, over OpenAI's completions" """
-    lengths = {(w.prompt_tokens, w.output_tokens) for w in experiment.workloads if w.output_tokens is not None}
-    protocols = {TRANSPORTS[experiment.transport_of(arm)]: None for arm in experiment.arms}
-    sizes = [f"prompts of {prompt:,} tokens and answers of {output:,}" for prompt, output in sorted(lengths) if prompt]
+    """ "prompts of 32 tokens and answers of 64 over OpenAI's completions" """
+    streamed = [workload for workload in experiment.workloads if workload.is_streamed]
+    lengths = {(w.prompt_tokens or 0, w.output_tokens or 0) for w in streamed if w.trace is None}
+    protocols = {TRANSPORT_TITLES[experiment.transport_of(arm)]: None for arm in experiment.arms}
+    sizes = [f"prompts of {prompt:,} tokens and answers of {output:,}" for prompt, output in sorted(lengths)]
+    sizes += [f"the prompts of {PurePath(w.trace).name}" for w in streamed if w.trace is not None]
     return f"{', '.join(sizes) or 'prompts'} over {join(list(protocols))}"
 
 

@@ -6,10 +6,12 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from loadgen.client.inputs import InputError
 from loadgen.experiment.prompts import UNKNOWN_IDS, PromptShape
+from loadgen.records.payloads import inputs_in_brief
 from loadgen.records.run import Experiment, Workload
 from loadgen.run.language import describe_model, describe_prompts, model_info, probe_prompts, prompt_plan
 from loadgen.run.storage import RunError
@@ -74,6 +76,16 @@ def test_prompts_of_an_unknown_model_have_ids_that_every_tokenizer_has() -> None
     assert {len(prompt) for prompt in prompts} == {16}
     assert all(UNKNOWN_IDS[0] <= number <= UNKNOWN_IDS[1] for prompt in prompts for number in prompt)
     assert describe_prompts(plan)["token_lengths"] == "8 → 4, 16 → 4"
+
+
+def test_a_trace_is_named_beside_the_lengths_of_the_other_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 60, "output_length": 6}\n' * 2)
+    both = language_experiment((8, 4), (60, 6))
+    replayed = msgspec.structs.replace(both.workloads[1], trace=str(path), arrivals="trace", rate_per_s=1.0)
+    for workloads, words in (((both.workloads[0], replayed), "8 → 4 tokens and "), ((replayed,), "")):
+        plan = prompt_plan(msgspec.structs.replace(both, workloads=workloads), None)
+        assert inputs_in_brief(describe_prompts(plan)) == f"prompts of {words}the trace {path}"
 
 
 def test_every_arm_and_workload_has_its_share_of_what_is_judged() -> None:
