@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from servers.language.engine import Emission, GeneratingEngine
+from servers.language.engine import Emission, GeneratingEngine, GenerationRequest
 from servers.language.module import build_module
 from servers.language.specification import LanguageModel, language_model
 
@@ -46,10 +48,15 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def generated(model: LanguageModel, prompt: Sequence[int], length: int, module: Any = None) -> list[int]:
+def model_of(name: str, folder: Path) -> LanguageModel:
+    """The small model of one of the architectures."""
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    return language_model(f"language:{folder}")
+
+
+def generated(module: Any, prompt: Sequence[int], length: int) -> list[int]:
     """The greedy answer of transformers, without regard to EOS."""
-    module = module or build_module(model)
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=module.device)
     answer = module.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, eos_token_id=None,
         pad_token_id=0,
@@ -67,7 +74,7 @@ def tiny() -> LanguageModel:
 def expected() -> list[list[int]]:
     """The answers of tiny to the prompts."""
     module = build_module(tiny())
-    return [generated(tiny(), prompt, LONGEST, module) for prompt in PROMPTS]
+    return [generated(module, prompt, LONGEST) for prompt in PROMPTS]
 
 
 class Answers:
@@ -91,3 +98,16 @@ def finish(engine: GeneratingEngine, answers: Answers) -> Answers:
             return answers
         answers.take(engine.step())
     raise AssertionError("the engine never became idle")
+
+
+def assert_generates_as(module: Any, engine: GeneratingEngine, prompts: Sequence[Sequence[int]], length: int) -> None:
+    """The engine's answers are those of the module; later prompts, more than there are slots, are read beside running
+    answers."""
+    prompts = [[token % 900 for token in prompt] for prompt in prompts]
+    answers = Answers()
+    for number, prompt in enumerate(prompts):
+        engine.add(GenerationRequest(number, prompt, length))
+        answers.take(engine.step())
+    finish(engine, answers)
+    assert answers.tokens == {number: generated(module, prompt, length) for number, prompt in enumerate(prompts)}
+    assert len(set(answers.tokens[3])) > 10, "degenerate weights"

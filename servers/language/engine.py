@@ -16,6 +16,7 @@ from servers.engines.factory import interpreter_with
 from servers.engines.settings import EngineError
 from servers.models.specification import choose_from
 from servers.protocol.errors import InvalidRequestError
+from servers.protocol.tensors import TensorSpec
 
 GENERATING_ENGINES: Mapping[str, str] = {
     "slots": "servers.language.slots:SlotsEngine",
@@ -29,6 +30,18 @@ LIBRARIES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "jax": (("jax",), "pip install 'jax[cuda13]', or pip install jax for a CPU")
 }
 """By engine, what it needs beside torch and transformers, and the command that installs it."""
+GENERATE_INPUTS = (
+    TensorSpec("input_ids", "INT32", (-1,)),
+    TensorSpec("max_tokens", "INT32", (1,)),
+    TensorSpec("ignore_eos", "BOOL", (1,)),
+)
+GENERATE_OUTPUTS = (
+    TensorSpec("token_ids", "INT32", (-1,)),
+    TensorSpec("prompt_tokens", "INT32", (1,)),
+    TensorSpec("finish_reason", "BYTES", (1,)),
+)
+"""The tensors of a language model in Triton's generate extension, without a batch dimension."""
+OPTIONAL_INPUTS = ("ignore_eos",)
 MAX_LENGTH = 4096
 """Where no length is asked for: a model may allow far more, but memory is reserved for every slot."""
 PRECISIONS = ("fp32", "bf16", "fp16")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from servers.engines.interface import EngineDescription
-from servers.language.engine import GenerationRequest, check_request
+from servers.language.engine import GENERATE_INPUTS, GENERATE_OUTPUTS, GenerationRequest, check_request
 from servers.native.errors import (
     INTERNAL_ERROR,
     FailureLog,
@@ -60,7 +60,6 @@ from servers.native.token_events import (
 from servers.native.token_requests import TokenRequest, parse_completion, parse_generate
 from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
 from servers.protocol.records import ModelSignature
-from servers.protocol.tensors import TensorSpec
 
 log = FailureLog("abserve.front")
 
@@ -76,21 +75,7 @@ NUMBERS_PER_FRONT_END = 2**40
 
 def language_signature(name: str) -> ModelSignature:
     """The tensors of a language model, as Triton's generate extension has them."""
-    return ModelSignature(
-        name,
-        VERSION,
-        (
-            TensorSpec("input_ids", "INT32", (-1,)),
-            TensorSpec("max_tokens", "INT32", (1,)),
-            TensorSpec("ignore_eos", "BOOL", (1,)),
-        ),
-        (
-            TensorSpec("token_ids", "INT32", (-1,)),
-            TensorSpec("prompt_tokens", "INT32", (1,)),
-            TensorSpec("finish_reason", "BYTES", (1,)),
-        ),
-        max_batch_size=0,
-    )
+    return ModelSignature(name, VERSION, GENERATE_INPUTS, GENERATE_OUTPUTS, max_batch_size=0)
 
 
 class AnswerSink(Protocol):

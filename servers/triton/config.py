@@ -24,6 +24,7 @@ from servers.engines.interface import EngineDescription
 from servers.engines.padding import pad_to_text, parse_pad_to
 from servers.engines.processors import cuda_index
 from servers.engines.settings import EngineSettings, parse_spinning
+from servers.language.engine import GENERATE_INPUTS, GENERATE_OUTPUTS, OPTIONAL_INPUTS
 from servers.models.images import MAX_PIXELS, DecodingSettings
 from servers.models.registry import DEFAULT_MODEL
 from servers.models.specification import ModelSpecification
@@ -293,16 +294,8 @@ backend: "python"
 # The engine batches tokens by itself, so that Triton has nothing to merge: no batch dimension, and no batcher.
 max_batch_size: 0
 model_transaction_policy {{ decoupled: true }}
-input [
-  {{ name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] }},
-  {{ name: "max_tokens" data_type: TYPE_INT32 dims: [ 1 ] }},
-  {{ name: "ignore_eos" data_type: TYPE_BOOL dims: [ 1 ] optional: true }}
-]
-output [
-  {{ name: "token_ids" data_type: TYPE_INT32 dims: [ -1 ] }},
-  {{ name: "prompt_tokens" data_type: TYPE_INT32 dims: [ 1 ] }},
-  {{ name: "finish_reason" data_type: TYPE_STRING dims: [ 1 ] }}
-]
+input [ {", ".join(map(_whole_tensor, GENERATE_INPUTS))} ]
+output [ {", ".join(map(_whole_tensor, GENERATE_OUTPUTS))} ]
 # One instance is one process with one engine, whose loop generates for all requests.
 instance_group [ {{ {group} }} ]
 # The model compares these with the settings of its engine.
@@ -367,6 +360,12 @@ def _signature(specification: ModelSpecification, *, ragged: bool = False) -> st
 def _tensor(tensor: TensorSpec, *, ragged: bool = False) -> str:
     allowed = " allow_ragged_batch: true" if ragged else ""
     return f"{{ name: {quote(tensor.name)} data_type: {_data_type(tensor)} dims: {_dims(tensor)}{allowed} }}"
+
+
+def _whole_tensor(tensor: TensorSpec) -> str:
+    """Of a model without a batch dimension."""
+    optional = " optional: true" if tensor.name in OPTIONAL_INPUTS else ""
+    return f"{{ name: {quote(tensor.name)} data_type: {_data_type(tensor)} dims: {_listed(tensor.shape)}{optional} }}"
 
 
 def _data_type(tensor: TensorSpec) -> str:

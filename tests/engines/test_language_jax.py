@@ -14,7 +14,17 @@ from servers.engines.settings import EngineError
 from servers.language.engine import GenerationRequest, GenerationSettings, make_engine
 from servers.language.module import build_module
 from servers.language.specification import LanguageModel, language_model
-from tests.language_answers import CONFIGS, LONGEST, PROMPTS, Answers, expected, finish, generated, tiny
+from tests.language_answers import (
+    CONFIGS,
+    LONGEST,
+    PROMPTS,
+    Answers,
+    assert_generates_as,
+    expected,
+    finish,
+    model_of,
+    tiny,
+)
 
 pytest.importorskip("jax", reason="JAX is not installed in this environment; run: make test-engines")
 
@@ -34,19 +44,9 @@ def jax_engine(model: LanguageModel, **requested: Any) -> JaxGeneratingEngine:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_architecture_generates_what_transformers_does(name: str, tmp_path: Path) -> None:
-    """More requests than slots, of which some are read beside running answers."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-    model = language_model(f"language:{tmp_path}")
+    model = model_of(name, tmp_path)
     engine = jax_engine(model, slots=2, prefill_chunk=16)
-    prompts = [[token % 900 for token in prompt] for prompt in PROMPTS]
-    answers = Answers()
-    for number, prompt in enumerate(prompts):
-        engine.add(GenerationRequest(number, prompt, LONGEST))
-        answers.take(engine.step())
-    finish(engine, answers)
-    module = build_module(model)
-    assert answers.tokens == {n: generated(model, prompt, LONGEST, module) for n, prompt in enumerate(prompts)}
-    assert len(set(answers.tokens[3])) > 10
+    assert_generates_as(build_module(model), engine, PROMPTS, LONGEST)
     engine.close()
 
 

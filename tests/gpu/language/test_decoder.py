@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,17 +13,13 @@ from servers.language.engine import GenerationRequest, GenerationSettings
 from servers.language.module import build_module
 from servers.language.slots import SlotsEngine
 from servers.language.specification import LanguageModel, language_model
-from tests.language_answers import CONFIGS, PROMPTS, Answers, finish
+from tests.language_answers import PROMPTS, Answers, assert_generates_as, finish, model_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 LENGTH = 24
+BESIDE_A_LONG_ONE = (*PROMPTS, range(1, 101))
 NAMES = ("llama", "llama3-rope", "qwen2-window", "gpt2", "gpt-oss")
-
-
-def model_of(name: str, folder: Path) -> LanguageModel:
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
-    return language_model(f"language:{folder}")
 
 
 def loaded(model: LanguageModel, **requested: Any) -> SlotsEngine:
@@ -34,18 +29,6 @@ def loaded(model: LanguageModel, **requested: Any) -> SlotsEngine:
     return engine
 
 
-def generated(module: Any, prompt: list[int]) -> list[int]:
-    import torch
-
-    ids = torch.tensor([prompt], device="cuda:0")
-    answer = module.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH, do_sample=False, eos_token_id=None,
-        pad_token_id=0,
-    )  # fmt: skip
-    tokens: list[int] = answer[0, len(prompt) :].tolist()
-    return tokens
-
-
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_fp32_answers_are_those_of_transformers(name: str, graphs: bool, tmp_path: Path) -> None:
@@ -53,13 +36,7 @@ def test_fp32_answers_are_those_of_transformers(name: str, graphs: bool, tmp_pat
     engine = loaded(model, precision="fp32", graphs=graphs, max_length=128)
     assert bool(engine.settings()["cuda_graphs"]) == graphs
     module = build_module(model, "cuda:0", "fp32")
-    prompts = [[token % 900 for token in prompt] for prompt in (*PROMPTS, range(1, 101))]
-    answers = Answers()
-    for number, prompt in enumerate(prompts):  # the later ones are read beside the earlier ones
-        engine.add(GenerationRequest(number, prompt, LENGTH))
-        answers.take(engine.step())
-    finish(engine, answers)
-    assert answers.tokens == {number: generated(module, prompt) for number, prompt in enumerate(prompts)}
+    assert_generates_as(module, engine, BESIDE_A_LONG_ONE, LENGTH)
     engine.close()
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from servers.language.engine import GenerationRequest, GenerationSettings, make_engine
+from servers.language.engine import GenerationSettings, make_engine
 from servers.language.module import build_module, count_parameters
 from servers.language.specification import LanguageModel, language_model
-from tests.gpu.language.test_decoder import LENGTH, NAMES, generated, model_of
-from tests.language_answers import PROMPTS, Answers, finish
+from tests.gpu.language.test_decoder import BESIDE_A_LONG_ONE, LENGTH, NAMES
+from tests.language_answers import assert_generates_as, model_of
 
 pytest.importorskip("jax", reason="JAX is not installed in this environment; run: pip install 'jax[cuda13]'")
 
@@ -30,13 +30,7 @@ def test_fp32_answers_of_jax_are_those_of_transformers(name: str, tmp_path: Path
     model = model_of(name, tmp_path)
     engine = loaded(model, precision="fp32", max_length=128)
     module = build_module(model, "cuda:0", "fp32")
-    prompts = [[token % 900 for token in prompt] for prompt in (*PROMPTS, range(1, 101))]
-    answers = Answers()
-    for number, prompt in enumerate(prompts):  # the later ones are read beside the earlier ones
-        engine.add(GenerationRequest(number, prompt, LENGTH))
-        answers.take(engine.step())
-    finish(engine, answers)
-    assert answers.tokens == {number: generated(module, prompt) for number, prompt in enumerate(prompts)}
+    assert_generates_as(module, engine, BESIDE_A_LONG_ONE, LENGTH)
     engine.close()
 
 

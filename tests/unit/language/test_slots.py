@@ -19,7 +19,17 @@ from servers.language.forward import SlotForward, TorchForward
 from servers.language.module import build_module
 from servers.language.slots import SlotsEngine
 from servers.language.specification import LanguageModel, language_model
-from tests.language_answers import CONFIGS, LONGEST, PROMPTS, Answers, expected, finish, generated, tiny
+from tests.language_answers import (
+    CONFIGS,
+    LONGEST,
+    PROMPTS,
+    Answers,
+    assert_generates_as,
+    expected,
+    finish,
+    model_of,
+    tiny,
+)
 
 
 def slots_engine(model: LanguageModel, **requested: Any) -> SlotsEngine:
@@ -34,18 +44,8 @@ def slots_engine(model: LanguageModel, **requested: Any) -> SlotsEngine:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_architecture_generates_what_transformers_does(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-    model = language_model(f"language:{tmp_path}")
-    module = build_module(model)
-    engine = slots_engine(model, slots=4, prefill_chunk=1)
-    prompts = [[token % 900 for token in prompt] for prompt in PROMPTS]
-    answers = Answers()
-    for number, prompt in enumerate(prompts):
-        engine.add(GenerationRequest(number, prompt, LONGEST))
-        answers.take(engine.step())
-    finish(engine, answers)
-    assert answers.tokens == {n: generated(model, prompt, LONGEST, module) for n, prompt in enumerate(prompts)}
-    assert len(set(answers.tokens[3])) > 10  # the weights are no degenerate ones
+    model = model_of(name, tmp_path)
+    assert_generates_as(build_module(model), slots_engine(model, slots=4, prefill_chunk=1), PROMPTS, LONGEST)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 32])
