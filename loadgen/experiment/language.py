@@ -273,52 +273,65 @@ def fitted(
     """The workloads as the time of the load allows, by the seconds that a request takes on each arm, and the names of
     those that it does not allow.
 
-    Blocks end when the slowest arm has its answers. Where the least number of rounds takes too long there are fewer,
-    one per arm at least, so that each comes once in each place; where that is still too much, the workloads that take
-    longest are left out, all but one. `seconds`: of all rounds; None: whatever they take.
+    Blocks end when the slowest arm has its answers. Where the planned rounds take too long there are fewer, but each
+    arm comes once in each place; where that is still too much, the workloads that take longest are left out, all but
+    one. On a GPU fewer rounds have longer blocks, since all blocks of an arm together are the proof that it ran there.
+    `seconds`: of all rounds; None: whatever they take.
     """
-    slowest = {name: max(arms.values()) for name, arms in request_seconds.items()}
-    longer = [_with_time(load, slowest.get(load.name)) for load in workloads]
-    if seconds is None or not any(load.has_blocks for load in longer):
+    longer = [_with_time(load, request_seconds.get(load.name, {})) for load in workloads]
+    blocks = [load for load in longer if load.has_blocks]
+    if seconds is None or not blocks:
         return tuple(longer), ()
-    round_s = {
-        load.name: sum(block_seconds(load, arm_s) for arm_s in request_seconds.get(load.name, {}).values())
-        for load in longer
-        if load.has_blocks
-    }
     arms = max(map(len, request_seconds.values()), default=1)
-    planned = max(load.rounds for load in longer if load.has_blocks)
+    planned = max(load.rounds for load in blocks)
     least = min(planned, math.ceil(max(arms, restarts) / arms) * arms)
-    shortest_s = {name: least * round_s[name] for name in round_s}
-    if gpu:  # the blocks of an arm together last as long as planned, for the GPU's proof
-        shortest_s |= {
-            load.name: max(shortest_s[load.name], arms * planned * load.seconds)
-            for load in longer
-            if load.name in shortest_s
-        }
-    left_out: list[str] = []
-    while len(round_s) > 1 and sum(shortest_s.values()) > seconds:
-        left_out.append(max(shortest_s, key=lambda name: shortest_s[name]))
-        del round_s[left_out[-1]], shortest_s[left_out[-1]]
-    rounds = min(planned, max(least, int(seconds / sum(round_s.values())) // arms * arms))
-    factor = planned / rounds if gpu else 1.0
-    fewer = [
-        msgspec.structs.replace(
-            load,
-            rounds=min(load.rounds, rounds),
-            seconds=load.seconds * factor,
-            max_seconds=load.max_seconds * factor,
-        )
-        if load.has_blocks
-        else load
+    round_s = {load.name: _round_seconds(load, request_seconds.get(load.name, {})) for load in blocks}
+    least_s = {name: least * once_s for name, once_s in round_s.items()}
+    if gpu:
+        least_s |= {load.name: max(least_s[load.name], planned * arms * load.seconds) for load in blocks}
+    kept = _that_fit(least_s, seconds)
+    in_time = int(seconds / sum(round_s[name] for name in kept)) // arms * arms
+    rounds = min(planned, max(least, in_time))
+    stretch = planned / rounds if gpu else 1.0
+    workloads = tuple(
+        _in_rounds(load, rounds, stretch) if load.has_blocks else load
         for load in longer
-    ]
-    return tuple(load for load in fewer if load.name not in left_out), tuple(left_out)
+        if load.name in kept or not load.has_blocks
+    )
+    return workloads, tuple(name for name in _longest_first(least_s) if name not in kept)
 
 
-def _with_time(load: Workload, request_s: float | None) -> Workload:
-    """The workload of a closed loop with time enough for the requests of a block, where one takes so long."""
-    if request_s is None or load.is_open or not math.isfinite(request_s):
+def _round_seconds(load: Workload, request_seconds: Mapping[Label, float]) -> float:
+    """How long a round of a workload takes: one block of each arm."""
+    return sum(block_seconds(load, request_s) for request_s in request_seconds.values())
+
+
+def _longest_first(needed_s: Mapping[str, float]) -> list[str]:
+    return sorted(needed_s, key=lambda name: -needed_s[name])
+
+
+def _that_fit(needed_s: Mapping[str, float], seconds: float) -> list[str]:
+    """The workloads that fit into the time together, the longest left out first; at least the shortest."""
+    kept = _longest_first(needed_s)
+    while len(kept) > 1 and sum(needed_s[name] for name in kept) > seconds:
+        kept.pop(0)
+    return kept
+
+
+def _in_rounds(load: Workload, rounds: int, stretch: float) -> Workload:
+    """The workload with at most so many rounds, and with blocks that last so many times longer."""
+    return msgspec.structs.replace(
+        load,
+        rounds=min(load.rounds, rounds),
+        seconds=load.seconds * stretch,
+        max_seconds=load.max_seconds * stretch,
+    )
+
+
+def _with_time(load: Workload, request_seconds: Mapping[Label, float]) -> Workload:
+    """The workload of a closed loop with time enough for the requests of a block on the slowest arm."""
+    request_s = max(request_seconds.values(), default=math.inf)
+    if load.is_open or not math.isfinite(request_s):
         return load
     needed_s = (math.ceil(load.requests / load.concurrency) + 1) * request_s
     return msgspec.structs.replace(load, max_seconds=max(load.max_seconds, needed_s))
