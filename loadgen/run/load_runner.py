@@ -36,6 +36,9 @@ CLOCK_STEP_SECONDS = 1.0
 """A larger step means that the wall clock was set: NTP adjusts it by far less within a block."""
 WARM_UP_SECONDS = 1.0
 """Least time of the warm-up of each load of a language model, so that a fast server gets several answers per user."""
+MOST_CROWDING = 4.0
+"""More users make an answer at most so many times slower in the estimate of a load: with one answer so slow that it
+outlasts all time left, the three answers of a block on each arm in two rounds would not fit either."""
 _SETTLED_SECONDS = 0.5
 _NS_PER_S = 1e9
 R = TypeVar("R", bound=Record)
@@ -61,20 +64,29 @@ class LoadRunner:
         """The processes of the servers on this machine at the first block; None if they are unknown for one arm."""
         return server_processes(self.arms.values())
 
-    def warm_up(self, workloads: Sequence[Workload]) -> dict[str, dict[Label, float]]:
+    def warm_up(self, workloads: Sequence[Workload], until_s: float | None = None) -> dict[str, dict[Label, float]]:
         """Run every load shape on every arm without storing samples. Returns by workload and arm how many seconds a
-        request takes. Raises `RunError`."""
+        request takes. A load of a language model whose first answers alone would last beyond `until_s`, by
+        `time.monotonic` and what the arm has shown so far, is not run and has that estimate. Raises `RunError`."""
         took: dict[tuple[RequestShape, int], dict[Label, float]] = {}
         shapes = {(request_shape(workload), warm_up_users(workload)): workload for workload in workloads}
         for label in self.arms:
+            before: tuple[RequestShape, int, float] | None = None
             for (shape, users), workload in sorted(shapes.items(), key=lambda entry: _size(*entry[0])):
+                if until_s is not None and before is not None and workload.is_streamed:
+                    expected_s = _expected_s(*before, shape, users)
+                    if monotonic() + expected_s > until_s:
+                        took.setdefault((shape, users), {})[label] = expected_s
+                        continue
                 self.progress.now(f"{shown(label)}: {shape.words}, concurrency {users}")
                 requests = 2 * users if shape.batch_size > 1 or users > 1 else 5
                 load = closed_loop(users, requests, max_seconds=60.0, of=workload)
                 if workload.is_streamed:  # one answer per user of a slow server may take longer than all the others
                     load = closed_loop(users, users, seconds=WARM_UP_SECONDS, max_seconds=60.0, of=workload)
                 outcome = self.unstored(f"warm-up of arm {label}", label, load)
-                took.setdefault((shape, users), {})[label] = users / (outcome.requests_per_s or math.inf)
+                request_s = users / (outcome.requests_per_s or math.inf)
+                before = shape, users, request_s
+                took.setdefault((shape, users), {})[label] = request_s
         return {workload.name: took[request_shape(workload), warm_up_users(workload)] for workload in workloads}
 
     def unstored(self, title: str, label: Label, load: Workload) -> BlockOutcome:
@@ -287,6 +299,12 @@ def _cut_short(title: str, reason: str, arm: Arm) -> RunError:
 def _wall_clock_ahead_ns() -> int:
     """The wall clock minus the monotonic clock, which changes only when the wall clock is set."""
     return time_ns() - perf_counter_ns()
+
+
+def _expected_s(shape: RequestShape, users: int, request_s: float, next_shape: RequestShape, next_users: int) -> float:
+    """Seconds of an answer at the next load on an arm that batches nothing, by those at a smaller load."""
+    more_users = min(next_users / users, MOST_CROWDING)
+    return request_s * more_users * (next_shape.output_tokens or 1) / (shape.output_tokens or 1)
 
 
 def _size(shape: RequestShape, users: int) -> tuple[int, ...]:

@@ -228,7 +228,8 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
     if first:
         context.prepare_bodies(batch_sizes)
     began = monotonic()
-    by_arm = context.load_runner().warm_up(workloads)
+    until_s = context.load_deadline() if first and context.experiment.minutes is not None else None
+    by_arm = context.load_runner().warm_up(workloads, until_s)
     context.forecast.request_s = by_arm
     took = {name: max(arms.values()) for name, arms in by_arm.items()}
     alone_s = min(
