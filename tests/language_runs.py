@@ -22,6 +22,7 @@ from loadgen.records.run import (
     Environment,
     Experiment,
     RunState,
+    StageTotals,
     TokenLimits,
     TokenTransport,
     Workload,
@@ -140,7 +141,8 @@ def write_language_run(directory: Path, plan: LanguagePlan | None = None) -> Pat
                     requests=len(samples), items=len(samples) - failed, errors=failed,
                     error_messages=("the answer has 60 tokens instead of 64",) if failed else (),
                     generator_cpu_ns=int(rows.events["tokens"].sum()) * 9_000, server_cpu_ns=int(end_ns - clock_ns),
-                    stages=None, complete=True, reconnects=0, transport=experiment.transport_of(experiment.arm(label)),
+                    stages=_counted(len(samples) - failed), complete=True, reconnects=0,
+                    transport=experiment.transport_of(experiment.arm(label)),
                     offered=len(samples) if workload.is_open else None,
                     due_span_ns=int(np.ptp(samples["intended_ns"])) if workload.is_open else None,
                     machine=machine(end_ns - clock_ns), generator_waited_ns=(end_ns - clock_ns) // 100,
@@ -199,6 +201,14 @@ def _chunks(arm: TokenArm, users: int, rng: np.random.Generator, speed: float) -
         chunks.append((at_ms, size))
         left -= size
     return chunks
+
+
+def _counted(answers: int) -> StageTotals:
+    """A server that counts its answers and reports no steps."""
+    return StageTotals(
+        requests=answers, items=answers, executions=None, queue_ns=None, compute_input_ns=None, compute_infer_ns=None,
+        compute_output_ns=None,
+    )  # fmt: skip
 
 
 def _compared(experiment: Experiment, arms: dict[str, TokenArm], rng: np.random.Generator) -> list[TokensCompared]:

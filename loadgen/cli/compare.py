@@ -261,7 +261,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     minutes = minutes_of(settings)
     plan_conditions(settings.fail_if, workloads, tuple(settings.arms))
     is_matrix = settings.matrix or len(combinations) > 1
-    full = settings.preset == "full" and not settings.is_language
+    full = settings.preset == "full"
 
     def experiment(combination: Combination) -> Experiment:
         asked = settings

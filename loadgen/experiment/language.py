@@ -63,7 +63,6 @@ _MEANT_FOR_TENSORS = (
     ("pad_to", "servers of language models do not pad"),
     ("slo_p99_ms", "search with --scenarios goodput and --limits"),
     ("batch_sizes", "a request has one prompt; use --concurrency"),
-    ("explain", "ablations for language models do not exist yet"),
     ("ceiling", "engines of language models are measured by `abserve engines`"),
     ("handicap_check", "it does not exist for language models"),
     ("matrix", "language models have one payload"),

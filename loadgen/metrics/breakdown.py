@@ -142,7 +142,7 @@ def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
     served = (stage for stage in STAGES if stage != "unattributed" and stage not in CLIENT_STAGES)
     means |= {stage: _mean_ms(totals, stage) for stage in served}
     rest_ms = total_ms - sum(value for value in means.values() if value is not None)
-    contradictions = _contradictions(blocks)
+    contradictions = contradictions_of(blocks)
     if rest_ms < -OVERLAP_LIMIT * total_ms:
         contradictions.insert(0, f"its stages add up to {number(total_ms - rest_ms)} ms")
     return ArmStages(
@@ -155,7 +155,7 @@ def stages_of(label: Label, blocks: Sequence[StoredBlock]) -> ArmStages | None:
     )
 
 
-def _contradictions(blocks: Sequence[StoredBlock]) -> list[str]:
+def contradictions_of(blocks: Sequence[StoredBlock]) -> list[str]:
     """The contradictions of all blocks: each kind once, with its first block and the number of the others."""
     by_kind: dict[str, list[tuple[int, str]]] = {}
     for block in blocks:

@@ -1,71 +1,60 @@
-"""Causes: why the arms differ. Plans the ablations, runs them after the load, and shows what each one saves.
+"""Causes: why the arms differ. Runs the planned ablations after the load, and shows what each one saves.
 
 An ablation loads an arm with one cause beside the same arm without it, in interleaved rounds, when the arms' own blocks
 are done and their servers are still up. A changed setting takes a second server, which runs beside the arm's; only one
 of the two is under load at any time. An ablation that cannot be run is stored as untested with its reason, and the run
 goes on.
-
-The causes of an arm are removed one at a time. Payload and transfer depend on each other, so they are removed one after
-the other: first an arm that was sent more gets the smallest payload of all (or every arm, where all were sent JPEG
-files, decoded pictures), and from there every arm gets these tensors through shared memory. Their effects add up by
-construction; those of the others need not where causes interact, and the unattributed rest shows by how much.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.experiment.schedule import has_load, interleave, load_workloads
+from loadgen.experiment.schedule import has_load, interleave
 from loadgen.metrics.breakdown import STAGES, TITLES, ArmStages, LatencyBreakdown
 from loadgen.metrics.claims import verdict_words
 from loadgen.metrics.comparisons import leading_comparisons, winner_of
 from loadgen.metrics.facts import Facts
-from loadgen.metrics.summaries import BlockSummary, summarise_blocks
+from loadgen.metrics.summaries import summarise_blocks
 from loadgen.probes.causes_analysis import (
     AS_IS,
     BESIDE,
     WITHOUT,
     Ablation,
     Cause,
-    CauseName,
     CausesFound,
     Explanation,
-    Pairs,
     Untested,
     Variant,
     WorkloadCauses,
     analyse,
-    difference,
-    mean_pairs,
+    answer_of,
+    per_token,
     percent,
     with_verdicts,
 )
+from loadgen.probes.causes_plan import (
+    fit_into,
+    plan_ablations,
+    seconds_needed,
+    varied_experiment,
+    varied_request,
+    workloads_worth_explaining,
+)
 from loadgen.probes.registry import Probe
 from loadgen.quantities import counted, join, number, share, signed_ms
-from loadgen.records.payloads import BACKEND_ENDINGS
-from loadgen.records.run import (
-    PLAIN,
-    ArmRecord,
-    ArmRequest,
-    Experiment,
-    Label,
-    Pairing,
-    Workload,
-    asked_for,
-    setting_key,
-    shown,
-)
+from loadgen.records.run import Experiment, Label, Pairing, shown
 from loadgen.run.storage import RunStore, read_run
 from loadgen.verdict.result import Result
 from loadgen.verdict.verdict import ScenarioVerdict
@@ -73,12 +62,6 @@ from loadgen.verdict.verdict import ScenarioVerdict
 if TYPE_CHECKING:
     from loadgen.run.arms import Arm
     from loadgen.run.context import RunContext
-
-MIN_PAIRS, MAX_PAIRS = 3, 6
-"""Pairs of blocks per ablation and workload: as many as the workload has, within these limits."""
-SERVER_SECONDS = 15.0
-"""Seconds planned for starting a server and warming it up."""
-BETWEEN_BLOCKS_SECONDS = 0.5
 
 
 def wanted(experiment: Experiment) -> bool:
@@ -89,185 +72,6 @@ def wanted(experiment: Experiment) -> bool:
 def conclude(finding: CausesFound, facts: Facts) -> CausesFound:
     """The causes with sentences that follow the verdicts of the leading comparisons."""
     return with_verdicts(finding, facts.run.experiment, leading_comparisons(facts.comparisons))
-
-
-def plan_ablations(
-    experiment: Experiment, arms: Mapping[Label, ArmRecord], payload_bytes: Mapping[Label, float]
-) -> tuple[list[Ablation], list[Untested]]:
-    """Every cause of all arms, without workloads yet. `payload_bytes`: mean size of a request's tensors, by arm."""
-    requests = experiment.arms
-    payloads = {request.label: experiment.payload_of(request) for request in requests}
-    common = dict(payloads)
-    causes: list[Ablation | Untested] = []
-    if len(set(payloads.values())) > 1:
-        smallest = payloads[min(requests, key=lambda request: payload_bytes.get(request.label, 0.0)).label]
-        why = "as the other arm is sent" if len(requests) == 2 else "the smallest payload of all arms"
-        larger = [request for request in requests if payloads[request.label] != smallest]
-        causes += [_payload(experiment, request, smallest, why) for request in larger]
-        common = dict.fromkeys(payloads, smallest)
-    elif experiment.payload_of(experiment.baseline) == "jpeg":  # the cost of decoding for each arm
-        causes += [_payload(experiment, request, "uint8", "decoded beforehand") for request in requests]
-        common = dict.fromkeys(payloads, "uint8")
-    causes += [_queue_delay(experiment, request, arms[request.label]) for request in requests]
-    causes += [_transfer(experiment, request, common[request.label]) for request in requests]
-    causes += [_compute(experiment, request, arms[request.label]) for request in requests]
-    plan = [cause for cause in causes if isinstance(cause, Ablation)]
-    numbered = [msgspec.structs.replace(ablation, number=place) for place, ablation in enumerate(plan)]
-    return numbered, [cause for cause in causes if isinstance(cause, Untested)]
-
-
-def workloads_worth_explaining(experiment: Experiment, blocks: Sequence[BlockSummary]) -> list[Workload]:
-    """Workloads in which an arm's mean request time differs from the baseline's beyond the noise and beyond δ.
-
-    The most loaded comes first, then the lightest, whose latency breakdown is the simplest, then the others.
-    """
-    margin = experiment.equivalence_margin
-    different = [
-        workload
-        for workload in load_workloads(experiment.workloads)
-        if any(_differs(mean_pairs(workload.name, blocks, pairing), margin) for pairing in experiment.pairings)
-    ]
-    different.sort(key=lambda workload: (-workload.concurrency, -workload.batch_size))
-    return different if len(different) < 3 else [different[0], different[-1], *different[1:-1]]
-
-
-def _differs(pairs: Pairs, margin: float) -> bool:
-    gap = difference(pairs)
-    if gap is None or not gap.seen:
-        return False
-    smaller = min(sum(a for a, _ in pairs), sum(b for _, b in pairs)) / len(pairs)
-    return abs(gap.mean_ms) > margin * smaller
-
-
-def fit_into(
-    budget_s: float, plan: Sequence[Ablation], workloads: Sequence[Workload], block_seconds: Mapping[str, float]
-) -> tuple[list[Workload], list[Workload]]:
-    """The workloads for which the budget lasts, with the rounds of an ablation, and the workloads that are left out.
-
-    `block_seconds`: how long one block of a workload took. The first workload always fits: when a budget is too small,
-    the run ends the phase and reports the rest as not tested.
-    """
-    left_s = budget_s - seconds_needed(plan, [], block_seconds)
-    chosen: list[Workload] = []
-    left_out: list[Workload] = []
-    for workload in workloads:
-        shortened = msgspec.structs.replace(workload, rounds=rounds_of(workload))
-        needed_s = seconds_needed(plan, [shortened], block_seconds) - seconds_needed(plan, [], block_seconds)
-        if chosen and needed_s > left_s:
-            left_out.append(workload)
-        else:
-            chosen.append(shortened)
-            left_s -= needed_s
-    return chosen, left_out
-
-
-def seconds_needed(
-    plan: Sequence[Ablation], workloads: Sequence[Workload], block_seconds: Mapping[str, float]
-) -> float:
-    """How long the plan takes in these workloads, by their rounds."""
-    blocks_s = sum(
-        2 * workload.rounds * (block_seconds.get(workload.name, workload.seconds) + BETWEEN_BLOCKS_SECONDS)
-        for workload in workloads
-    )
-    return len(plan) * (SERVER_SECONDS + blocks_s)
-
-
-def rounds_of(workload: Workload) -> int:
-    """How many rounds an ablation gets in a workload."""
-    return max(MIN_PAIRS, min(MAX_PAIRS, workload.rounds))
-
-
-def _ablation(
-    experiment: Experiment,
-    request: ArmRequest,
-    cause: CauseName,
-    changed: str,
-    *,
-    from_payload: str | None = None,
-    **removed: Any,
-) -> Ablation:
-    """`removed`: fields of `Variant` that remove the cause."""
-    payload = from_payload or experiment.payload_of(request)
-    as_is = Variant(payload=payload, transport=experiment.transport, settings={})
-    without = msgspec.structs.replace(as_is, **removed)
-    return Ablation(
-        number=0, cause=cause, label=request.label, changed=changed, as_is=as_is, without=without, workloads=()
-    )
-
-
-def _fixed_settings(experiment: Experiment, request: ArmRequest) -> str | None:
-    """Why an arm's settings cannot be changed; None where they can."""
-    if not request.embedded:
-        return f"{shown(request.label)} is at {request.target}, and abserve did not start that server"
-    if experiment.deployment == "compose":
-        return f"{shown(request.label)} runs in the compose stack, which sets its own options"
-    if request.own_repository:
-        return f"{shown(request.label)} serves your own repository, which sets its own options"
-    return None
-
-
-def _payload(experiment: Experiment, request: ArmRequest, other: str, why: str) -> Ablation | Untested:
-    if experiment.deployment == "compose" and request.embedded:
-        reason = f"{_fixed_settings(experiment, request)}; start the stack with {other} among its payloads"
-        return Untested(cause="payload", label=request.label, reason=reason)
-    changed = f"{experiment.payload_of(request)} → {other}, {why}"
-    return _ablation(experiment, request, "payload", changed, payload=other)
-
-
-def _queue_delay(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Ablation | Untested:
-    untested = partial(Untested, cause="queue_delay", label=arm.label)
-    delay = arm.in_effect.get("max_queue_delay_us")
-    if delay == 0:
-        return untested(reason="its queue delay is 0 already", moot=True)
-    if delay is None and arm.in_effect.get("dynamic_batching") is False:
-        return untested(reason="it has no dynamic batcher", moot=True)
-    if (reason := _fixed_settings(experiment, request)) is not None:
-        return untested(reason=reason)
-    before = asked_for(request.settings, "max_queue_delay_us") or "unknown" if delay is None else str(delay)
-    changed = f"max-queue-delay-us {before} → 0"
-    return _ablation(experiment, request, "queue_delay", changed, settings={"max-queue-delay-us": "0"})
-
-
-def _transfer(experiment: Experiment, request: ArmRequest, payload: str) -> Ablation | Untested:
-    from loadgen.client.connection import Address
-
-    untested = partial(Untested, cause="transfer", label=request.label)
-    if experiment.transport == "shm":
-        return untested(reason="its tensors go through shared memory already", moot=True)
-    if request.target in PLAIN:
-        return untested(reason=f"the {request.target} server takes tensors over HTTP only")
-    if experiment.deployment == "compose" and request.embedded:
-        where = f"{shown(request.label)} runs in a container"
-        return untested(reason=f"{where}, which does not share this machine's memory")
-    if not request.embedded and not Address.parse(request.target).is_local:
-        return untested(reason=f"{request.target} is on another machine, so it cannot share this one's memory")
-    changed = f"{payload} over {experiment.transport} → through shared memory"
-    return _ablation(experiment, request, "transfer", changed, from_payload=payload, transport="shm")
-
-
-def _compute(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Ablation | Untested:
-    untested = partial(Untested, cause="compute", label=arm.label)
-    engine = str(arm.in_effect.get("engine") or asked_for(request.settings, "engine") or "unknown engine")
-    if engine == "null":
-        return untested(reason="its engine, null, computes nothing", moot=True)
-    if (reason := _fixed_settings(experiment, request)) is not None:
-        return untested(reason=reason)
-    if request.target in PLAIN:
-        return untested(reason=f"the {request.target} server cannot leave it out")
-    if (backend := arm.in_effect.get("backend")) in BACKEND_ENDINGS:
-        return untested(reason=f"Triton's {backend} backend cannot leave it out")
-    null = {"engine": "null", "device": "", "mode": "", "precision": "", "spinning": ""}
-    if (fronts := arm.in_effect.get("fronts")) is not None:  # its default is another one without a GPU
-        null["fronts"] = str(fronts)
-    changed = f"engine {engine} → null, which computes nothing"
-    return _ablation(experiment, request, "compute", changed, settings=null)
-
-
-def changed_settings(settings: Mapping[str, str], variant: Variant) -> dict[str, str]:
-    """An arm's options with those of a variant, whose empty values remove an option."""
-    changed = {setting_key(name) for name in variant.settings}
-    unchanged = {name: value for name, value in settings.items() if setting_key(name) not in changed}
-    return unchanged | {name: value for name, value in variant.settings.items() if value}
 
 
 def measure(context: RunContext) -> None:
@@ -292,7 +96,8 @@ def measure(context: RunContext) -> None:
     )
     context.store.write(explanation)
     if not workloads:
-        context.progress.now("the arms' request times do not differ, so there is nothing to explain")
+        what = answer_of(experiment.workloads[0])
+        context.progress.now(f"the arms' {what} times do not differ, so there is nothing to explain")
         return
     deadline = monotonic() + experiment.explain_seconds
     needed_s = seconds_needed(plan, workloads, seconds)
@@ -303,7 +108,7 @@ def measure(context: RunContext) -> None:
         context.progress.now(f"ablation {done + 1} of {len(plan)}: {shown(ablation.label)} with {ablation.changed}")
         limit = counted(experiment.explain_seconds / 60, "minute")
         failure: str | None = f"the limit of {limit} is reached; raise --explain-minutes"
-        if monotonic() <= deadline:
+        if monotonic() + (needed_s / len(plan) if done else 0.0) <= deadline:
             failure = context.attempt(partial(_run_ablation, context, ablation, prepared))
         if failure is None:
             explanation = msgspec.structs.replace(explanation, done=(*explanation.done, ablation))
@@ -324,10 +129,14 @@ def _run_ablation(context: RunContext, ablation: Ablation, prepared: set[str]) -
         _arm(context, ablation.label, ablation.without, store, "without") as without,
     ):
         for arm in (as_is, without):
-            if arm.body_key not in prepared:
+            if arm.body_key in prepared:
+                continue
+            prepared.add(arm.body_key)
+            if context.prompts is not None:
+                context.generator.prepare(arm.prompts(context.prompts))
+            else:
                 signature, sizes = arm.endpoint.signature(arm.model), {workload.batch_size for workload in workloads}
                 context.generator.prepare(arm.bodies(context.samples_folder, signature, sizes, context.experiment))
-                prepared.add(arm.body_key)
         runner = context.load_runner({AS_IS: as_is, WITHOUT: without}, store, watched=False, quiet=True)
         runner.warm_up(workloads)
         blocks = interleave(workloads, BESIDE, seed + ablation.number + 1)
@@ -343,7 +152,8 @@ def _run_ablation(context: RunContext, ablation: Ablation, prepared: set[str]) -
 def _arm(context: RunContext, label: Label, variant: Variant, store: RunStore, name: str) -> Iterator[Arm]:
     """Set up the arm as the variant says: on the running server if its settings fit, else on a new server."""
     running, experiment = context.arms[label], context.experiment
-    if (variant.payload, variant.transport) == (running.payload, running.transport) and not variant.settings:
+    same_server = variant.target is None and not variant.settings
+    if same_server and (variant.payload, variant.transport) == (running.payload, running.transport):
         yield running
         return
     request = varied_request(running.request, variant)
@@ -355,25 +165,13 @@ def _arm(context: RunContext, label: Label, variant: Variant, store: RunStore, n
         transport=variant.transport,
         payload=variant.payload,
     )
-    if not request.embedded or experiment.deployment == "compose":
+    # A server of tokens speaks all of its protocols at once.
+    if not request.embedded or experiment.deployment == "compose" or (same_server and experiment.is_language):
         arm.deployment.wait_ready(arm.model, 5.0)
         yield arm
         return
     with context.second_server(arm, varied, store, context.work / store.directory.name / name) as started:
         yield started
-
-
-def varied_request(request: ArmRequest, variant: Variant) -> ArmRequest:
-    """The arm's request, changed as the variant says."""
-    return msgspec.structs.replace(
-        request, payload=variant.payload, settings=changed_settings(request.settings, variant)
-    )
-
-
-def varied_experiment(experiment: Experiment, request: ArmRequest, variant: Variant) -> Experiment:
-    """The experiment with that arm in place of the original."""
-    arms = tuple(request if arm.label == request.label else arm for arm in experiment.arms)
-    return msgspec.structs.replace(experiment, arms=arms, transport=variant.transport)
 
 
 def _means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -393,8 +191,6 @@ FOLDED_NOTE = (
 def why(result: Result) -> doc.Section | None:
     """The reasons for the differences: a terminal shows those of the most loaded scenario, a page those of all."""
     main = result.verdict.main_scenario
-    # Of a streamed answer nearly all the time is that of reading it, whatever the server does meanwhile.
-    breakdowns = [] if result.experiment.is_language else result.stages
     reasons = [verdict for verdict in result.verdict.scenarios if verdict.reasons]
     blocks: list[doc.Items | doc.Text | doc.Table] = [
         doc.Items([_reasons(result, verdict) for verdict in reasons if verdict.scenario == main])
@@ -410,7 +206,7 @@ def why(result: Result) -> doc.Section | None:
             others.append(doc.Items([_reasons(result, verdict)]))
             others += [
                 stage_table(result, breakdown, on=doc.HTML)
-                for breakdown in breakdowns
+                for breakdown in result.stages
                 if (breakdown.workload, breakdown.baseline, breakdown.arm) == key
             ]
     return doc.section(
@@ -419,10 +215,10 @@ def why(result: Result) -> doc.Section | None:
         doc.Items([] if main is None else time_spent(result, main)),
         doc.Text(causes_note(result), "note"),
         doc.Text(explain_command(result), "code", on=doc.PAGES),
-        *(stage_table(result, breakdown) for breakdown in breakdowns if breakdown.workload == main),
+        *(stage_table(result, breakdown) for breakdown in result.stages if breakdown.workload == main),
         doc.Fold("The other scenarios", tuple(others)),
         causes_chart(result),
-        None if result.experiment.is_language else stages_chart(result),
+        stages_chart(result),
     )
 
 
@@ -443,12 +239,18 @@ def _which(result: Result, pairing: Pairing) -> str:
 def cause_table(result: Result, causes: WorkloadCauses) -> doc.Table:
     """One row per ablation, the causes in their order, then the unattributed rest and the whole difference."""
     base, arm = map(shown, causes.pairing)
+    workload = next(workload for workload in result.experiment.workloads if workload.name == causes.workload)
+
+    def of_token(answer_ms: float | None) -> str:
+        return "" if answer_ms is None else _ms(per_token(workload, answer_ms)) if workload.is_streamed else ""
+
     rows: list[tuple[str, ...]] = []
     for cause in causes.causes:
         head = (
             _title(cause),
             _ms(cause.difference_ms),
             _interval(cause.ci95_ms if cause.effects else None),
+            of_token(cause.difference_ms if cause.effects else None),
             percent(cause.share if cause.found else None),
         )
         tails = [
@@ -473,14 +275,14 @@ def cause_table(result: Result, causes: WorkloadCauses) -> doc.Table:
         ]
         rows += [(*(head if place == 0 else ("",) * len(head)), *tail) for place, tail in enumerate(tails)]
     rest = ("unattributed", _ms(causes.unattributed_ms), _interval(causes.unattributed_ci95_ms))
-    rows.append((*rest, percent(causes.unattributed_share), "", "", "", "", ""))
-    whole = ("the difference", _ms(causes.difference_ms), _interval(causes.ci95_ms), "100 %")
+    rows.append((*rest, of_token(causes.unattributed_ms), percent(causes.unattributed_share), "", "", "", "", ""))
+    whole = ("the difference", _ms(causes.difference_ms), _interval(causes.ci95_ms), of_token(causes.difference_ms))
     times = (f"{base} {number(causes.baseline_ms)} ms", f"{arm} {number(causes.arm_ms)} ms")
-    rows.append((*whole, "", "", *times, "blocks"))
+    rows.append((*whole, "100 %", "", "", *times, "blocks"))
     return doc.Table(
         (
             *doc.names("cause"),
-            *doc.numbers(f"{arm} − {base}", "95 % interval", "share"),
+            *doc.numbers(f"{arm} − {base}", "95 % interval", "per token", "share"),
             *doc.names("arm"),
             *doc.texts("change"),
             *doc.numbers("before", "after"),
@@ -504,35 +306,41 @@ def causes_note(result: Result) -> str:
         base, arm = charts.base_and_arm(result)
         note = (
             "Each ablation removes one cause from one arm, in blocks interleaved with blocks of the unchanged arm. "
-            f"Times are means per request. A cause contributes its cost to {arm} minus its cost to {base}. It counts "
-            "if its interval excludes 0."
+            f"Times are means per {_what(result)}. A cause contributes its cost to {arm} minus its cost to {base}. It "
+            "counts if its interval excludes 0."
         )
+        if result.experiment.is_language:
+            note += " Per token: that time divided by the answer's tokens."
         if result.state is None or result.state.state != "finished":
             note += " The run ended before all ablations were done."
         if causes.left_out:
             note += f" No time was left for {', '.join(causes.left_out)}: raise --explain-minutes."
         return note
     if causes.explained == ():
-        return "No mean request times differ by more than the noise and ±δ, so no ablation was run."
+        return f"No mean {_what(result)} times differ by more than the noise and ±δ, so no ablation was run."
     if not any(summary.latency.samples for summary in result.summaries):
         return "No request was measured under load, so there is nothing to explain."
     why = "the run ended before its ablations" if result.experiment.explain else "no ablation was run; add `--explain`"
     if result.experiment.is_language:
         return (
-            "The pace is the client's figure, steps and their share of the time are the servers' own. They show where "
-            "the time is spent and prove no cause; the same server over another protocol or with another option "
-            "(--a-transport, --a-option) does."
+            "The time per token is the client's figure; steps and their share of the time are the servers' own. They "
+            f"show where the time is spent, but do not prove a cause: {why}."
         )
     if any(arm and not arm.contradictions for breakdown in result.stages for arm in breakdown.sides):
         return f"The latency breakdown shows in which stage the time is spent, but does not prove a cause: {why}."
     return f"No server reports stages that add up, so where a request spends its time is not known, and {why}."
 
 
+def _what(result: Result) -> str:
+    """What takes the time that is explained: a request, or the answer of a language model."""
+    return answer_of(result.experiment.workloads[0])
+
+
 def explain_command(result: Result) -> str:
     """The command that would find the causes; empty where it was run or there is nothing to explain."""
     command = result.environment.command if result.environment else ""
     measured = any(summary.latency.samples for summary in result.summaries)
-    asked = result.of(CausesFound).workloads or result.experiment.explain or result.experiment.is_language
+    asked = result.of(CausesFound).workloads or result.experiment.explain
     if asked or not measured or not command:
         return ""
     return f"{command} --explain"
@@ -545,17 +353,12 @@ MOST_STAGES = 3
 
 
 def time_spent(result: Result, workload: str) -> list[doc.Item]:
-    """Where a mean request of each arm spends its time, the largest stages first; a line per measured arm. None of a
-    language model, whose time is that of its tokens."""
-    if result.experiment.is_language:
+    """Where a mean request of each arm spends its time, the largest stages first; a line per measured arm. Empty for a
+    workload without a latency breakdown."""
+    breakdowns = [breakdown for breakdown in result.stages if breakdown.workload == workload]
+    if not breakdowns:
         return []
-    sides = {
-        arm.label: arm
-        for breakdown in result.stages
-        if breakdown.workload == workload
-        for arm in breakdown.sides
-        if arm is not None
-    }
+    sides = {arm.label: arm for breakdown in breakdowns for arm in breakdown.sides if arm is not None}
     means = {s.label: s.latency.mean_ms for s in result.summaries if s.workload == workload}
     return [
         doc.Item(_spent(sides.get(label), mean_ms), charts.arm_style(result, label), shown(label))
@@ -588,7 +391,8 @@ def causes_chart(result: Result) -> doc.Chart | None:
             workload_causes.workload + _which(result, workload_causes.pairing),
             [_cause_bars(result, workload_causes)],
             xaxis=charts.axis(
-                f"{shown(workload_causes.arm)} − {shown(workload_causes.baseline)}, ms per request", zeroline=True
+                f"{shown(workload_causes.arm)} − {shown(workload_causes.baseline)}, ms per {_what(result)}",
+                zeroline=True,
             ),
         )
         for workload_causes in sorted(
@@ -598,9 +402,9 @@ def causes_chart(result: Result) -> doc.Chart | None:
     return doc.Chart(
         "causes",
         "Causes of the difference",
-        f"{arm[0].upper()}{arm[1:]} minus {base}, in ms of the mean request time, with 95 % intervals: right of 0 a "
-        f"cause makes {arm} slower, left of 0 {base}. The causes and the unattributed rest add up to the difference; a "
-        "cause within the noise does not count.",
+        f"{arm[0].upper()}{arm[1:]} minus {base}, in ms of the mean {_what(result)} time, with 95 % intervals: right "
+        f"of 0 a cause makes {arm} slower, left of 0 {base}. The causes and the unattributed rest add up to the "
+        "difference; a cause within the noise does not count.",
         data,
         {
             "height": 150 + 34 * (max(len(workload_causes.causes) for workload_causes in explained) + 2),

@@ -35,8 +35,13 @@ from loadgen.quantities import number, signed_ms
 from loadgen.records.run import Experiment, Found, Label, Pairing, Record, Transport, Workload, shown
 from loadgen.stats.ratios import SIGNIFICANCE, critical_t, estimate_ratio
 
-CauseName = Literal["payload", "transfer", "queue_delay", "compute"]
-"""Causes: a payload unlike the other arm's; tensors sent over a socket; waiting for a batch; executing the model."""
+CauseName = Literal[
+    "payload", "transfer", "queue_delay", "compute",
+    "protocol", "server", "engine", "front_ends", "prompt_pieces", "graphs",
+]  # fmt: skip
+"""Causes. Of tensors: a payload unlike the other arm's; tensors sent over a socket; waiting for a batch; executing the
+model. Of tokens: longer events than another protocol's; the server around the engine; the engine; processes of their
+own for HTTP; prompts that are read in several steps; CUDA graphs."""
 AS_IS: Label = "as-is"
 WITHOUT: Label = "without"
 BESIDE = Pairing(WITHOUT, AS_IS)
@@ -49,6 +54,8 @@ class Variant(Record, frozen=True, kw_only=True):
     transport: Transport
     settings: dict[str, str]
     """Options that differ from the arm's own; an empty value removes the option."""
+    target: str | None = None
+    """The server that takes the place of the arm's own."""
 
 
 class Ablation(Record, frozen=True, kw_only=True):
@@ -99,14 +106,19 @@ CAUSE_TITLES: dict[CauseName, str] = {
     "transfer": "payload transfer",
     "queue_delay": "queue delay",
     "compute": "compute",
+    "protocol": "protocol",
+    "server": "serving layer",
+    "engine": "engine",
+    "front_ends": "front-end processes",
+    "prompt_pieces": "prompts in pieces",
+    "graphs": "CUDA graphs",
 }
 STAGES_OF: dict[CauseName, tuple[str, ...]] = {
-    "payload": (),
     "transfer": ("send_delay", "receive", "encode", "read_answer", "unattributed"),
     "queue_delay": ("queue",),
     "compute": ("compute_input", "compute_infer", "compute_output"),
 }
-"""Stages of the latency breakdown that belong to a cause, for a cause without an ablation."""
+"""Stages of the latency breakdown that belong to a cause, for a cause without an ablation; others have none."""
 DRIFT_LIMIT = 1.15
 """A note says so when an arm took this many times its earlier time during the ablations, or the inverse."""
 
@@ -341,14 +353,27 @@ def _sentence(causes: WorkloadCauses, workload: Workload, leading: Comparison | 
         subjects = (f"{shown(faster)} is", shown(causes.slower))
         if not comparable:
             subjects = (f"Requests to {shown(faster)} are", f"requests to {shown(causes.slower)}")
-        gain = f"{number(abs(causes.difference_ms))} ms less per request"
+        gain = f"{number(abs(causes.difference_ms))} ms less per {answer_of(workload)}"
+        if (token_ms := per_token(workload, abs(causes.difference_ms))) is not None:
+            gain += f", {number(token_ms)} ms per token"
         lead = f"{subjects[0]} {causes.ratio:.2f}× faster than {subjects[1]} {place(workload)} ({gain})"
     else:
         no_verdict = leading is None or leading.verdict == "invalid"
         means = f"{number(causes.baseline_ms)} ms on {base} and {number(causes.arm_ms)} ms on {arm}"
         outcome = "No verdict" if no_verdict else "No winner" if winner is None else f"{shown(winner)} wins"
-        lead = f"{outcome} {place(workload)}; requests took {means} on average"
+        lead = f"{outcome} {place(workload)}; {answer_of(workload)}s took {means} on average"
     return lead + _shares(causes.causes, causes.unattributed_share)
+
+
+def answer_of(workload: Workload) -> str:
+    """What takes the time that is explained."""
+    return "answer" if workload.is_streamed else "request"
+
+
+def per_token(workload: Workload, answer_ms: float) -> float | None:
+    """The part of each token in a time of whole answers, their first token's included; None where answers have other
+    lengths or no tokens."""
+    return None if workload.output_tokens is None or workload.trace is not None else answer_ms / workload.output_tokens
 
 
 def with_verdicts(finding: CausesFound, experiment: Experiment, leading: Sequence[Comparison]) -> CausesFound:
@@ -378,7 +403,7 @@ def _cause(
     if by_label or not barred:
         part = combine([(1.0 if label == pairing.arm else -1.0, effect.saved) for label, effect in by_label.items()])
     inferred_ms = None
-    if barred and breakdown is not None and breakdown.differences and STAGES_OF[name]:
+    if barred and breakdown is not None and breakdown.differences and name in STAGES_OF:
         inferred_ms = math.fsum(d.difference_ms for d in breakdown.differences if d.stage in STAGES_OF[name])
     cause = Cause(
         name=name,

@@ -538,9 +538,9 @@ def _tokens_per_s(result: Result, summary: WorkloadSummary) -> str:
 
 
 def executed_batches(result: Result) -> doc.Section | None:
-    """The most frequent sizes of the servers' executions, with a chart where requests could be merged; of language
-    models only where a server reports any, since slots take the place of batches."""
-    if result.experiment.is_language and all(batches.mean is None for batches in result.of(LoadFound).executed_batches):
+    """The most frequent sizes of the servers' executions, with a chart where requests could be merged; none of language
+    models, whose executions are steps."""
+    if not result.of(LoadFound).executed_batches:
         return None
     rows: list[tuple[str, ...]] = []
     for batches in result.of(LoadFound).executed_batches:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.tokens import samples_of
 from loadgen.quantities import number
@@ -168,11 +169,12 @@ def total(blocks: Sequence[StoredBlock]) -> TokenTotals | None:
 
 
 def _steps(blocks: Sequence[StoredBlock]) -> dict[str, Any]:
-    """The fields about the engine's steps, from the blocks whose server reports them."""
+    """The fields about the engine's steps, from the blocks whose server reports them and counted the same answers."""
     reported = [
         (stages.executions, stages.step_ns, block.record.window_end_ns - block.record.window_start_ns)
         for block in blocks
         if (stages := block.record.stages) is not None and stages.executions and stages.step_ns is not None
+        if not contradictions_in(block)
     ]
     if not reported:
         return {}
@@ -190,10 +192,12 @@ def explain_tokens(baseline: TokenTotals, arm: TokenTotals, tpot_ms: Mapping[Lab
         if pace is None or step is None:
             silent.append(totals)
             continue
-        texts.append(
-            f"A token of {shown(totals.label)} takes {number(pace)} ms: a step of its engine {number(min(step, pace))} "
-            f"ms, its loop, front end, network and client {number(max(0.0, pace - step))} ms."
+        parts = (
+            f"a step of its engine {number(step)} ms, its loop, front end, network and client {number(pace - step)} ms"
+            if pace > step
+            else f"not more than a step of its engine, which takes {number(step)} ms with those that read prompts"
         )
+        texts.append(f"A token of {shown(totals.label)} takes {number(pace)} ms: {parts}.")
         if share is not None:
             texts[-1] += (
                 f" The engine is in a step {percent(share)} of the time, so served ÷ engine is {number(share)}."

@@ -125,9 +125,11 @@ def analyse_run(run: StoredRun) -> Result:
         summarise_workload(workload.name, label, run.blocks, blocks) for workload in loads for label in labels
     )
     complete = [block for block, summary in zip(run.blocks, blocks, strict=True) if summary.complete]
+    # Of a streamed answer nearly all the time is that of reading it, whatever the server does meanwhile: no stages.
     breakdowns = tuple(
         breakdown
         for workload in loads
+        if not workload.is_streamed
         for breakdown in break_down(
             workload.name, [block for block in complete if block.record.workload == workload.name], pairings
         )

@@ -219,8 +219,7 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
     ]  # also without a verdict, since an ablation shows a cause by itself
     if leading.verdict != "invalid" or reasons:
         for breakdown in facts.breakdowns:
-            is_this = (breakdown.workload, breakdown.baseline, breakdown.arm) == (leading.scenario, *leading.pairing)
-            if is_this and not _by_name(facts)[leading.scenario].is_streamed:
+            if (breakdown.workload, breakdown.baseline, breakdown.arm) == (leading.scenario, *leading.pairing):
                 reasons += explain_stages(breakdown)
         reasons += _explain_tokens(facts, leading)
         summaries = [s for s in facts.summaries if s.workload == leading.scenario and s.label in leading.pairing]
@@ -300,7 +299,7 @@ def _explain_arm(summary: WorkloadSummary) -> list[str]:
 
 def _explain_batching(workload: Workload, summaries: Sequence[WorkloadSummary]) -> list[str]:
     means = {shown(s.label): s.executed_batch_mean for s in summaries if s.executed_batch_mean is not None}
-    if workload.concurrency <= 1 or workload.is_streamed or not means:  # a step of tokens is no batch of requests
+    if workload.concurrency <= 1 or not means:
         return []
     text = ", ".join(f"{number(mean)} on {label}" for label, mean in sorted(means.items()))
     idle = [label for label, mean in sorted(means.items()) if mean < FORMED_FACTOR * workload.batch_size]

@@ -136,6 +136,7 @@ def arguments(
         *(("--api-server-count", str(settings.fronts)) if settings.fronts else ()),
         *("--generation-config", "vllm"),
         "--no-enable-prefix-caching",
+        *(() if settings.graphs else ("--enforce-eager",)),
         *(("--max-model-len", str(settings.max_length)) if settings.max_length else ()),
         *(("--max-num-seqs", str(settings.slots)) if settings.slots else ()),
         *("--gpu-memory-utilization", str(settings.gpu_memory_utilization)),  # on a CPU of the machine's memory

@@ -33,6 +33,9 @@ class VllmSettings(ModelOptions, GenerationOptions):
         title="Access and process",
         description="Processes of vLLM that speak HTTP, its --api-server-count; 0: vLLM's default, which is 1.",
     )
+    graphs: bool = Field(
+        True, title="Language models", description="Replay CUDA graphs on a GPU; without them --enforce-eager."
+    )
     threads: int = Field(0, ge=0, title="Engine", description="Threads on the CPU; 0: vLLM's default.")
     gpu_memory_utilization: float = Field(
         0.4,

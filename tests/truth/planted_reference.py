@@ -1,6 +1,7 @@
-"""`abserve language-info` and `abserve language-reference` of the planted model, whose answers are drawn by its prompt.
+"""`abserve language-info`, `language-reference` and `serve` of the planted model: an answer is drawn by its prompt.
 
-A token that is not the planted one lies as far below the best as a random token of a real model does.
+A token that is not the planted one lies as far below the best as a random token of a real model does. A server takes
+`STEP_MS` per token, and more for its parts.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.truth.planted_stream import VOCABULARY, planted_tokens
+from tests.truth import planted_stream
+from tests.truth.planted_stream import MODEL, VOCABULARY, planted_tokens
 
 RANDOM_DEFICIT, LARGEST = 9.8, 12.0
+STEP_MS, FRONTS_MS, TRITON_MS = 2.0, 1.0, 2.5
+"""Per token: of every server, more where the native server has front ends, and more of Triton."""
 
 
 def judged(prompt: list[int], output: list[int]) -> dict[str, object]:
@@ -24,7 +28,31 @@ def judged(prompt: list[int], output: list[int]) -> dict[str, object]:
     return {"deficits": deficits, "best": best, "largest": LARGEST}
 
 
+def launch_plan(target: str, options: list[str]) -> dict[str, object]:
+    """What `abserve serve TARGET … --print-launch` prints."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--http-port")
+    parser.add_argument("--fronts", default="1")
+    settings, _ = parser.parse_known_args(options)
+    native = target == "native"
+    more_ms = TRITON_MS if not native else FRONTS_MS if settings.fronts != "0" else 0.0
+    in_effect = f"engine=slots,device=cpu{f',fronts={settings.fronts}' if native else ''}"
+    server = (
+        sys.executable,
+        planted_stream.__file__,
+        "--port",
+        settings.http_port,
+        "--step-ms",
+        str(STEP_MS + more_ms),
+    )
+    url = f"http://127.0.0.1:{settings.http_port}"
+    return {"argv": [*server, "--in-effect", in_effect], "env": {}, "http_url": url, "model": MODEL, "title": target}
+
+
 def main() -> None:
+    if sys.argv[1] == "serve":
+        sys.stdout.write(json.dumps(launch_plan(sys.argv[2], sys.argv[3:])) + "\n")
+        return
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=("language-info", "language-reference"))
     parser.add_argument("--in", dest="asked", type=Path)

@@ -55,6 +55,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--text-only", action="store_true", help="prompts of ids and generate_stream are refused")
     parser.add_argument("--chat-only", action="store_true", help="there is no other route than chat")
     parser.add_argument("--crlf", action="store_true", help="events end with CR LF CR LF, with comments between them")
+    parser.add_argument("--in-effect", default="", help="settings that it reports, as in engine=slots,fronts=1")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -260,13 +261,19 @@ ABOUT: dict[str, object] = {
         "outputs": [{"name": "token_ids", "datatype": "INT32", "shape": [-1]}],
     },
     f"/v2/models/{MODEL}/ready": {},
-    f"/v2/models/{MODEL}/config": {"name": MODEL, "model_transaction_policy": {"decoupled": True}},
     "/v1/models": {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 4096}]},
 }
 
 
+def config(in_effect: str) -> dict[str, object]:
+    settings = dict(setting.split("=") for setting in in_effect.split(",") if setting)
+    parameters = {name: {"string_value": value} for name, value in settings.items()}
+    return {"name": MODEL, "model_transaction_policy": {"decoupled": True}, "parameters": parameters}
+
+
 async def start(planted: PlantedStream, port: int = 0) -> tuple[asyncio.Server, int]:
     """Serve on this event loop; returns the server and its port."""
+    about = {**ABOUT, f"/v2/models/{MODEL}/config": config(planted.settings.in_effect)}
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -277,8 +284,8 @@ async def start(planted: PlantedStream, port: int = 0) -> tuple[asyncio.Server, 
                 if path.endswith(("/completions", "/generate_stream")):
                     if not await planted.answer(path, json.loads(body), writer):
                         break
-                elif path in ABOUT:
-                    writer.write(document(ABOUT[path]))
+                elif path in about:
+                    writer.write(document(about[path]))
                 else:
                     writer.write(document({"error": f"no {path}"}, "404 Not Found"))
                 await writer.drain()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from loadgen.records.run import ArmRequest, Experiment, TokenLimits, Workload
 from loadgen.run.progress import RunProgress
@@ -64,12 +65,18 @@ def compare_streams(out: Path, arms: Sequence[str], *workloads: Workload, margin
 
 def run_streams(out: Path, urls: Sequence[str], *workloads: Workload, margin: float = 0.05) -> None:
     """Run one comparison of the planted streams at these URLs."""
-    experiment = Experiment(
-        arms=tuple(ArmRequest(label=label, target=url) for label, url in zip("abcdefgh", urls, strict=False)),
-        model="language:planted", weights="planted", payload="tokens", transport="completions",
-        workloads=workloads, preset="smoke", seed=3, equivalence_margin=margin, threads=0,
-    )  # fmt: skip
-    run_experiment(experiment, out, RunProgress(), abserve=REFERENCE)
+    arms = tuple(ArmRequest(label=label, target=url) for label, url in zip("abcdefgh", urls, strict=False))
+    run_arms(out, arms, *workloads, equivalence_margin=margin)
+
+
+def run_arms(out: Path, arms: tuple[ArmRequest, ...], *workloads: Workload, **changes: Any) -> None:
+    """Run one comparison of planted streams, at URLs or as servers that `planted_reference` starts. `changes`: fields
+    of the experiment."""
+    fields = {
+        "model": "language:planted", "weights": "planted", "payload": "tokens", "transport": "completions",
+        "preset": "smoke", "seed": 3, "equivalence_margin": 0.05, "threads": 0, **changes,
+    }  # fmt: skip
+    run_experiment(Experiment(arms=arms, workloads=workloads, **fields), out, RunProgress(), abserve=REFERENCE)
 
 
 def value(result: Result, metric: str, label: str, workload: str | None = None) -> float:

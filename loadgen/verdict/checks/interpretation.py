@@ -148,6 +148,7 @@ def _stall_remedy(arm: ArmRecord) -> str:
     "informs",
     "Do not rely on the latency breakdown; --explain measures the transfer separately.",
     threshold=f"−{share(OVERLAP_LIMIT)} to {share(UNATTRIBUTED_LIMIT)} unattributed, same requests",
+    language=False,
 )
 @per_load
 def latency_breakdown(load: WorkloadFacts, _: Facts) -> Judgement:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import wraps
 from statistics import median
 
+from loadgen.metrics.breakdown import contradictions_of
 from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.probes.tokens_analysis import (
     LEAST_DISTINCT,
@@ -466,6 +467,32 @@ def same_protocol(facts: Facts) -> Iterator[Judgement]:
     alike = len(set(spoken.values())) == 1
     words = next(iter(spoken.values())) if alike else join([f"{label} {name}" for label, name in spoken.items()])
     yield Judgement(alike, words if alike else f"the arms speak different protocols ({words})", words)
+
+
+@check(
+    "the servers counted the answers that the client got",
+    "A server's statistics contradict the measurement",
+    "warns",
+    "Do not rely on that server's own figures, and look for other clients of it.",
+    not_known="no server counts its answers",
+    language=True,
+)
+@per_load
+def server_counts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
+    """Blocks that a server contradicts do not count for the steps of its engine."""
+    if not load.workload.is_streamed:
+        return None
+    counted_by = [block for block in load.stored if block.record.complete and block.record.stages is not None]
+    if not counted_by:
+        return Judgement(None, "no server reports how many requests it has answered")
+    faults = [
+        f"{shown(label)}: {text}"
+        for label in facts.run.experiment.labels
+        for text in contradictions_of([block for block in counted_by if block.record.label == label])
+    ]
+    labels = [shown(label) for label in dict.fromkeys(block.record.label for block in counted_by)]
+    detail = "; ".join(faults) or f"those of {join(sorted(labels))} agree with the client's"
+    return Judgement(not faults, detail, len(faults))
 
 
 @check(

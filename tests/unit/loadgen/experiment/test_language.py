@@ -196,7 +196,6 @@ def test_all_arms_get_one_protocol_if_they_have_one_in_common(
         ({"payload": "fp32"}, "token ids"),
         ({"batch_sizes": 16}, "--batch-sizes has no effect on a language model"),
         ({"inputs": "random"}, "--prompt-tokens"),
-        ({"explain": True}, "do not exist yet"),
         ({"handicap_check": True}, "--handicap-check has no effect"),
         ({"scenarios": "single,batched"}, "the scenario batched is not for language models"),
         ({"transport": "grpc"}, "completions, generate_stream, text, chat"),
@@ -219,7 +218,7 @@ def test_the_experiment_says_that_it_is_about_tokens() -> None:
     assert experiment.is_language
     assert (experiment.payload, experiment.transport, experiment.price) == ("tokens", "generate_stream", 2.5)
     assert not experiment.handicap_check
-    assert not experiment_of(preset="full").explain
+    assert [experiment_of(preset=preset).explain for preset in ("quick", "full")] == [False, True]
     assert (served_name("language:demo", "tokens"), implied_payload("language:demo")) == ("demo", "tokens")
     assert served_name("language:/models/My-Model/", "tokens") == "my_model"
 

@@ -107,7 +107,11 @@ def test_without_reasons_it_says_where_the_time_goes_and_what_that_cannot_tell(r
 def test_why_is_never_empty_and_names_the_command_that_would_tell(result: Result) -> None:
     silent = tuple(msgspec.structs.replace(scenario, reasons=()) for scenario in result.verdict.scenarios)
     verdict = msgspec.structs.replace(result.verdict, scenarios=silent)
-    unknown = msgspec.structs.replace(result, verdict=verdict, stages=())
+    unreported = tuple(
+        msgspec.structs.replace(stages, baseline_stages=None, arm_stages=None, differences=())
+        for stages in result.stages
+    )
+    unknown = msgspec.structs.replace(result, verdict=verdict, stages=unreported)
     for section in (brief_why(unknown), why(unknown)):
         text = words_of(section)
         assert "A 15" in text

@@ -70,6 +70,15 @@ def remembers(directory: Path) -> None:
     (directory / CacheProbe.FILE).write_text(json.dumps(probes))
 
 
+def counts_more(directory: Path) -> None:
+    """Somebody else asked B, too."""
+    for path in (directory / "blocks").glob("*.json"):
+        block = json.loads(path.read_text())
+        if block["label"] == "b":
+            block["stages"]["requests"] += 20
+            path.write_text(json.dumps(block))
+
+
 def lacks_time(directory: Path) -> None:
     path = directory / "experiment.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"minutes": 5.0, "left_out": ["concurrent(16)"]}))
@@ -96,6 +105,7 @@ FAULTS: list[tuple[str, str, str, Edit | None, LanguagePlan]] = [
     ("same_slots", "warns", "A 16, B 4", lambda d: in_effect(d, slots=4), plan()),
     ("same_max_length", "warns", "A 128, B 4096", lambda d: in_effect(d, max_length=4096), plan()),
     ("same_protocol", "warns", "B generate_stream", None, plan(TokenArm(transport="generate_stream"))),
+    ("server_counts", "warns", "B: it counted", counts_more, plan()),
     ("generator_scheduled", "invalidates", "waited for a core for 40 %", lambda d: slow_client(d, waited=0.4), plan()),
     ("generator_cpu_per_token", "warns", "µs of CPU per token", lambda d: slow_client(d, core=0.4), plan()),
 ]

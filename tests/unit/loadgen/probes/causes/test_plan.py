@@ -11,7 +11,8 @@ import pytest
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.metrics.summaries import BlockSummary, summarise_latency
-from loadgen.probes.causes import (
+from loadgen.probes.causes_analysis import Ablation, Untested, Variant
+from loadgen.probes.causes_plan import (
     changed_settings,
     fit_into,
     plan_ablations,
@@ -20,7 +21,6 @@ from loadgen.probes.causes import (
     varied_request,
     workloads_worth_explaining,
 )
-from loadgen.probes.causes_analysis import Ablation, Untested, Variant
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
 from loadgen.stats.percentiles import Pool
 
