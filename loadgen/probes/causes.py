@@ -321,6 +321,8 @@ def causes_note(result: Result) -> str:
     if not any(summary.latency.samples for summary in result.summaries):
         return "No request was measured under load, so there is nothing to explain."
     why = "the run ended before its ablations" if result.experiment.explain else "no ablation was run; add `--explain`"
+    if result.experiment.is_language and not any(scenario.reasons for scenario in result.verdict.scenarios):
+        return f"Where the time of a token goes is not known: {why}."
     if result.experiment.is_language:
         return (
             "The time per token is the client's figure; steps and their share of the time are the servers' own. They "

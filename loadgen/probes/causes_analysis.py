@@ -436,7 +436,7 @@ def _described(cause: Cause) -> str:
     """Name the arm that pays for a cause, if only one does: a cause of the arm with the shorter requests works against
     the difference."""
     whose = f" of {shown(cause.effects[0].label)}" if len(cause.effects) == 1 else ""
-    what = f" ({cause.effects[0].changed.partition(',')[0]})" if cause.name == "payload" else ""
+    what = f" ({cause.effects[0].changed.partition(',')[0]})" if cause.name in ("payload", "engine") else ""
     return cause.title + whose + what
 
 

@@ -330,7 +330,7 @@ def _engine(arm: _TokenArm, arms: Sequence[_TokenArm]) -> Ablation | Untested:
     if arm.has_own_engine and arm.engine == chosen:
         return arm.without("engine", f"its engine is {chosen} already")
     if arm.has_own_engine or not arm.request.embedded:
-        return arm.ablation("engine", f"engine {arm.engine} → {chosen}", settings={"engine": chosen})
+        return arm.ablation("engine", f"{arm.engine} → {chosen}", settings={"engine": chosen})
     if arm.request.target != "fastapi":
         return arm.untested("engine", f"only the {arm.request.target} server runs its engine")
     changed = f"{_engine_title(arm)} behind fastapi → {chosen} behind native"

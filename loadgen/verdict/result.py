@@ -50,6 +50,7 @@ class Result(Record, frozen=True, kw_only=True):
     comparisons: tuple[Comparison, ...]
     summaries: tuple[WorkloadSummary, ...]
     stages: tuple[LatencyBreakdown, ...]
+    """The latency breakdown of each workload and arm; none of streamed answers."""
     blocks: tuple[BlockSummary, ...]
     studies: dict[str, Any] = msgspec.field(default_factory=dict)
     """Each probe's finding by its name; a probe that found nothing is left out."""

@@ -53,12 +53,18 @@ def value_of(argv: list[str], option: str) -> str:
     return argv[argv.index(option) + 1]
 
 
+def test_vllm_runs_without_cuda_graphs(interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--python", str(interpreter), "--device", "cpu", "--no-graphs")
+    assert "--enforce-eager" in plan_of(monkeypatch, tmp_path, *options)["argv"]
+
+
 def test_the_plan_is_a_fair_vllm(interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--python", str(interpreter), "--slots", "16", "--max-length", "512", "--device", "cpu")
     plan = plan_of(monkeypatch, tmp_path, *options)
     argv = plan["argv"]
     assert argv[:5] == [str(interpreter), "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
     assert "--no-enable-prefix-caching" in argv
+    assert "--enforce-eager" not in argv
     assert (value_of(argv, "--generation-config"), value_of(argv, "--dtype")) == ("vllm", "float32")
     assert (value_of(argv, "--max-num-seqs"), value_of(argv, "--max-model-len")) == ("16", "512")
     assert (value_of(argv, "--served-model-name"), value_of(argv, "--seed")) == ("tiny", "0")

@@ -11,6 +11,7 @@ import pytest
 
 import abserve
 from loadgen.metrics.tokens import per_million
+from loadgen.probes.causes_analysis import CausesFound, Explanation
 from loadgen.records.run import TokenLimits
 from loadgen.report.contents import result_document
 from loadgen.report.document import Document
@@ -19,6 +20,7 @@ from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import render_csv, render_junit
 from loadgen.verdict.result import Result, analyse, encode_result, read_result
 from tests.language_runs import LanguagePlan, TokenArm, write_language_run
+from tests.unit.loadgen.probes.causes.test_explained_run import explain
 
 LIMITS = TokenLimits(ttft_ms=60.0, tpot_ms=20.0)
 
@@ -98,6 +100,32 @@ def test_samples_have_their_tokens(tmp_path: Path) -> None:
     assert first["ttft_ms"] == pytest.approx(30.0, rel=0.2)
     assert first["tpot_ms"] == pytest.approx(8.0, rel=0.2)
     assert first["worst_gap_ms"] > first["tpot_ms"]
+
+
+def test_streamed_answers_have_no_stages(result: Result, document: Document) -> None:
+    text = render_markdown(document)
+    assert result.stages == ()
+    assert "stages" not in text
+    assert "Where the time of a token goes is not known: no ablation was run; add \\`--explain\\`." in text
+    assert "stages" not in {chart.name for chart in document.charts}
+
+
+def test_a_cause_costs_so_much_per_answer_and_per_token(tmp_path: Path) -> None:
+    """B's answers of 64 tokens take 271 ms longer than A's: 4.2 ms per token."""
+    write_language_run(tmp_path, LanguagePlan(users=(1,)))
+    done = explain(tmp_path, "server", "b", "b", "a")
+    record = Explanation(workloads=("single",), left_out=(), done=(done,), untested=())
+    (tmp_path / "causes.json").write_bytes(msgspec.json.encode(record))
+    result = analyse(tmp_path)
+    (causes,) = result.of(CausesFound).workloads
+    assert "ms less per answer, 4.2" in causes.sentence
+    assert causes.sentence.endswith(" ms per token): 100 % serving layer of B, 0 % unattributed.")
+    text = render_markdown(result_document(result))
+    lines = text.splitlines()
+    header = next(line for line in lines if line.startswith("| cause |")).split("|")
+    row = next(line for line in lines if line.startswith("| serving layer |")).split("|")
+    assert row[header.index(" per token ")].strip().startswith("+4.2")
+    assert "Times are means per answer." in text
 
 
 def test_the_result_is_read_back_as_it_was(result: Result, tmp_path: Path) -> None:

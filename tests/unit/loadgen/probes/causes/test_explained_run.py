@@ -35,7 +35,7 @@ VARIANT = Variant(payload="fp32", transport="http", settings={})
 
 
 def explain(directory: Path, cause: CauseName, label: Label, as_is: Label, without: Label, number: int = 0) -> Ablation:
-    """A ablation of `single` whose blocks are the run's own: those of one arm, and the other's in the place of
+    """An ablation of `single` whose blocks are the run's own: those of one arm, and the other's in the place of
     the same arm without the cause."""
     experiment = msgspec.json.decode((directory / "experiment.json").read_bytes(), type=Experiment)
     workload: Workload = next(workload for workload in experiment.workloads if workload.name == "single")
@@ -54,7 +54,10 @@ def explain(directory: Path, cause: CauseName, label: Label, as_is: Label, witho
             (folder / "blocks" / f"{name}.json").write_text(
                 json.dumps({**block, "label": role, "samples": f"samples/{name}.npy"})
             )
-            shutil.copy(directory / block["samples"], folder / "samples" / f"{name}.npy")
+            for kind in ("", ".events", ".answers"):
+                path = directory / block["samples"].replace(".npy", f"{kind}.npy")
+                if path.exists():
+                    shutil.copy(path, folder / "samples" / f"{name}{kind}.npy")
     return ablation
 
 

@@ -84,7 +84,7 @@ def test_arms_with_another_engine_get_that_of_the_baseline() -> None:
     experiment = experiment_of(a={}, b={"settings": {"engine": "continuous"}})
     done, _ = planned(experiment, b={"engine": "continuous", "prefill_chunk": "512"})
     assert names(done) == [("engine", "b")]
-    assert done[0].changed == "engine continuous → slots"
+    assert done[0].changed == "continuous → slots"
     assert done[0].without.target is None
 
 
