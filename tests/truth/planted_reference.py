@@ -17,7 +17,7 @@ from tests.truth import planted_stream
 from tests.truth.planted_stream import MODEL, VOCABULARY, planted_tokens
 
 RANDOM_DEFICIT, LARGEST = 9.8, 12.0
-STEP_MS, FRONTS_MS, TRITON_MS = 2.0, 1.0, 2.5
+STEP_MS, FRONTS_MS, TRITON_MS = 2.0, 3.0, 6.0
 """Per token: of every server, more where the native server has front ends, and more of Triton."""
 
 
