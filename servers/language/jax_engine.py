@@ -7,6 +7,7 @@ is in memory once. JAX starts threads, so a process that has loaded this engine 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ def jax_weights(model: LanguageModel, device: torch.device, precision: str) -> D
         prepared.append(part)
 
     def take(layer: LayerWeights) -> LayerWeights:
+        if layer.router is not None:
+            layer = _with_inputs_last(layer)
         taken = LayerWeights(
             **{
                 field: _taken(value) if isinstance(value, Affine | Tensor) else value
@@ -89,12 +92,19 @@ def jax_weights(model: LanguageModel, device: torch.device, precision: str) -> D
     )
 
 
+def _with_inputs_last(layer: LayerWeights) -> LayerWeights:
+    """Experts with `up` as [experts, 2·inner, hidden] and `down` as [hidden, experts, inner]."""
+    up, down = layer.up, layer.down
+    return replace(layer, up=Affine(up.weight.mT, up.bias), down=Affine(down.weight.permute(2, 0, 1), down.bias))
+
+
 def _taken(part: Any) -> Any:
     """A tensor, or both of an `Affine`, as arrays of JAX in the same memory."""
     from jax import dlpack
 
     if isinstance(part, Affine):
         return Affine(_taken(part.weight), None if part.bias is None else _taken(part.bias))
+    part = part.detach().contiguous()
     if part.is_cuda:
         torch.cuda.synchronize(part.device)
-    return dlpack.from_dlpack(part.detach().contiguous())
+    return dlpack.from_dlpack(part)

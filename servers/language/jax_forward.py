@@ -26,7 +26,7 @@ QUERIES = 32
 """Tokens of one prompt in a block: they share the keys that a block gathers."""
 SHORTEST = 256
 """The fewest positions that attention is compiled for."""
-FEW_ROWS = 4
+FEW_ROWS = 8
 """Up to so many tokens a step reads the chosen experts only."""
 _PER_BLOCK = 4
 
@@ -324,26 +324,28 @@ def _feed_forward(normal: Any, layer: Any, shape: DecoderShape) -> Any:
 def _experts(normal: Any, layer: Any, shape: DecoderShape) -> Any:
     """The answers of each token's chosen experts, weighted.
 
-    Few tokens read the matrices of the chosen experts only. Many tokens choose nearly all of them, so every expert
-    computes every token, as two large products.
+    The inputs are the last dimension of `up` and `down`, so that few tokens read whole rows of their experts' matrices:
+    XLA fuses the choice into a sum along rows, where products would get copies of the matrices, and sums along columns
+    reach an eighth of the memory's bandwidth. Many tokens choose nearly all experts, so every expert computes every
+    token, as two large products.
     """
     tokens = len(normal)
     router, up, down = layer.router, layer.up, layer.down
     logits, chosen = lax.top_k(_product(normal, router), shape.chosen_experts)
     weights = jax.nn.softmax(logits, axis=-1)
     if tokens <= FEW_ROWS:
-        # Products would get copies of the chosen matrices: XLA fuses the choice into the sum of a product's terms.
-        inner = (_wide(normal)[:, None, :, None] * _wide(up.weight[chosen])).sum(2).astype(normal.dtype)
+        inner = (_wide(normal)[:, None, None] * _wide(up.weight[chosen])).sum(-1).astype(normal.dtype)
         active = _clamped(inner + up.bias[chosen], shape)
-        answers = (_wide(active)[..., None] * _wide(down.weight[chosen])).sum(2).astype(normal.dtype)
-        return ((answers + down.bias[chosen]) * weights[..., None]).sum(1)
+        answers = (_wide(active) * _wide(down.weight[:, chosen])).sum(-1).astype(normal.dtype)
+        return ((jnp.moveaxis(answers, 0, -1) + down.bias[chosen]) * weights[..., None]).sum(1)
     share = jnp.zeros((tokens, shape.experts), normal.dtype).at[jnp.arange(tokens)[:, None], chosen].set(weights)
     # The experts are a dimension of both operands: else XLA copies all matrices to bring them into another order.
     repeated = jnp.broadcast_to(normal, (shape.experts, *normal.shape))
-    inner = jnp.einsum("eth,ehj->etj", repeated, up.weight) + up.bias[:, None]
+    inner = jnp.einsum("eth,ejh->etj", repeated, up.weight) + up.bias[:, None]
     weighted = _clamped(inner, shape) * share.T[..., None]
     flat = weighted.transpose(1, 0, 2).reshape(tokens, -1)
-    return flat @ down.weight.reshape(-1, down.weight.shape[-1]) + share @ down.bias
+    flat_down = down.weight.reshape(len(down.weight), -1)
+    return lax.dot_general(flat, flat_down, (((1,), (1,)), ((), ()))) + share @ down.bias
 
 
 def _wide(part: Any) -> Any:

@@ -300,7 +300,7 @@ def describe(engine: GeneratingEngine) -> EngineDescription:
     if device.startswith("cuda"):
         from servers.language.torch_engine import generation_kernels  # imports torch, as engines on a GPU have
 
-        details |= {"kernel_probe": probe} if (probe := generation_kernels(engine)) else {}
+        details |= generation_kernels(engine)
     return EngineDescription(
         kind=str(settings.get("engine", "")),
         version=str(settings.get("engine_version", "")),

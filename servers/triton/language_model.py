@@ -23,6 +23,7 @@ import triton_python_backend_utils as pb_utils
 
 from servers.language.engine import Emission, GeneratingEngine, GenerationRequest, GenerationSettings, make_engine
 from servers.language.specification import language_model
+from servers.language.torch_engine import generation_kernels
 from servers.models.files import for_python
 from servers.protocol.errors import ContractError
 from servers.triton.config import contradicting_parameters
@@ -54,7 +55,7 @@ class GeneratingModel:
         loaded_ns = time.perf_counter_ns()
         self._engine.warm_up()
         warm_ns = time.perf_counter_ns()
-        settings = self._engine.settings()
+        settings = self._engine.settings() | generation_kernels(self._engine)
         report = {
             "in_effect": {"kind": settings["engine"], "device": settings["device"], "details": settings},
             "load_ns": loaded_ns - started_ns,

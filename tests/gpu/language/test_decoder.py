@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +13,7 @@ from servers.language.engine import GenerationRequest, GenerationSettings
 from servers.language.module import build_module
 from servers.language.slots import SlotsEngine
 from servers.language.specification import LanguageModel, language_model
+from servers.language.torch_engine import generation_kernels
 from tests.language_answers import PROMPTS, Answers, assert_generates_as, finish, model_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -79,3 +80,10 @@ def test_a_cancelled_request_frees_its_slot(tinyllama: SlotsEngine) -> None:
     assert engine.active == 2
     finish(engine, answers)
     assert set(answers.finishes) == {1, 2}
+
+
+def test_the_kernels_of_an_answer_prove_the_gpu(tinyllama: SlotsEngine) -> None:
+    """Of the native server and of Triton's python backend."""
+    probe: Any = generation_kernels(tinyllama)
+    assert probe["kernel_probe"]["kernel_count"] > 100
+    assert set(cast(Any, tinyllama.settings()["parameters_by_device"])) == {"cuda:0"}
