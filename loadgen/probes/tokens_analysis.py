@@ -211,7 +211,7 @@ def explain_tokens(baseline: TokenTotals, arm: TokenTotals, tpot_ms: Mapping[Lab
                 f"It runs the same engine as {shown(known.label)}, so the {number(gap_ms)} ms more are of its serving "
                 "layer, or of what that leaves the engine."
             )
-        elif alike and pace < (known.step_ms or 0.0):
+        elif alike and pace < (known.step_ms or 0.0) <= tpot_ms[known.label]:
             texts.append(
                 f"It runs the same engine as {shown(known.label)}, whose step alone takes longer: compare the threads "
                 "of both, how these wait, and what else runs on their cores."

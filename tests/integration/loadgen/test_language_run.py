@@ -214,3 +214,20 @@ def test_a_model_that_is_started_is_judged_by_the_reference(tmp_path: Path) -> N
     assert len(deficits) > 8
     assert max(deficits) < 0.01
     assert "FastAPI" in output
+
+
+@pytest.mark.slow
+def test_the_parts_of_real_servers_are_taken_away(tmp_path: Path) -> None:
+    """FastAPI runs a generate() for each of its four users; slots behind the native server takes its place."""
+    status, output = compare(
+        tmp_path, "--model", "language:tiny", "--a", "native", "--b", "fastapi", "--scenarios", "concurrent",
+        "--concurrency", "4", "--rounds", "4", "--explain",
+    )  # fmt: skip
+    assert record(tmp_path, "run.json")["state"] == "finished", (status, output)
+    causes = record(tmp_path, "causes.json")
+    done = {(ablation["cause"], ablation["label"]): ablation["without"] for ablation in causes["done"]}
+    assert done.keys() == {("protocol", "a"), ("protocol", "b"), ("engine", "b"), ("front_ends", "a")}
+    assert (done["engine", "b"]["target"], done["engine", "b"]["settings"]) == ("native", {"engine": "slots"})
+    assert all(entry["moot"] for entry in causes["untested"])
+    (found,) = record(tmp_path, "result.json")["studies"]["causes"]["workloads"]
+    assert {cause["name"] for cause in found["causes"] if cause["effects"]} == {"protocol", "engine", "front_ends"}

@@ -69,4 +69,17 @@ def test_the_time_of_a_token_is_divided_between_the_engine_and_the_rest() -> Non
     assert "same engine" not in explain_tokens(native, triton, {"a": 12.5, "b": 15.0}, alike=False)
     assert "same engine" not in explain_tokens(native, triton, {"a": 12.5, "b": 11.0}, alike=True)
     assert "whose step alone takes longer" in explain_tokens(native, triton, {"a": 12.5, "b": 9.0}, alike=True)
+    assert "whose step" not in explain_tokens(native, triton, {"a": 9.5, "b": 9.0}, alike=True)
     assert explain_tokens(triton, triton, {"b": 15.0}, alike=True) == ""
+
+
+def test_a_token_may_take_less_than_a_mean_step_which_also_reads_prompts() -> None:
+    native = totals_of(stages_of(12, 120_000_000))
+    text = explain_tokens(native, native, {"a": 9.5}, alike=True)
+    assert "A token of A takes 9.50 ms: not more than a step of its engine, which takes 10.0 ms" in text
+    assert "network and client" not in text
+
+
+def test_steps_of_a_server_with_other_clients_are_not_shown() -> None:
+    busy = msgspec.structs.replace(stages_of(12, 120_000_000), requests=9)
+    assert totals_of(busy).steps is None
