@@ -33,7 +33,7 @@ LIBRARIES: Mapping[str, tuple[tuple[str, ...], str]] = {
 GENERATE_INPUTS = (
     TensorSpec("input_ids", "INT32", (-1,)),
     TensorSpec("max_tokens", "INT32", (1,)),
-    TensorSpec("ignore_eos", "BOOL", (1,)),
+    TensorSpec("ignore_eos", "BOOL", (1,), optional=True),
 )
 GENERATE_OUTPUTS = (
     TensorSpec("token_ids", "INT32", (-1,)),
@@ -41,7 +41,6 @@ GENERATE_OUTPUTS = (
     TensorSpec("finish_reason", "BYTES", (1,)),
 )
 """The tensors of a language model in Triton's generate extension, without a batch dimension."""
-OPTIONAL_INPUTS = ("ignore_eos",)
 MAX_LENGTH = 4096
 """Where no length is asked for: a model may allow far more, but memory is reserved for every slot."""
 PRECISIONS = ("fp32", "bf16", "fp16")

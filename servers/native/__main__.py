@@ -63,12 +63,13 @@ def _serve_language(requested: NativeSettings) -> int:
     settings = requested.resolved_for(model)
     os.environ.update(wait_policy(parse_spinning(settings.spinning)))
     listener = bind(settings.host, settings.http_port)
+    grpc_listener = bind(settings.host, settings.grpc_port, "--grpc-port") if settings.grpc_port else None
 
     from servers.native.generation_server import ServedLanguageModel, serve_language
     from servers.native.server import configure_logs
 
     configure_logs(settings.log_level)
-    return serve_language(settings, ServedLanguageModel.of(model, settings), listener)
+    return serve_language(settings, ServedLanguageModel.of(model, settings), listener, grpc_listener)
 
 
 def _refuse(message: str) -> int:

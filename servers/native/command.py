@@ -109,14 +109,16 @@ def check_language(options: Mapping[str, Any]) -> LaunchPlan:
     settings = requested.resolved_for(model)
     enter(generating_environment(settings.engine))
     bind(settings.host, settings.http_port).close()
+    check_free(settings.host, settings.grpc_port, "--grpc-port")
     weights = pin_language_weights(model.weights, model.fields)
     settings = settings.model_copy(update={"weights": weights.text, "model": model.reference})
-    url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
+    host = host_in_url(settings.host)
+    url = f"http://{host}:{settings.http_port}"
     return LaunchPlan(
         argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
         env={},
         http_url=url,
-        grpc_address=None,
+        grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
         metrics_url=f"{url}/metrics",
         model=model.name,
         title=f"native {settings.engine} {settings.precision}",

@@ -195,6 +195,7 @@ def _config_tensor(spec: TensorSpec, signature: ModelSignature) -> Document:
         "name": spec.name,
         "data_type": datatype,
         "dims": list(spec.item_shape if signature.max_batch_size else spec.shape),
+        **({"optional": True} if spec.optional else {}),
     }
 
 

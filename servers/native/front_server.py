@@ -13,11 +13,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
@@ -36,13 +37,13 @@ from servers.native.shared_memory import RegionTable
 from servers.native.statistics import Statistics
 
 if TYPE_CHECKING:
-    from servers.native.grpc import GrpcFrontEnd
+    from servers.native.grpc_connection import GrpcConnections
 
 log = structlog.get_logger("abserve.server")
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn's server with the connections of `servers.native.http`."""
+class FrontServer(uvicorn.Server, ABC):
+    """uvicorn's server with the connections of `servers.native.http`, and a gRPC front end on the same loop."""
 
     def __init__(
         self,
@@ -50,8 +51,15 @@ class HttpServer(uvicorn.Server):
         http: HttpFrontEnd,
         on_listening: Callable[[], None],
         on_open: Callable[[], None],
+        grpc_listener: socket.socket | None = None,
     ) -> None:
-        """Both callbacks are called in the event loop: when HTTP is answered, and when everything else is as well."""
+        """Both callbacks are called in the event loop: when HTTP is answered, and when gRPC is as well.
+
+        Without `grpc_listener` gRPC is for accepted connections only; see `accept`.
+        """
+        self._grpc_listener = grpc_listener
+        self._grpc_server: asyncio.Server | None = None
+        self.grpc: GrpcConnections | None = None
         self._settings = settings
         self._on_listening = on_listening
         self._on_open = on_open
@@ -79,24 +87,33 @@ class HttpServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and open what else there is."""
+        """Listen, and open the gRPC front end, whose imports take a good part of a second."""
         await super().startup(sockets)
         self._on_listening()
-        await self.open_others()
+        if self._settings.grpc_port:
+            self.grpc = await self.make_grpc()
+            self.grpc.on_close = self.on_close
+            if self._grpc_listener is not None:
+                loop = asyncio.get_running_loop()
+                self._grpc_server = await loop.create_server(self.grpc.connect, sock=self._grpc_listener, backlog=2048)
         gc.freeze()  # modules live as long as the process; a full collection took 60 ms to find that out again
         self._on_open()
 
-    async def open_others(self) -> None:
-        """Open what there is beside HTTP."""
+    @abstractmethod
+    async def make_grpc(self) -> GrpcConnections:
+        """The gRPC front end."""
 
     def on_close(self) -> None:
         """A connection has been closed."""
 
     async def accept(self, connection: socket.socket, *, grpc: bool) -> None:
         """Serve a client that another process has accepted, once the front end is open."""
-        assert not grpc
         loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: self._connect(self.server_state), connection)
+        if grpc:
+            assert self.grpc is not None
+            await loop.connect_accepted_socket(self.grpc.connect, connection)
+        else:
+            await loop.connect_accepted_socket(lambda: self._connect(self.server_state), connection)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Only the first signal counts: at a second SIGINT uvicorn would drop accepted requests.
@@ -116,22 +133,21 @@ class HttpServer(uvicorn.Server):
         self.stop_by = time.monotonic() + timeout_s - self._reserve_s / 4
         _end_at_the_latest_in(timeout_s)
         giving_up = asyncio.get_running_loop().call_later(self._finish_s, self._give_up)
-        await asyncio.gather(*self.closing(sockets))
+        if self._grpc_server is not None:
+            self._grpc_server.close()
+        grpc = [] if self.grpc is None else [self.grpc.stop(self._finish_s)]
+        await asyncio.gather(super().shutdown(sockets), *grpc)
         giving_up.cancel()
-
-    def closing(self, sockets: list[socket.socket] | None) -> list[Coroutine[Any, Any, None]]:
-        """What ends when accepted work is finished."""
-        return [super().shutdown(sockets)]
 
     def _give_up(self) -> None:
         connections = list(self.server_state.connections)
         log.error("accepted work is not finished in time and is refused", connections=len(connections))
         for connection in connections:
-            connection.give_up()  # type: ignore[union-attr]  # all are `HttpServerConnection`s
+            connection.give_up()  # type: ignore[union-attr]  # all are `FrontServerConnection`s
 
 
-class NativeServer(HttpServer):
-    """The server of models that take and answer tensors, with the gRPC front end on its loop."""
+class NativeServer(FrontServer):
+    """The server of models that take and answer tensors."""
 
     def __init__(
         self,
@@ -144,9 +160,6 @@ class NativeServer(HttpServer):
         on_open: Callable[[], None],
         grpc_listener: socket.socket | None = None,
     ) -> None:
-        """Without `grpc_listener` gRPC is for accepted connections only; see `accept`."""
-        self._grpc_listener = grpc_listener
-        self._grpc_server: asyncio.Server | None = None
         self._memory = memory
         services = [
             InferenceService(number, specification, settings, link, memory, counters)
@@ -154,10 +167,9 @@ class NativeServer(HttpServer):
         ]
         self.models = ServedModels(services, link, settings.allow_model_control)
         self.regions = RegionTable(settings, memory, link)
-        self.grpc: GrpcFrontEnd | None = None
         application = create_app(self.models, self.regions)
         http = InferenceFrontEnd(application, self.models, self.regions, settings, memory)
-        super().__init__(settings, http, on_listening, on_open)
+        super().__init__(settings, http, on_listening, on_open, grpc_listener)
 
     async def execute(self, operation: FrontEndOperation) -> None:
         """Execute an operation of the engine's side. Raises `ContractError`."""
@@ -168,29 +180,11 @@ class NativeServer(HttpServer):
         else:
             self.regions.close(operation.names)
 
-    async def open_others(self) -> None:
-        """Open the gRPC front end, whose imports take a good part of a second."""
-        if self._settings.grpc_port:
-            # Imported in a thread: the loop goes on answering HTTP, and a cold start does not wait for the import.
-            module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc")
-            self.grpc = grpc = module.GrpcFrontEnd(self.models, self.regions, self._settings, self._memory)
-            grpc.on_close = self.on_close
-        if self.grpc is not None and self._grpc_listener is not None:
-            loop = asyncio.get_running_loop()
-            self._grpc_server = await loop.create_server(self.grpc.connect, sock=self._grpc_listener, backlog=2048)
-
-    async def accept(self, connection: socket.socket, *, grpc: bool) -> None:
-        if grpc:
-            assert self.grpc is not None
-            await asyncio.get_running_loop().connect_accepted_socket(self.grpc.connect, connection)
-        else:
-            await super().accept(connection, grpc=False)
-
-    def closing(self, sockets: list[socket.socket] | None) -> list[Coroutine[Any, Any, None]]:
-        if self._grpc_server is not None:
-            self._grpc_server.close()
-        others = [] if self.grpc is None else [self.grpc.stop(self._finish_s)]
-        return [*super().closing(sockets), *others]
+    async def make_grpc(self) -> GrpcConnections:
+        # Imported in a thread: the loop goes on answering HTTP, and a cold start does not wait for the import.
+        module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc")
+        front_end: GrpcConnections = module.GrpcFrontEnd(self.models, self.regions, self._settings, self._memory)
+        return front_end
 
 
 def _end_at_the_latest_in(seconds: float) -> None:
@@ -212,7 +206,7 @@ class Supervised:
     """What a server in a front end's process does besides serving: it gets its connections from the supervisor, and
     ends when that says so, or has gone. Belongs to the event loop."""
 
-    def __init__(self, supervisor: socket.socket, server: HttpServer) -> None:
+    def __init__(self, supervisor: socket.socket, server: FrontServer) -> None:
         self._supervisor = supervisor
         self._server = server
         self._opening: set[asyncio.Task[None]] = set()
@@ -326,7 +320,7 @@ class FrontProcessServer(NativeServer):
         self.models.fail()
 
 
-def run_front_end(server: HttpServer) -> int:
+def run_front_end(server: FrontServer) -> int:
     """Serve in a front end's process until the supervisor ends it; returns the process's exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

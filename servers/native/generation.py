@@ -1,4 +1,4 @@
-"""Language models over HTTP: the served model of a front end, the link to its engine, and the requests that it answers.
+"""Language models: the served model of a front end, the link to its engine, and the requests that it answers over HTTP.
 
 A request is checked here, passed to the engine, and answered from the messages of its steps: for each token of a
 streamed answer one event, written to the connection in the callback that has received the message.
@@ -270,7 +270,7 @@ class GenerationFrontEnd(HttpFrontEnd):
             if head.encoding is not None:
                 raise InvalidRequestError("the body must not be compressed; send it without Content-Encoding")
             if head.length is not None and head.length > largest:
-                raise _too_large(head.length, largest)
+                raise too_large(head.length, largest)
         except ContractError as error:
             return error
         return None
@@ -307,7 +307,8 @@ def _as_text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _too_large(size: int, largest: int) -> TooLargeError:
+def too_large(size: int, largest: int) -> TooLargeError:
+    """The refusal of a body, or of a message, that holds more than a prompt."""
     return TooLargeError(f"the body has {size} bytes; a prompt that the model takes has at most {largest}")
 
 
@@ -428,7 +429,7 @@ class PendingGeneration:
     def _parsed(self, body: bytes) -> TokenRequest:
         service = self._service
         if len(body) > service.largest_body_bytes:  # in chunks, so that its size was not known before
-            raise _too_large(len(body), service.largest_body_bytes)
+            raise too_large(len(body), service.largest_body_bytes)
         if self._head.path == COMPLETIONS:
             return parse_completion(body, service.signature.name, service.vocabulary)
         return parse_generate(body, service.vocabulary, stream=self._head.path.endswith("_stream"))

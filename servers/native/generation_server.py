@@ -6,11 +6,14 @@ socket between them as two processes have.
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import resource
 import socket
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -18,7 +21,7 @@ from servers.cli.launch import host_in_url
 from servers.language.engine import make_engine
 from servers.language.specification import LanguageModel
 from servers.native.app import create_language_app
-from servers.native.front_server import HttpServer, Supervised, run_front_end
+from servers.native.front_server import FrontServer, Supervised, run_front_end
 from servers.native.generation import GenerationFrontEnd, GenerationService
 from servers.native.generation_loop import BuildGeneratingEngine, GenerationLoop, GenerationProcess
 from servers.native.inference import ServedModels
@@ -27,10 +30,13 @@ from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.native.supervisor import Supervisor, exit_status, keep_early_signals
 
+if TYPE_CHECKING:
+    from servers.native.grpc_connection import GrpcConnections
+
 log = structlog.get_logger("abserve.server")
 
 
-class GenerationServer(HttpServer):
+class GenerationServer(FrontServer):
     """The server of a language model on one event loop."""
 
     def __init__(
@@ -41,19 +47,27 @@ class GenerationServer(HttpServer):
         memory: RequestMemory,
         engine: socket.socket,
         on_listening: Callable[[], None] = lambda: None,
+        grpc_listener: socket.socket | None = None,
     ) -> None:
         """`engine` is the socket to the engine."""
         self._engine = engine
+        self._memory = memory
         self.service = GenerationService(model.name, model.label, settings, statistics, memory.number)
         self.models = ServedModels([self.service])
         application = create_language_app(self.models)
         http = GenerationFrontEnd(application, self.models, settings, memory)
-        super().__init__(settings, http, on_listening, self.service.link.opened)
+        super().__init__(settings, http, on_listening, self.service.link.opened, grpc_listener)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Connect to the engine first: then health checks can be answered."""
         await self.service.link.open(self._engine)
         await super().startup(sockets)
+
+    async def make_grpc(self) -> GrpcConnections:
+        # Imported in a thread: the loop goes on answering HTTP.
+        module = await asyncio.to_thread(importlib.import_module, "servers.native.generation_grpc")
+        front_end: GrpcConnections = module.GenerationGrpcFrontEnd(self.models, self._settings, self._memory)
+        return front_end
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
@@ -126,8 +140,16 @@ class ServedLanguageModel:
         return run_front_end(server)
 
 
-def serve_language(settings: NativeSettings, model: ServedLanguageModel, listener: socket.socket) -> int:
-    """Serve until SIGTERM or SIGINT, and return the process's exit status. Blocks; for the main thread."""
+def serve_language(
+    settings: NativeSettings,
+    model: ServedLanguageModel,
+    listener: socket.socket,
+    grpc_listener: socket.socket | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT, and return the process's exit status; without `grpc_listener`, only over HTTP.
+
+    Blocks; for the main thread.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -136,14 +158,15 @@ def serve_language(settings: NativeSettings, model: ServedLanguageModel, listene
         log.info("listening", url=f"http://{host_in_url(host)}:{port}", model=model.name)
 
     if settings.fronts:
-        return Supervisor(settings, model, listener, None, on_listening).run()
-    return _serve_in_one_process(settings, model, listener, on_listening)
+        return Supervisor(settings, model, listener, grpc_listener, on_listening).run()
+    return _serve_in_one_process(settings, model, listener, grpc_listener, on_listening)
 
 
 def _serve_in_one_process(
     settings: NativeSettings,
     model: ServedLanguageModel,
     listener: socket.socket,
+    grpc_listener: socket.socket | None,
     on_listening: Callable[[], None],
 ) -> int:
     statistics, memory = Statistics(settings.max_batch_size), RequestMemory.alone(settings)
@@ -154,7 +177,7 @@ def _serve_in_one_process(
 
     loop = GenerationLoop(model.build, settings, statistics, memory.arena, stop)
     loop.add(to_front_end)
-    server = GenerationServer(settings, model, statistics, memory, to_engine, on_listening)
+    server = GenerationServer(settings, model, statistics, memory, to_engine, on_listening, grpc_listener)
     received = keep_early_signals(stop)
     loop.start()
     server.run(sockets=[listener])

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from inspect import isawaitable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError
@@ -32,6 +32,7 @@ from servers.native.errors import (
 from servers.native.grpc_call import Call, MessageAnswer
 from servers.native.grpc_connection import GrpcConnections
 from servers.native.grpc_messages import (
+    FINAL,
     MessageTemplate,
     RawInput,
     decode_message,
@@ -41,13 +42,14 @@ from servers.native.grpc_messages import (
     parse_message,
 )
 from servers.native.http2 import CallStatus, GrpcMethod, shortened, status_of
-from servers.native.inference import InferenceService, ServedModels
+from servers.native.inference import InferenceService, ModelService, ServedModels
 from servers.native.interface import QueuedRequest
 from servers.native.limits import CONTROL_BODY_BYTES, MAX_INFLATING, InflatingThread, decompress, in_thread
 from servers.native.memory import GrpcMessage, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.shared_memory import RegionTable
 from servers.native.statistics import RequestTimes
+from servers.protocol.codec import MAX_ID_CHARACTERS
 from servers.protocol.errors import (
     ContractError,
     InternalError,
@@ -70,6 +72,19 @@ def with_prefix(message: Any) -> list[bytes]:
     """The pieces of a message that is not compressed."""
     content = message.SerializeToString()
     return [_PREFIX.pack(0, len(content)), content]
+
+
+def shown_id(message: Any) -> bytes:
+    """The id of a request as its errors repeat it: one that is too long is left out."""
+    return message.id.encode() if len(message.id) <= MAX_ID_CHARACTERS else b""
+
+
+def streamed_error(error: ContractError, request_id: bytes) -> Any:
+    """The last message of a stream about one request, which failed; the stream goes on."""
+    answer = service_pb2.ModelStreamInferResponse(error_message=shortened(str(error)))
+    answer.infer_response.id = request_id.decode()
+    answer.infer_response.parameters[FINAL].bool_param = True
+    return answer
 
 
 class PendingGrpcRequest:
@@ -209,6 +224,7 @@ class PendingGrpcRequest:
         """The request and its raw inputs; any thread. Raises `ContractError`."""
         front_end = self._front_end
         parsed = message, raw, _ = parse_message(content)
+        self._request_id = shown_id(message)
         self._service = service = front_end.models.find(message.model_name, message.model_version or None)
         service.check_accepting()
         request = decode_message(parsed, front_end.regions.find, service.signature, front_end.allocate)
@@ -236,8 +252,7 @@ class PendingGrpcRequest:
         elif isinstance(error, TooLargeError) and self._message.compressed:  # as for one that comes uncompressed
             self._call.failed(CallStatus("RESOURCE_EXHAUSTED", str(error)))
         elif self._call.method.streams:
-            answer = service_pb2.ModelStreamInferResponse(error_message=shortened(str(error)))
-            self._call.answered(with_prefix(answer))
+            self._call.answered(with_prefix(streamed_error(error, self._request_id)))
         else:
             self._call.failed(status_of(error))
 
@@ -247,12 +262,20 @@ _SERVICE: Any = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 MESSAGE_SLACK_BYTES = 64 * 1024
 """Room for names and parameters beside the tensors, as HTTP's limit leaves room for its headers."""
 
+INFLATES_ENOUGH = f"the server inflates {MAX_INFLATING} messages now; send it later or uncompressed"
+
+S = TypeVar("S", bound=ModelService)
 RequestDocument = Callable[[Any], documents.Document | Awaitable[documents.Document | None] | None]
 """Makes the document that answers a control request, which is a protobuf message."""
 
 
+def max_message_bytes(settings: NativeSettings) -> int:
+    """The largest message of an inference."""
+    return min(settings.max_body_bytes + MESSAGE_SLACK_BYTES, 2**31 - 1)
+
+
 class GrpcFrontEnd(GrpcConnections):
-    """All methods of the service. Belongs to one event loop."""
+    """All methods of the service, for models that take and answer tensors. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -261,16 +284,13 @@ class GrpcFrontEnd(GrpcConnections):
         settings: NativeSettings,
         memory: RequestMemory,
     ) -> None:
-        max_message_bytes = min(settings.max_body_bytes + MESSAGE_SLACK_BYTES, 2**31 - 1)
-        super().__init__(settings, memory, service_methods(max_message_bytes), models.default.statistics)
+        super().__init__(settings, memory, service_methods(max_message_bytes(settings)), models.default.statistics)
         self.models = models
         self.regions = regions
-        self._documents = _documents(models, regions)
+        self._documents = {**model_documents(models), **_region_documents(regions)}
         # One thread: reading values holds the interpreter, so that more threads would only take longer each.
         self.reading = ThreadPoolExecutor(1, "reading")
-        self.inflating = InflatingThread(
-            f"the server inflates {MAX_INFLATING} messages now; send it later or uncompressed"
-        )
+        self.inflating = InflatingThread(INFLATES_ENOUGH)
 
     def answering(self, call: Call, message: GrpcMessage) -> MessageAnswer:
         if call.method.infers:
@@ -350,13 +370,17 @@ def _parse(kind: Any, serialised: bytes | memoryview) -> Any:
         raise InvalidRequestError(f"the message is not a {kind.name}") from exc
 
 
-def service_methods(max_message_bytes: int) -> dict[bytes, GrpcMethod]:
-    """The methods by path, from the protocol's own description, so that none can be forgotten."""
+def service_methods(max_message_bytes: int, *, decoupled: bool = False) -> dict[bytes, GrpcMethod]:
+    """The methods by path, from the protocol's own description, so that none can be forgotten.
+
+    The answers of `decoupled` models have any number of messages.
+    """
     methods = {}
     for name, described in _SERVICE.methods_by_name.items():
         infers = name in ("ModelInfer", "ModelStreamInfer")
         limit = max_message_bytes if infers else CONTROL_BODY_BYTES
-        methods[f"/{SERVICE}/{name}".encode()] = GrpcMethod(name, infers, infers and described.client_streaming, limit)
+        streams = infers and described.client_streaming
+        methods[f"/{SERVICE}/{name}".encode()] = GrpcMethod(name, infers, streams, limit, decoupled and streams)
     return methods
 
 
@@ -365,14 +389,11 @@ def _described(method: GrpcMethod) -> Any:
     return _SERVICE.methods_by_name[method.name]
 
 
-def _documents(models: ServedModels[InferenceService], regions: RegionTable) -> dict[str, RequestDocument]:
-    """The answers of all methods except inference: the documents that HTTP sends, of which a reply takes its fields."""
+def model_documents(models: ServedModels[S]) -> dict[str, RequestDocument]:
+    """The answers about models, and refusals: the documents that HTTP sends, of which a reply takes its fields."""
 
-    def find(request: Any) -> InferenceService:
+    def find(request: Any) -> S:
         return models.find(request.name, request.version or None)
-
-    def by_name(rows: Iterable[documents.Document]) -> documents.Document:
-        return {"regions": {row["name"]: row for row in rows}}
 
     def no_traces(_request: Any) -> NoReturn:
         raise UnsupportedError("this server does not trace requests; its statistics have a latency breakdown")
@@ -384,13 +405,25 @@ def _documents(models: ServedModels[InferenceService], regions: RegionTable) -> 
         "ServerLive": lambda _: {"live": True},
         "ServerReady": lambda _: {"ready": models.ready},
         "ModelReady": lambda request: {"ready": models.named(request.name, request.version or None).ready},
-        "ServerMetadata": lambda _: documents.server_metadata(regions),
         "ModelMetadata": lambda request: documents.model_metadata(find(request)),
         "ModelConfig": lambda request: {"config": documents.model_config(find(request))},
         "ModelStatistics": lambda request: documents.statistics([find(request)] if request.name else models),
         "RepositoryIndex": lambda request: {"models": documents.repository_index(models, request.ready)},
         "RepositoryModelLoad": lambda request: models.load(request.model_name, request.parameters),
         "RepositoryModelUnload": lambda request: models.unload(request.model_name),
+        "TraceSetting": no_traces,
+        "LogSettings": no_log_settings,
+    }
+
+
+def _region_documents(regions: RegionTable) -> dict[str, RequestDocument]:
+    """The answers about shared memory, and the server's metadata, which say where it is offered."""
+
+    def by_name(rows: Iterable[documents.Document]) -> documents.Document:
+        return {"regions": {row["name"]: row for row in rows}}
+
+    return {
+        "ServerMetadata": lambda _: documents.server_metadata(regions),
         "SystemSharedMemoryStatus": lambda request: by_name(regions.rows(request.name, on_device=False)),
         "SystemSharedMemoryRegister": lambda request: regions.register(
             request.name, request.key, request.offset, request.byte_size
@@ -401,6 +434,4 @@ def _documents(models: ServedModels[InferenceService], regions: RegionTable) -> 
             request.name, request.raw_handle, request.device_id, request.byte_size
         ),
         "CudaSharedMemoryUnregister": lambda request: regions.unregister(request.name, on_device=True),
-        "TraceSetting": no_traces,
-        "LogSettings": no_log_settings,
     }

@@ -27,6 +27,8 @@ MOST_TOGETHER = 2048
 """Messages of all streams of one connection that wait."""
 WAITING_BYTES = 4096
 """What a waiting message counts beside its bytes: a page of memory and its objects."""
+MOST_ANSWERED = 1024
+"""Messages of one decoupled call that are answered at once; the next ones wait for their turn."""
 MANY_ARRIVING = 64
 """Messages of one connection that arrive at once; more do not displace others when memory is short."""
 NEVER = float("inf")
@@ -47,6 +49,8 @@ class CallConnection(Protocol):
 
     waiting_messages: int
     """Complete messages of its calls that wait for the answers before them."""
+    stopping: bool
+    """The server ends, and takes no more calls."""
 
     @property
     def arriving_messages(self) -> int:
@@ -60,6 +64,9 @@ class CallConnection(Protocol):
 
     def send(self, call: Call, pieces: Sequence[bytes], *, last: bool) -> None:
         """Send a message with its prefix, as soon as the client's windows allow it; the `last` one ends the call."""
+
+    def stream(self, call: Call, message: bytes) -> None:
+        """Send one of many messages, with its prefix. Cuts off a client that leaves too much of them unread."""
 
     def take_turns(self, answer: Callable[[], None]) -> None:
         """Call this in a later turn, behind those that wait already."""
@@ -93,13 +100,16 @@ class CallServer(Protocol):
 
 
 class Call:
-    """One call of a connection: receives the bytes of its messages and has them answered, one at a time."""
+    """One call of a connection: receives the bytes of its messages and has them answered, one at a time.
+
+    The messages of a decoupled call are answered side by side.
+    """
 
     __slots__ = (
         "_begun", "_connection", "_deadline", "_going_on", "_idle", "_inbox", "_last_arrival", "_prefix", "_server",
         "answering", "blocked_since", "closed", "deadline_ns", "ending", "head", "headers_sent", "message", "method",
-        "receive_window", "remote_closed", "send_window", "sent_blocked", "start_ns", "stream", "stream_bytes",
-        "trailers", "unsent", "unsent_bytes",
+        "open_answers", "receive_window", "remote_closed", "send_window", "sent_blocked", "start_ns", "stream",
+        "stream_bytes", "trailers", "unsent", "unsent_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -135,7 +145,9 @@ class Call:
         """The message that is arriving."""
         self._inbox: deque[GrpcMessage] = deque()
         self.answering: MessageAnswer | None = None
-        """What answers the present message; None while there is no message."""
+        """What answers the present message; None while there is no message, and for a decoupled call."""
+        self.open_answers: set[MessageAnswer] = set()
+        """What answers the messages of a decoupled call."""
         self._going_on = False
         self.ending = False
         """The present frame is the client's last on this call."""
@@ -231,7 +243,7 @@ class Call:
     def _complete(self, message: GrpcMessage) -> None:
         self.message = None
         message.receive_ns = time.perf_counter_ns() - message.start_ns
-        if not self._free and not message.hold(WAITING_BYTES):
+        if (self.method.decoupled or not self._free) and not message.hold(WAITING_BYTES):
             message.release()
             self.refuse(UnavailableError(HOLDS_ENOUGH))
             return
@@ -244,7 +256,11 @@ class Call:
     def _answer(self, message: GrpcMessage) -> None:
         if self.method.streams and self.receive_window < STREAM_WINDOW // 2:
             self._connection.grant(self, STREAM_WINDOW - self.receive_window)
-        self.answering = answering = self._server.answering(self, message)
+        answering = self._server.answering(self, message)
+        if self.method.decoupled:
+            self.open_answers.add(answering)
+        else:
+            self.answering = answering
         answering.begin()
 
     # The answers
@@ -268,6 +284,19 @@ class Call:
         self._idle = time.monotonic()
         self.go_on()
 
+    def send(self, message: bytes) -> None:
+        """Send a message of an open answer, with its prefix; its client may be cut off, which stops the answer."""
+        if not self.closed:
+            self._connection.stream(self, message)
+
+    def end_answer(self, answer: MessageAnswer, message: bytes) -> None:
+        """An open answer ends with this message."""
+        self.open_answers.discard(answer)
+        if not self.closed:
+            self._connection.stream(self, message)
+            self._idle = time.monotonic()
+            self.go_on()
+
     def go_on(self) -> None:
         """Answer the next message, once the client has taken the last answer; end a stream behind its last message."""
         if self._going_on:  # an answer that needs no waiting calls this inside the loop
@@ -277,13 +306,23 @@ class Call:
             self._connection.waiting_messages -= 1
             self._answer(self._inbox.popleft())
         self._going_on = False
-        if self.method.streams and self.remote_closed and self._free and self.trailers is None:
-            self._connection.finish(self, TRAILERS_OK)
+        if self.method.streams and self._free and not self.open_answers and self.trailers is None:
+            if self.remote_closed:
+                self._connection.finish(self, TRAILERS_OK)
+            elif self._connection.stopping and not self.arriving:
+                self.refuse(shutting_down())
 
     @property
     def _free(self) -> bool:
         """Whether nothing stands before the next message's answer."""
-        return self.answering is None and not self.unsent and not self.closed
+        if self.answering is not None or len(self.open_answers) >= MOST_ANSWERED:
+            return False
+        return not self.unsent and not self.closed
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a message is being answered."""
+        return self.answering is not None or bool(self.open_answers)
 
     def failed(self, refusal: CallStatus) -> None:
         """The present message has no answer but an error."""
@@ -305,9 +344,7 @@ class Call:
     def close(self, reason: str = "") -> None:
         """Give back what the call holds, and stop what answers it; `reason` is why, if not that the client has left."""
         self.closed = True
-        answering, self.answering = self.answering, None
-        if answering is not None:
-            answering.stop(reason)
+        self._stop_answering(reason)
         self.drop_messages()
         self.unsent.clear()
 
@@ -319,11 +356,11 @@ class Call:
         self._connection.waiting_messages -= len(self._inbox)
         self._inbox.clear()
 
-    def cancel(self) -> None:
-        """The client has left the call."""
-        if self.method.infers and self.message is not None and self.answering is None:
+    def cancel(self, reason: str = "") -> None:
+        """The client has left the call, or does not take its answers: then `reason` says so."""
+        if self.method.infers and self.message is not None and not self._busy:
             self._server.count_disconnect()
-        self.close()
+        self.close(reason)
 
     # Memory, as a `Receiver`
 
@@ -368,14 +405,14 @@ class Call:
                 longest_s = min(longest_s, PRESSED_S, settings.read_timeout_s)
             if now > self._begun + longest_s or now > self._last_arrival:
                 self.refuse(RefusedError("slow_client", "the message did not arrive in time"))
-        elif self.answering is None and now > self._idle + settings.keep_alive_timeout_s:
+        elif not self._busy and now > self._idle + settings.keep_alive_timeout_s:
             self.refuse(RefusedError("slow_client", "the next message did not arrive in time"))
 
     def shut_down(self) -> None:
         """The server is told to stop: end a stream that waits for its client, let everything else go on for a while."""
         if self.arriving:
             self._last_arrival = time.monotonic() + PRESSED_S
-        elif self.answering is None:
+        elif not self._busy:
             self.refuse(shutting_down())
 
     def give_up(self) -> None:
@@ -385,8 +422,9 @@ class Call:
 
     def _stop_answering(self, reason: str) -> None:
         answering, self.answering = self.answering, None
-        if answering is not None:
-            answering.stop(reason)
+        answers, self.open_answers = self.open_answers, set()
+        for answer in answers if answering is None else (answering,):
+            answer.stop(reason)
 
 
 _HEADERS_START = http2.frame_head(http2.HEADERS, http2.END_HEADERS, 0, len(http2.RESPONSE_HEADERS))[:5]
@@ -408,10 +446,12 @@ class OutgoingMessages:
         self.waiting_bytes = 0
         """Of messages that the client's windows do not allow yet."""
 
-    def send(self, call: Call, pieces: Sequence[bytes], *, last: bool) -> None:
+    def send(self, call: Call, pieces: Sequence[bytes | memoryview], *, last: bool) -> None:
         """Send a message with its prefix; the `last` one ends the call."""
         size = sum(map(len, pieces))
         if call.unsent or size > min(self._window, call.send_window, self._max_frame):
+            if call.unsent and len(call.unsent[-1]) + size <= http2.DEFAULT_FRAME:  # many tokens take one piece
+                pieces = (call.unsent.pop(), *pieces)
             call.unsent.append(memoryview(b"".join(pieces)))
             call.unsent_bytes += size
             self.waiting_bytes += size
@@ -421,7 +461,7 @@ class OutgoingMessages:
         self._window -= size
         call.send_window -= size
         stream = call.stream_bytes
-        parts = [] if call.headers_sent else [_HEADERS_START, stream, http2.RESPONSE_HEADERS]
+        parts: list[bytes | memoryview] = [] if call.headers_sent else [_HEADERS_START, stream, http2.RESPONSE_HEADERS]
         parts += [http2.frame_head(http2.DATA, 0, call.stream, size), *pieces]
         if last:
             parts += [_ENDING_START, stream, TRAILERS_OK]

@@ -30,7 +30,7 @@ from servers.native.http2 import (
     ending_frame,
     read_call_head,
 )
-from servers.native.limits import Turns
+from servers.native.limits import STREAM_UNREAD_BYTES, Turns
 from servers.native.memory import ALIGNMENT, GrpcMessage, RequestMemory, UnreadAnswers
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
@@ -108,6 +108,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         self._answers = OutgoingMessages(self._write, self._end)
         self._unread = UnreadAnswers(connections.budget)
         self._choked_since = 0.0  # when the client stopped reading; 0: it reads
+        self._cut_off = False  # because it does not read
         self._paused = False  # nothing is read from the transport
         self._room_by = 0.0  # when a message that waits for room is refused; 0: none waits
         self.stopping = False
@@ -156,7 +157,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         self._unparsed, self._block = bytearray(), b""
         self._controls.clear()
         for call in calls.values():
-            call.cancel()
+            call.cancel("slow_client" if self._cut_off else "")
 
     def pause_writing(self) -> None:
         """The client reads more slowly than it is answered."""
@@ -210,7 +211,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         settings = self._connections.settings
         self._credit = min(MAX_CREDIT, self._credit + int(CREDIT_PER_S * seconds))
         if self._choked_since and now > self._choked_since + settings.read_timeout_s:
-            self._transport.abort()
+            self._abort()
             return
         self.has_room(0)
         for call in list(self._calls.values()):
@@ -496,6 +497,15 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         if self._paused:
             self._go_on_soon()
 
+    def stream(self, call: Call, message: bytes) -> None:
+        self.send(call, (message,), last=False)
+        if self._choked_since:
+            unread = self._transport.get_write_buffer_size()
+            if unread > STREAM_UNREAD_BYTES or not self.has_room(0):
+                self._abort()
+        elif call.unsent and (call.unsent_bytes > STREAM_UNREAD_BYTES or not self.has_room(0)):
+            self.reset(call)
+
     def take_turns(self, answer: Callable[[], None]) -> None:
         """Answer a call that does not infer, one per turn: it may take a millisecond, and its request has no bytes."""
         self._controls.append(answer)
@@ -521,7 +531,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
     def reset(self, call: Call) -> None:
         self._write(http2.reset_frame(call.stream, http2.CANCEL))
         call.ending = True
-        call.cancel()
+        call.cancel("slow_client")
         self._end(call)
 
     def _end(self, call: Call) -> None:
@@ -546,6 +556,11 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
             self._call = None
         if self._ends is call:
             self._ends = None
+
+    def _abort(self) -> None:
+        """Cut off a client that does not read."""
+        self._cut_off = True
+        self._transport.abort()
 
     def _close_if_done(self) -> None:
         if self.stopping and not self._calls:

@@ -84,6 +84,9 @@ _INPUTS, _OUTPUTS, _RAW = 5, 6, 7
 _INPUT_CONTENTS = 5
 _INPUT_TAG = bytes([_INPUTS << 3 | _LENGTH])
 
+FINAL = "triton_final_response"
+"""The parameter of each message of a stream that says whether it is its request's last."""
+
 Allocate = Callable[[int], Array]
 """Bytes for decoded values. Raises `ContractError` where the server's limits forbid it."""
 
@@ -225,7 +228,7 @@ def encode_message(response: InferResponse) -> Any:
 
 def encode_streamed(response: Any) -> Any:
     """A ModelInferResponse as the only, and so the final, response to a message of a stream."""
-    response.parameters["triton_final_response"].bool_param = True
+    response.parameters[FINAL].bool_param = True
     return service_pb2.ModelStreamInferResponse(infer_response=response)
 
 

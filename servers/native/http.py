@@ -44,7 +44,7 @@ from servers.native.http_parser import (
     refusal,
 )
 from servers.native.inference import ModelService, ServedModels
-from servers.native.limits import Turns
+from servers.native.limits import STREAM_UNREAD_BYTES, Turns
 from servers.native.memory import UNCOUNTED_BYTES, RequestMemory, UnreadAnswers
 from servers.native.settings import NativeSettings
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
@@ -53,8 +53,6 @@ log = FailureLog("abserve.http")
 
 READ_BYTES = 64 * 1024
 """Room for one read of heads and small bodies. Of a large body, this much is copied."""
-STREAM_UNREAD_BYTES = 2**20
-"""A client that leaves more of a streamed response unread is cut off; it may also leave less only for so long."""
 TICK_S = 0.25
 """How often all deadlines of connections are checked: one timer for all, so that a request sets none."""
 NEVER = float("inf")

@@ -242,6 +242,8 @@ class GrpcMethod:
     infers: bool
     streams: bool
     max_message_bytes: int
+    decoupled: bool = False
+    """Messages of one call are answered side by side, each by any number of messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ CONTROL_BODY_BYTES = 64 * 1024
 """Largest body of a request that is not an inference: no such request needs more."""
 INFLATED_STEP_BYTES = 64 * 1024
 """Compressed bodies are inflated in steps of this size, which fit into memory that the heap has anyway."""
+STREAM_UNREAD_BYTES = 2**20
+"""A client that leaves more of a streamed response unread is cut off; it may also leave less only for so long."""
 MAX_INFLATING = 8
 """Most compressed bodies that are inflated and parsed, or wait for that, in each front end over HTTP and over gRPC.
 

@@ -228,7 +228,6 @@ class NativeSettings(GeneratingOptions):
                 "device": device,
                 "precision": generation_precision(self.precision, device),
                 "fronts": fronts if self.fronts is None else self.fronts,
-                "grpc_port": 0,
                 # A step is hundreds of operators of some microseconds: on a core that another program has, threads that
                 # spin for each of them cost 18 times the step (measured).
                 "spinning": "off" if self.spinning == "auto" else self.spinning,

@@ -206,6 +206,7 @@ class ModelSignature:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int
+    """0: the model has no batch dimension, and a request is one item."""
     axes: tuple[VariableAxis, ...] = ()
     id_counts: Mapping[str, int] = field(default_factory=dict)
     """By input of ids, such as token ids, how many ids the model knows: 0 to one less."""
@@ -214,7 +215,7 @@ class ModelSignature:
         """The number of items and the inputs by name. Raises `InvalidRequestError` at the first contradiction."""
         specs = {spec.name: spec for spec in self.inputs}
         arrays: dict[str, Array] = {}
-        rows: int | None = None
+        rows = None if self.max_batch_size else 1
         for tensor in request.inputs:
             spec = specs.get(tensor.name)
             if spec is None:
@@ -230,14 +231,17 @@ class ModelSignature:
                     f"but model '{self.name}' expects '{spec.datatype}'"
                 )
             self._check_shape(spec, tensor.shape)
-            if rows not in (None, tensor.shape[0]):
-                raise InvalidRequestError(f"inputs have different batch sizes, {rows} and {tensor.shape[0]}")
-            rows = tensor.shape[0]
+            if self.max_batch_size:
+                if rows not in (None, tensor.shape[0]):
+                    raise InvalidRequestError(f"inputs have different batch sizes, {rows} and {tensor.shape[0]}")
+                rows = tensor.shape[0]
             arrays[tensor.name] = tensor.data
-        missing = [name for name in specs if name not in arrays]
+        required = [name for name, spec in specs.items() if not spec.optional]
+        missing = [name for name in required if name not in arrays]
         if missing or rows is None:
+            least = "" if len(required) == len(specs) else f"{len(required)} to "
             raise InvalidRequestError(
-                f"expected {len(specs)} inputs but got {len(arrays)} inputs for model '{self.name}', "
+                f"expected {least}{len(specs)} inputs but got {len(arrays)} inputs for model '{self.name}', "
                 f"missing {', '.join(map(repr, missing))}"
             )
         self.check_sizes({name: array.shape for name, array in arrays.items()})
@@ -276,7 +280,7 @@ class ModelSignature:
                 f"unexpected shape for input '{spec.name}' for model '{self.name}', "
                 f"expected {shape_text(spec.shape)}, got {shape_text(shape)}"
             )
-        if not 1 <= shape[0] <= self.max_batch_size:
+        if self.max_batch_size and not 1 <= shape[0] <= self.max_batch_size:
             raise InvalidRequestError(
                 f"inference request batch-size must be between 1 and {self.max_batch_size} for '{self.name}', "
                 f"got {shape[0]}"

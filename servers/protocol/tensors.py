@@ -51,13 +51,16 @@ DATATYPES: Mapping[str, np.dtype[np.generic]] = MappingProxyType(
 class TensorSpec:
     """One input or output of a model as its metadata gives it.
 
-    `shape` includes the batch dimension, which is always the first and always -1 (any); other dimensions are fixed
-    or -1. Raises `ValueError` for another datatype than the protocol's; BF16, which only Triton has, is one.
+    `shape` includes the batch dimension, which is always the first and always -1 (any), unless the model has none;
+    other dimensions are fixed or -1. A request may leave out an `optional` input.
+
+    Raises `ValueError` for another datatype than the protocol's; BF16, which only Triton has, is one.
     """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if self.datatype not in DATATYPES and self.datatype != "BYTES":

@@ -24,7 +24,7 @@ from servers.engines.interface import EngineDescription
 from servers.engines.padding import pad_to_text, parse_pad_to
 from servers.engines.processors import cuda_index
 from servers.engines.settings import EngineSettings, parse_spinning
-from servers.language.engine import GENERATE_INPUTS, GENERATE_OUTPUTS, OPTIONAL_INPUTS
+from servers.language.engine import GENERATE_INPUTS, GENERATE_OUTPUTS
 from servers.models.images import MAX_PIXELS, DecodingSettings
 from servers.models.registry import DEFAULT_MODEL
 from servers.models.specification import ModelSpecification
@@ -364,7 +364,7 @@ def _tensor(tensor: TensorSpec, *, ragged: bool = False) -> str:
 
 def _whole_tensor(tensor: TensorSpec) -> str:
     """Of a model without a batch dimension."""
-    optional = " optional: true" if tensor.name in OPTIONAL_INPUTS else ""
+    optional = " optional: true" if tensor.optional else ""
     return f"{{ name: {quote(tensor.name)} data_type: {_data_type(tensor)} dims: {_listed(tensor.shape)}{optional} }}"
 
 

@@ -64,7 +64,8 @@ def main() -> int:
     model = ServedLanguageModel(
         "scripted", "language:scripted", lambda: GatedEngine(slots=slots, max_length=longest, folder=folder)
     )
-    return serve_language(settings, model, bind("127.0.0.1", settings.http_port))
+    grpc_listener = bind("127.0.0.1", settings.grpc_port) if settings.grpc_port else None
+    return serve_language(settings, model, bind("127.0.0.1", settings.http_port), grpc_listener)
 
 
 if __name__ == "__main__":
