@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from servers.native import http2
-from servers.native.errors import HOLDS_ENOUGH, RefusedError, shutting_down
+from servers.native.errors import HOLDS_ENOUGH, RefusedError, failure_reason, shutting_down
 from servers.native.http2 import TRAILERS_OK, CallHead, CallStatus, status_of
 from servers.native.memory import GrpcMessage
 from servers.native.settings import NativeSettings
@@ -334,11 +334,12 @@ class Call:
         """End the call before a whole message has come, and count that."""
         if self.method.infers and self.arriving:
             self._server.count_failure(error, self.start_ns)
-        self.finish(status_of(error))
+        self.finish(status_of(error), failure_reason(error))
 
-    def finish(self, refusal: CallStatus) -> None:
-        """End the call with an error. Idempotent."""
+    def finish(self, refusal: CallStatus, reason: str = "invalid_request") -> None:
+        """End the call with an error, which stops answers that have begun. Idempotent."""
         if not self.closed:
+            self._stop_answering(reason)
             self._connection.finish(self, refusal.block(alone=not self.headers_sent))
 
     def close(self, reason: str = "") -> None:
@@ -469,6 +470,16 @@ class OutgoingMessages:
         self._write(b"".join(parts))
         if last:
             self._end(call)
+
+    def stream(self, call: Call, message: bytes) -> None:
+        """As `send` does, for one of many short messages."""
+        size = len(message)
+        if call.unsent or not call.headers_sent or size > min(self._window, call.send_window, self._max_frame):
+            self.send(call, (message,), last=False)
+            return
+        self._window -= size
+        call.send_window -= size
+        self._write(http2.frame_head(http2.DATA, 0, call.stream, size) + message)
 
     def finish(self, call: Call, trailers: bytes) -> None:
         """End the call, behind the messages that still wait."""

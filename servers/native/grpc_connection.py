@@ -498,13 +498,16 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
             self._go_on_soon()
 
     def stream(self, call: Call, message: bytes) -> None:
-        self.send(call, (message,), last=False)
+        self._credit += CREDIT_PER_ANSWER
+        self._answers.stream(call, message)
         if self._choked_since:
             unread = self._transport.get_write_buffer_size()
             if unread > STREAM_UNREAD_BYTES or not self.has_room(0):
                 self._abort()
         elif call.unsent and (call.unsent_bytes > STREAM_UNREAD_BYTES or not self.has_room(0)):
             self.reset(call)
+        if self._paused:
+            self._go_on_soon()
 
     def take_turns(self, answer: Callable[[], None]) -> None:
         """Answer a call that does not infer, one per turn: it may take a millisecond, and its request has no bytes."""

@@ -5,7 +5,9 @@ the engine and sends what each step has produced. A response is a round trip bet
 question whether a client has left: another thread asks it ten times per second, not for each token. Triton itself
 notices that a client has left when it next writes to the connection.
 
-A response that holds one token is made once per token and sent again: making it costs as much as sending it.
+A response that holds one token is made once per token and sent again: making it costs as much as sending it. Sending
+removes the outputs that the client did not ask for from the response itself, so a request that does not ask for the
+tokens gets responses of its own.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class GeneratingModel:
         self._senders: dict[int, Any] = {}
         self._prompt_tokens: dict[int, int] = {}
         """Of requests without a response yet."""
+        self._without_tokens: set[int] = set()
+        """Requests that do not ask for the tokens."""
         self._arrivals: queue.SimpleQueue[GenerationRequest | int | None] = queue.SimpleQueue()
         """Requests, the numbers of those whose client has left, and at the end None."""
         self._responses: dict[tuple[int, ...], Any] = {}
@@ -89,6 +93,8 @@ class GeneratingModel:
             self._number += 1
             self._senders[self._number] = sender
             self._prompt_tokens[self._number] = len(prompt)
+            if "token_ids" not in request.requested_output_names():
+                self._without_tokens.add(self._number)
             self._arrivals.put(GenerationRequest(self._number, prompt, max_tokens, bool(ignore_eos)))
 
     def finalize(self) -> None:
@@ -138,7 +144,8 @@ class GeneratingModel:
         if sender is None:  # its client has left, and the engine was a step ahead
             return
         prompt_tokens = self._prompt_tokens.pop(number, None)
-        response = self._responses.get(tokens) if prompt_tokens is None and finish is None else None
+        shared = prompt_tokens is None and finish is None and number not in self._without_tokens
+        response = self._responses.get(tokens) if shared else None
         if response is None:
             tensors = [tensor_of("token_ids", np.array(tokens, np.int32))]
             if prompt_tokens is not None:
@@ -146,10 +153,11 @@ class GeneratingModel:
             if finish is not None:
                 tensors.append(tensor_of("finish_reason", np.array([finish.encode()], object)))
             response = pb_utils.InferenceResponse(tensors)
-            if len(tensors) == len(tokens) == 1 and len(self._responses) < MOST_KEPT:
+            if shared and len(tokens) == 1 and len(self._responses) < MOST_KEPT:
                 self._responses[tokens] = response
         if finish is not None:
             del self._senders[number]
+            self._without_tokens.discard(number)
         _send(sender, response, final=finish is not None)
 
     def _end(self, number: int, message: str = "", code: int | None = None) -> None:
@@ -158,6 +166,7 @@ class GeneratingModel:
         Without a `code` it is the request's fault.
         """
         self._prompt_tokens.pop(number, None)
+        self._without_tokens.discard(number)
         if (sender := self._senders.pop(number, None)) is not None:
             code = pb_utils.TritonError.INVALID_ARG if code is None else code
             _send(sender, _error(message, code) if message else None, final=True)

@@ -33,7 +33,7 @@ def scripted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("scripted")
     (folder / "load").touch()
     start = _starter(folder, lambda port: [str(GATED), str(port), str(folder)], servers, "--model", "language:demo")
-    server = start("--fronts", request.param)
+    server = start("--fronts", request.param, grpc=True)
     server.wait_ready()
     yield server
     _stop(servers)

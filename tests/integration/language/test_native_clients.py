@@ -36,6 +36,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             *options,
             "--http-port",
             str(port),
+            "--grpc-port",
+            "0",
             "--print-launch",
         ],
         capture_output=True,
