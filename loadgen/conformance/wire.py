@@ -242,6 +242,11 @@ class GrpcClient:
         started = perf_counter()
         return finish(self.start(method, message, deadline_s), started)
 
+    def stream(self, method: str, sent: Iterable[Any], deadline_s: float = 30.0) -> Any:
+        """Start a call with several messages, protobuf or raw bytes, and return its grpc call, an iterator of bytes."""
+        call = self._channel.stream_stream(f"/{SERVICE}/{method}", request_serializer=_serialise)
+        return call(iter(sent), timeout=deadline_s)
+
     def close(self) -> None:
         """Close the channel."""
         self._channel.close()

@@ -161,8 +161,10 @@ def test_tensors_in_shared_memory_and_unknown_outputs_are_errors(scripted: Serve
 
 def test_streams_are_counted(scripted: Server) -> None:
     def counts() -> list[float]:
-        names = ("prompt_tokens_total", "output_tokens_total", "requests_success_total")
-        names = (*names, "first_token_duration_seconds_count")
+        names = (
+            *("prompt_tokens_total", "output_tokens_total", "requests_success_total"),
+            "first_token_duration_seconds_count",
+        )
         return [scripted.metric(f"abserve_native_{name}{{") for name in names]
 
     before = counts()
