@@ -122,6 +122,11 @@ def has_load(experiment: Experiment) -> bool:
     return bool(load_workloads(experiment.workloads))
 
 
+def sends_load(experiment: Experiment) -> bool:
+    """Whether any workload has blocks, or trials of a search or a ramp."""
+    return has_load(experiment) or bool(search_schedule(experiment))
+
+
 def arm_orders(labels: Sequence[Label], rounds: int, random: Random) -> list[tuple[Label, ...]]:
     """The order of the arms in each of `rounds` successive rounds, balanced over every `len(labels)` of them."""
     orders: list[tuple[Label, ...]] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from loadgen.experiment.schedule import has_load, search_schedule
+from loadgen.experiment.schedule import sends_load
 from loadgen.probes.registry import Probe
 from loadgen.records.probes import AnswersCompared
 from loadgen.records.run import Experiment
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def wanted(experiment: Experiment) -> bool:
     """Whether there is any load. The answers of language models are judged by a reference instead."""
-    return not experiment.is_language and (has_load(experiment) or bool(search_schedule(experiment)))
+    return not experiment.is_language and sends_load(experiment)
 
 
 def measure(context: RunContext) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from loadgen.experiment.schedule import has_load
+from loadgen.experiment.schedule import sends_load
 from loadgen.metrics.facts import Facts
 from loadgen.probes.registry import Probe
 from loadgen.records.machine import own_devices, used_gpu
@@ -235,4 +235,4 @@ def _probe_times(
     return fresh, repeated
 
 
-PROBE = Probe(wanted=has_load, measure=measure, records=(Conditions, CacheProbe))
+PROBE = Probe(wanted=sends_load, measure=measure, records=(Conditions, CacheProbe))

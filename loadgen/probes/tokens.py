@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from loadgen.experiment.schedule import has_load
+from loadgen.experiment.schedule import sends_load
 from loadgen.probes.registry import Probe
 from loadgen.probes.tokens_analysis import TokensFound, analyse
 from loadgen.records.probes import TokensCompared
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def wanted(experiment: Experiment) -> bool:
     """Whether there are streamed answers."""
-    return experiment.is_language and has_load(experiment)
+    return experiment.is_language and sends_load(experiment)
 
 
 def measure(context: RunContext) -> None:

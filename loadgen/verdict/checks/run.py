@@ -375,13 +375,17 @@ def answers_under_load(facts: Facts) -> Iterator[Judgement]:
     """Judge the answers under load. Skipped for runs stored before answers under load were compared."""
     run = facts.run
     for workload in run.experiment.workloads if run.has_records_of(AnswersCompared) else ():
-        loaded = {
-            (block.record.label, block.record.restart) for block in run.blocks if block.record.workload == workload.name
-        }
-        loaded |= {(trial.label, trial.restart) for trial in run.records_of(Trial) if trial.workload == workload.name}
-        if loaded:
+        if loaded := loaded_arms(run, workload):
             compared = [record for record in run.records_of(AnswersCompared) if record.workload == workload.name]
             yield _answers(workload, run.experiment.labels, compared, loaded)
+
+
+def loaded_arms(run: StoredRun, workload: Workload) -> set[tuple[Label, int]]:
+    """The arms that had the workload's load, in blocks or in trials of a search, with the start of the servers."""
+    blocks = {
+        (block.record.label, block.record.restart) for block in run.blocks if block.record.workload == workload.name
+    }
+    return blocks | {(trial.label, trial.restart) for trial in run.records_of(Trial) if trial.workload == workload.name}
 
 
 def _answers(

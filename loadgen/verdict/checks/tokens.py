@@ -12,7 +12,7 @@ from functools import wraps
 from statistics import median
 
 from loadgen.metrics.breakdown import contradictions_of
-from loadgen.metrics.facts import Facts, WorkloadFacts
+from loadgen.metrics.facts import Facts, WorkloadFacts, workload_scope
 from loadgen.probes.tokens_analysis import (
     LEAST_DISTINCT,
     LEAST_TOKENS,
@@ -29,6 +29,7 @@ from loadgen.quantities import counted, do_not, join, number, share
 from loadgen.records.probes import TokensCompared
 from loadgen.records.run import TEXT_TRANSPORTS, Label, shown
 from loadgen.verdict.checks.registry import Find, Judgement, check, per_load
+from loadgen.verdict.checks.run import loaded_arms
 
 CHUNKS_ALIKE = 1.1
 """Ratio of the tokens per chunk of two arms up to which their gaps compare."""
@@ -211,17 +212,15 @@ def tokens_agree(facts: Facts) -> Iterator[Judgement]:
     mixture of experts by the mean deficit.
     Without a record the model is not known to abserve, so there is no reference: that only warns."""
     run = facts.run
-    stored = run.records_of(TokensCompared)
-    if not run.has_records_of(TokensCompared):
-        if facts.loads:
-            yield Judgement(None, "there is no reference for a model that abserve does not know", severity="warns")
+    texts = {arm.label for arm in run.experiment.arms if run.experiment.transport_of(arm) in TEXT_TRANSPORTS}
+    loads = [(workload, loaded) for workload in run.experiment.workloads if (loaded := loaded_arms(run, workload))]
+    if loads and not run.has_records_of(TokensCompared):
+        yield Judgement(None, "there is no reference for a model that abserve does not know", severity="warns")
         return
-    for load in facts.loads:
-        if load.workload.is_streamed:
-            compared = [record for record in stored if record.workload == load.workload.name]
-            loaded = {(block.record.label, block.record.restart) for block in load.stored}
-            texts = {arm.label for arm in run.experiment.arms if run.experiment.transport_of(arm) in TEXT_TRANSPORTS}
-            yield replace(_agreement(compared, loaded, run.experiment.labels, texts), scope=load.scope)
+    for workload, loaded in loads:
+        compared = [record for record in run.records_of(TokensCompared) if record.workload == workload.name]
+        scope = workload_scope(workload.name)
+        yield replace(_agreement(compared, loaded, run.experiment.labels, texts), scope=scope)
 
 
 def _agreement(

@@ -89,6 +89,19 @@ def test_servers_that_take_no_ids_get_text_or_a_chat(tmp_path: Path, planted: Ca
     assert "passed" not in {check["state"] for check in warned}
 
 
+@pytest.mark.slow
+def test_a_search_alone_has_its_answers_and_caches_checked(tmp_path: Path, planted: Callable[..., str]) -> None:
+    status, output = compare(
+        tmp_path, "--a", planted(), "--b", planted("--ignore-prompt"), "--scenarios", "goodput", "--limits",
+        "ttft=30ms", "--rounds", "1", "--connections", "8",
+    )  # fmt: skip
+    assert status == 1, output
+    assert "B gives the same answer to different prompts" in output
+    compared = {(entry["workload"], entry["label"]) for entry in record(tmp_path, "token_answers.json")}
+    assert {("goodput(ttft=30ms)", "a"), ("goodput(ttft=30ms)", "b")} <= compared
+    assert len(record(tmp_path, "cache_probes.json")) == 2
+
+
 TRACE = """\
 {"timestamp": 0, "input_length": 600, "output_length": 6, "hash_ids": [1, 2]}
 {"timestamp": 100, "input_length": 20, "output_length": 12, "hash_ids": [3]}

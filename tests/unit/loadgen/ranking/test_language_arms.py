@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from datetime import date
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -33,8 +34,11 @@ PRICE = Price(
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return analyse(write_searched_run(tmp_path_factory.mktemp("run")))
+
+
+def write_searched_run(folder: Path) -> Path:
     """A at 8 ms per token, B at 12 ms over another protocol; A is good at up to 30 answers/s and B at up to 15."""
-    folder = tmp_path_factory.mktemp("run")
     arms = (TokenArm(), TokenArm(45.0, 12.0, 1.1, transport="generate_stream", title="Triton 2.51, slots fp32"))
     write_language_run(folder, LanguagePlan(arms=arms, users=(1, 4), limits=LIMITS))
     path = folder / "experiment.json"
@@ -50,7 +54,11 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
     ]
     for place, trial in enumerate(trials):
         (folder / "trials" / f"{place:04d}.json").write_bytes(msgspec.json.encode(trial))
-    return analyse(folder)
+    compared = folder / "token_answers.json"
+    answers = msgspec.json.decode(compared.read_bytes())
+    of_searches = [answer | {"workload": GOODPUT.name} for answer in answers if answer["workload"] == "single"]
+    compared.write_bytes(msgspec.json.encode([*answers, *of_searches]))
+    return folder
 
 
 def test_tokens_their_times_and_what_they_cost(result: Result) -> None:
@@ -104,3 +112,22 @@ def test_other_prompts_are_in_other_tables(result: Result) -> None:
     read = from_result("r", msgspec.structs.replace(result, experiment=changed, summaries=summaries))
     lengths = {candidate.work.length for candidate in read.candidates}
     assert lengths == {"32 → 64 tokens", "32 → 64 tokens, 24 of them shared"}
+
+
+def test_the_answers_of_a_search_are_judged(tmp_path: Path) -> None:
+    path = write_searched_run(tmp_path) / "token_answers.json"
+    records = msgspec.json.decode(path.read_bytes())
+    wrong = [record for record in records if (record["workload"], record["label"]) == (GOODPUT.name, "b")]
+    for answer in wrong[0]["answers"]:
+        answer["deficit"] = 9.0
+    for stored, words in (
+        (records, "answers of B have wrong tokens"),
+        ([record for record in records if record not in wrong], "no answers of B were compared"),
+    ):
+        path.write_bytes(msgspec.json.encode(stored))
+        result = analyse(tmp_path)
+        (judged,) = (c for c in result.checks if c.name == "tokens_agree" and GOODPUT.name in c.scope)
+        assert words in judged.detail
+        assert not result.valid
+        verdicts = {c.verdict for c in result.comparisons if c.scenario == GOODPUT.name}
+        assert verdicts == {"invalid"}
