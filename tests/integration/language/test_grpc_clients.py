@@ -126,7 +126,7 @@ def test_a_client_with_asyncio_streams(address: str) -> None:
 
 
 def test_an_answer_stops_at_eos_only_where_it_is_not_ignored(address: str) -> None:
-    prompts = [[number, 3, 8] for number in range(1, 300)]
+    prompts = [[number, 3, 8] for number in range(1, 1023)]
     answers = all_generated(prompts, 24)
     prompt, expected = next(pair for pair in zip(prompts, answers, strict=True) if MODEL.eos[0] in pair[1])
     with stream(address) as (client, arrived):
