@@ -474,7 +474,8 @@ class OutgoingMessages:
     def stream(self, call: Call, message: bytes) -> None:
         """As `send` does, for one of many short messages."""
         size = len(message)
-        if call.unsent or not call.headers_sent or size > min(self._window, call.send_window, self._max_frame):
+        blocked = size > self._window or size > call.send_window or size > self._max_frame
+        if blocked or call.unsent or not call.headers_sent:
             self.send(call, (message,), last=False)
             return
         self._window -= size
