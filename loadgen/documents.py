@@ -49,6 +49,12 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
+def last_line(output: bytes) -> str:
+    """Why a command of abserve failed: the last line that it printed."""
+    lines = [line for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
+    return one_line(lines[-1].strip().removeprefix("error: "), 500) if lines else "it printed nothing"
+
+
 def open_inside(folder: Path, name: str) -> BinaryIO:
     """Open a regular file by its path relative to `folder`, no part of which may be a link. Raises `OSError`, and
     `DocumentError` for anything else."""

@@ -40,6 +40,7 @@ import numpy.typing as npt
 from loadgen.child_process import ABSERVE
 from loadgen.client.endpoint import MOST_VALUES, Signature, TensorSignature, fits
 from loadgen.documents import (
+    last_line,
     one_line,
     open_named,
     read_inside,
@@ -200,11 +201,9 @@ def write_samples(
     }
     argv = [*abserve, "samples", "--model", model, "--out", str(directory)]
     argv += [part for name, value in options.items() if value is not None for part in (f"--{name}", value)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    done = subprocess.run(argv, capture_output=True, check=False)
     if done.returncode != 0:
-        lines = (done.stderr or done.stdout).strip().splitlines()
-        reason = lines[-1].removeprefix("error: ") if lines else f"exit status {done.returncode}"
-        raise InputError(f"no sample inputs for {model}: {reason}")
+        raise InputError(f"no sample inputs for {model}: {last_line(done.stderr or done.stdout)}")
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

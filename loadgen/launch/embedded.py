@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from loadgen.child_process import ABSERVE, ChildProcess, ProcessError
+from loadgen.documents import last_line
 from loadgen.launch.deployment import Deployment, DeploymentError, batch_sentence
 from loadgen.records.run import PLAIN, asked_for
 
@@ -151,7 +152,7 @@ class EmbeddedDeployment(Deployment):
         except subprocess.TimeoutExpired:
             raise DeploymentError(f"{serve} printed no launch plan within {_PLAN_SECONDS:g} s") from None
         if done.returncode != 0:
-            raise DeploymentError(f"{serve} cannot start: {_last_line(done.stderr or done.stdout)}")
+            raise DeploymentError(f"{serve} cannot start: {last_line(done.stderr or done.stdout)}")
         try:
             plan = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=PrintedLaunchPlan)
         except ValueError as exc:
@@ -170,11 +171,6 @@ class EmbeddedDeployment(Deployment):
 def _option(name: str, value: str) -> tuple[str, ...]:
     """`--name value`; `true` and an empty value make a flag."""
     return (f"--{name}",) if value in {"", "true"} else (f"--{name}", value)
-
-
-def _last_line(output: bytes) -> str:
-    lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1].removeprefix("error: ") if lines else "it printed nothing"
 
 
 class PortReservation:

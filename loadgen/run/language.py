@@ -17,7 +17,7 @@ import msgspec
 
 from loadgen.child_process import ABSERVE
 from loadgen.client.inputs import InputError
-from loadgen.documents import one_line
+from loadgen.documents import last_line
 from loadgen.experiment.language import longest_answer
 from loadgen.experiment.prompts import MOST_ID, MOST_TOKENS, UNKNOWN_IDS, PromptError, PromptPlan, PromptShape
 from loadgen.records.payloads import is_language
@@ -55,8 +55,7 @@ def describe_model(model: str, weights: str | None, abserve: tuple[str, ...] = t
     except subprocess.TimeoutExpired:
         raise InputError(f"abserve language-info --model {model} printed nothing within {_INFO_SECONDS:g} s") from None
     if done.returncode != 0:
-        lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-        raise InputError(one_line(lines[-1].removeprefix("error: ") if lines else f"{model} cannot be described", 500))
+        raise InputError(last_line(done.stderr or f"{model} cannot be described".encode()))
     try:
         return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=LanguageModelInfo)
     except ValueError as exc:

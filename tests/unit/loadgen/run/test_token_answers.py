@@ -123,7 +123,7 @@ def test_the_reference_is_asked_by_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("import sys; sys.exit('error: no memory')", "the reference failed: error: no memory"),
+        ("import sys; sys.exit('error: no memory')", "the reference failed: no memory"),
         ("import sys; open(sys.argv[5], 'w').write('{}')", "cannot be read: Object missing required field"),
         ("", "cannot be read"),
     ],
