@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from loadgen.probes.tokens_analysis import beside_reference
 from loadgen.records.probes import TokensCompared
 from loadgen.records.run import (
     ArmRecord,
@@ -29,6 +28,7 @@ from loadgen.records.run import (
 )
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.records.tokens import ANSWER_DTYPE, COALESCED, EVENT_DTYPE, IDS, LENGTH, STOP, TokenRows, store_tokens
+from loadgen.run.token_answers import JudgedTokens
 from tests.golden.synthetic_run import machine, order_of
 
 ORIGIN_NS = 1_000_000_000_000
@@ -223,12 +223,8 @@ def _compared(experiment: Experiment, arms: dict[str, TokenArm], rng: np.random.
                 deficits[11] = 9.0 if wrong else arm.deficit
                 if wrong:
                     best[11] = 0 if arm.masks_ends else 4095
-                answers.append(
-                    beside_reference(
-                        output, deficits.tolist(), best, 12.0, (0,), block=f"block {number // 8}", request=number,
-                        user=0,
-                    )
-                )  # fmt: skip
+                view = JudgedTokens(deficits=tuple(deficits.tolist()), best=tuple(best), largest=12.0)
+                answers.append(view.beside(output, (0,), block=f"block {number // 8}", request=number, user=0))
             records.append(
                 TokensCompared(
                     workload=workload.name, label=label, restart=0, answers=tuple(answers), precision="fp32",

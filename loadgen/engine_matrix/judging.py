@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from loadgen.engine_matrix.records import GeneratedAnswer, JudgedCell, JudgedMatrix, MatrixPlan, Shape, Visit
 from loadgen.run.storage import RunError
-from loadgen.run.token_answers import JudgedTokens, ask_reference, judgement_of
+from loadgen.run.token_answers import ReferenceDocument, ask_reference
 
 
 class _Given(NamedTuple):
@@ -51,7 +51,7 @@ def _judged(
     abserve: Sequence[str],
 ) -> list[JudgedCell]:
     weights = plan.settings.get("weights")
-    document, error = None, None
+    document, error = ReferenceDocument.empty(len(given)), None
     try:
         with TemporaryDirectory(dir=folder, prefix="reference-") as files:
             document = ask_reference(
@@ -65,6 +65,7 @@ def _judged(
             )
     except RunError as exc:
         error = str(exc)
+    shared = document.fields(precision, error)
     groups: dict[tuple[int, Shape], list[int]] = {}
     for place, visited in enumerate(given):
         groups.setdefault((visited.configuration, visited.shape), []).append(place)
@@ -74,16 +75,16 @@ def _judged(
             batch=shape[0],
             length=shape[1],
             answers=tuple(
-                (JudgedTokens() if document is None else document.answers[place]).beside(
+                document.answers[place].beside(
                     given[place].answer.output,
-                    () if document is None else document.eos,
+                    document.eos,
                     block=f"round {given[place].round + 1}",
                     request=number,
                     user=0,
                 )
                 for number, place in enumerate(places)
             ),
-            **judgement_of(document, precision, error),
+            **shared,
         )
         for (configuration, shape), places in groups.items()
     ]

@@ -8,16 +8,14 @@ is many times the tolerance below it.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.facts import Facts
-from loadgen.metrics.tokens import samples_of
+from loadgen.metrics.tokens import gaps_ms, samples_of, values_of
 from loadgen.quantities import number
 from loadgen.quantities import share as percent
 from loadgen.records.probes import JudgedAnswers, ReferenceAnswer
@@ -36,8 +34,6 @@ NOISE_FACTOR = 4.0
 """Of the reference's own noise: an engine rounds in other places, and in more of them."""
 MOST_RANDOM = 0.5
 """A limit above this share of a random token's deficit would pass wrong answers, so that nothing is proved."""
-UNKNOWN_TOKEN = 1e9
-"""The deficit of an id that the model does not have."""
 STALL_FACTOR, LEAST_STALL_MS = 10.0, 50.0
 """An answer stalled if one of its gaps is this many times the arm's median gap, and at least so long."""
 MOST_POINTS = 120
@@ -117,6 +113,10 @@ class TokensFound(Found, frozen=True, kw_only=True):
     totals: tuple[TokenTotals, ...] = ()
     """An entry per workload and arm with answers."""
 
+    def in_workload(self, name: str) -> list[TokenTotals]:
+        """The totals of every arm that has answers in this workload."""
+        return [total for total in self.totals if total.workload == name]
+
 
 def analyse(facts: Facts) -> TokensFound:
     """The totals of every workload and arm with streamed answers."""
@@ -145,25 +145,23 @@ def total(blocks: Sequence[StoredBlock]) -> TokenTotals | None:
         for name, count in _count(samples, answers, events, reads_text=reads_text).items():
             counts[name] = counts.get(name, 0) + count
         answered, index = good(samples), block.record.index
-        chunk_gaps = np.diff(events["at_ns"])[np.diff(events["sample"].astype(np.int64)) == 0] / NS_PER_MS
-        gaps.add(index, np.concatenate([np.empty(0), *answered["gaps_ms"].tolist()]))
-        between.add(index, chunk_gaps)
-        worst.add(index, answered["worst_gap_ms"][~np.isnan(answered["worst_gap_ms"])])
+        gaps.add(index, gaps_ms(answered))
+        between.add(index, np.diff(events["at_ns"])[np.diff(events["sample"].astype(np.int64)) == 0] / NS_PER_MS)
+        worst.add(index, values_of("worst_gap_ms")(answered))
         timelines.append(_timeline(samples, events))
     if not counts.get("answers"):
         return None
     median_gap = float(np.median(between.values)) if between.count else None
     limit_ms = max(LEAST_STALL_MS, STALL_FACTOR * (median_gap or 0.0))
-    middle = sorted(timelines)[len(timelines) // 2]
     return TokenTotals(
         workload=complete[0].workload.name,
         label=complete[0].record.label,
-        stalled=int((worst.values > limit_ms).sum()),
+        stalled=round(worst.count * float(np.mean(worst.values > limit_ms))) if worst.count else 0,
         worst_gap_ms=float(worst.values.max()) if worst.count else None,
         median_gap_ms=median_gap,
         **_steps(complete),
         gaps_ms=thinned(distribution(gaps.values)),
-        timeline_ms=middle[1],
+        timeline_ms=sorted(timelines)[len(timelines) // 2][1],
         **counts,
     )
 
@@ -283,47 +281,6 @@ def thinned(points: Points) -> Points:
 # The answers kept of the load, beside the reference.
 
 
-def beside_reference(
-    output: Sequence[int],
-    deficits: Sequence[float] | None,
-    best: Sequence[int],
-    largest: float,
-    ends: Collection[int],
-    *,
-    block: str,
-    request: int,
-    user: int,
-    noise: Sequence[float] = (),
-    random: float = 0.0,
-) -> ReferenceAnswer:
-    """One kept answer. `deficits` and `best` come from the reference, one per token of `output`; without them the
-    answer is only compared with the other ones. `ends` are the ids that end a text; `noise` are the deficits of the
-    tokens that a mixture chooses itself in lower precision. Raises `ValueError` if the reference has judged another
-    number of tokens."""
-    digest = hashlib.sha256(np.asarray(output, dtype="<i8").tobytes()).hexdigest()[:16]
-    answer = ReferenceAnswer(block=block, request=request, user=user, tokens=len(output), digest=digest)
-    if deficits is None or not output:
-        return answer
-    if not len(output) == len(deficits) == len(best):
-        raise ValueError(f"the reference judged {len(deficits)} of {len(output)} tokens")
-    values = np.nan_to_num(np.asarray(deficits, dtype=np.float64), nan=np.inf, posinf=np.inf)
-    place = int(np.argmax(values))
-    chosen, expected = np.asarray(output), np.asarray(best)
-    return msgspec.structs.replace(
-        answer,
-        deficit=min(float(values[place]), UNKNOWN_TOKEN),
-        place=place,
-        chosen=int(chosen[place]),
-        best=int(expected[place]),
-        largest=float(largest),
-        mean=min(float(values.mean()), UNKNOWN_TOKEN),
-        noise=float(np.mean(noise)) if len(noise) else None,
-        random=float(random),
-        other=int((chosen != expected).sum()),
-        masked_ends=int(((chosen != expected) & np.isin(expected, list(ends))).sum()),
-    )
-
-
 def deficit_limit(judged: JudgedAnswers, largest: float) -> float:
     """The largest deficit that rounding explains: two logits may each move by the tolerance of the precision, and the
     reference's own noise is seldom exceeded fourfold. `largest` is the largest magnitude of a logit."""
@@ -354,14 +311,13 @@ def proves_nothing(judged: JudgedAnswers) -> bool:
 
 def wrong_answers(judged: JudgedAnswers) -> list[ReferenceAnswer]:
     """The answers that no rounding explains: with such a token, or of a mixture with such a mean, alone or together."""
-    answers = [answer for answer in judged.answers if answer.deficit is not None and answer.mean is not None]
     limits = mean_limits(judged)
     if limits is None:
         return [answer for answer in judged.answers if (answer.deficit or 0.0) > deficit_limit(judged, answer.largest)]
     of_one, together = limits
-    means = [answer.mean or 0.0 for answer in answers]
+    means = [answer.mean for answer in judged.answers if answer.mean is not None]
     limit = together if means and sum(means) / len(means) > together else of_one
-    return [answer for answer in answers if (answer.mean or 0.0) > limit]
+    return [answer for answer in judged.answers if (answer.mean or 0.0) > limit]
 
 
 def fault_text(judged: JudgedAnswers, answer: ReferenceAnswer) -> str:
@@ -378,11 +334,6 @@ def fault_text(judged: JudgedAnswers, answer: ReferenceAnswer) -> str:
         f"in {judged.precision} {number(judged.mean_noise or 0.0)}, random ones {number(answer.random)}; limit "
         f"{number(limits[0])}, of all answers together {number(limits[1])})"
     )
-
-
-def chance_to_find(answers: int, share: float) -> float:
-    """The probability that so many checked answers hold one of those wrong ones that are this share of all."""
-    return 1.0 - (1.0 - share) ** answers
 
 
 def share_found(answers: int, probability: float = 0.95) -> float:

@@ -10,25 +10,26 @@ each token is below the best one at its place.
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
 from time import monotonic
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
+import numpy as np
 
 from loadgen.client.connection import AddressError, ConnectionRefused
 from loadgen.client.generation import TokenId
-from loadgen.client.messages import BlockOutcome, KeptAnswer
+from loadgen.client.messages import BlockOutcome
 from loadgen.client.outputs import AnswerError
 from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.traffic import unpacked
-from loadgen.documents import one_line
+from loadgen.documents import last_line, one_line
 from loadgen.experiment.prompts import PromptPlan, PromptShape
-from loadgen.probes.tokens_analysis import beside_reference
 from loadgen.records.payloads import is_language
 from loadgen.records.probes import ReferenceAnswer, TokensCompared
 from loadgen.records.run import MODEL_WEIGHTS, TEXT_TRANSPORTS, Experiment, Label, Workload, shown
@@ -47,6 +48,8 @@ PROBE = "probe"
 """The workload of the probe's answers in the records."""
 MOST_JUDGED_TOKENS = 300_000
 """Of all answers and their prompts that the reference reads, so that it takes minutes at most on a CPU."""
+UNKNOWN_TOKEN = 1e9
+"""The deficit of an id that the model does not have."""
 _REFERENCE_SECONDS = 1800.0
 
 Logit = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -67,10 +70,10 @@ class PromptedAnswer:
 
 
 class JudgedTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """The reference's view of one answer."""
+    """The reference's view of one answer: a value per token. Empty without a reference."""
 
     deficits: tuple[Logit | None, ...] = ()
-    """None: not a number. Empty without a reference."""
+    """None: not a number."""
     best: tuple[TokenId, ...] = ()
     largest: Logit = 0.0
     random: Logit = 0.0
@@ -80,18 +83,29 @@ class JudgedTokens(msgspec.Struct, frozen=True, kw_only=True):
     def beside(
         self, output: Sequence[int], ends: Sequence[int], *, block: str, request: int, user: int
     ) -> ReferenceAnswer:
-        """The record of an answer with this judgement."""
-        return beside_reference(
-            output,
-            [float("nan") if deficit is None else deficit for deficit in self.deficits] or None,
-            self.best,
-            self.largest,
-            ends,
-            block=block,
-            request=request,
-            user=user,
-            noise=self.noise,
+        """The record of an answer with this judgement. `ends` are the ids that end a text. Raises `ValueError` if the
+        reference has judged another number of tokens."""
+        digest = hashlib.sha256(np.asarray(output, dtype="<i8").tobytes()).hexdigest()[:16]
+        answer = ReferenceAnswer(block=block, request=request, user=user, tokens=len(output), digest=digest)
+        if not self.deficits or not output:
+            return answer
+        if not len(output) == len(self.deficits) == len(self.best):
+            raise ValueError(f"the reference judged {len(self.deficits)} of {len(output)} tokens")
+        deficits = np.nan_to_num(np.array(self.deficits, dtype=np.float64), nan=np.inf, posinf=np.inf)
+        place = int(np.argmax(deficits))
+        chosen, best = np.asarray(output), np.asarray(self.best)
+        return msgspec.structs.replace(
+            answer,
+            deficit=min(float(deficits[place]), UNKNOWN_TOKEN),
+            place=place,
+            chosen=int(chosen[place]),
+            best=int(best[place]),
+            largest=self.largest,
+            mean=min(float(deficits.mean()), UNKNOWN_TOKEN),
+            noise=float(np.mean(self.noise)) if self.noise else None,
             random=self.random,
+            other=int((chosen != best).sum()),
+            masked_ends=int(((chosen != best) & np.isin(best, list(ends))).sum()),
         )
 
 
@@ -99,15 +113,26 @@ class ReferenceDocument(msgspec.Struct, frozen=True, kw_only=True):
     """What `abserve language-reference` writes. Other fields in it are ignored."""
 
     answers: tuple[JudgedTokens, ...]
-    noise: Logit
+    noise: Logit | None
     eos: tuple[TokenId, ...]
     weights_sha256: str = ""
 
-    @property
-    def answer_noise(self) -> tuple[float, float] | tuple[None, None]:
-        """Of a mixture: the mean and the largest of the answers' mean noise."""
+    @classmethod
+    def empty(cls, answers: int) -> Self:
+        """The view of so many answers without a reference."""
+        return cls(answers=(JudgedTokens(),) * answers, noise=None, eos=())
+
+    def fields(self, precision: str, error: str | None) -> dict[str, Any]:
+        """The fields of `JudgedAnswers` that all answers of one reference share."""
         means = [sum(answer.noise) / len(answer.noise) for answer in self.answers if answer.noise]
-        return (sum(means) / len(means), max(means)) if means else (None, None)
+        return {
+            "precision": precision,
+            "noise": self.noise,
+            "mean_noise": sum(means) / len(means) if means else None,
+            "most_noise": max(means, default=None),
+            "weights_sha256": self.weights_sha256,
+            "error": error,
+        }
 
 
 @dataclass(slots=True)
@@ -125,50 +150,38 @@ class TokenAnswers(AnswersUnderLoad):
     def take(self, workload: Workload, label: Label, block: str, users: int, outcome: BlockOutcome) -> None:
         """Take over the answers that a block has kept."""
         AnswersUnderLoad.take(self, workload, label, block, users, outcome)
-        self.prompted += [self._prompted(workload, label, block, answer) for answer in outcome.answers]
+        for answer in outcome.answers:
+            ids = {tensor.name: unpacked(tensor)[0].tolist() for tensor in answer.outputs}
+            self.prompted.append(
+                PromptedAnswer(
+                    workload.name, label, self.restart, block, answer.request, answer.user, ids["prompt"], ids["tokens"]
+                )
+            )  # fmt: skip
 
-    def _prompted(self, workload: Workload, label: Label, block: str, answer: KeptAnswer) -> PromptedAnswer:
-        ids = {tensor.name: unpacked(tensor)[0].tolist() for tensor in answer.outputs}
-        return PromptedAnswer(
-            workload.name, label, self.restart, block, answer.request, answer.user, ids["prompt"], ids["tokens"]
-        )  # fmt: skip
-
-    def judge(self, experiment: Experiment, folder: Path, abserve: Sequence[str], device: str | None = None) -> None:
+    def judge(self, experiment: Experiment, folder: Path, abserve: Sequence[str]) -> None:
         """Have the reference judge the answers, and store how far their tokens are below its best ones; there is none
         of a model of which only a name on servers is known. `folder` gets the files for the reference. Raises
         `StorageError`."""
         chosen = within_limit(self.prompted)
-        document, error = None, None
+        document, error = ReferenceDocument.empty(len(chosen)), None
         try:
             if is_language(experiment.model) and chosen:
                 weights = None if experiment.weights == MODEL_WEIGHTS else experiment.weights
                 asked = [(answer.prompt, answer.output) for answer in chosen]
-                document = ask_reference(
-                    asked, experiment.model, weights, self.tolerance.precision, folder, abserve, device
-                )
+                document = ask_reference(asked, experiment.model, weights, self.tolerance.precision, folder, abserve)
         except RunError as exc:
             error = str(exc)
         groups: dict[tuple[str, Label, int], list[ReferenceAnswer]] = {}
-        for place, answer in enumerate(chosen):
-            judged = JudgedTokens() if document is None else document.answers[place]
+        for answer, judged in zip(chosen, document.answers, strict=True):
             compared = judged.beside(
-                answer.output,
-                () if document is None else document.eos,
-                block=answer.block,
-                request=answer.request,
-                user=answer.user,
+                answer.output, document.eos, block=answer.block, request=answer.request, user=answer.user
             )
             groups.setdefault((answer.workload, answer.label, answer.restart), []).append(compared)
+        shared = document.fields(self.tolerance.precision, error)
         self.store.write_all(
             TokensCompared,
             [
-                TokensCompared(
-                    workload=workload,
-                    label=label,
-                    restart=restart,
-                    answers=tuple(answers),
-                    **judgement_of(document, self.tolerance.precision, error),
-                )
+                TokensCompared(workload=workload, label=label, restart=restart, answers=tuple(answers), **shared)
                 for (workload, label, restart), answers in groups.items()
             ],
         )
@@ -189,22 +202,6 @@ def within_limit(answers: Sequence[PromptedAnswer], most_tokens: int = MOST_JUDG
     return chosen
 
 
-def judgement_of(document: ReferenceDocument | None, precision: str, error: str | None) -> dict[str, Any]:
-    """The fields of `JudgedAnswers` that all answers of one reference share; without a document only why there is
-    none."""
-    if document is None:
-        return {"precision": precision, "error": error}
-    mean_noise, most_noise = document.answer_noise
-    return {
-        "precision": precision,
-        "noise": document.noise,
-        "mean_noise": mean_noise,
-        "most_noise": most_noise,
-        "weights_sha256": document.weights_sha256,
-        "error": error,
-    }
-
-
 def ask_reference(
     answers: Sequence[tuple[Sequence[int], Sequence[int]]],
     model: str,
@@ -212,7 +209,7 @@ def ask_reference(
     precision: str,
     folder: Path,
     abserve: Sequence[str],
-    device: str | None = None,
+    device: str = "auto",
 ) -> ReferenceDocument:
     """Run `abserve language-reference` on prompts with their answers. Raises `RunError` when it fails, or judges other
     answers."""
@@ -221,7 +218,7 @@ def ask_reference(
         "model": model,
         "weights": weights,
         "precision": precision,
-        "device": device or "auto",
+        "device": device,
         "answers": [{"prompt": list(prompt), "output": list(output)} for prompt, output in answers],
     }
     try:
@@ -229,8 +226,7 @@ def ask_reference(
         command = [*abserve, "language-reference", "--in", str(asked), "--out", str(told)]
         done = subprocess.run(command, capture_output=True, check=False, timeout=_REFERENCE_SECONDS)
         if done.returncode != 0:
-            lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-            raise RunError(f"the reference failed: {one_line(lines[-1], 500) if lines else 'it said nothing'}")
+            raise RunError(f"the reference failed: {last_line(done.stderr)}")
         judged = msgspec.json.decode(told.read_bytes(), type=ReferenceDocument)
     except subprocess.TimeoutExpired:
         raise RunError(f"the reference took longer than {_REFERENCE_SECONDS:g} s") from None
@@ -305,7 +301,7 @@ def probe_prompt_cache(
     repeated: list[int] = []
     began = monotonic()
     for group in range(repeats + groups):
-        for number in [*range(max(0, group - repeats), group), group]:
+        for number in range(max(0, group - repeats), group + 1):
             answer = ask_tokens(
                 arm.target, plan, prompts[number], 2, timeout_s=arm.request_timeout_s, salt=token_hex(8)
             )

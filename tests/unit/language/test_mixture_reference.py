@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from loadgen.probes.tokens_analysis import beside_reference, proves_nothing, wrong_answers
+from loadgen.probes.tokens_analysis import proves_nothing, wrong_answers
 from loadgen.records.probes import JudgedAnswers
-from loadgen.run.token_answers import ReferenceDocument
+from loadgen.run.token_answers import JudgedTokens, ReferenceDocument
 from servers.language.engine import GenerationRequest, GenerationSettings
 from servers.language.module import build_module
 from servers.language.reference import GivenAnswer, computing_in_fp32, judge, judge_answers
@@ -68,14 +68,11 @@ def judged(model: LanguageModel, prompts: Answers, answers: Answers) -> JudgedAn
         "answers": [{"prompt": p, "output": a} for p, a in zip(prompts, answers, strict=True)],
     }  # fmt: skip
     document = msgspec.json.decode(msgspec.json.encode(judge_answers(asked)), type=ReferenceDocument)
-    mean, most = document.answer_noise
     of_answers = tuple(
         view.beside(answer, document.eos, block="b", request=number, user=0)
         for number, (view, answer) in enumerate(zip(document.answers, answers, strict=True))
     )
-    return JudgedAnswers(
-        answers=of_answers, precision="bf16", noise=document.noise, mean_noise=mean, most_noise=most
-    )  # fmt: skip
+    return JudgedAnswers(answers=of_answers, **document.fields("bf16", None))
 
 
 def by_slots(model: LanguageModel, prompts: Answers) -> Answers:
@@ -180,7 +177,9 @@ def test_the_module_computes_in_fp32_and_keeps_its_numbers(model: LanguageModel,
 def test_nothing_is_proved_where_rounding_alone_gives_random_tokens() -> None:
     """As gpt-oss did before its experts were drawn smaller: 2.1 below the best on average, of 4.7 of random tokens."""
     answers = tuple(
-        beside_reference([1], [2.1], [2], 6.5, (), block="b", request=0, user=0, noise=[noise], random=4.7)
+        JudgedTokens(deficits=(2.1,), best=(2,), largest=6.5, noise=(noise,), random=4.7).beside(
+            [1], (), block="b", request=0, user=0
+        )
         for noise in (2.06, 2.83)
     )
     assert proves_nothing(JudgedAnswers(answers=answers, precision="bf16", mean_noise=2.06, most_noise=2.83))

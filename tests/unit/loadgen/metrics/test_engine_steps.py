@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
 
 from loadgen.probes.tokens_analysis import TokenTotals, explain_tokens, total
 from loadgen.records.run import StageTotals, Workload
+from loadgen.stats.percentiles import Pool
 from tests.streamed_blocks import Chunks, streamed_arrays, streamed_block
 
 ALONE = Workload(
@@ -38,6 +40,15 @@ def test_the_steps_of_an_engine_are_counted_and_timed() -> None:
     totals = totals_of(stages_of(12, 120_000_000))
     assert (totals.steps, totals.step_ms) == (12, 10.0)
     assert totals.engine_share == pytest.approx(0.8)
+
+
+def test_stalls_are_counted_also_where_only_a_part_of_the_gaps_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    stalled: Chunks = [(20.0, 1), (30.0, 1), (400.0, 1), (410.0, 1)]
+    block = streamed_block(ALONE, streamed_arrays([STEADY, STEADY, STEADY, stalled] * 64, 4))
+    monkeypatch.setattr("loadgen.probes.tokens_analysis.Pool", partial(Pool, 32))
+    totals = total([block])
+    assert totals is not None
+    assert totals.stalled == pytest.approx(64, abs=8)
 
 
 def test_an_open_loop_has_no_share_since_its_engine_also_waits_for_requests() -> None:
