@@ -551,7 +551,7 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     cool_down_ns: int | None = None
     """Sum of the latencies of the cool-down, which the server's own statistics include; None in older records."""
     cool_down_tokens: int = 0
-    """Tokens in the answers of the cool-down, for the energy per token."""
+    """Tokens in the answers of the cool-down, which `generator_cpu_ns` includes."""
     first_answer_ns: int | None = None
     """Time from the start of a connection to its first response, before the window: the median over the users of a
     process, and of several processes the largest."""

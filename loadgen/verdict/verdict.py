@@ -238,7 +238,7 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
 
 def _explain_tokens(facts: Facts, leading: Comparison) -> list[str]:
     """Where the time of a token goes on both arms, as far as their servers report the steps of their engines."""
-    totals = {total.label: total for total in facts.of(TokensFound).totals if total.workload == leading.scenario}
+    totals = {total.label: total for total in facts.of(TokensFound).in_workload(leading.scenario)}
     if not all(label in totals for label in leading.pairing):
         return []
     paces = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
-from statistics import median
+from statistics import fmean, median
 
 from loadgen.metrics.breakdown import contradictions_of
 from loadgen.metrics.facts import Facts, WorkloadFacts, workload_scope
@@ -46,26 +46,27 @@ CPU_PER_TOKEN_US = 15.0
 CPU_SHARE_THAT_MATTERS = 0.25
 """Share of a core up to which the cost of a token is harmless. At few tokens per second each wakes the process from
 idle, which alone takes 25 to 100 µs; nothing is late for that."""
-SAME_WORK = "Send the same prompts and lengths to every arm, and no stop words, min_tokens or penalties."
 
 
 def per_totals(judge: Callable[[Sequence[TokenTotals]], Judgement]) -> Find:
     """Declare a check that judges the totals of all arms in each workload with streamed answers."""
 
+    @per_load
     @wraps(judge)
-    def find(facts: Facts) -> list[Judgement]:
-        judgements = []
-        for load in facts.loads:
-            totals = [total for total in facts.of(TokensFound).totals if total.workload == load.workload.name]
-            if load.workload.is_streamed:
-                judged = judge(totals) if totals else Judgement(None, "no answer was stored")
-                judgements.append(replace(judged, scope=load.scope))
-        return judgements
+    def find(load: WorkloadFacts, facts: Facts) -> Judgement | None:
+        if not load.workload.is_streamed:
+            return None
+        totals = facts.of(TokensFound).in_workload(load.workload.name)
+        return judge(totals) if totals else Judgement(None, "no answer was stored")
 
     return find
 
 
-def _where(totals: Sequence[TokenTotals], count: Callable[[TokenTotals], int], of: Callable[[TokenTotals], int]) -> str:
+def _where(
+    totals: Sequence[TokenTotals],
+    count: Callable[[TokenTotals], int],
+    of: Callable[[TokenTotals], int] = lambda total: total.answers,
+) -> str:
     """ "12 of 300 answers of B" for each arm that has any."""
     return join(
         [
@@ -109,16 +110,10 @@ def time_for_all(facts: Facts) -> Iterator[Judgement]:
 @per_totals
 def answer_lengths(totals: Sequence[TokenTotals]) -> Judgement:
     wrong = sum(total.short + total.long for total in totals)
-    texts = [
-        f"{where} are {how}"
-        for how, where in (
-            ("too short", _where(totals, lambda total: total.short, lambda total: total.answers)),
-            ("too long", _where(totals, lambda total: total.long, lambda total: total.answers)),
-        )
-        if where
-    ]
+    short, long = _where(totals, lambda total: total.short), _where(totals, lambda total: total.long)
+    texts = [f"{short} are too short" if short else "", f"{long} are too long" if long else ""]
     answers = sum(total.answers for total in totals)
-    detail = "; ".join(texts) or f"all {answers:,} answers have the length that was asked for"
+    detail = "; ".join(filter(None, texts)) or f"all {answers:,} answers have the length that was asked for"
     return Judgement(not wrong, detail, _share(wrong, answers))
 
 
@@ -134,8 +129,7 @@ def answer_lengths(totals: Sequence[TokenTotals]) -> Judgement:
 def finish_reasons(totals: Sequence[TokenTotals]) -> Judgement:
     """A stream that is cut is a failed request besides, and an early end a short answer."""
     wrong = sum(total.cut + total.stopped for total in totals)
-    cut = _where(totals, lambda total: total.cut, lambda total: total.answers)
-    stopped = _where(totals, lambda total: total.stopped, lambda total: total.answers)
+    cut, stopped = _where(totals, lambda total: total.cut), _where(totals, lambda total: total.stopped)
     texts = [f"{cut} have no end" if cut else "", f"{stopped} did not end by their length" if stopped else ""]
     if not wrong and (silent := [shown(total.label) for total in totals if total.end_unknown]):
         return Judgement(None, f"{do_not(silent, 'report')} why an answer ends")
@@ -227,12 +221,9 @@ def _agreement(
     compared: Sequence[TokensCompared], loaded: set[tuple[Label, int]], labels: Sequence[Label], texts: set[Label]
 ) -> Judgement:
     """`texts`: the arms that read text."""
-    wrong = [record for record in compared if wrong_answers(record)]
-    if wrong:
-        value = sum(len(wrong_answers(record)) for record in wrong)
-        return Judgement(
-            False, "; ".join(_fault(wrong, compared, label) for label in labels if _has(wrong, label)), value
-        )
+    if wrong := [record for record in compared if wrong_answers(record)]:
+        faults = [_fault(compared, label) for label in labels if any(record.label == label for record in wrong)]
+        return Judgement(False, "; ".join(faults), sum(len(wrong_answers(record)) for record in wrong))
     if errors := [record.error for record in compared if record.error]:
         return Judgement(None, errors[0])
     missing = {label for label, _ in loaded - {(record.label, record.restart) for record in compared if record.answers}}
@@ -244,47 +235,35 @@ def _agreement(
     answers = [answer for record in compared for answer in record.answers if answer.deficit is not None]
     if not answers:
         return Judgement(None, "there is no reference for this model", severity="warns")
-    fewest = min(sum(len(record.answers) for record in compared if record.label == label) for label in labels)
     if blind := [record for record in compared if proves_nothing(record)]:
         return Judgement(
             None,
             f"rounding alone brings answers in {blind[0].precision} {number(blind[0].most_noise or 0.0)} below the "
             f"reference's best, random tokens {number(blind[0].answers[0].random)}: no fault could be seen",
         )
-    if (limits := [both for record in compared if (both := mean_limits(record))]) and len(limits) == len(compared):
-        means = {
-            label: [answer.mean or 0.0 for record in compared if record.label == label for answer in record.answers]
-            for label in labels
-        }
-        return Judgement(
-            True,
-            f"{counted(len(answers), 'answer')} under load: tokens are at most "
-            f"{number(max(sum(values) / len(values) for values in means.values()))} below the reference's best on "
-            f"an arm's average, those of the reference itself in {compared[0].precision} "
-            f"{number(compared[0].mean_noise or 0.0)}; an answer more than {number(max(limits)[0])} "
-            f"below, in {share(share_found(fewest))} of an arm's answers, would be found with 95 % probability",
-            0,
+    of_arms = [[each for record in compared if record.label == label for each in record.answers] for label in labels]
+    found = f"in {share(share_found(min(map(len, of_arms))))} of an arm's answers would be found with 95 % probability"
+    limits = [both for record in compared if (both := mean_limits(record))]
+    if len(limits) == len(compared):
+        mean = max(fmean(answer.mean or 0.0 for answer in of_arm) for of_arm in of_arms if of_arm)
+        seen = (
+            f"tokens are at most {number(mean)} below the reference's best on an arm's average, those of the reference "
+            f"itself in {compared[0].precision} {number(compared[0].mean_noise or 0.0)}; tokens more than "
+            f"{number(max(limits)[0])} below on average {found}"
         )
-    worst = max(answer.deficit or 0.0 for answer in answers)
-    limit = min(deficit_limit(record, answer.largest) for record in compared for answer in record.answers)
-    seen = f"no token is more than {worst:.1e} below the reference's best (limit {limit:.1e})"
-    seen = seen if worst else "every token is the reference's best"
-    detail = (
-        f"{counted(len(answers), 'answer')} under load: {seen}; "
-        f"wrong tokens in {share(share_found(fewest))} of an arm's answers would be found with 95 % probability"
-    )
-    return Judgement(True, detail, 0)
+    else:
+        worst = max(answer.deficit or 0.0 for answer in answers)
+        limit = min(deficit_limit(record, answer.largest) for record in compared for answer in record.answers)
+        seen = f"no token is more than {worst:.1e} below the reference's best (limit {limit:.1e})"
+        seen = (seen if worst else "every token is the reference's best") + f"; wrong tokens {found}"
+    return Judgement(True, f"{counted(len(answers), 'answer')} under load: {seen}", 0)
 
 
-def _has(records: Sequence[TokensCompared], label: Label) -> bool:
-    return any(record.label == label for record in records)
-
-
-def _fault(wrong: Sequence[TokensCompared], compared: Sequence[TokensCompared], label: Label) -> str:
+def _fault(compared: Sequence[TokensCompared], label: Label) -> str:
     """ "3 of 64 answers of B have wrong tokens: block 4, request 7 of user 2: token 12 …" """
-    of_arm = [record for record in wrong if record.label == label]
+    of_arm = [record for record in compared if record.label == label]
     faults = [(answer, record) for record in of_arm for answer in wrong_answers(record)]
-    checked = sum(len(record.answers) for record in compared if record.label == label)
+    checked = sum(len(record.answers) for record in of_arm)
     first, record = faults[0]
     text = (
         f"{len(faults)} of {counted(checked, 'answer')} of {shown(label)} have wrong tokens: {first.block}, request "
@@ -354,23 +333,19 @@ def distinct_tokens(totals: Sequence[TokenTotals]) -> Judgement:
     fault="unfair configuration",
     language=True,
 )
-def cached_prompts(facts: Facts) -> Iterator[Judgement]:
+@per_load
+def cached_prompts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge the servers' own count of cached tokens; `repeated_requests` looks for caches that are not reported. A
     workload whose prompts share their beginning asks for a cache, as a trace does."""
-    for load in facts.loads:
-        if not load.workload.is_streamed or load.workload.shared_prefix or load.workload.trace is not None:
-            continue
-        totals = [total for total in facts.of(TokensFound).totals if total.workload == load.workload.name]
-        cached = {shown(total.label): total.cached_tokens for total in totals if total.cached_tokens}
-        if cached:
-            detail = join([f"{count:,} prompt tokens of {label}" for label, count in cached.items()])
-            yield Judgement(
-                False, f"{detail} came from a cache, not from the model", max(cached.values()), scope=load.scope
-            )
-        elif not any(total.caches_known for total in totals):
-            yield Judgement(None, "no server reports cached tokens", scope=load.scope)
-        else:
-            yield Judgement(True, "the servers report no cached prompt tokens", 0, scope=load.scope)
+    if not load.workload.is_streamed or load.workload.shared_prefix or load.workload.trace is not None:
+        return None
+    totals = facts.of(TokensFound).in_workload(load.workload.name)
+    if cached := {shown(total.label): total.cached_tokens for total in totals if total.cached_tokens}:
+        detail = join([f"{count:,} prompt tokens of {label}" for label, count in cached.items()])
+        return Judgement(False, f"{detail} came from a cache, not from the model", max(cached.values()))
+    if not any(total.caches_known for total in totals):
+        return Judgement(None, "no server reports cached tokens")
+    return Judgement(True, "the servers report no cached prompt tokens", 0)
 
 
 @check(
@@ -529,21 +504,16 @@ def generator_scheduled(load: WorkloadFacts, _: Facts) -> Judgement | None:
     threshold=CPU_PER_TOKEN_US,
     language=True,
 )
-def generator_cpu_per_token(facts: Facts) -> Iterator[Judgement]:
+@per_load
+def generator_cpu_per_token(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge closed loops: in an open one with few requests the wait for each takes more CPU than its tokens. A dear
     token matters only where the load generator takes a good part of a core."""
-    for load in facts.loads:
-        if load.workload.is_streamed and not load.workload.is_open:
-            yield replace(_cpu_per_token(facts, load), scope=load.scope)
-
-
-def _cpu_per_token(facts: Facts, load: WorkloadFacts) -> Judgement:
-    tokens = sum(total.tokens for total in facts.of(TokensFound).totals if total.workload == load.workload.name)
-    spent_ns = sum(
-        max(block.record.generator_cpu_ns - block.record.generator_spin_ns, 0)
-        for block in load.stored
-        if block.record.complete
-    )
+    if not load.workload.is_streamed or load.workload.is_open:
+        return None
+    complete = [block.record for block in load.stored if block.record.complete]
+    tokens = sum(total.tokens for total in facts.of(TokensFound).in_workload(load.workload.name))
+    tokens += sum(record.cool_down_tokens for record in complete)
+    spent_ns = sum(record.generator_cpu_ns for record in complete)
     shares = [block.generator_cpu_share for block in load.blocks if block.generator_cpu_share is not None]
     if not tokens or not spent_ns or not shares:
         return Judgement(None, "the CPU time of the load generator is unknown")

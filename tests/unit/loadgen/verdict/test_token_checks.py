@@ -11,10 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.probes.tokens_analysis import beside_reference, chance_to_find, deficit_limit, share_found, wrong_answers
+from loadgen.probes.tokens_analysis import deficit_limit, share_found, wrong_answers
 from loadgen.records.machine import Calibration, TokenCeiling
 from loadgen.records.probes import CacheProbe, TokensCompared
 from loadgen.records.tokens import CUT, ECHO, ECHO_DIFFERS
+from loadgen.run.token_answers import JudgedTokens
 from loadgen.verdict.checks.registry import CHECKS, Check
 from loadgen.verdict.result import Result, analyse
 from tests.language_runs import LanguagePlan, TokenArm, write_language_run
@@ -130,6 +131,19 @@ def test_a_dear_token_is_harmless_while_a_core_is_nearly_idle(tmp_path: Path) ->
     assert "20 % of a core" in cost.detail
 
 
+def test_the_cost_of_a_token_counts_those_of_the_cool_down(tmp_path: Path) -> None:
+    """The CPU time of a block includes them."""
+    write_language_run(tmp_path, plan())
+    slow_client(tmp_path, core=0.2)
+    before = judged(analyse(tmp_path), "generator_cpu_per_token").value
+    for path in (tmp_path / "blocks").glob("*.json"):
+        block = json.loads(path.read_text())
+        path.write_text(json.dumps(block | {"cool_down_tokens": 64 * block["requests"]}))
+    after = judged(analyse(tmp_path), "generator_cpu_per_token").value
+    assert isinstance(before, float)
+    assert after == pytest.approx(before / 2)
+
+
 def test_a_sound_run_is_valid(tmp_path: Path) -> None:
     result = analyse(write_language_run(tmp_path, plan()))
     assert result.valid
@@ -205,7 +219,8 @@ def test_without_a_reference_the_run_is_not_called_wrong_but_the_check_says_so(t
 
 
 def compared(deficit: float, precision: str = "fp32", noise: float = 0.0, largest: float = 12.0) -> TokensCompared:
-    answer = beside_reference([5, 6], [0.0, deficit], [5, 7], largest, (0,), block="block 0", request=0, user=0)
+    judged = JudgedTokens(deficits=(0.0, deficit), best=(5, 7), largest=largest)
+    answer = judged.beside([5, 6], (0,), block="block 0", request=0, user=0)
     return TokensCompared(
         workload="single", label="b", restart=0, answers=(answer,), precision=precision, noise=noise
     )  # fmt: skip
@@ -231,13 +246,11 @@ def test_the_limit_follows_precision_and_the_reference_itself(record: TokensComp
 
 def test_a_reference_that_judged_fewer_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="judged 1 of 2 tokens"):
-        beside_reference([5, 6], [0.0], [5], 1.0, (0,), block="block 0", request=0, user=0)
+        JudgedTokens(deficits=(0.0,), best=(5,)).beside([5, 6], (0,), block="block 0", request=0, user=0)
 
 
 def test_the_power_of_a_sample_is_known() -> None:
-    """One wrong answer in 200, as when one row of a cache is swapped now and then: 64 checked ones find it in 27 % of
-    runs, and what they find with 95 % is one in 22."""
-    assert chance_to_find(64, 1 / 200) == pytest.approx(0.274, abs=0.001)
+    """What 64 checked answers find with 95 % is one wrong answer in 22."""
     assert share_found(64) == pytest.approx(1 / 22, rel=0.03)
-    assert chance_to_find(64, share_found(64)) == pytest.approx(0.95)
+    assert 1.0 - (1.0 - share_found(64)) ** 64 == pytest.approx(0.95)
     assert share_found(0) == 1.0
