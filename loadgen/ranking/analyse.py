@@ -20,7 +20,9 @@ from msgspec.structs import replace
 from loadgen.engine_matrix.analyse import has_copies
 from loadgen.engine_matrix.records import ConfigurationResult, Estimate, Matrix, shape_text
 from loadgen.experiment.schedule import request_shape
-from loadgen.metrics.summaries import WorkloadSummary, tokens_per_answer
+from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, TPOT, TTFT
+from loadgen.metrics.summaries import figure_of, interval_of
+from loadgen.metrics.tokens import per_million
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.ranking.records import (
@@ -44,8 +46,6 @@ from loadgen.verdict.checks.registry import complaints
 from loadgen.verdict.result import Result
 
 NOT_REPORTED = "not reported"
-MILLION = 1e6
-_SECONDS_PER_HOUR = 3600.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _JOINED = {"kernel": "kernels", "python": "Python versions", "virtualisation": "virtualisations"}
 """Fields of `Environment.host` that do not tell kinds of machines apart, but are named where they differ."""
@@ -149,6 +149,7 @@ def from_matrix(name: str, matrix: Matrix) -> RankInput:
                     what = f"{option}, {configuration.model}, {shape_text(cell.shape)}"
                     left_out.append(LeftOut(result=name, what=what, reason=reason))
                     continue
+                generated, p99_ns = cell.generation, cell.p99_ns
                 points.append(
                     Point(
                         name=f"batch {cell.batch}",
@@ -156,15 +157,8 @@ def from_matrix(name: str, matrix: Matrix) -> RankInput:
                         items_per_second=cell.items_per_second,
                         latency_ms=cell.latency_ns.scaled(1e-6),
                         joules_per_item=cell.joules_per_item,
-                        **(
-                            {}
-                            if cell.generation is None
-                            else {
-                                "first_token_ms": cell.generation.first_token_ns.value / 1e6,
-                                "tpot_ms": cell.latency_ns.value / 1e6,
-                                "tpot_p99_ms": None if cell.p99_ns is None else cell.p99_ns / 1e6,
-                            }
-                        ),
+                        first_token_ms=None if generated is None else generated.first_token_ns.value / 1e6,
+                        tpot_p99_ms=None if generated is None or p99_ns is None else p99_ns / 1e6,
                     )
                 )
             if points:
@@ -230,7 +224,7 @@ def from_result(name: str, result: Result) -> RankInput:
                 payload=result.experiment.payload_of(request),
                 transport=result.experiment.transport_of(request),
                 length=length,
-                item=TOKEN if workloads_stream(result) else item_of(result.environment),
+                item=TOKEN if result.experiment.is_language else item_of(result.environment),
             )
             option = _arm_name(arm)
             candidates.append(Candidate(work=work, name=option, machine=machine, result=name, points=tuple(points)))
@@ -241,11 +235,6 @@ def _arm_name(arm: ArmRecord) -> str:
     """The arm's title; the device is named where the title does not."""
     mode = str(arm.in_effect.get("mode") or "")
     return arm.title if not mode or mode in arm.title else f"{arm.title} ({mode})"
-
-
-def workloads_stream(result: Result) -> bool:
-    """Whether the servers stream the tokens of a language model."""
-    return any(workload.is_streamed for workload in result.experiment.workloads)
 
 
 def _length(environment: Environment, workload: Workload) -> str | None:
@@ -276,37 +265,25 @@ def _point(result: Result, label: Label, workload: Workload) -> tuple[Point | No
         return None, "no throughput was measured"
     if summary.open_loop is not None and summary.open_loop.saturation is not None:
         return None, f"{summary.open_loop.saturation}, so that its latency depends on the length of the run"
+    speed, interval = summary.throughput_per_s, summary.throughput_ci95
+    latency_ms = None if summary.latency.p99_ms is None else Estimate(value=summary.latency.p99_ms)
+    joules = result.of(GpuFound).joules_per_item(label, workload.name)
+    more: dict[str, Any] = {}
     if workload.is_streamed:
-        return _token_point(result, label, workload, summary)
-    p99 = summary.latency.p99_ms
+        tokens, tpot_ms = figure_of(summary, OUTPUT_TOKENS), figure_of(summary, TPOT)
+        if not tokens:
+            return None, "no tokens were counted"
+        joules = None if joules is None else joules * summary.throughput_per_s / tokens
+        speed, interval = tokens, interval_of(summary, OUTPUT_TOKENS)
+        latency_ms = None if tpot_ms is None else Estimate.of(tpot_ms, interval_of(summary, TPOT))
+        more = {"first_token_ms": figure_of(summary, TTFT), "tpot_p99_ms": figure_of(summary, METRICS["tpot_p99"])}
     return Point(
         name=workload.name,
         kind="open" if workload.is_open else "closed",
-        items_per_second=Estimate.of(summary.throughput_per_s, summary.throughput_ci95),
-        latency_ms=None if p99 is None else Estimate(value=p99),
-        joules_per_item=_joules(result, label, workload.name),
-    ), ""
-
-
-def _token_point(
-    result: Result, label: Label, workload: Workload, summary: WorkloadSummary
-) -> tuple[Point | None, str]:
-    """A point whose items are output tokens."""
-    figures = summary.figures or {}
-    intervals = summary.intervals or {}
-    rate, tpot = figures.get("output_tokens_per_s"), figures.get("tpot")
-    if not rate:
-        return None, "no tokens were counted"
-    joules, tokens = _joules(result, label, workload.name), tokens_per_answer(summary)
-    return Point(
-        name=workload.name,
-        kind="open" if workload.is_open else "closed",
-        items_per_second=Estimate.of(rate, intervals.get("output_tokens_per_s")),
-        latency_ms=None if tpot is None else Estimate.of(tpot, intervals.get("tpot")),
-        joules_per_item=None if joules is None or tokens is None else joules.scaled(1 / tokens),
-        first_token_ms=figures.get("ttft"),
-        tpot_ms=tpot,
-        tpot_p99_ms=figures.get("tpot_p99"),
+        items_per_second=Estimate.of(speed, interval),
+        latency_ms=latency_ms,
+        joules_per_item=None if joules is None else Estimate(value=joules),
+        **more,
     ), ""
 
 
@@ -337,20 +314,11 @@ def _slo_point(result: Result, label: Label, workload: Workload) -> tuple[Point 
     ), ""
 
 
-def _joules(result: Result, label: Label, workload: str) -> Estimate | None:
-    evidence = result.of(GpuFound).evidence
-    for record in () if evidence is None else evidence.records:
-        if (record.label, record.workload, record.control, record.no_energy) == (label, workload, False, None):
-            gpu = record.inputs.gpu
-            return None if gpu is None or gpu.joules_per_item is None else Estimate(value=gpu.joules_per_item)
-    return None
-
-
 def cost_per_million(price_per_hour: float, items_per_second: Estimate) -> Estimate:
     """Cost per million items with the inverted interval of the throughput; a bound at or below 0 gives no bound."""
     if items_per_second.value <= 0.0:
         raise ValueError("a cost needs a throughput above 0")
-    return items_per_second.inverted(price_per_hour / _SECONDS_PER_HOUR * MILLION)
+    return items_per_second.inverted(per_million(price_per_hour, 1.0))
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:
@@ -469,18 +437,14 @@ def _with_costs(options: Sequence[RankedOption], prices: Sequence[Price | None])
         else [cost_per_million(price.price_per_hour, point.items_per_second) for point in option.points]
         for option, price in zip(options, prices, strict=True)
     ]
-    places = [
-        (number, place)
+    coordinates = {
+        (number, place): (cost.value, latency.value)
         for number, option in enumerate(options)
-        for place in range(len(costs[number]))
-        if option.points[place].latency_ms is not None
-    ]
-    coordinates = [
-        (costs[number][place].value, latency.value)
-        for number, place in places
-        if (latency := options[number].points[place].latency_ms) is not None
-    ]
-    front = {places[index] for index in pareto_front(coordinates)}
+        for place, cost in enumerate(costs[number])
+        if (latency := option.points[place].latency_ms) is not None
+    }
+    places = list(coordinates)
+    front = {places[index] for index in pareto_front(list(coordinates.values()))}
     full = _ranks([cost[option.best].value if cost else None for option, cost in zip(options, costs, strict=True)])
     priced = []
     for number, (option, price) in enumerate(zip(options, prices, strict=True)):

@@ -101,11 +101,9 @@ class Point(Record, frozen=True, kw_only=True):
     joules_per_item: Estimate | None = None
     first_token_ms: float | None = None
     """Of tokens: the time to the first one; of an engine the median to that of the last request of a batch, of a server
-    the mean over its answers, ..."""
-    tpot_ms: float | None = None
-    """... the time from one to the next, as `latency_ms`, ..."""
+    the mean over its answers."""
     tpot_p99_ms: float | None = None
-    """... and its p99; of an engine that of steps, of a server that of answers."""
+    """Of tokens: the p99 of `latency_ms`; of an engine over steps, of a server over answers."""
 
 
 class Work(Record, frozen=True, kw_only=True):

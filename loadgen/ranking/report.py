@@ -226,11 +226,9 @@ def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | No
         ),
         [
             (
-                _titled(option, names), option.machine, point.name, measured(point.items_per_second.value, None),
-                *(
-                    "" if figure is None else measured(figure, None)
-                    for figure in (point.first_token_ms, point.tpot_ms, point.tpot_p99_ms)
-                ),
+                _titled(option, names), option.machine, point.name, number(point.items_per_second.value),
+                measured(point.first_token_ms, None), _with_interval(point.latency_ms)[0],
+                measured(point.tpot_p99_ms, None),
             )
             for option in group.options
             for point in option.points
@@ -450,16 +448,16 @@ def _csv(ranking: RankResult) -> doc.Section | None:
     """Every option with its ranks and costs, and every point, in full precision."""
     work = doc.names(*_ROWS_OF_WORK)
     identity = doc.names("option", "machine", "result")
-    throughput = ("items_per_second", "items_per_second_low", "items_per_second_high")
-    latency = ("latency_ms", "latency_ms_low", "latency_ms_high")
-    energy = ("joules_per_item", "joules_per_item_low", "joules_per_item_high")
+    throughput, latency, energy, cost = (
+        (name, f"{name}_low", f"{name}_high")
+        for name in ("items_per_second", "latency_ms", "joules_per_item", "cost_per_million")
+    )
     ranks = ("throughput_rank", "latency_rank", "energy_rank")
-    cost = ("cost_per_million", "cost_per_million_low", "cost_per_million_high")
     at_slo = tuple(f"{name}_at_slo" for name in cost)
     price = ("currency", "price_per_hour", "price_kind", "provider", "price_date")
     options: list[tuple[doc.Value, ...]] = []
     points: list[tuple[doc.Value, ...]] = []
-    tokens = ("first_token_ms", "tpot_ms", "tpot_p99_ms")
+    tokens = ("first_token_ms", "tpot_p99_ms")
     for group in ranking.groups:
         work_values = tuple(getattr(group.work, name) for name in _ROWS_OF_WORK)
         for option in group.options:

@@ -370,6 +370,14 @@ class GpuFound(Found, frozen=True, kw_only=True):
     series: tuple[GpuSeries, ...] = ()
     """The GPUs' activity over the run, for the chart."""
 
+    def joules_per_item(self, label: Label, workload: str) -> float | None:
+        """Energy of the GPU per item of an arm in a workload; None where it was not measured, or is not this arm's."""
+        records = () if self.evidence is None else self.evidence.records
+        for record in records:
+            if (record.label, record.workload, record.control, record.no_energy) == (label, workload, False, None):
+                return None if record.inputs.gpu is None else record.inputs.gpu.joules_per_item
+        return None
+
 
 def analyse(facts: Facts) -> GpuFound:
     """The evidence as it was stored with the run, and the readings behind it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
@@ -11,14 +11,17 @@ from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of, t
 from loadgen.metrics.tokens import per_million
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.rate_search_analysis import RatesFound
-from loadgen.probes.tokens_analysis import TokensFound, TokenTotals
-from loadgen.quantities import measured, number, share
+from loadgen.probes.tokens_analysis import Points, TokensFound, TokenTotals
+from loadgen.quantities import counted, measured, number, share
 from loadgen.records.run import Label, Workload, shown
 from loadgen.stats.ratios import geometric_mean
 from loadgen.verdict.result import Result
 
-SHOWN = ("ttft", "ttft_p99", "tpot", "worst_gap_p90", "gap_p99", "tokens_per_chunk")
-"""Metrics of the table, after tokens/s and goodput."""
+SHOWN = {
+    "ttft": "TTFT, ms", "ttft_p99": "p99 TTFT, ms", "tpot": "TPOT, ms", "worst_gap_p90": "p90 worst gap, ms",
+    "gap_p99": "p99 gap, ms", "tokens_per_chunk": "tokens per chunk",
+}  # fmt: skip
+"""Metrics of the table with their columns, after tokens/s and goodput."""
 USERS = ("single", "concurrent")
 """Scenarios that differ in the number of users alone."""
 
@@ -26,10 +29,6 @@ USERS = ("single", "concurrent")
 def _streamed(result: Result) -> dict[str, Workload]:
     """The workloads with streamed answers, in the order of the report."""
     return {w.name: w for w in result.experiment.workloads if w.has_blocks and w.is_streamed}
-
-
-def _totals(result: Result, workload: str) -> list[TokenTotals]:
-    return [total for total in result.of(TokensFound).totals if total.workload == workload]
 
 
 def token_table(result: Result) -> doc.Section | None:
@@ -46,14 +45,13 @@ def token_table(result: Result) -> doc.Section | None:
         )
         for s in summaries
     ]
-    titles = ("TTFT, ms", "p99 TTFT, ms", "TPOT, ms", "p90 worst gap, ms", "p99 gap, ms", "tokens per chunk")
     columns = (
         *doc.names("scenario", "arm"),
         *doc.numbers("output tokens/s"),
         *doc.numbers("good requests/s", "good"),
         *(
             doc.Column(title, "number", title.removesuffix(", ms"), roomy=place > 2)
-            for place, title in enumerate(titles)
+            for place, title in enumerate(SHOWN.values())
         ),
     )
     caption = (
@@ -79,7 +77,7 @@ def _step_table(result: Result) -> doc.Table:
             "" if total.engine_share is None else number(total.engine_share),
         )
         for workload in _streamed(result)
-        for total in _totals(result, workload)
+        for total in result.of(TokensFound).in_workload(workload)
         if total.steps is not None and total.step_ms is not None
     ]
     return doc.Table(
@@ -100,47 +98,68 @@ def _goodput(summary: WorkloadSummary) -> tuple[str, str]:
 
 def first_token_and_pace(result: Result) -> doc.Section | None:
     """Where each arm stands at each load: TTFT against TPOT, and the tokens per second of all users against those of
-    one."""
-    workloads = _streamed(result)
-    if len(workloads) == 0:
-        return None
-    return doc.section("Speed of an answer", _pace_chart(result, workloads), _pareto_chart(result, workloads))
-
-
-def _points(
-    result: Result, label: Label, workloads: dict[str, Workload], across: Metric, up: Metric
-) -> Iterator[tuple[Workload, float, float]]:
-    """Both figures of one arm in each workload, by its load."""
-    ordered = sorted(workloads.values(), key=lambda workload: (workload.is_open, workload.concurrency))
-    for workload in ordered:
-        for summary in result.summaries:
-            if (summary.workload, summary.label) == (workload.name, label):
-                x, y = figure_of(summary, across), figure_of(summary, up)
-                if x and y:
-                    yield workload, x, y
+    one. Scenarios that differ in more than their users are drawn only where there are no others."""
+    workloads = sorted(_streamed(result).values(), key=lambda workload: (workload.is_open, workload.concurrency))
+    of_users = [workload for workload in workloads if workload.scenario in USERS]
+    return doc.section(
+        "Speed of an answer",
+        _chart(
+            result,
+            "ttft-tpot",
+            "First token and pace",
+            "Mean time to the first token against mean time per token after it, from one user to the most. Lower left "
+            "is better.",
+            _lines(
+                result, of_users or workloads, TTFT, TPOT, "first token after %{x:.4~g} ms, then %{y:.4~g} ms per token"
+            ),
+            ("TTFT, ms", "TPOT, ms"),
+        ),
+        _chart(
+            result,
+            "pareto",
+            "Throughput against the speed that a user sees",
+            "Output tokens/s of all users against 1 / TPOT, the tokens/s of one answer, from one user to the most. An "
+            "arm whose line lies further out serves more at the same speed.",
+            _lines(
+                result,
+                of_users if len(of_users) > 1 else [],
+                TPOT,
+                OUTPUT_TOKENS,
+                "%{x:.4~g} tokens/s for each user, %{y:.4~g} for all",
+                lambda tpot_ms: 1000.0 / tpot_ms,
+            ),
+            ("tokens/s per user", "output tokens/s"),
+        ),
+    )
 
 
 def _lines(
     result: Result,
-    workloads: dict[str, Workload],
+    workloads: Sequence[Workload],
     across: Metric,
     up: Metric,
     hover: str,
     convert: Callable[[float], float] = lambda value: value,
 ) -> list[doc.Figure]:
+    """A line per arm through its points: two figures in each workload."""
+    summaries = {(summary.workload, summary.label): summary for summary in result.summaries}
     traces = []
     for label in result.experiment.labels:
-        points = list(_points(result, label, workloads, across, up))
+        measured_in = [(load, s) for load in workloads if (s := summaries.get((load.name, label))) is not None]
+        points = [
+            (charts.label_text(_load(load)), convert(x), y)
+            for load, summary in measured_in
+            if (x := figure_of(summary, across)) and (y := figure_of(summary, up))
+        ]
         if points:
-            names = [charts.label_text(_load(workload)) for workload, _, _ in points]
             traces.append(
                 charts.line(
                     result,
                     label,
-                    [(convert(x), y) for _, x, y in points],
+                    [(x, y) for _, x, y in points],
                     f"%{{text}}: {hover}",
                     mode="lines+markers+text",
-                    text=names,
+                    text=[name for name, _, _ in points],
                     textposition="top center",
                     textfont={"size": 11},
                     cliponaxis=False,
@@ -151,98 +170,45 @@ def _lines(
 
 def _load(workload: Workload) -> str:
     """The load of a point: "1 user", "16 users", or the scenario's name."""
-    if workload.scenario in USERS:
-        return f"{workload.concurrency} user{'' if workload.concurrency == 1 else 's'}"
-    return workload.name
+    return counted(workload.concurrency, "user") if workload.scenario in USERS else workload.name
 
 
-def _pace_chart(result: Result, workloads: dict[str, Workload]) -> doc.Chart | None:
-    closed = {name: w for name, w in workloads.items() if w.scenario in USERS}
-    data = _lines(
-        result, closed or workloads, TTFT, TPOT, "first token after %{x:.4~g} ms, then %{y:.4~g} ms per token"
-    )
-    if not data:
-        return None
-    return doc.Chart(
-        "ttft-tpot",
-        "First token and pace",
-        "Mean time to the first token against mean time per token after it, from one user to the most. Lower left is "
-        "better.",
-        data,
-        {
-            "height": charts.tall(result, 400),
-            "xaxis": charts.value_axis("TTFT, ms", (x for trace in data for x in trace["x"])),
-            "yaxis": charts.value_axis("TPOT, ms", (y for trace in data for y in trace["y"])),
-            "legend": charts.LEGEND_ABOVE,
-        },
-    )
-
-
-def _pareto_chart(result: Result, workloads: dict[str, Workload]) -> doc.Chart | None:
-    """Only of the scenarios that differ in nothing but their users: others are other work."""
-    closed = {name: w for name, w in workloads.items() if w.scenario in USERS}
-    if len(closed) < 2:
-        return None
-    data = _lines(
-        result,
-        closed,
-        TPOT,
-        OUTPUT_TOKENS,
-        "%{x:.4~g} tokens/s for each user, %{y:.4~g} for all",
-        lambda tpot_ms: 1000.0 / tpot_ms,
-    )
-    if not data:
-        return None
-    return doc.Chart(
-        "pareto",
-        "Throughput against the speed that a user sees",
-        "Output tokens/s of all users against 1 / TPOT, the tokens/s of one answer, from one user to the most. An arm "
-        "whose line lies further out serves more at the same speed.",
-        data,
-        {
-            "height": charts.tall(result, 400),
-            "xaxis": charts.value_axis("tokens/s per user", (x for trace in data for x in trace["x"])),
-            "yaxis": charts.value_axis("output tokens/s", (y for trace in data for y in trace["y"])),
-            "legend": charts.LEGEND_ABOVE,
-        },
-    )
+def _chart(
+    result: Result, name: str, title: str, caption: str, lines: list[doc.Figure], axes: tuple[str, str]
+) -> doc.Chart | None:
+    across, up = axes
+    layout = {
+        "height": charts.tall(result, 400),
+        "xaxis": charts.value_axis(across, (x for line in lines for x in line["x"])),
+        "yaxis": charts.value_axis(up, (y for line in lines for y in line["y"])),
+        "legend": charts.LEGEND_ABOVE,
+    }
+    return doc.Chart(name, title, caption, lines, layout) if lines else None
 
 
 def gaps(result: Result) -> doc.Section | None:
     """How the tokens of an answer arrive: the distribution of the gaps, and one answer of each arm over time."""
-    if not _streamed(result):
-        return None
+
+    def steps(workload: str, points: Callable[[TokenTotals], Points], hover: str) -> list[doc.Figure]:
+        return [
+            charts.line(result, total.label, drawn, hover, style={"width": 2.5, "shape": "hv"}, mode="lines")
+            for total in result.of(TokensFound).in_workload(workload)
+            if (drawn := points(total))
+        ]
 
     def gap_traces(workload: str) -> list[doc.Figure]:
-        return [
-            charts.line(
-                result,
-                total.label,
-                [(ms, 100.0 * part) for ms, part in total.gaps_ms],
-                "%{y:.4~g} % of gaps within %{x:.4~g} ms",
-                style={"width": 2.5, "shape": "hv"},
-                mode="lines",
-            )
-            for total in _totals(result, workload)
-            if total.gaps_ms
-        ]
+        return steps(
+            workload,
+            lambda total: tuple((ms, 100.0 * part) for ms, part in total.gaps_ms),
+            "%{y:.4~g} % of gaps within %{x:.4~g} ms",
+        )
 
     def timelines(workload: str) -> list[doc.Figure]:
-        return [
-            charts.line(
-                result,
-                total.label,
-                [(0.0, 0.0), *total.timeline_ms],
-                "%{y} tokens after %{x:.4~g} ms",
-                style={"width": 2.5, "shape": "hv"},
-                mode="lines",
-            )
-            for total in _totals(result, workload)
-            if total.timeline_ms
-        ]
-
-    def time_axis(title: str) -> Callable[[list[doc.Figure]], doc.Figure]:
-        return lambda _: {"xaxis": charts.axis(title, rangemode="tozero")}
+        return steps(
+            workload,
+            lambda total: ((0.0, 0.0), *total.timeline_ms) if total.timeline_ms else (),
+            "%{y} tokens after %{x:.4~g} ms",
+        )
 
     return doc.section(
         "How tokens arrive",
@@ -264,7 +230,7 @@ def gaps(result: Result) -> doc.Section | None:
             "timeline",
             "One answer over time",
             "The answer with the median latency of each arm: tokens received since the request fell due.",
-            axes=time_axis("ms since the request fell due"),
+            axes=lambda _: {"xaxis": charts.axis("ms since the request fell due", rangemode="tozero")},
             height=charts.tall(result, 340),
             yaxis=charts.axis("tokens", rangemode="tozero"),
             legend=charts.LEGEND_ABOVE,
@@ -349,10 +315,5 @@ def _goodput_tokens_per_s(result: Result, label: Label) -> float | None:
 
 def _joules_per_token(result: Result, summary: WorkloadSummary) -> float | None:
     """Energy of the GPU for one output token; None where none was measured."""
-    evidence, tokens = result.of(GpuFound).evidence, tokens_per_answer(summary)
-    key = (summary.label, summary.workload, False, None)
-    for record in () if evidence is None else evidence.records:
-        if (record.label, record.workload, record.control, record.no_energy) == key:
-            gpu = record.inputs.gpu
-            return None if gpu is None or gpu.joules_per_item is None or not tokens else gpu.joules_per_item / tokens
-    return None
+    joules, tokens = result.of(GpuFound).joules_per_item(summary.label, summary.workload), tokens_per_answer(summary)
+    return joules / tokens if joules is not None and tokens else None

@@ -11,11 +11,11 @@ from loadgen.engine_matrix.analyse import analyse
 from loadgen.engine_matrix.files import cells_csv
 from loadgen.engine_matrix.records import Configuration, GeneratedTokens, JudgedCell, JudgedMatrix, Matrix
 from loadgen.engine_matrix.sections import matrix_document
-from loadgen.probes.tokens_analysis import beside_reference
 from loadgen.ranking.analyse import from_matrix, rank
 from loadgen.ranking.records import TOKEN
 from loadgen.ranking.report import ranking_document
 from loadgen.report.renderers.markdown import render_markdown
+from loadgen.run.token_answers import JudgedTokens
 from tests.unit.loadgen.engine_matrix.simulated_matrix import ENVIRONMENT, FINISHED, configuration, plan, visits
 
 MODEL = "language:tiny"
@@ -43,10 +43,9 @@ def matrix(deficits: dict[str, float] | None) -> Matrix:
         JudgedCell(
             configuration=place, batch=4, length=32, precision="bf16", noise=0.0, mean_noise=0.01, most_noise=0.03,
             answers=tuple(
-                beside_reference(
-                    [5, 6], [0.0, deficits[each.engine]], [5, 7], 6.0, (), block="round 1", request=number, user=0,
-                    noise=[0.0, 0.02], random=4.7,
-                )
+                JudgedTokens(
+                    deficits=(0.0, deficits[each.engine]), best=(5, 7), largest=6.0, noise=(0.0, 0.02), random=4.7
+                ).beside([5, 6], (), block="round 1", request=number, user=0)
                 for number in range(4)
             ),
         )
@@ -95,5 +94,6 @@ def test_reports_and_ranking_speak_of_tokens() -> None:
     assert group.work.item == TOKEN
     best = group.options[0].point
     assert (round(best.first_token_ms or 0), group.work.length) == (16, "32")
-    assert best.tpot_ms == pytest.approx(1.0, rel=0.2)
+    assert best.latency_ms is not None
+    assert best.latency_ms.value == pytest.approx(1.0, rel=0.2)
     assert "without copies" not in render_markdown(ranking_document(ranking))
