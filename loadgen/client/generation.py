@@ -21,7 +21,6 @@ from secrets import token_hex
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from loadgen.client.connection import Address, PreparedRequest, ResponseError
 from loadgen.client.event_stream import ReceivedStream
@@ -44,40 +43,31 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
 
 
 def prompt_request(
-    transport: TokenTransport, model: str, prompt: Sequence[bytes], max_tokens: int, *, text: bool, salt: str | None
+    transport: TokenTransport, model: str, prompt: Sequence[bytes], max_tokens: int, *, salt: str | None = None
 ) -> PreparedRequest:
     """One request without a head. `prompt` is the encoded prompt in three pieces, of which the middle one varies. With
     a salt, which varies too, the prompt is never found in a cache; only completions have that field."""
-    prompt_ends = b'"' if text else b"]"
-    if transport != "generate_stream":
-        document: dict[str, object] = {"model": model, "prompt": "" if text else []}
-        if transport == "chat":
-            document = {"model": model, "messages": [{"role": "user", "content": ""}]}
-            prompt_ends = b'"}]'
-        rest: dict[str, object] = {
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
-    else:
-        document = {"text_input": ""} if text else {"input_ids": []}
-        rest = {"max_tokens": max_tokens, "ignore_eos": True}
-        rest |= {"stream": True, "temperature": 0} if text else {}
-        salt = None
-    head = msgspec.json.encode(document)[: -len(prompt_ends) - 1]
-    tail = msgspec.json.encode(rest)[1:-1]
+    rest: dict[str, object] = {
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    document: dict[str, object] = {"model": model, "prompt": "" if transport == "text" else []}
+    closing = b'"' if transport == "text" else b"]"
+    if transport == "chat":
+        document, closing = {"model": model, "messages": [{"role": "user", "content": ""}]}, b'"}]'
+    if transport == "generate_stream":
+        document, rest, salt = {"input_ids": []}, {"max_tokens": max_tokens, "ignore_eos": True}, None
+    head = msgspec.json.encode(document)[: -len(closing) - 1]
+    tail = closing + b"," + msgspec.json.encode(rest)[1:-1]
     before, varying, after = prompt
-    closing = prompt_ends + b"," + tail
-    pieces: list[bytes | memoryview] = [head + before, varying, after + closing]
-    if salt is None:
-        pieces[-1] = bytes(pieces[-1]) + b"}"
-    else:
-        pieces[-1] = bytes(pieces[-1]) + b',"cache_salt":"'
-        pieces += [salt.encode(), b'"}']
-    return PreparedRequest(b"", b"".join(pieces), sum(map(len, prompt)), tuple(pieces), max_tokens)
+    pieces: tuple[bytes, ...] = (head + before, varying, after + tail + b"}")
+    if salt is not None:
+        pieces = (head + before, varying, after + tail + b',"cache_salt":"', salt.encode(), b'"}')
+    return PreparedRequest(b"", b"".join(pieces), sum(map(len, prompt)), pieces, max_tokens)
 
 
 def for_stream(request: PreparedRequest, transport: TokenTransport, address: Address, model: str) -> PreparedRequest:
@@ -121,7 +111,7 @@ class PreparedPrompts:
 
 def in_form_of(transport: TokenTransport, plan: PromptPlan) -> PromptPlan:
     """The plan with prompts as the transport takes them: ids, or words."""
-    return msgspec.structs.replace(plan, text=plan.text or transport in TEXT_TRANSPORTS)
+    return msgspec.structs.replace(plan, text=transport in TEXT_TRANSPORTS)
 
 
 def prepare_prompts(
@@ -160,7 +150,7 @@ def _encoded(
     before, after = plan.encode(ids[:start]), plan.encode(ids[start + count :])
     pieces = (before + separator if before else b"", plan.patch(0, count), separator + after if after else b"")
     salt = "0" * 2 * _SALT_BYTES if salted else None
-    return prompt_request(transport, model, pieces, shape.output_tokens, text=plan.text, salt=salt)
+    return prompt_request(transport, model, pieces, shape.output_tokens, salt=salt)
 
 
 # Answers
@@ -205,7 +195,7 @@ class AnswerEvent(msgspec.Struct, frozen=True):
     usage: UsageCounts | None = None
     error: Any = None
     token_ids: list[TokenId] | TokenId | None = None
-    text_output: str | list[str] | None = None
+    text: str | list[str] | None = msgspec.field(default=None, name="text_output")
     prompt_tokens: list[Count] | Count | None = None
     prompt_token_ids: list[TokenId] | None = None
     finish_reason: str | list[str] | None = None
@@ -331,26 +321,19 @@ def _error(kind: bytes, event: AnswerEvent) -> str | None:
 def _add(answer: StreamedAnswer, event: AnswerEvent) -> tuple[int, int]:
     """Add one event; returns its tokens and the flags that say how they were counted."""
     choice = next((part for part in event.choices or () if part.index == 0), None)
-    usage = event.usage
+    part, delta = choice or event, None if choice is None else choice.delta
+    usage, counts = event.usage, event.prompt_tokens
+    if counts is not None and counts != []:
+        answer.prompt_tokens = counts if isinstance(counts, int) else counts[0]
     if usage is not None:
         _add_usage(answer, usage)
-    text: str | list[str] | None
-    finish: str | list[str] | None
-    delta = None if choice is None else choice.delta
-    if choice is not None:
-        ids, text, finish, echo = choice.token_ids, choice.text, choice.finish_reason, choice.prompt_token_ids
-        text = text if delta is None else delta.text
-    else:
-        ids, text, finish, echo = event.token_ids, event.text_output, event.finish_reason, None
-        counts = event.prompt_tokens
-        if counts is not None and counts != []:
-            answer.prompt_tokens = counts if isinstance(counts, int) else counts[0]
-    if (echo := echo if echo is not None else event.prompt_token_ids) is not None:
-        answer.prompt_ids = echo
-    reason = "".join(finish) if isinstance(finish, list) else finish
+    for echo in (event.prompt_token_ids, part.prompt_token_ids):
+        if echo is not None:
+            answer.prompt_ids = echo
+    text, reason = _joined(part.text) if delta is None else delta.text, _joined(part.finish_reason)
     if reason:
         answer.finish_reason, answer.ended = reason, True
-    if ids is not None:
+    if (ids := part.token_ids) is not None:
         added = [ids] if isinstance(ids, int) else ids
         answer.ids += added
         answer.sends_ids = answer.sends_ids or bool(added)
@@ -361,14 +344,17 @@ def _add(answer: StreamedAnswer, event: AnswerEvent) -> tuple[int, int]:
         return 0, 0  # what it is the role of has yet to come, whatever the server's count says
     if usage is not None and usage.completion_tokens is not None:
         return max(0, usage.completion_tokens - answer.output_tokens), BY_USAGE
-    words_sent = "".join(text) if isinstance(text, list) else text
-    if not words_sent:
+    if not text:
         return 0, 0
-    if delta is None and _WORDS.fullmatch(words_sent):
-        words = [int(word[1:]) for word in words_sent.split()]
+    if delta is None and _WORDS.fullmatch(text):
+        words = [int(word[1:]) for word in text.split()]
         answer.ids += words
         return len(words), 0
     return 1, ASSUMED
+
+
+def _joined(words: str | list[str] | None) -> str:
+    return "".join(words) if isinstance(words, list) else words or ""
 
 
 def _add_usage(answer: StreamedAnswer, usage: UsageCounts) -> None:
@@ -388,8 +374,3 @@ def _assume_rest(answer: StreamedAnswer) -> None:
         last = answer.chunks[-1]
         answer.chunks[-1] = last._replace(tokens=last.tokens + rest)
         answer.output_tokens += rest
-
-
-def ids_array(ids: Sequence[int]) -> Ids:
-    """Ids as an array with one row."""
-    return np.array(ids, dtype=np.int32)[np.newaxis]

@@ -8,7 +8,8 @@ ones are taken apart as they end.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter_ns, sleep
 from typing import NamedTuple
@@ -20,7 +21,6 @@ from loadgen.client.event_stream import ReceivedStream, StreamConnection, Stream
 from loadgen.client.generation import (
     PreparedPrompts,
     StreamedAnswer,
-    ids_array,
     in_form_of,
     prompt_request,
     read_answer_stream,
@@ -77,6 +77,8 @@ class TokenTraffic(Traffic):
             body_step=body_step,
         )  # fmt: skip
         self._prompts = prompts
+        self._reads_text = target.transport in TEXT_TRANSPORTS
+        """Whether the server makes ids of its own from the prompt."""
         self._samples = samples
         self._held: list[_HeldAnswer] = []
         self._held_bytes = 0
@@ -140,26 +142,26 @@ class TokenTraffic(Traffic):
         if self._samples is not None:
             self._events += [(sample, *chunk) for chunk in answer.chunks]
             self._rows.append(self._row(answer, sent))
-        if sent.slot is not None and fault is None and answer.has_ids and self._is_prompt_known(answer, sent):
-            self.answers.keep(sent.slot, sent.number, sent.user, sent.body, sent.first, self._kept(answer, sent))
+        if sent.slot is None or fault is not None or not answer.has_ids:
+            return
+        if not self._reads_text or self._echoes_prompt(answer, sent):
+            kept = partial(self._kept, sent, np.array([answer.ids], dtype=np.int32))
+            self.answers.keep(sent.slot, sent.number, sent.user, sent.body, sent.first, kept)
 
-    def _is_prompt_known(self, answer: StreamedAnswer, sent: SentRequest) -> bool:
-        """Whether the server is known to have read the ids of the prompt. It makes its own of a text."""
-        if self.target.transport not in TEXT_TRANSPORTS:
-            return True
+    def _echoes_prompt(self, answer: StreamedAnswer, sent: SentRequest) -> bool:
+        """Whether the server has sent back the ids that the prompt was made from."""
         return bool(answer.prompt_ids == self._prompts.prompt(sent.body, sent.first).tolist())
 
-    def _kept(self, answer: StreamedAnswer, sent: SentRequest) -> Callable[[], Mapping[str, Array]]:
-        tokens = ids_array(answer.ids)
-        return lambda: {"prompt": ids_array(self._prompts.prompt(sent.body, sent.first).tolist()), "tokens": tokens}
+    def _kept(self, sent: SentRequest, tokens: Array) -> Mapping[str, Array]:
+        return {"prompt": self._prompts.prompt(sent.body, sent.first)[np.newaxis], "tokens": tokens}
 
     def _row(self, answer: StreamedAnswer, sent: SentRequest) -> tuple[int, ...]:
         """The answer's row of `ANSWER_DTYPE`."""
         shape = self._prompts.shapes[sent.body]
         flags = IDS if answer.has_ids else 0
         if answer.prompt_ids is not None:
-            same = answer.prompt_ids == self._prompts.prompt(sent.body, sent.first).tolist()
-            if same or self.target.transport not in TEXT_TRANSPORTS:
+            same = self._echoes_prompt(answer, sent)
+            if same or not self._reads_text:
                 flags |= ECHO if same else ECHO | ECHO_DIFFERS
         if answer.torn or not (answer.ended or answer.output_tokens == shape.output_tokens):
             flags |= CUT
@@ -192,7 +194,7 @@ def ask_tokens(
         raise AnswerError(f"no prompt can be sent over {transport}")
     plan = in_form_of(transport, plan)
     encoded = plan.encode(np.array(prompt, dtype=np.int32))
-    request = prompt_request(transport, target.model, (encoded, b"", b""), max_tokens, text=plan.text, salt=salt)
+    request = prompt_request(transport, target.model, (encoded, b"", b""), max_tokens, salt=salt)
     sendable = target.sendable(request)
     connection = target.connection((sendable,), timeout_s=timeout_s)
     try:
