@@ -35,7 +35,6 @@ from loadgen.experiment.language import (
     SPOKEN,
     check_language,
     choose_protocol,
-    measurable_language_scenarios,
     token_workloads,
 )
 from loadgen.experiment.options import effective_settings, given_options, takes_settings, write_settings
@@ -236,11 +235,11 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     from loadgen.verdict.thresholds import plan_conditions
 
     arms = make_arms(settings)
-    check_language(settings)
+    check_language(settings, arms)
     if settings.is_language:
         transport, arms = choose_protocol(settings, arms)
         combinations: tuple[Combination, ...] = (Combination(transport, TOKENS),)
-        workloads = token_workloads(settings, measurable_language_scenarios(settings, arms), gpu=expects_gpu(*arms))
+        workloads = token_workloads(settings, gpu=expects_gpu(*arms))
     else:
         combinations = plan_combinations(arms, settings)
         workloads = make_workloads(settings, measurable_scenarios(settings, arms), gpu=expects_gpu(*arms))

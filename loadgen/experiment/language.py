@@ -18,6 +18,7 @@ from loadgen.experiment.plan import PRESETS, SPAN, PlanError, base_workload, uni
 from loadgen.experiment.prompts import SETTLING, PromptError, Trace
 from loadgen.experiment.schedule import block_seconds, warm_up_users
 from loadgen.experiment.settings import LANGUAGE_USERS, SMOKE_BATCH_SIZES, ExperimentSettings, read_limits
+from loadgen.quantities import significant
 from loadgen.records.run import (
     TEXT_TRANSPORTS,
     TOKEN_TRANSPORTS,
@@ -72,9 +73,9 @@ _SCENARIOS: tuple[Scenario, ...] = (
 )  # fmt: skip
 
 
-def check_language(settings: ExperimentSettings) -> None:
-    """Raises `PlanError` for settings without effect on language models; for other models for those of language
-    models."""
+def check_language(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> None:
+    """Raises `PlanError` for settings without effect on language models, and for what cannot be measured of them; for
+    other models for those of language models."""
     if not settings.is_language:
         _check_tensors(settings)
         return
@@ -87,6 +88,8 @@ def check_language(settings: ExperimentSettings) -> None:
         raise PlanError("--deployment compose serves no language models; leave it out")
     if other := next((name for name in settings.scenarios if name not in _SCENARIOS), None):
         raise PlanError(f"the scenario {other} is not for language models; choose from {', '.join(_SCENARIOS)}")
+    if "cold-start" in settings.scenarios and not all(arm.embedded for arm in arms):
+        raise PlanError("cold starts need servers that abserve starts; leave cold-start out of --scenarios with a URL")
     asked = settings.transport or TOKEN_TRANSPORTS[:1]
     if len(asked) > 1 or asked[0] not in TOKEN_TRANSPORTS:
         raise PlanError(
@@ -165,12 +168,10 @@ def protocol_in_words(experiment: Experiment) -> str:
     return f"the arms have no protocol in common, so each gets its own: {each}"
 
 
-def token_workloads(
-    settings: ExperimentSettings, scenarios: Sequence[Scenario] = (), *, gpu: bool = False
-) -> tuple[Workload, ...]:
+def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple[Workload, ...]:
     """The workloads of a language model in the order of the report. `gpu`: an arm may run on one. Raises
     `PlanError`."""
-    scenarios, preset = scenarios or settings.scenarios, PRESETS[settings.preset]
+    scenarios, preset = settings.scenarios, PRESETS[settings.preset]
     limits = None if settings.limits is None else read_limits(settings.limits)
     base = base_workload(settings, gpu=gpu, factor=BLOCK_FACTOR)
     base = msgspec.structs.replace(base, requests=1, limits=limits)  # an answer is many steps of a GPU
@@ -178,8 +179,11 @@ def token_workloads(
     def like(scenario: Scenario, lengths: tuple[int, int], **more: object) -> Workload:
         prompt, output = lengths
         load = msgspec.structs.replace(base, scenario=scenario, prompt_tokens=prompt, output_tokens=output, **more)
+        if load.is_open or not load.has_blocks:
+            return load
         # Each arm takes the time that its answers need: as long for all, the slowest would decide how long all take.
-        return load if load.is_open else msgspec.structs.replace(load, requests=_enough(load))
+        # Of the `SPAN` answers of each user the first comes while the load builds up.
+        return msgspec.structs.replace(load, requests=max(load.requests, math.ceil(SPAN * load.concurrency)))
 
     def lengths(default: tuple[int, int]) -> tuple[int, int]:
         return settings.prompt_tokens or default[0], settings.output_tokens or default[1]
@@ -195,9 +199,7 @@ def token_workloads(
     if "single" in scenarios:
         workloads.append(like("single", alone))
     if "concurrent" in scenarios:
-        workloads += [
-            like("concurrent", several, concurrency=n, requests=max(settings.requests, base.requests)) for n in users
-        ]
+        workloads += [like("concurrent", several, concurrency=n, requests=settings.requests) for n in users]
     if "long-prompt" in scenarios:
         workloads.append(like("long-prompt", (LONG_PROMPT[0], settings.output_tokens or LONG_PROMPT[1])))
     if "long-answer" in scenarios:
@@ -225,7 +227,7 @@ def token_workloads(
             like(
                 "open", (longest.prompt_tokens, longest.output_tokens), concurrency=settings.connections,
                 seconds=replayed.seconds, max_seconds=max(replayed.seconds, base.max_seconds), arrivals="trace",
-                trace=settings.trace, rate_per_s=_in_three_digits(rate),
+                trace=settings.trace, rate_per_s=significant(rate, 3),
             )
         )  # fmt: skip
     if "goodput" in scenarios:
@@ -251,14 +253,9 @@ def with_rates(workloads: Sequence[Workload], request_seconds: Mapping[str, floa
     return tuple(
         workload
         if workload.rate_share is None
-        else msgspec.structs.replace(workload, rate_per_s=_in_three_digits(workload.rate_share * capacity))
+        else msgspec.structs.replace(workload, rate_per_s=significant(workload.rate_share * capacity, 3))
         for workload in workloads
     )
-
-
-def _enough(load: Workload) -> int:
-    """Requests of a block of a closed loop: `SPAN` of each user, of which the first comes while the load builds up."""
-    return max(load.requests, math.ceil(SPAN * load.concurrency)) if load.has_blocks else load.requests
 
 
 def fitted(
@@ -284,46 +281,31 @@ def fitted(
     arms = max(map(len, request_seconds.values()), default=1)
     planned = max(load.rounds for load in blocks)
     least = min(planned, math.ceil(max(arms, restarts) / arms) * arms)
-    round_s = {load.name: _round_seconds(load, request_seconds.get(load.name, {})) for load in blocks}
-    least_s = {name: least * once_s for name, once_s in round_s.items()}
-    if gpu:
-        least_s |= {load.name: max(least_s[load.name], planned * arms * load.seconds) for load in blocks}
-    kept = _that_fit(least_s, seconds)
-    in_time = int(seconds / sum(round_s[name] for name in kept)) // arms * arms
-    rounds = min(planned, max(least, in_time))
-    stretch = planned / rounds if gpu else 1.0
-    workloads = tuple(
-        _in_rounds(load, rounds, stretch) if load.has_blocks else load
-        for load in longer
-        if load.name in kept or not load.has_blocks
-    )
-    return workloads, tuple(name for name in _longest_first(least_s) if name not in kept)
 
+    def in_rounds(load: Workload, rounds: int) -> Workload:
+        stretch = planned / rounds if gpu else 1.0
+        return msgspec.structs.replace(
+            load,
+            rounds=min(load.rounds, rounds),
+            seconds=load.seconds * stretch,
+            max_seconds=load.max_seconds * stretch,
+        )
 
-def _round_seconds(load: Workload, request_seconds: Mapping[Label, float]) -> float:
-    """How long a round of a workload takes: one block of each arm."""
-    return sum(block_seconds(load, request_s) for request_s in request_seconds.values())
+    def needed_s(load: Workload, rounds: int) -> float:
+        load, by_arm = in_rounds(load, rounds), request_seconds.get(load.name, {})
+        return load.rounds * sum(block_seconds(load, request_s) for request_s in by_arm.values())
 
-
-def _longest_first(needed_s: Mapping[str, float]) -> list[str]:
-    return sorted(needed_s, key=lambda name: -needed_s[name])
-
-
-def _that_fit(needed_s: Mapping[str, float], seconds: float) -> list[str]:
-    """The workloads that fit into the time together, the longest left out first; at least the shortest."""
-    kept = _longest_first(needed_s)
-    while len(kept) > 1 and sum(needed_s[name] for name in kept) > seconds:
+    longest_first = sorted(blocks, key=lambda load: -needed_s(load, least))
+    kept = list(longest_first)
+    while len(kept) > 1 and sum(needed_s(load, least) for load in kept) > seconds:
         kept.pop(0)
-    return kept
-
-
-def _in_rounds(load: Workload, rounds: int, stretch: float) -> Workload:
-    """The workload with at most so many rounds, and with blocks that last so many times longer."""
-    return msgspec.structs.replace(
-        load,
-        rounds=min(load.rounds, rounds),
-        seconds=load.seconds * stretch,
-        max_seconds=load.max_seconds * stretch,
+    more = (planned, *range(planned // arms * arms, least, -arms))
+    rounds = next((many for many in more if sum(needed_s(load, many) for load in kept) <= seconds), least)
+    return (
+        tuple(
+            in_rounds(load, rounds) if load in kept else load for load in longer if load in kept or not load.has_blocks
+        ),
+        tuple(load.name for load in longest_first if load not in kept),
     )
 
 
@@ -336,23 +318,7 @@ def _with_time(load: Workload, request_seconds: Mapping[Label, float]) -> Worklo
     return msgspec.structs.replace(load, max_seconds=max(load.max_seconds, needed_s))
 
 
-def _in_three_digits(rate: float) -> float:
-    return round(rate, 2 - math.floor(math.log10(rate)))
-
-
-def measurable_language_scenarios(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> tuple[Scenario, ...]:
-    """The scenarios. Raises `PlanError` for cold starts of servers that abserve cannot start."""
-    if "cold-start" in settings.scenarios and not all(arm.embedded for arm in arms):
-        raise PlanError("cold starts need servers that abserve starts; leave cold-start out of --scenarios with a URL")
-    return settings.scenarios
-
-
 def longest_answer(workloads: Sequence[Workload]) -> int:
     """The most tokens of a prompt and its answer together, also of the small request before a block."""
     least = SETTLING.prompt_tokens + SETTLING.output_tokens
     return max([least, *((load.prompt_tokens or 0) + (load.output_tokens or 0) for load in workloads)])
-
-
-def most_users(workloads: Sequence[Workload]) -> int:
-    """The most requests that a load has in flight."""
-    return max((workload.concurrency for workload in workloads), default=1)

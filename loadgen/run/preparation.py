@@ -25,7 +25,7 @@ from loadgen.client.inputs import (
     signature_of,
     write_samples,
 )
-from loadgen.experiment.language import longest_answer, most_users
+from loadgen.experiment.language import longest_answer
 from loadgen.experiment.plan import default_sizes, has_mixed_lengths
 from loadgen.launch.compose import PROJECT, ComposeDeployment
 from loadgen.launch.deployment import Deployment, RemoteDeployment, RemoteLanguageDeployment
@@ -79,7 +79,7 @@ def _deployment(
         options["precision"] = experiment.precision
     if experiment.is_language:
         options["max-length"] = str(longest_answer(experiment.workloads))
-        options["slots"] = str(most_users(experiment.workloads))
+        options["slots"] = str(max((load.concurrency for load in experiment.workloads), default=1))
     if experiment.payload_of(arm) not in OWN_TENSORS:
         options["payloads"] = experiment.payload_of(arm)
     if experiment.pad_to and arm.target not in PLAIN and asked_for(arm.settings, "pad_to") is None:

@@ -99,6 +99,16 @@ def test_fewer_rounds_on_a_gpu_are_longer() -> None:
     assert fewer.requests == workloads[0].requests  # else a slow arm would need that many times as long
 
 
+@pytest.mark.parametrize("seconds", [130.0, 150.0, 180.0, 300.0])
+def test_longer_blocks_keep_to_the_time(seconds: float) -> None:
+    """The blocks of the fast scenario last longer for the proof; the rounds of the slow one make room for them."""
+    workloads = token_workloads(settings_of(scenarios="single,concurrent", concurrency=16), gpu=True)
+    took = {"single": {"a": 0.1, "b": 0.1}, "concurrent(16)": {"a": 0.5, "b": 6.0}}
+    fewer, left_out = fitted(workloads, took, seconds, gpu=True)
+    assert not left_out
+    assert sum(load.rounds * sum(block_seconds(load, s) for s in took[load.name].values()) for load in fewer) < seconds
+
+
 def test_a_scenario_whose_proof_would_take_too_long_is_left_out() -> None:
     workloads = token_workloads(settings_of(scenarios="single,concurrent", concurrency=16), gpu=True)
     took = {"single": {"a": 0.1, "b": 0.1}, "concurrent(16)": {"a": 0.5, "b": 0.5}}
@@ -226,7 +236,7 @@ def test_the_experiment_says_that_it_is_about_tokens() -> None:
 def test_other_models_are_planned_as_before() -> None:
     """The hash of the default settings, as it was before there were language models."""
     settings = ExperimentSettings.model_validate({})
-    check_language(settings)
+    check_language(settings, make_arms(settings))
     assert settings.sha256() == "c2a8017cead0a0eadfcb7141ce14fc8798341aea61fbea0da506d8e2be65e633"
     experiment = plan_experiment(settings).runs[0][1]
     assert not experiment.is_language
