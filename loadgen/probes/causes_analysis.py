@@ -132,7 +132,6 @@ class MeanDifference:
     mean_ms: float
     variance: float | None
     degrees: float
-    pairs: int
 
     @property
     def ci95_ms(self) -> tuple[float, float] | None:
@@ -157,23 +156,22 @@ def difference(pairs: Pairs) -> MeanDifference | None:
         return None
     values = [second - first for first, second in pairs]
     variance = float(np.var(values, ddof=1)) / len(values) if len(values) > 1 else None
-    return MeanDifference(float(np.mean(values)), variance, len(values) - 1.0, len(values))
+    return MeanDifference(float(np.mean(values)), variance, len(values) - 1.0)
 
 
 def combine(parts: Iterable[tuple[float, MeanDifference]]) -> MeanDifference:
     """Σ weight · difference of independent differences; without parts it is known to be 0."""
-    mean, variance, denominator, pairs = 0.0, 0.0, 0.0, 0
+    mean, variance, denominator = 0.0, 0.0, 0.0
     has_variance = True
     for weight, part in parts:
         mean += weight * part.mean_ms
-        pairs = max(pairs, part.pairs)
         if part.variance is None:
             has_variance = False
         elif (weighted := weight * weight * part.variance) > 0.0:
             variance += weighted
             denominator += weighted * weighted / part.degrees
     degrees = variance * variance / denominator if denominator > 0.0 else math.inf
-    return MeanDifference(mean, variance if has_variance else None, degrees if math.isfinite(degrees) else 1e9, pairs)
+    return MeanDifference(mean, variance if has_variance else None, degrees if math.isfinite(degrees) else 1e9)
 
 
 def mean_pairs(workload: str, blocks: Sequence[BlockSummary], pairing: Pairing) -> list[tuple[float, float]]:

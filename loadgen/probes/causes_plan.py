@@ -373,9 +373,9 @@ SHORTEST: tuple[TokenTransport, ...] = ("generate_stream", "completions")
 """Protocols of ids, the one with the shortest events first."""
 DEFAULT_ENGINE = "slots"
 _OF_ENGINES = (
-    *("device", "precision", "threads", "spinning", "weights", "model", "slots", "max_length", "prefill_chunk"),
-    *("graphs", "no_graphs"),
-)
+    "device", "precision", "threads", "spinning", "weights", "model", "slots", "max_length", "prefill_chunk", "graphs",
+    "no_graphs",
+)  # fmt: skip
 """Settings of any server that say what its engine does, and how."""
 _OF_TOKENS: Sequence[
     tuple[Callable[[_TokenArm], object], Callable[[_TokenArm, Sequence[_TokenArm]], Ablation | Untested]]
