@@ -72,8 +72,8 @@ def test_a_fault_is_named(run_cases, fault: str, case: str, words: str) -> None:
     ("fault", "case", "words"),
     [
         ("execute-for-nobody", "14", "4 of 4"),
-        ("no-retry-after", "28a", "Retry-After"),
-        ("late-timeout", "29a", "promptly"),
+        pytest.param("no-retry-after", "28a", "Retry-After", marks=pytest.mark.slow),
+        pytest.param("late-timeout", "29a", "promptly", marks=pytest.mark.slow),
         ("drop-work", "31a", "instead of 200"),
     ],
 )

@@ -114,6 +114,7 @@ def test_answers_that_are_wrong_under_load_only_at_batch_16(compare: Compare) ->
     assert state(result, "parity") is True
 
 
+@pytest.mark.slow  # by default the answers that are wrong only under load
 def test_answers_that_are_wrong_only_under_overload(compare: Compare) -> None:
     """B does 150 requests a second and is wrong while 20 or more wait."""
     calm, stormy = (

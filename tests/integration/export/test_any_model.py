@@ -79,7 +79,7 @@ def small_bert() -> ModelSpecification:
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_text_of_any_length_padded_or_not_is_answered_as_by_torch(precision: str, tmp_path: Path) -> None:
     bert = small_bert()
     made = ensure_artefact(bert, WEIGHTS, tmp_path, form=executed_form("onnxruntime", precision))
@@ -137,7 +137,7 @@ def test_a_mask_that_is_lost_is_noticed(tmp_path: Path) -> None:
         ensure_artefact(replace(bert, load_module=load), WEIGHTS, tmp_path)
 
 
-@pytest.mark.parametrize("payload", ["fp32", "uint8"])
+@pytest.mark.parametrize("payload", ["fp32", pytest.param("uint8", marks=pytest.mark.slow)])
 def test_a_classifier_is_compared_as_one(payload: str, tmp_path: Path) -> None:
     made = ensure_artefact(get_variant("torchvision:resnet18", payload), WEIGHTS, tmp_path, form=FileForm("fp16"))
     assert [measurement.batch for measurement in made.manifest.parity] == [1, 2, 7]

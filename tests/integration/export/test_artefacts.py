@@ -244,7 +244,10 @@ def test_a_place_that_cannot_be_written_is_named(specification: ModelSpecificati
         ensure_artefact(small(specification), RandomWeights(0), tmp_path / "file")
 
 
-@pytest.mark.parametrize(("operators", "imports"), [("standard", {"": 18}), ("fused", {"": 19, "com.microsoft": 1})])
+@pytest.mark.parametrize(
+    ("operators", "imports"),
+    [pytest.param("standard", {"": 18}, marks=pytest.mark.slow), ("fused", {"": 19, "com.microsoft": 1})],
+)
 def test_the_real_artefact_is_one_file_with_a_free_batch_and_a_full_manifest(
     operators: str, imports: dict[str, int], specification: ModelSpecification, artefact_dir: Path
 ) -> None:

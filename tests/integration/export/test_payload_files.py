@@ -60,7 +60,7 @@ def loaded(specification: ModelSpecification, kind: str, path: Path | None, prec
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("payload", ["fp32", "uint8"])
+@pytest.mark.parametrize("payload", [pytest.param("fp32", marks=pytest.mark.slow), "uint8"])
 def test_every_file_answers_as_torch_does(
     payload: str, precision: str, small: tuple[ModelSpecification, ...], tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     _stop(servers)
 
 
+@pytest.mark.slow  # by default tests/unit/language/test_continuous_engine.py
 def test_five_clients_get_the_reference_s_tokens(server: Server, tmp_path: Path) -> None:
     prompts = [[number + 1] * 3 + [7, 8, 9][:number] for number in range(5)]
 
@@ -54,6 +55,7 @@ def test_five_clients_get_the_reference_s_tokens(server: Server, tmp_path: Path)
     assert max(max(answer["deficits"]) for answer in document["answers"]) < 1e-4
 
 
+@pytest.mark.slow  # by default tests/unit/language/test_continuous_engine.py
 def test_a_client_that_leaves_frees_its_slot(server: Server) -> None:
     for _ in range(6):  # twice as many as there are slots
         with EventStream(server, "/v2/models/tiny/generate_stream", {"input_ids": [5, 6], "max_tokens": 60}) as stream:

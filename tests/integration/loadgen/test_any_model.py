@@ -89,6 +89,7 @@ def test_a_text_model_on_both_real_servers(tmp_path: Path) -> None:
     assert "images/s" not in summary
 
 
+@pytest.mark.slow  # by default the ONNX file with a variable axis below
 def test_a_users_onnx_file_against_the_module_that_it_was_exported_from(tmp_path: Path) -> None:
     """ONNX Runtime behind the native server against PyTorch behind FastAPI."""
     (tmp_path / "mine.py").write_text(MODULE)
@@ -111,6 +112,7 @@ def refused(folder: Path, *options: str) -> str:
     return " ".join(done.stderr.split())
 
 
+@pytest.mark.slow  # by default the inputs that are refused below
 def test_sizes_that_an_arm_cannot_pad_to_are_refused_before_a_server_starts(tmp_path: Path) -> None:
     write_tiny_bert(tmp_path)
     null = ("--a-option", "engine=null")

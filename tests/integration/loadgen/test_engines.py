@@ -139,6 +139,7 @@ def assert_measured(cell: Measured, *, null: bool) -> None:
     assert cell.relative_error is not None
 
 
+@pytest.mark.slow  # by default the export above, and tests/integration/export/test_int8.py
 def test_an_int8_file_costs_its_export_and_its_quantisation(tmp_path: Path) -> None:
     settings = {"engines": ("onnxruntime",), "precisions": ("int8",), "baseline": "none", "batches": (2,), "rounds": 1}
     (visit,) = measured(tmp_path, planned(tmp_path, write_model(tmp_path), **settings))["onnxruntime/session"]
@@ -200,6 +201,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_its_configurations(tmp_pat
     assert "missing" in str(visit.error)
 
 
+@pytest.mark.slow  # by default tests/unit/measuring/test_generation.py
 def test_a_language_model_is_measured_and_judged_in_processes_of_their_own(tmp_path: Path) -> None:
     """A mixture of experts, by abserve's engine and by generate(), and what a wrong one is told."""
     config = {

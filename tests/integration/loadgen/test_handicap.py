@@ -14,7 +14,7 @@ from loadgen.verdict.result import Result, analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
-SLOW = "30"
+SLOW = "10"
 """Milliseconds that a planted handicap adds to an answer of about one."""
 
 

@@ -74,6 +74,7 @@ def test_servers_at_urls_say_that_they_stream_tokens(tmp_path: Path, planted: Ca
     assert len(record(tmp_path, "cache_probes.json")[0]["fresh_ns"]) > 5
 
 
+@pytest.mark.slow  # by default test_streamed_tokens.py asks such a server
 def test_servers_that_take_no_ids_get_text_or_a_chat(tmp_path: Path, planted: Callable[..., str]) -> None:
     """One takes prompts of text, the other offers nothing but a chat; what that leaves unproved is said."""
     status, output = compare(
@@ -110,6 +111,7 @@ TRACE = """\
 """
 
 
+@pytest.mark.slow  # by default test_streamed_tokens.py replays one
 def test_a_trace_is_replayed_to_every_arm(tmp_path: Path, planted: Callable[..., str]) -> None:
     path = tmp_path / "calls.jsonl"
     path.write_text(TRACE)

@@ -47,6 +47,7 @@ def test_headless_without_knowing_anything(fake_url: Callable[..., str], images:
     assert entry["total_response_time"] == pytest.approx(latency_ms.sum(), rel=0.01), "Locust is told our times"
 
 
+@pytest.mark.slow  # by default the other runs of this file
 def test_batches_single_users_and_processes(fake_url: Callable[..., str], images: Path, tmp_path: Path) -> None:
     out = tmp_path / "raw"
     common = ["--samples-dir", str(images), "--samples-out", str(out)]

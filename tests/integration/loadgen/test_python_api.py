@@ -87,6 +87,7 @@ def test_wrong_options_are_one_exception_with_the_sentence_of_the_command(projec
     assert [*project.glob("results/*")] == []
 
 
+@pytest.mark.slow  # by default the cancelled comparison below
 def test_an_interrupted_script_leaves_no_process_and_keeps_its_blocks(urls: dict[str, Any], project: Path) -> None:
     program = f"import abserve; abserve.compare(**{ {**urls, **LONG}!r}, out='run')"
     script = subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

@@ -13,11 +13,11 @@ from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
 
 
 @pytest.mark.usefixtures("no_process_left")
-@pytest.mark.parametrize(("seconds", "kept"), [("0.15", False), pytest.param("5", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("seconds", "kept"), [("0.07", False), pytest.param("5", True, marks=pytest.mark.slow)])
 def test_a_request_counts_as_failed_after_the_given_time(
     tmp_path: Path, fake_url: Callable[..., str], seconds: str, kept: bool
 ) -> None:
-    urls = [fake_url("--model", "other", "--no-stats", "--delay-ms", "400") for _ in range(2)]
+    urls = [fake_url("--model", "other", "--no-stats", "--delay-ms", "200") for _ in range(2)]
     done = subprocess.run(
         [
             *UNWATCHED_ABSERVE, "compare", "--a", urls[0], "--b", urls[1], "--model", "other", "--inputs", "random",

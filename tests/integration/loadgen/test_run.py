@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from loadgen.experiment.schedule import schedule
+from loadgen.launch import deployment
 from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, ParityRecord, RunState, Workload
+from loadgen.run import runner
 from loadgen.run.preparation import export_artefacts
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
@@ -266,7 +268,9 @@ def test_the_users_own_inputs_are_sent_and_checked_against_the_metadata(tmp_path
     assert "input pixel_values has items of shape [2, 224, 224], and the model takes [3, 224, 224]" in str(state.error)
 
 
-def test_nobody_at_the_url_is_one_sentence(tmp_path: Path, unused_url: str) -> None:
+def test_nobody_at_the_url_is_one_sentence(tmp_path: Path, unused_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for user in (deployment, runner):
+        monkeypatch.setattr(user, "RUNNING_READY_SECONDS", 0.5)
     experiment = make_experiment(a=ArmRequest(label="a", target=unused_url))
     state = run(experiment, tmp_path / "run")
     assert state.state == "failed"

@@ -61,7 +61,7 @@ def test_the_least_rounds_are_run_and_then_the_limit_ends_what_is_open(tmp_path:
     assert "inconclusive: batched(1)" in stopping.sentence
 
 
-@pytest.mark.parametrize("labels", ["ab", "abc"])
+@pytest.mark.parametrize("labels", ["ab", pytest.param("abc", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("minutes", [1e-6, pytest.param(0.6, marks=pytest.mark.slow)])
 def test_rounds_go_on_for_as_long_as_there_is_time(tmp_path: Path, minutes: float, labels: str) -> None:
     """Every scenario in each of the first rounds, each arm as often in each place, and the end when it was promised."""

@@ -96,6 +96,7 @@ def test_a_run_over_tls_with_a_header_and_a_version_keeps_the_secrets(
     assert "the certificate of B was not verified" in checks["certificates"]["detail"]
 
 
+@pytest.mark.slow  # by default the run above keeps the secrets
 def test_a_server_that_repeats_a_secret_does_not_get_it_stored(tmp_path: Path, fake_url: Callable[..., str]) -> None:
     url = fake_url("--model", "fake", "--error-every", "3", "--good-first", "160")
     header = ("--a-header", "Authorization=Bearer $TOKEN_A")
@@ -140,7 +141,7 @@ def test_a_server_that_is_not_what_its_url_says_is_refused_at_the_start(
     tmp_path: Path, authority: Authority, fake_url: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for user in (deployment, runner):
-        monkeypatch.setattr(user, "RUNNING_READY_SECONDS", 1.0)  # all of them are ready or never will be
+        monkeypatch.setattr(user, "RUNNING_READY_SECONDS", 0.5)  # all of them are ready or never will be
     authority.sign("old", expired=True)
     plain = fake_url("--model", "fake")
     expired = fake_url("--model", "fake", "--tls", str(authority.folder / "old.pem"))
@@ -170,14 +171,14 @@ def test_a_server_that_is_not_what_its_url_says_is_refused_at_the_start(
             ("--model", "resnet", "--also", "vit"),
             "serves resnet, vit, not bert; name one of them with --b-model",
         ),
-        (("--model", "bert", "--startup-ms", "60000"), "is live, but model bert is not ready after 1 s"),
+        (("--model", "bert", "--startup-ms", "60000"), "is live, but model bert is not ready after 0.5 s"),
     ],
 )
 def test_a_server_without_the_model_names_what_it_serves(
     served: tuple[str, ...], words: str, fake_url: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for user in (deployment, runner):
-        monkeypatch.setattr(user, "RUNNING_READY_SECONDS", 1.0)
+        monkeypatch.setattr(user, "RUNNING_READY_SECONDS", 0.5)
     own, other = fake_url("--model", "bert"), fake_url(*served)
     assert words in refusal("--model", "bert", "--a", own, "--b", other)
 
@@ -186,13 +187,13 @@ def test_a_server_without_a_list_of_models_is_told_as_before(
     tmp_path: Path, fake_url: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for user in (deployment, runner):
-        monkeypatch.setattr(user, "RUNNING_READY_SECONDS", 1.0)
+        monkeypatch.setattr(user, "RUNNING_READY_SECONDS", 0.5)
     for number, (body, status) in enumerate([("", 404), ("{}", 200), ("[1]", 200), ('[{"name": "bert"}]', 200)]):
         lies = tmp_path / f"{number}.json"
         lies.write_text(json.dumps({"/v2/repository/index": [body, status, 0]}))
         url = fake_url("--model", "other", "--lies", str(lies))
         shown = refusal("--model", "bert", "--a", url, "--b", url)
-        assert "model bert is not ready after 1 s; start it, or correct the URL or --a-model" in shown
+        assert "model bert is not ready after 0.5 s; start it, or correct the URL or --a-model" in shown
 
 
 def test_the_stored_experiment_asks_for_its_hidden_values_again(tmp_path: Path) -> None:

@@ -69,7 +69,9 @@ def pad_to(server: Any) -> str:
     return shown
 
 
-@pytest.mark.parametrize(("spinning", "fronts"), [("auto", 0), ("off", 0), ("off", 1)])
+@pytest.mark.parametrize(
+    ("spinning", "fronts"), [("auto", 0), ("off", 0), pytest.param("off", 1, marks=pytest.mark.slow)]
+)
 def test_torchs_threads_wait_as_asked(
     spinning: str, fronts: int, model: Path, native: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,9 @@ CANCEL = 8
 BESIDE_BUDGET_BYTES = 256 * MIB
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two front ends"])
+@pytest.fixture(
+    scope="module", params=[0, pytest.param(2, marks=pytest.mark.slow)], ids=["one process", "two front ends"]
+)
 def server(request, tmp_path_factory, native_starter) -> Server:
     folder = tmp_path_factory.mktemp("costly")
     started: Server = native_starter(folder, "--engine", "null", "--fronts", str(request.param))
@@ -48,7 +50,9 @@ def server(request, tmp_path_factory, native_starter) -> Server:
     return started
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two front ends"])
+@pytest.fixture(
+    scope="module", params=[0, pytest.param(2, marks=pytest.mark.slow)], ids=["one process", "two front ends"]
+)
 def small_server(request, tmp_path_factory, native_starter) -> Server:
     """One that may hold 256 MiB, so that a size class of large requests has the least number of slots."""
     folder = tmp_path_factory.mktemp("small")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 
-@pytest.fixture(params=["0", "2"])
+@pytest.fixture(params=["0", pytest.param("2", marks=pytest.mark.slow)])
 def driven(runner: Any, request: pytest.FixtureRequest) -> Any:
     """In one process, and with two front ends; its gate is closed."""
     server = runner("--fronts", request.param)

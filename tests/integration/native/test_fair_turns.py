@@ -101,7 +101,7 @@ def test_a_scrape_costs_little_more_than_any_other_answer(null_server) -> None:
     assert cpu_s("/metrics") < 5 * cpu_s("/v2/health/live")
 
 
-@pytest.mark.parametrize("fronts", [0, 2])
+@pytest.mark.parametrize("fronts", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_pipelined_scrapes_keep_nobody_waiting(tmp_path, native_starter, fronts) -> None:
     """Each of 200 clients per front end asks 100 times at once and does not read."""
     server = native_starter(tmp_path, "--engine", "null", "--fronts", str(fronts))

@@ -32,7 +32,7 @@ BODIES = {
 }
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["fronts 0", "fronts 2"])
+@pytest.fixture(scope="module", params=[0, pytest.param(2, marks=pytest.mark.slow)], ids=["fronts 0", "fronts 2"])
 def server(request, tmp_path_factory, native_starter):
     folder = tmp_path_factory.mktemp("long")
     return native_starter(folder, "--engine", "null", "--fronts", str(request.param))

@@ -20,6 +20,7 @@ from tests.tiny_bert import write_tiny_bert
 pytest.importorskip("openvino")
 
 
+@pytest.mark.slow  # by default tests/unit/engines/test_openvino.py
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("fp32", 1e-4), pytest.param("int8", 0.1, marks=pytest.mark.slow)]
 )

@@ -28,7 +28,7 @@ def rows_request(values: list[float], *, binary: bool) -> bytes:
     return head(f"Content-Length: {len(body)}", path=ROWS_PATH) + body
 
 
-@pytest.fixture(params=[0, 2], ids=["fronts 0", "fronts 2"])
+@pytest.fixture(params=[0, pytest.param(2, marks=pytest.mark.slow)], ids=["fronts 0", "fronts 2"])
 def large(request, controlled, tmp_path) -> Callable[..., object]:
     """Starts a ready server whose answers have 32 MiB."""
 
@@ -70,7 +70,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow if way == "HTTP, JSON" else ()) for way in WAYS]
+)
 def test_unread_answers_are_held_bytes(large, way) -> None:
     """40 clients that sent some 300 bytes and did not read their answers made the server hold all of these, 1.3 GB."""
     server = large()
@@ -103,7 +105,7 @@ def test_unread_answers_are_held_bytes(large, way) -> None:
     server.wait_until(answered, "the memory is given back when the clients have left")
 
 
-@pytest.mark.parametrize("kind", ["JSON", "JSON with NaN", "binary"])
+@pytest.mark.parametrize("kind", ["JSON", pytest.param("JSON with NaN", marks=pytest.mark.slow), "binary"])
 def test_large_answers_delay_nobody_else(large, kind) -> None:
     """8 million numbers in JSON kept everybody waiting for 0.2 s, with NaN in them for 3 to 6 s."""
     server = large("--max-held-bytes", str(2**30))

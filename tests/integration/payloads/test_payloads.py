@@ -67,7 +67,7 @@ def null_server(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(f"{request.param}_null")
 
 
-@pytest.fixture(params=["native", "triton"])
+@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.slow), "triton"])
 def real_server(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(f"real_{request.param}")
 

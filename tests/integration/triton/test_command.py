@@ -123,7 +123,7 @@ def test_a_folder_with_other_files_is_refused_before_anything_is_exported(serve:
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_it_in_order(own_settings: TritonSettings, number: signal.Signals) -> None:
     with start(own_settings) as process:
         server = tritonserver_of(process)

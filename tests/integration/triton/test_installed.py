@@ -192,6 +192,7 @@ def test_jpeg_goes_through_the_decoding_model(start: Callable[..., LaunchPlan]) 
     assert {step.config and step.config["max_batch_size"] for step in record.steps} == {2}
 
 
+@pytest.mark.slow  # by default its decoding model answers, and the steps of ensembles are read, below and above
 @pytest.mark.timeout(600)  # a minute on two busy cores
 def test_a_jpeg_ensemble_is_compared_by_its_steps(installed: Path, tmp_path: Path) -> None:
     """Native PyTorch against the ensemble, as a user asks for it: valid, merged, with decoding and queues."""
@@ -302,6 +303,7 @@ def test_your_own_python_model_that_would_answer_with_empty_tensors_is_refused(
     assert "model.py uses as_numpy or pb_utils.Tensor" in done.stderr
 
 
+@pytest.mark.slow  # by default the refusal below, and tests/unit/loadgen/experiment/test_padding.py
 def test_a_text_model_is_compared_without_options(installed: Path, tmp_path: Path) -> None:
     """A native backend does not pad, so no arm does, and the arms do not differ."""
     write_tiny_bert(tmp_path)

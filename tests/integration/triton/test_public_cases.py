@@ -21,6 +21,8 @@ from tests.integration.triton.test_installed import OWN_CONFIG, OWN_MODEL
 
 pytestmark = pytest.mark.triton
 FOLDERS = ("größe", "two words", 'quo\'te "$HOME" ;', "入力/ÄÖ", "x" * 200 + "/" + "y" * 200)
+HARDEST = FOLDERS[2:4]
+"""What the default run serves from; the other folders are for `make test-slow`."""
 FILES = ("m1.onnx", "modül.onnx", "m2.onnx", "größe.onnx", "m3.onnx")
 """Of different names, since a process reads a model once by its reference."""
 
@@ -53,7 +55,11 @@ def write_relu(path: Path) -> None:
     onnx.save(model, path, save_as_external_data=True, location="b.data", size_threshold=0)
 
 
-@pytest.mark.parametrize(("name", "file"), list(zip(FOLDERS, FILES, strict=True)))
+def each(*cases: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(*case, marks=() if case[0] in HARDEST else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "file"), each(*zip(FOLDERS, FILES, strict=True)))
 def test_a_users_file_is_served_from_any_folder(serve: Serve, tmp_path: Path, name: str, file: str) -> None:
     folder = tmp_path / name
     folder.mkdir(parents=True)
@@ -63,7 +69,7 @@ def test_a_users_file_is_served_from_any_folder(serve: Serve, tmp_path: Path, na
     assert infer(plan, tmp_path / "log", "x", "y") == [[2, 0, 4]]
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", each(*zip(FOLDERS, strict=True)))
 def test_a_users_repository_is_served_from_any_folder(serve: Serve, tmp_path: Path, name: str) -> None:
     folder = write_repository(tmp_path / name)
     plan = plan_of(serve("--triton-repository", ".", "--model", "doubles", "--print-launch", folder=folder))

@@ -149,6 +149,7 @@ def test_batches_form_and_every_request_gets_its_own_answer(triton: Any, client:
         np.testing.assert_allclose(answers[seed], alone, rtol=0, atol=BIT_EQUAL_BUT_FOR_THREADS)
 
 
+@pytest.mark.slow  # hundreds of megabytes
 def test_the_largest_batches_do_not_grow_the_shared_memory(triton: Any, client: Any) -> None:
     before = [(path.name, path.stat().st_size) for path in triton.regions()]
     assert len(before) == 1
@@ -156,6 +157,7 @@ def test_the_largest_batches_do_not_grow_the_shared_memory(triton: Any, client: 
     assert [(path.name, path.stat().st_size) for path in triton.regions()] == before
 
 
+@pytest.mark.slow  # by default the refusals of a full queue
 def test_without_a_queue_limit_nothing_is_refused(triton: Any, client: Any) -> None:
     """Triton honours a request's own timeout only with a queue policy, which makes its batcher slow."""
     tensor = http_client.InferInput("pixel_values", [1, 3, 224, 224], "FP32")

@@ -158,6 +158,13 @@ FILES = [
     "calibration.json", "noise_floors.json", "conditions.json", "gpu/0000.jsonl", "blocks/0000.json",
     "samples/0000.npy", "samples/0099.npy.part", "trials/0000.json", ".running", "result.json",
 ]  # fmt: skip
+READ_IN_TURN = ("experiment.json", "gpu/0000.jsonl", "blocks/0000.json", "samples/0000.npy")
+"""One file for each way in which a file is read."""
+
+
+def by_default(name: str, kind: Callable[[Path], None]) -> bool:
+    """Whether a case is in the default run: a pipe in place of each file, and three kinds for each way of reading."""
+    return kind is pipe or (kind in (endless, linked) and name in READ_IN_TURN)
 
 
 @pytest.fixture
@@ -176,11 +183,13 @@ def check(folder: Path, good: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pipe, endless, linked, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (device, listener, folder_of))],
-    ids=name_of,
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, id=f"{name}-{name_of(kind)}", marks=() if by_default(name, kind) else pytest.mark.slow)
+        for name in FILES
+        for kind in KINDS
+    ],
 )
-@pytest.mark.parametrize("name", FILES)
 def test_a_run_with_something_else_in_place_of_a_file(
     folder: Path, good: Path, name: str, kind: Callable[[Path], None]
 ) -> None:
@@ -264,6 +273,7 @@ def test_unfinished_samples_are_counted_and_not_read(folder: Path) -> None:
     assert list(read_run(folder).partial_blocks.values()) == [2**34]
 
 
+@pytest.mark.slow  # each name in each place
 def test_a_name_that_no_result_has(good: Path, tmp_path: Path) -> None:
     """Every name of a workload or an arm in a published result may be one that the experiment does not have."""
     document = json.loads((good / "result.json").read_bytes())
@@ -296,7 +306,11 @@ def places(value: object, names: set[str], way: tuple[str | int, ...] = ()) -> I
         yield from places(child, names, (*way, key))
 
 
-@each_kind
+@pytest.mark.parametrize(
+    "kind",
+    [pipe, linked, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (device, endless, listener, folder_of))],
+    ids=name_of,
+)
 @pytest.mark.parametrize("name", ["matrix.json", "plan.json", "environment.json", "run.json", "visits/0000.json"])
 def test_an_engine_matrix_with_something_else_in_place_of_a_file(
     tmp_path: Path, name: str, kind: Callable[[Path], None]

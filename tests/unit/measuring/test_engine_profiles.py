@@ -100,6 +100,7 @@ def test_torchs_operators() -> None:
     assert "50,000.0" in table
 
 
+@pytest.mark.slow  # by default smaller models below and above
 def test_the_command_measures_the_real_model_and_writes_everything_down(artefact_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
     options = ["--engine", "onnxruntime", "--device", "cpu", "--batches", "1,2", "--seconds", "0.01", "--profile"]

@@ -329,7 +329,9 @@ class Own(PretrainedConfig):
 """
 
 
-@pytest.mark.parametrize("given", ["", "config.json", "other.json"])
+@pytest.mark.parametrize(
+    "given", ["", *(pytest.param(name, marks=pytest.mark.slow) for name in ("config.json", "other.json"))]
+)
 @pytest.mark.parametrize("kind", ["own", None])
 def test_code_in_a_models_folder_is_never_executed_and_never_asked_about(
     tmp_path: Path, given: str, kind: str | None

@@ -108,6 +108,7 @@ def test_requests_go_to_the_gpu_of_their_regions(server: Server, library: Path) 
         assert (opened(first), opened(second)) == (0, 0)
 
 
+@pytest.mark.slow  # by default the requests to both GPUs
 def test_a_name_is_taken_on_both_gpus_and_for_both_kinds(server: Server, library: Path) -> None:
     first, second, *_ = children(server)
     file = Path("/dev/shm") / f"abserve_test_several_gpus_{server.port}"

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.golden.long_run import write_long_run
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -19,6 +21,7 @@ def peak_mb(directory: Path) -> float:
     return peak - before
 
 
+@pytest.mark.slow  # writes 220 MB
 def test_memory_does_not_grow_with_the_length_of_a_run(tmp_path: Path) -> None:
     short, long = (peak_mb(write_long_run(tmp_path / f"{mb}", mb)) for mb in (20, 200))
     assert long - short < 60, "the samples have 180 MB more"
