@@ -70,7 +70,7 @@ class ScriptedEngine:
         pass
 
     def add(self, request: GenerationRequest) -> None:
-        check_request(request, self)
+        check_request(request.prompt, request.max_tokens, self)
         self._queue.append(request)
 
     def cancel(self, number: int) -> None:

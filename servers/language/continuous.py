@@ -78,7 +78,7 @@ class ContinuousEngine(TorchGeneratingEngine):
             self.step()
 
     def add(self, request: GenerationRequest) -> None:
-        check_request(request, self)
+        check_request(request.prompt, request.max_tokens, self)
         name = f"{request.number}:{next(self._counter)}"
         self._numbers[name], self._names[request.number] = _Progress(request), name
         added = self._manager.add_request(

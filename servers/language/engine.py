@@ -172,17 +172,16 @@ class RequestLimits(Protocol):
         """See `GeneratingEngine`."""
 
 
-def check_request(request: GenerationRequest, limits: RequestLimits) -> None:
+def check_request(prompt: Sequence[int], max_tokens: int, limits: RequestLimits) -> None:
     """Raise `InvalidRequestError` for a request that can never run within these limits."""
-    prompt, longest = request.prompt, limits.max_length
     if not prompt:
         raise InvalidRequestError("the prompt is empty; send at least one token id")
-    if request.max_tokens < 1:
-        raise InvalidRequestError(f"max_tokens is {request.max_tokens}; it must be at least 1")
-    if len(prompt) + request.max_tokens > longest:
+    if max_tokens < 1:
+        raise InvalidRequestError(f"max_tokens is {max_tokens}; it must be at least 1")
+    if len(prompt) + max_tokens > limits.max_length:
         raise InvalidRequestError(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {request.max_tokens}; together they must not "
-            f"exceed the maximum length of {longest}"
+            f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}; together they must not exceed the "
+            f"maximum length of {limits.max_length}"
         )
     if not 0 <= min(prompt) <= max(prompt) < limits.vocabulary:
         wrong = next(token for token in prompt if not 0 <= token < limits.vocabulary)

@@ -152,7 +152,7 @@ class SlotsEngine(TorchGeneratingEngine):
         gc.freeze()
 
     def add(self, request: GenerationRequest) -> None:
-        check_request(request, self)
+        check_request(request.prompt, request.max_tokens, self)
         generation = _Generation(request)
         self._generations[request.number] = generation
         self._waiting.append(generation)

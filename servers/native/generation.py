@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from servers.engines.interface import EngineDescription
-from servers.language.engine import GENERATE_INPUTS, GENERATE_OUTPUTS, GenerationRequest, check_request
+from servers.language.engine import GENERATE_INPUTS, GENERATE_OUTPUTS, check_request
 from servers.native.errors import (
     INTERNAL_ERROR,
     FailureLog,
@@ -212,7 +212,7 @@ class GenerationService(ModelService):
 
     def check(self, request: TokenRequest) -> None:
         """Raises `InvalidRequestError` for a request that the model cannot answer."""
-        check_request(GenerationRequest(0, request.prompt, request.max_tokens, request.ignore_eos), self)
+        check_request(request.prompt, request.max_tokens, self)
 
     @property
     def largest_body_bytes(self) -> int:

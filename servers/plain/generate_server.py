@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from servers.language.engine import check_request
 from servers.language.tokenizer import ids_of, text_of
 from servers.plain.language_report import PlainLanguageModel, add_language_routes, openai_error
 from servers.plain.settings import of_process
@@ -65,7 +66,7 @@ class Generation(BaseStreamer):
     """One call of generate() in a thread of its own, which calls `put` and `end`; made on the event loop."""
 
     def __init__(self, model: PlainLanguageModel, prompt: list[int], max_tokens: int, ignore_eos: bool) -> None:
-        model.check(prompt, max_tokens)
+        check_request(prompt, max_tokens, model)
         self.prompt, self.max_tokens, self.eos = prompt, max_tokens, () if ignore_eos else model.eos
         self.queue: asyncio.Queue[int | Exception | None] = asyncio.Queue()
         self.loop, self.left, self.has_prompt = asyncio.get_running_loop(), False, False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from servers.gpu.info import gpu_info
-from servers.language.engine import GenerationRequest, check_request
 from servers.language.module import build_module
 from servers.language.specification import language_model
 from servers.language.weights import weights_sha256
@@ -42,10 +40,6 @@ class PlainLanguageModel:
     def _generate_two(self) -> None:
         prompt = torch.full((1, 8), self.specification.prompt_ids[0], device=self.device)
         self.module.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, do_sample=False)
-
-    def check(self, prompt: Sequence[int], max_tokens: int) -> None:
-        """Raise `InvalidRequestError` for what the model does not take."""
-        check_request(GenerationRequest(0, prompt, max_tokens), self)
 
     def config(self) -> dict[str, object]:
         """The configuration in Triton's form, with the settings in effect as parameters."""
