@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import uvicorn
@@ -45,6 +45,9 @@ log = structlog.get_logger("abserve.server")
 class FrontServer(uvicorn.Server, ABC):
     """uvicorn's server with the connections of `servers.native.http`, and a gRPC front end on the same loop."""
 
+    models: ServedModels[Any]
+    _supervised: Supervised | None = None
+
     def __init__(
         self,
         settings: NativeSettings,
@@ -52,10 +55,12 @@ class FrontServer(uvicorn.Server, ABC):
         on_listening: Callable[[], None],
         on_open: Callable[[], None],
         grpc_listener: socket.socket | None = None,
+        supervisor: socket.socket | None = None,
     ) -> None:
         """Both callbacks are called in the event loop: when HTTP is answered, and when gRPC is as well.
 
-        Without `grpc_listener` gRPC is for accepted connections only; see `accept`.
+        A server in a front end's process has the socket to its `supervisor`, which brings the connections of clients.
+        Without `grpc_listener` gRPC is for such connections only; see `accept`.
         """
         self._grpc_listener = grpc_listener
         self._grpc_server: asyncio.Server | None = None
@@ -69,7 +74,9 @@ class FrontServer(uvicorn.Server, ABC):
         self._reserve_s = min(2.0, timeout_s / 4)  # of the shutdown time, for refusing unfinished work and for ending
         self._finish_s = timeout_s - self._reserve_s
         self.http = http
-        self.http.on_close = self.on_close
+        if supervisor is not None:
+            self._supervised = Supervised(supervisor, self)
+            self.http.on_close = self._supervised.on_close
         self._connect = connection_factory(self.http)
         super().__init__(
             uvicorn.Config(
@@ -92,19 +99,18 @@ class FrontServer(uvicorn.Server, ABC):
         self._on_listening()
         if self._settings.grpc_port:
             self.grpc = await self.make_grpc()
-            self.grpc.on_close = self.on_close
+            self.grpc.on_close = self.http.on_close
             if self._grpc_listener is not None:
                 loop = asyncio.get_running_loop()
                 self._grpc_server = await loop.create_server(self.grpc.connect, sock=self._grpc_listener, backlog=2048)
         gc.freeze()  # modules live as long as the process; a full collection took 60 ms to find that out again
         self._on_open()
+        if self._supervised is not None:
+            self._supervised.open()
 
     @abstractmethod
     async def make_grpc(self) -> GrpcConnections:
         """The gRPC front end."""
-
-    def on_close(self) -> None:
-        """A connection has been closed."""
 
     async def accept(self, connection: socket.socket, *, grpc: bool) -> None:
         """Serve a client that another process has accepted, once the front end is open."""
@@ -119,7 +125,10 @@ class FrontServer(uvicorn.Server, ABC):
         """Only the first signal counts: at a second SIGINT uvicorn would drop accepted requests.
 
         The event loop logs the others: a handler that logs would wait for ever if it interrupts a line of the log.
+        Ctrl-C and process managers signal the whole group; a front end's process leaves that to its supervisor.
         """
+        if self._supervised is not None:
+            return
         if self.should_exit:
             timeout_s = self._settings.shutdown_timeout_s
             message = "already shutting down: accepted work is finished first"
@@ -129,6 +138,8 @@ class FrontServer(uvicorn.Server, ABC):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close to new work and finish accepted work."""
+        if self._supervised is not None:
+            self._supervised.close()
         timeout_s = self._settings.shutdown_timeout_s
         self.stop_by = time.monotonic() + timeout_s - self._reserve_s / 4
         _end_at_the_latest_in(timeout_s)
@@ -138,6 +149,7 @@ class FrontServer(uvicorn.Server, ABC):
         grpc = [] if self.grpc is None else [self.grpc.stop(self._finish_s)]
         await asyncio.gather(super().shutdown(sockets), *grpc)
         giving_up.cancel()
+        self.models.stop()
 
     def _give_up(self) -> None:
         connections = list(self.server_state.connections)
@@ -159,6 +171,7 @@ class NativeServer(FrontServer):
         on_listening: Callable[[], None],
         on_open: Callable[[], None],
         grpc_listener: socket.socket | None = None,
+        supervisor: socket.socket | None = None,
     ) -> None:
         self._memory = memory
         services = [
@@ -169,7 +182,7 @@ class NativeServer(FrontServer):
         self.regions = RegionTable(settings, memory, link)
         application = create_app(self.models, self.regions)
         http = InferenceFrontEnd(application, self.models, self.regions, settings, memory)
-        super().__init__(settings, http, on_listening, on_open, grpc_listener)
+        super().__init__(settings, http, on_listening, on_open, grpc_listener, supervisor)
 
     async def execute(self, operation: FrontEndOperation) -> None:
         """Execute an operation of the engine's side. Raises `ContractError`."""
@@ -292,26 +305,22 @@ class FrontProcessServer(NativeServer):
         else:
             self._link = pool = EnginePool(settings.devices, memory, signatures, self._engine_ended)
             self._connect_engines = partial(pool.open, engines)
-        self._supervised = Supervised(supervisor, self)
         self._opening: asyncio.Task[None] | None = None
-        super().__init__(settings, specifications, statistics, self._link, memory, lambda: None, self._opened)
+        super().__init__(
+            settings,
+            specifications,
+            statistics,
+            self._link,
+            memory,
+            lambda: None,
+            self._opened,
+            supervisor=supervisor,
+        )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Connect to the engines' processes first: then health checks can be answered."""
         await self._connect_engines(self.execute)
         await super().startup(sockets)
-        self._supervised.open()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ctrl-C and process managers signal the whole group, and accepted work is finished in order."""
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._supervised.close()
-        await super().shutdown(sockets)
-        self.models.stop()
-
-    def on_close(self) -> None:
-        self._supervised.on_close()
 
     def _opened(self) -> None:
         self._opening = asyncio.get_running_loop().create_task(self._link.control(FrontEndOpened()))

@@ -12,7 +12,6 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import structlog
@@ -21,7 +20,7 @@ from servers.cli.launch import host_in_url
 from servers.language.engine import make_engine
 from servers.language.specification import LanguageModel
 from servers.native.app import create_language_app
-from servers.native.front_server import FrontServer, Supervised, run_front_end
+from servers.native.front_server import FrontServer, run_front_end
 from servers.native.generation import GenerationFrontEnd, GenerationService
 from servers.native.generation_loop import BuildGeneratingEngine, GenerationLoop, GenerationProcess
 from servers.native.inference import ServedModels
@@ -48,6 +47,7 @@ class GenerationServer(FrontServer):
         engine: socket.socket,
         on_listening: Callable[[], None] = lambda: None,
         grpc_listener: socket.socket | None = None,
+        supervisor: socket.socket | None = None,
     ) -> None:
         """`engine` is the socket to the engine."""
         self._engine = engine
@@ -56,7 +56,7 @@ class GenerationServer(FrontServer):
         self.models = ServedModels([self.service])
         application = create_language_app(self.models)
         http = GenerationFrontEnd(application, self.models, settings, memory)
-        super().__init__(settings, http, on_listening, self.service.link.opened, grpc_listener)
+        super().__init__(settings, http, on_listening, self.service.link.opened, grpc_listener, supervisor)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Connect to the engine first: then health checks can be answered."""
@@ -68,40 +68,6 @@ class GenerationServer(FrontServer):
         module = await asyncio.to_thread(importlib.import_module, "servers.native.generation_grpc")
         front_end: GrpcConnections = module.GenerationGrpcFrontEnd(self.models, self._settings, self._memory)
         return front_end
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        self.models.stop()
-
-
-class GenerationFrontProcess(GenerationServer):
-    """The server in a front end's process."""
-
-    def __init__(
-        self,
-        settings: NativeSettings,
-        model: ServedLanguageModel,
-        statistics: Statistics,
-        memory: RequestMemory,
-        supervisor: socket.socket,
-        engine: socket.socket,
-    ) -> None:
-        self._supervised = Supervised(supervisor, self)
-        super().__init__(settings, model, statistics, memory, engine)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._supervised.open()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ctrl-C and process managers signal the whole group, and accepted work is finished in order."""
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._supervised.close()
-        await super().shutdown(sockets)
-
-    def on_close(self) -> None:
-        self._supervised.on_close()
 
 
 class ServedLanguageModel:
@@ -136,7 +102,7 @@ class ServedLanguageModel:
         supervisor: socket.socket,
         engines: Sequence[socket.socket],
     ) -> int:
-        server = GenerationFrontProcess(settings, self, statistics[0], memory, supervisor, engines[0])
+        server = GenerationServer(settings, self, statistics[0], memory, engines[0], supervisor=supervisor)
         return run_front_end(server)
 
 

@@ -137,7 +137,6 @@ def serve_in_one_process(
     received = keep_early_signals(stop)
     server.run(sockets=[listener])
     failed = side.failed
-    server.models.stop()
     finished = side.stop(max(0.0, min(settings.shutdown_timeout_s, server.stop_by - time.monotonic())))
     log.info("stopped", accepted_work_finished=finished)
     if failed:
