@@ -380,6 +380,17 @@ class FrontEndChannel:
             done.set_result(None)
 
 
+def read_supervisor(supervisor: socket.socket, settings: NativeSettings) -> socket.socket | float:
+    """The socket of a new front end, or when to have stopped, in `time.monotonic` seconds: the supervisor says that, or
+    has died."""
+    data, descriptors, _, _ = socket.recv_fds(supervisor, STOP_BY.size, 1)
+    if descriptors:
+        return socket.socket(fileno=descriptors[0])
+    if len(data) == STOP_BY.size:
+        return float(STOP_BY.unpack(data)[0])
+    return time.monotonic() + settings.shutdown_timeout_s
+
+
 class EngineServer:
     """Receives for the engine's side, in the main thread, until the supervisor says or has gone."""
 
@@ -432,7 +443,7 @@ class EngineServer:
             if descriptor in self._channels:
                 self._serve(self._channels[descriptor], events)
             elif descriptor == self._supervisor.fileno():
-                self._stop_by = self._read_supervisor()
+                self._read_supervisor()
             else:
                 with suppress(BlockingIOError):
                     self._wakes.recv(4096)
@@ -446,20 +457,15 @@ class EngineServer:
         self._failed.set()
         self._wake()
 
-    def _read_supervisor(self) -> float | None:
-        """Add a front end, or return the shutdown deadline: the supervisor's, or this process's own if it has died."""
-        data, descriptors, _, _ = socket.recv_fds(self._supervisor, STOP_BY.size, 1)
-        for descriptor in descriptors:
-            channel = FrontEndChannel(socket.socket(fileno=descriptor), self._arena, self._epoll)
-            self._channels[descriptor] = channel
-            self._epoll.register(descriptor, select.EPOLLIN)
-            self._side.add(channel)
-        if descriptors:
-            return None
-        if len(data) == STOP_BY.size:
-            stop_by: float = STOP_BY.unpack(data)[0]
-            return stop_by
-        return time.monotonic() + self._settings.shutdown_timeout_s
+    def _read_supervisor(self) -> None:
+        message = read_supervisor(self._supervisor, self._settings)
+        if isinstance(message, float):
+            self._stop_by = message
+            return
+        channel = FrontEndChannel(message, self._arena, self._epoll)
+        self._channels[message.fileno()] = channel
+        self._epoll.register(message, select.EPOLLIN)
+        self._side.add(channel)
 
     def _serve(self, channel: FrontEndChannel, events: int) -> None:
         messages = channel.receive(events, self._buffer)

@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -22,11 +22,10 @@ from servers.engines.interface import EngineDescription
 from servers.engines.processors import openmp_spinning
 from servers.engines.settings import EngineError
 from servers.language.engine import Emission, GeneratingEngine, GenerationRequest
-from servers.native.engine_process import READ_BYTES, FrontEndChannel
+from servers.native.engine_process import READ_BYTES, FrontEndChannel, read_supervisor
 from servers.native.errors import RefusedError, shutting_down
 from servers.native.interface import ApplyStatus, FrontEndOpened, ModelState, ModelStatus
 from servers.native.ipc import (
-    STOP_BY,
     Cancel,
     Control,
     ControlDone,
@@ -78,8 +77,8 @@ class GenerationLoop:
         """By number: whose request it is, of all that wait or are generated."""
         self._unaware: set[FrontEndChannel] = set()
         """Front ends that do not know yet that the model is accepting."""
-        self._queue: deque[Generate] = deque()
-        """Requests that the engine has not got, because its slots are taken."""
+        self._queue: OrderedDict[int, Generate] = OrderedDict()
+        """By number: requests that the engine has not got, because its slots are taken."""
         self._state = ModelState.LOADING
         self._description: EngineDescription | None = None
         self._stop_by: float | None = None
@@ -137,7 +136,7 @@ class GenerationLoop:
         while self._stop_by is None or (self._owners and time.monotonic() < self._stop_by):
             self._receive(engine, None if not self._owners else 0)
             while queue and engine.active + engine.waiting < slots:
-                self._add(engine, queue.popleft())
+                self._add(engine, queue.popitem(last=False)[1])
             rows = min(slots, engine.active + engine.waiting)
             if rows:
                 started_ns = time.perf_counter_ns()
@@ -194,7 +193,7 @@ class GenerationLoop:
             self._end(channel, message.number, failure_of(shutting_down()))
         else:
             self._owners[message.number] = channel
-            self._queue.append(message)
+            self._queue[message.number] = message
 
     def _add(self, engine: GeneratingEngine, message: Generate) -> None:
         waited_ns = time.perf_counter_ns() - message.received_ns
@@ -209,11 +208,8 @@ class GenerationLoop:
     def _cancel(self, engine: GeneratingEngine, number: int) -> None:
         if self._owners.pop(number, None) is None:  # it is finished
             return
-        for waiting in self._queue:
-            if waiting.number == number:
-                self._queue.remove(waiting)
-                return
-        engine.cancel(number)
+        if self._queue.pop(number, None) is None:
+            engine.cancel(number)
 
     def _send(self, emissions: Sequence[Emission]) -> None:
         """One message for each front end that has a request among these."""
@@ -296,7 +292,8 @@ def describe(engine: GeneratingEngine) -> EngineDescription:
         "vocabulary": engine.vocabulary,
         "eos": list(engine.eos),
     }
-    device, threads = str(settings.get("device", "cpu")), settings.get("threads")
+    device = str(settings.get("device", "cpu"))
+    threads = None if settings.get("threads") is None else int(str(settings["threads"]))
     if device.startswith("cuda"):
         from servers.language.torch_engine import generation_kernels  # imports torch, as engines on a GPU have
 
@@ -307,11 +304,11 @@ def describe(engine: GeneratingEngine) -> EngineDescription:
         precision=str(settings.get("precision", "")),
         mode=str(settings.get("mode", "")),
         device=device,
-        threads=int(str(threads)) if threads is not None and device == "cpu" else None,
+        threads=threads,
         max_batch_size=engine.slots,
         weights=str(settings.get("weights", "")),
         details=msgspec.to_builtins(details, enc_hook=str),
-        spinning=openmp_spinning(int(str(threads))) if threads is not None and device == "cpu" else None,
+        spinning=None if threads is None else openmp_spinning(threads),
     )
 
 
@@ -338,7 +335,11 @@ class GenerationProcess:
         while stop_by is None and not self._loop.failed:
             readable, _, _ = select.select([self._supervisor, self._failed], [], [])
             if self._supervisor in readable:
-                stop_by = self._read_supervisor()
+                message = read_supervisor(self._supervisor, self._settings)
+                if isinstance(message, float):
+                    stop_by = message
+                else:
+                    self._loop.add(message)
         if self._loop.failed:
             return 1
         finished = self._loop.stop(stop_by or 0.0)
@@ -347,15 +348,3 @@ class GenerationProcess:
 
     def _fail(self) -> None:
         self._failing.send(b"!")
-
-    def _read_supervisor(self) -> float | None:
-        """Add a front end, or return when to have stopped."""
-        data, descriptors, _, _ = socket.recv_fds(self._supervisor, STOP_BY.size, 1)
-        for descriptor in descriptors:
-            self._loop.add(socket.socket(fileno=descriptor))
-        if descriptors:
-            return None
-        if len(data) == STOP_BY.size:
-            stop_by: float = STOP_BY.unpack(data)[0]
-            return stop_by
-        return time.monotonic() + self._settings.shutdown_timeout_s
