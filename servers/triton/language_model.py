@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,17 @@ CANCEL_SECONDS = 0.1
 MOST_KEPT = 32_768
 """Responses that are kept, in up to 32 MiB of the shared memory."""
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer that has not ended."""
+
+    sender: Any
+    prompt_tokens: int | None
+    """For the first response; None after it."""
+    with_tokens: bool
+    """Whether the client asks for the tokens."""
 
 
 class GeneratingModel:
@@ -65,11 +77,8 @@ class GeneratingModel:
         }
         pb_utils.Logger.log_info(f"engine ready: {json.dumps(report, default=str)}")
         self._number = 0
-        self._senders: dict[int, Any] = {}
-        self._prompt_tokens: dict[int, int] = {}
-        """Of requests without a response yet."""
-        self._without_tokens: set[int] = set()
-        """Requests that do not ask for the tokens."""
+        self._answers: dict[int, _Answer] = {}
+        """By number, of all that wait or are generated."""
         self._arrivals: queue.SimpleQueue[GenerationRequest | int | None] = queue.SimpleQueue()
         """Requests, the numbers of those whose client has left, and at the end None."""
         self._responses: dict[tuple[int, ...], Any] = {}
@@ -83,7 +92,7 @@ class GeneratingModel:
         """Queue the requests; the loop's thread sends their responses."""
         for request in requests:
             sender = request.get_response_sender()
-            if self._queue_size and len(self._senders) >= self._engine.slots + self._queue_size:
+            if self._queue_size and len(self._answers) >= self._engine.slots + self._queue_size:
                 message = f"{self._queue_size} requests are waiting; retry later"
                 _send(sender, _error(message, pb_utils.TritonError.UNAVAILABLE), final=True)
                 continue
@@ -91,10 +100,8 @@ class GeneratingModel:
             (max_tokens,) = _values(request, "max_tokens") or [0]
             (ignore_eos,) = _values(request, "ignore_eos") or [True]
             self._number += 1
-            self._senders[self._number] = sender
-            self._prompt_tokens[self._number] = len(prompt)
-            if "token_ids" not in request.requested_output_names():
-                self._without_tokens.add(self._number)
+            with_tokens = "token_ids" in request.requested_output_names()
+            self._answers[self._number] = _Answer(sender, len(prompt), with_tokens)
             self._arrivals.put(GenerationRequest(self._number, prompt, max_tokens, bool(ignore_eos)))
 
     def finalize(self) -> None:
@@ -113,7 +120,7 @@ class GeneratingModel:
                     self._respond(emission)
         except Exception:  # noqa: BLE001 - every request gets the error, and the log the cause
             pb_utils.Logger.log_error(f"the engine failed: {traceback.format_exc()}")
-            for number in list(self._senders):
+            for number in list(self._answers):
                 self._end(number, FAILED, pb_utils.TritonError.INTERNAL)
             while (arrival := self._arrivals.get()) is not None:
                 number = arrival if isinstance(arrival, int) else arrival.number
@@ -140,11 +147,11 @@ class GeneratingModel:
         if finish == "error":
             self._end(number, emission.message)
             return
-        sender = self._senders.get(number)
-        if sender is None:  # its client has left, and the engine was a step ahead
+        answer = self._answers.get(number)
+        if answer is None:  # its client has left, and the engine was a step ahead
             return
-        prompt_tokens = self._prompt_tokens.pop(number, None)
-        shared = prompt_tokens is None and finish is None and number not in self._without_tokens
+        prompt_tokens, answer.prompt_tokens = answer.prompt_tokens, None
+        shared = prompt_tokens is None and finish is None and answer.with_tokens
         response = self._responses.get(tokens) if shared else None
         if response is None:
             tensors = [tensor_of("token_ids", np.array(tokens, np.int32))]
@@ -156,25 +163,22 @@ class GeneratingModel:
             if shared and len(tokens) == 1 and len(self._responses) < MOST_KEPT:
                 self._responses[tokens] = response
         if finish is not None:
-            del self._senders[number]
-            self._without_tokens.discard(number)
-        _send(sender, response, final=finish is not None)
+            del self._answers[number]
+        _send(answer.sender, response, final=finish is not None)
 
     def _end(self, number: int, message: str = "", code: int | None = None) -> None:
         """The last response of a request without a good end; without a message its client has left.
 
         Without a `code` it is the request's fault.
         """
-        self._prompt_tokens.pop(number, None)
-        self._without_tokens.discard(number)
-        if (sender := self._senders.pop(number, None)) is not None:
+        if (answer := self._answers.pop(number, None)) is not None:
             code = pb_utils.TritonError.INVALID_ARG if code is None else code
-            _send(sender, _error(message, code) if message else None, final=True)
+            _send(answer.sender, _error(message, code) if message else None, final=True)
 
     def _watch_clients(self) -> None:
         while not self._stopping.wait(CANCEL_SECONDS):
-            for number, sender in self._senders.copy().items():
-                if sender.is_cancelled():
+            for number, answer in self._answers.copy().items():
+                if answer.sender.is_cancelled():
                     self._arrivals.put(number)
 
 
