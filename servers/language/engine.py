@@ -98,13 +98,8 @@ class GenerationSettings:
                 f"precision {self.precision!r} is not offered for language models; "
                 f"{choose_from(self.precision, ('auto', *PRECISIONS))}"
             )
-        for name, value in (
-            ("slots", self.slots),
-            ("max_length", self.max_length),
-            ("prefill_chunk", self.prefill_chunk),
-            ("threads", self.threads),
-        ):
-            if value < 0:
+        for name in ("slots", "max_length", "prefill_chunk", "threads"):
+            if (value := getattr(self, name)) < 0:
                 raise EngineError(f"{name} {value}: it must be 0 (the engine chooses) or more")
 
 

@@ -203,19 +203,12 @@ class TorchForward(TensorSlots):
         """[rows, 1, 1, longest] to add to the logits of attention; None where every row sees all of the slice."""
         if not lengths or (min(lengths) == max(lengths) and (not window or max(lengths) < window)):
             return None
-        ends = torch.tensor(lengths, device=self.device)[:, None]
-        places = self._range[: max(lengths) + 1]
-        hidden = places > ends
-        if window:
-            hidden |= places <= ends - window
-        return torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)[
-            :, None, None
-        ]
+        ends = torch.tensor(lengths, device=self.device)
+        return self._mask(ends, max(lengths) + 1, window)[:, None, None]
 
-    def _piece_mask(self, piece: PromptPiece, window: int) -> Tensor:
-        """[tokens, live positions] to add to the logits of attention."""
-        end = piece.start + len(piece.ids)
-        queries, places = self._range[piece.start : end, None], self._range[:end]
+    def _mask(self, positions: Tensor, longest: int, window: int) -> Tensor:
+        """[positions, longest] to add to the logits of attention of a query at each position."""
+        queries, places = positions[:, None], self._range[:longest]
         hidden = places > queries
         if window:
             hidden |= places <= queries - window
@@ -238,7 +231,7 @@ class TorchForward(TensorSlots):
             heads = query[begin : begin + count].view(1, count, shape.heads, shape.head_size).transpose(1, 2)
             grouped = heads.reshape(1, shape.kv_heads, shape.group * count, shape.head_size)
             slot = slice(piece.slot, piece.slot + 1)
-            piece_mask = self._piece_mask(piece, layer.window).repeat(shape.group, 1)
+            piece_mask = self._mask(self._range[piece.start : live], live, layer.window).repeat(shape.group, 1)
             sinks = None if layer.sinks is None else layer.sinks.repeat_interleave(count)
             mixed = self._mix(grouped, keys[slot, :, :live], values[slot, :, :live], piece_mask, sinks)
             mixed = mixed.reshape(shape.heads, count, shape.head_size).transpose(0, 1)

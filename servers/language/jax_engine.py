@@ -6,7 +6,6 @@ is in memory once. JAX starts threads, so a process that has loaded this engine 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from servers.language.decoder import Affine, DecoderWeights, LayerWeights, Weigh
 from servers.language.engine import GenerationSettings
 from servers.language.forward import SlotForward
 from servers.language.module import DTYPES, build_module, draw_part, empty_module
-from servers.language.slots import ALONE, SlotsEngine, _Flight, _Generation
+from servers.language.slots import ALONE, SlotsEngine
 from servers.language.specification import LanguageModel
 from servers.models.weights import RandomWeights
 
@@ -47,8 +46,8 @@ class JaxGeneratingEngine(SlotsEngine):
         precision = MATRIX_PRECISIONS[self._precision]
         return JaxForward(weights, self.slots, self.max_length, self._chunk, self._chunk * ALONE, precision)
 
-    def _flight(self, generations: Sequence[_Generation], ends: Sequence[bool], chosen: Any) -> _Flight:
-        return _Flight(generations, ends, chosen, None)  # on its way since the step was started
+    def _on_the_way(self, chosen: Any) -> tuple[Any, None]:
+        return chosen, None  # since the step was started
 
 
 def jax_weights(model: LanguageModel, device: torch.device, precision: str) -> DecoderWeights:

@@ -5,7 +5,6 @@ that load one.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,23 +26,22 @@ TOKENIZER = "tokenizer"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def build_module(
-    model: LanguageModel, device: str | torch.device = "cpu", precision: str = "fp32", attention: str | None = None
-) -> Any:
+def build_module(model: LanguageModel, device: str | torch.device = "cpu", precision: str = "fp32") -> Any:
     """The module of transformers in eval mode on the device, its parameters in `precision`: fp32, bf16 or fp16.
 
-    `attention` is its `attn_implementation`; None: sdpa, or eager for a class without it. Raises `WeightsError` and
-    `UnknownModelError`.
+    Its attention is torch's scaled dot-product attention, or transformers' own code for a class without it. Raises
+    `WeightsError` and `UnknownModelError`.
     """
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     dtype = getattr(torch, DTYPES[precision])
-    config, attention = model.config, attention or attention_of(model)
+    attention = "sdpa" if getattr(_class_of(model), "_supports_sdpa", False) else "eager"
     if isinstance(model.weights, RandomWeights):
-        module = _empty(model, config, dtype, attention)
-        _fill(module, model, device, dtype)
+        module = _empty(model, dtype, attention)
+        draw_part(module, "", model, device, dtype)
+        module.tie_weights()
         return module.to(device).eval().requires_grad_(False)
     weights_sha256(model.weights, model.fields)
     path = model.weights.path
@@ -51,7 +49,7 @@ def build_module(
         with quiet_transformers():
             module, report = _class_of(model).from_pretrained(
                 None if path.is_file() else str(path),
-                config=config,
+                config=model.config,
                 dtype=dtype,
                 attn_implementation=attention,
                 output_loading_info=True,
@@ -69,23 +67,18 @@ def build_module(
     return module.to(device).eval().requires_grad_(False)
 
 
-def shapes_of(model: LanguageModel) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter; of tied ones only the first. Allocates no weights."""
-    return {name: tuple(parameter.shape) for name, parameter in empty_module(model).named_parameters()}
-
-
 def empty_module(model: LanguageModel) -> Any:
     """The module with parameters on the meta device, to count what it has."""
     import torch
 
-    return _empty(model, model.config, torch.float32, "eager")
+    return _empty(model, torch.float32, "eager")
 
 
 def count_parameters(model: LanguageModel) -> int:
     """How many numbers the weights are; tied ones count once."""
     if model.known_parameters is not None:
         return model.known_parameters
-    return sum(map(math.prod, shapes_of(model).values()))
+    return sum(parameter.numel() for parameter in empty_module(model).parameters())
 
 
 def describe_language_model(model: LanguageModel) -> dict[str, Any]:
@@ -104,11 +97,6 @@ def describe_language_model(model: LanguageModel) -> dict[str, Any]:
         "weights": model.weights.label,
         "weights_sha256": weights_sha256(model.weights, model.fields),
     }
-
-
-def attention_of(model: LanguageModel) -> str:
-    """Scaled dot-product attention, or transformers' own code for a model without it."""
-    return "sdpa" if getattr(_class_of(model), "_supports_sdpa", False) else "eager"
 
 
 def write_folder(model: LanguageModel, folder: Path, precision: str, device: str = "cpu") -> None:
@@ -163,10 +151,10 @@ def _class_of(model: LanguageModel) -> Any:
     return found
 
 
-def _empty(model: LanguageModel, config: Any, dtype: torch.dtype, attention: str) -> Any:
+def _empty(model: LanguageModel, dtype: torch.dtype, attention: str) -> Any:
     """The module with parameters without memory and with buffers that have their values."""
     with _parameters_without_memory(), quiet_transformers():
-        return _class_of(model)._from_config(config, dtype=dtype, attn_implementation=attention)
+        return _class_of(model)._from_config(model.config, dtype=dtype, attn_implementation=attention)
 
 
 @contextmanager
@@ -190,12 +178,6 @@ def _parameters_without_memory() -> Iterator[None]:
         yield
     finally:
         module_class.register_parameter = register
-
-
-def _fill(module: Any, model: LanguageModel, device: str | torch.device, dtype: torch.dtype) -> None:
-    """Draw every parameter on the device."""
-    draw_part(module, "", model, device, dtype)
-    module.tie_weights()
 
 
 def draw_part(part: Any, name: str, model: LanguageModel, device: str | torch.device, dtype: torch.dtype) -> None:

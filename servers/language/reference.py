@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from servers.language.engine import generation_precision
 from servers.language.module import DTYPES, build_module
 from servers.language.specification import LanguageModel, language_model
 from servers.language.weights import weights_sha256
@@ -270,8 +271,7 @@ def _precision(precision: str, device: str) -> tuple[str, str]:
 
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    if precision == "auto":
-        precision = "fp32" if device == "cpu" else "bf16"
+    precision = generation_precision(precision, device)
     if precision not in DTYPES:
         raise AnswersError(f"precision {precision!r} is not one of {', '.join(DTYPES)}")
     return precision, device

@@ -38,15 +38,12 @@ ALONE = 4
 class _Generation:
     """A request that has a slot or waits for one."""
 
-    __slots__ = ("finished", "length", "produced", "prompt", "read", "request")
+    __slots__ = ("finished", "length", "produced", "request")
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        self.prompt = list(request.prompt)
-        self.read = 0
-        """Tokens of the prompt whose keys and values are in the slot."""
         self.length = 0
-        """Tokens in the slot."""
+        """Tokens whose keys and values are in the slot."""
         self.produced = 0
         """Tokens that started steps choose, in the slot's device memory or on their way to the host."""
         self.finished = False
@@ -195,8 +192,7 @@ class SlotsEngine(TorchGeneratingEngine):
         chosen = self._forward.step(plan)
         chosen_for = rows + [generation for generation, piece in zip(read, pieces, strict=True) if piece.last]
         for generation, piece in zip(read, pieces, strict=True):
-            generation.read += len(piece.ids)
-            generation.length = generation.read
+            generation.length += len(piece.ids)
             if piece.last:
                 self._decoding.append(generation)
         for generation in rows:
@@ -205,7 +201,7 @@ class SlotsEngine(TorchGeneratingEngine):
         for generation in chosen_for:
             generation.produced += 1
             ends.append(generation.produced == generation.request.max_tokens)
-        self._flights.append(self._flight(chosen_for, ends, chosen))
+        self._flights.append(_Flight(chosen_for, ends, *self._on_the_way(chosen)))
         for generation, ended in zip(reversed(chosen_for), reversed(ends), strict=True):
             if ended:
                 self._release(generation)
@@ -225,9 +221,10 @@ class SlotsEngine(TorchGeneratingEngine):
                 generation = self._waiting.popleft()
             else:
                 break
-            ids = generation.prompt[generation.read : generation.read + left]
-            last = generation.read + len(ids) == len(generation.prompt)
-            pieces.append(PromptPiece(slot, generation.read, ids, last))
+            prompt, start = generation.request.prompt, generation.length
+            ids = prompt[start : start + left]
+            last = start + len(ids) == len(prompt)
+            pieces.append(PromptPiece(slot, start, ids, last))
             read.append(generation)
             left -= -(-len(ids) // alignment) * alignment
             slot += 1
@@ -236,9 +233,10 @@ class SlotsEngine(TorchGeneratingEngine):
                 break
         return pieces, read
 
-    def _flight(self, generations: Sequence[_Generation], ends: Sequence[bool], chosen: Any) -> _Flight:
+    def _on_the_way(self, chosen: Any) -> tuple[Any, torch.cuda.Event | None]:
+        """The tokens of a step as `_Flight` has them."""
         if self._device.type == "cpu":
-            return _Flight(generations, ends, chosen, None)
+            return chosen, None
         if not self._arrivals:  # at most two flights at a time
             assert self._forward is not None
             for _ in range(3):
@@ -249,7 +247,7 @@ class SlotsEngine(TorchGeneratingEngine):
         host = room[: len(chosen)]
         host.copy_(chosen, non_blocking=True)
         arrived.record()
-        return _Flight(generations, ends, host, arrived)
+        return host, arrived
 
     def _finish(self, flight: _Flight, emissions: list[Emission]) -> None:
         """Wait for the tokens of a step and emit them."""

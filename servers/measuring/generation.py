@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,14 +104,15 @@ def measure_generation(
     """
     say(f"loading {model.title} into {settings.engine}")
     started = time.perf_counter()
-    engine = make_engine(model, settings)
-    engine.load()
-    engine.warm_up()
-    load_seconds = time.perf_counter() - started
-    effective = engine.settings()
-    device, precision = str(effective["device"]), str(effective["precision"])
+    import torch
+
     measured: list[tuple[GenerationMeasurement, Sequence[GivenAnswer]]] = []
-    try:
+    with closing(make_engine(model, settings)) as engine:
+        engine.load()
+        engine.warm_up()
+        load_seconds = time.perf_counter() - started
+        effective = engine.settings()
+        device, precision = str(effective["device"]), str(effective["precision"])
         bandwidth = copy_bytes_per_s(device)
         for length in prompt_tokens:
             for batch in batches:
@@ -120,9 +122,7 @@ def measure_generation(
                 ]  # the first warms up
                 read = step_bytes(model, batch, statistics.mean(part.context for part in done[1:]), precision)
                 measured.append((_measurement(batch, length, done[1:], read, bandwidth), done[-1].answers))
-        memory = _largest_memory(device)
-    finally:
-        engine.close()
+        memory = None if device == "cpu" else torch.cuda.max_memory_reserved(device)
     say("checking answers against the reference")
     module = build_module(model, device, precision)
     noise = 0.0
@@ -134,7 +134,7 @@ def measure_generation(
         "schema": SCHEMA,
         "model": model.label,
         "engine": effective,
-        "device_name": _device_name(device),
+        "device_name": "CPU" if device == "cpu" else torch.cuda.get_device_name(device),
         "load_seconds": load_seconds,
         "copy_bytes_per_s": bandwidth,
         "largest_memory_bytes": memory,
@@ -277,19 +277,6 @@ def _judged(module: Any, answers: Sequence[GivenAnswer]) -> dict[str, float]:
         "best_share": statistics.mean(best),
         "distinct_share": statistics.mean(len(set(answer.output)) / len(answer.output) for answer in answers),
     }
-
-
-def _largest_memory(device: str) -> int | None:
-    """Bytes of the GPU that torch has reserved at most; None on a CPU."""
-    import torch
-
-    return None if device == "cpu" else torch.cuda.max_memory_reserved(torch.device(device))
-
-
-def _device_name(device: str) -> str:
-    import torch
-
-    return "CPU" if device == "cpu" else torch.cuda.get_device_name(torch.device(device))
 
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
