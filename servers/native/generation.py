@@ -7,24 +7,26 @@ streamed answer one event, written to the connection in the callback that has re
 from __future__ import annotations
 
 import asyncio
-import itertools
-import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain, count
 from typing import Protocol
+from uuid import uuid4
 
 from servers.engines.interface import EngineDescription
 from servers.language.engine import GENERATE_INPUTS, GENERATE_OUTPUTS, check_request
 from servers.native.errors import (
+    HOLDS_ENOUGH,
     INTERNAL_ERROR,
     FailureLog,
     HttpError,
     failure_reason,
+    http_status,
     shutting_down,
 )
 from servers.native.http import Application, HttpFrontEnd, HttpServerConnection
-from servers.native.http_parser import STATUS_LINES, HttpRequest, HttpResponse, RequestHead, refusal
+from servers.native.http_parser import STATUS_LINES, HttpRequest, HttpResponse, RequestHead, json_response
 from servers.native.inference import ModelService, ServedModels
 from servers.native.interface import (
     ApplyStatus,
@@ -51,11 +53,11 @@ from servers.native.token_events import (
     STREAM_HEADERS,
     CompletionDocument,
     CompletionEvents,
+    EventStream,
     GenerateDocument,
     GenerateEvents,
     TokenAnswer,
-    completion_refusal,
-    document_response,
+    completion_error,
 )
 from servers.native.token_requests import TokenRequest, parse_completion, parse_generate
 from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
@@ -63,7 +65,6 @@ from servers.protocol.records import ModelSignature
 
 log = FailureLog("abserve.front")
 
-VERSION = "1"
 ENGINE_ENDED = "the engine has ended, send the request again later"
 COMPLETIONS = "/v1/completions"
 BODY_BYTES = 64 * 1024
@@ -73,21 +74,13 @@ NUMBERS_PER_FRONT_END = 2**40
 """Requests are numbered over all front ends: each has so many numbers of its own."""
 
 
-def language_signature(name: str) -> ModelSignature:
-    """The tensors of a language model, as Triton's generate extension has them."""
-    return ModelSignature(name, VERSION, GENERATE_INPUTS, GENERATE_OUTPUTS, max_batch_size=0)
-
-
 class AnswerSink(Protocol):
     """What takes the tokens of one answer; belongs to the event loop."""
 
-    def token(self, token: int) -> None:
-        """One more token."""
+    def tokens(self, tokens: Sequence[int]) -> None:
+        """Some more of them."""
 
-    def tokens(self, tokens: list[int]) -> None:
-        """Some more."""
-
-    def finished(self, tokens: list[int], finish: str) -> None:
+    def finished(self, tokens: Sequence[int], finish: str) -> None:
         """The last ones."""
 
     def failed(self, error: ContractError) -> None:
@@ -99,7 +92,7 @@ class GenerationLink(asyncio.Protocol):
 
     def __init__(self, number: int, apply: Callable[[ModelStatus], None], on_end: Callable[[], None]) -> None:
         """`number` is the front end's; `apply` learns the engine's state, `on_end` is called once it has ended."""
-        self._numbers = itertools.count(number * NUMBERS_PER_FRONT_END)
+        self._numbers = count(number * NUMBERS_PER_FRONT_END)
         self._apply = apply
         self._on_end = on_end
         self._sinks: dict[int, AnswerSink] = {}
@@ -121,7 +114,7 @@ class GenerationLink(asyncio.Protocol):
             raise UnavailableError(ENGINE_ENDED)
         number = next(self._numbers)
         self._sinks[number] = sink
-        self._send(Generate(number, list(request.prompt), request.max_tokens, request.ignore_eos, received_ns))
+        self._send(Generate(number, request.prompt, request.max_tokens, request.ignore_eos, received_ns))
         return number
 
     def cancel(self, number: int) -> None:
@@ -149,38 +142,40 @@ class GenerationLink(asyncio.Protocol):
         self._on_end()
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
-            self._call(sink.failed, InternalError(ENGINE_ENDED))
+            self._fail(sink, InternalError(ENGINE_ENDED))
 
     def _pass_on(self, message: Generated) -> None:
         sinks = self._sinks
-        for number, token in zip(message.numbers, message.tokens, strict=True):
-            sink = sinks.get(number)
-            if sink is not None:  # else it has been cancelled
+        single = zip(message.numbers, zip(message.tokens), strict=True)
+        for number, tokens in chain(single, message.several):
+            if (sink := sinks.get(number)) is not None:  # else it has been cancelled
                 try:
-                    sink.token(token)
+                    sink.tokens(tokens)
                 except Exception:
-                    log.exception("an answer could not be sent")  # it must not stop the others
+                    log.exception("an answer could not be sent")
                     self._lose(number, sink)
-        for number, tokens in message.several:
-            if (sink := sinks.get(number)) is not None:
-                self._call(sink.tokens, tokens)
         for done in message.finished:
             if (sink := sinks.pop(done.number, None)) is None:
                 continue
-            if done.failure is not None:
-                self._call(sink.failed, error_of(done.failure))
-            else:
-                self._call(sink.finished, done.tokens, done.finish)
-
-    def _call(self, call: Callable[..., None], *arguments: object) -> None:
-        try:
-            call(*arguments)
-        except Exception:
-            log.exception("an answer could not be sent")
+            try:
+                if done.failure is None:
+                    sink.finished(done.tokens, done.finish)
+                else:
+                    sink.failed(error_of(done.failure))
+            except Exception:
+                log.exception("an answer could not be sent")
+                self._lose(done.number, sink)
 
     def _lose(self, number: int, sink: AnswerSink) -> None:
+        """An answer without some of its tokens is wrong, so it fails; it must not stop the others."""
         self.cancel(number)
-        self._call(sink.failed, InternalError(INTERNAL_ERROR))
+        self._fail(sink, InternalError(INTERNAL_ERROR))
+
+    def _fail(self, sink: AnswerSink, error: ContractError) -> None:
+        try:
+            sink.failed(error)
+        except Exception:
+            log.exception("the end of an answer could not be sent")
 
     def _control(self, operation: EngineOperation) -> None:
         self._send(Control(next(self._numbers), operation))
@@ -196,23 +191,13 @@ class GenerationService(ModelService):
     def __init__(
         self, name: str, label: str, settings: NativeSettings, statistics: Statistics, link_number: int = 0
     ) -> None:
-        super().__init__(language_signature(name), settings, statistics)
+        signature = ModelSignature(name, "1", GENERATE_INPUTS, GENERATE_OUTPUTS, max_batch_size=0)
+        super().__init__(signature, settings, statistics)
         self.label = label
         self.vocabulary = 0
         self.max_length = 0
         """Both as the engine says once it is loaded."""
-        self.link = GenerationLink(link_number, self._apply, self._engine_ended)
-        self.on_engine_end: Callable[[], None] = lambda: None
-        self._identity = f"cmpl-{secrets.token_hex(8)}"
-        self._identities = itertools.count()
-
-    def identity(self) -> str:
-        """A new id of an answer."""
-        return f"{self._identity}{next(self._identities):08x}"
-
-    def check(self, request: TokenRequest) -> None:
-        """Raises `InvalidRequestError` for a request that the model cannot answer."""
-        check_request(request.prompt, request.max_tokens, self)
+        self.link = GenerationLink(link_number, self._apply, self.fail)
 
     @property
     def largest_body_bytes(self) -> int:
@@ -221,28 +206,15 @@ class GenerationService(ModelService):
 
     def parameters(self, description: EngineDescription) -> dict[str, str]:
         """The settings in effect as text: the engine's, and the server's own."""
-        parameters = {
-            "engine": description.kind,
-            "engine_version": description.version,
-            "precision": description.precision,
-            "device": description.device,
-            "weights": description.weights,
-            "spinning": description.spinning or "",
-            "model": self.label,
-            **{name: _as_text(value) for name, value in description.details.items() if not isinstance(value, dict)},
-        }
-        parameters["fronts"] = str(self.settings.fronts)
-        return {name: value for name, value in parameters.items() if value}
+        details = {name: value for name, value in description.details.items() if not isinstance(value, dict)}
+        own = {"spinning": description.spinning, "model": self.label, "fronts": self.settings.fronts}
+        return {name: text for name, value in (details | own).items() if (text := _as_text(value))}
 
     def _apply(self, status: ModelStatus) -> None:
         if status.description is not None:
             details = status.description.details
             self.vocabulary, self.max_length = int(str(details["vocabulary"])), int(str(details["max_length"]))
         self.set_status(status)
-
-    def _engine_ended(self) -> None:
-        self.fail()
-        self.on_engine_end()
 
 
 class GenerationFrontEnd(HttpFrontEnd):
@@ -255,16 +227,16 @@ class GenerationFrontEnd(HttpFrontEnd):
         settings: NativeSettings,
         memory: RequestMemory,
     ) -> None:
-        self._language = models.default
-        name = self._language.signature.name
+        self.language = models.default
+        name = self.language.signature.name
         super().__init__(application, models, settings, memory, lambda path: generation_target(path, name))
 
     def pending(self, connection: HttpServerConnection, request: HttpRequest) -> PendingGeneration:
-        return PendingGeneration(self._language, connection, request)
+        return PendingGeneration(self, connection, request)
 
     def check(self, head: RequestHead) -> ContractError | None:
         assert head.target is not None
-        largest = self._language.largest_body_bytes
+        largest = self.language.largest_body_bytes
         try:
             self._models.find(*head.target).check_accepting()
             if head.encoding is not None:
@@ -276,7 +248,9 @@ class GenerationFrontEnd(HttpFrontEnd):
         return None
 
     def refusal(self, head: RequestHead | None, error: ContractError | HttpError) -> HttpResponse:
-        return refusal_of(head, error)
+        if head is not None and head.path.startswith("/v1/"):
+            return json_response(http_status(error), completion_error(error))
+        return super().refusal(head, error)
 
 
 def generation_target(path: str, model: str) -> tuple[str, str | None] | None:
@@ -290,13 +264,6 @@ def generation_target(path: str, model: str) -> tuple[str, str | None] | None:
             return named, version
         case _:
             return None
-
-
-def refusal_of(head: RequestHead | None, error: ContractError | HttpError) -> HttpResponse:
-    """The response to a request that failed before its answer began, in the form of its route."""
-    if head is not None and head.path.startswith("/v1/"):
-        return completion_refusal(error)
-    return refusal(error)
 
 
 def _as_text(value: object) -> str:
@@ -315,10 +282,14 @@ def too_large(size: int, largest: int) -> TooLargeError:
 class PendingGeneration:
     """A `PendingRequest` for tokens, and the `AnswerSink` of its answer."""
 
-    __slots__ = ("_answer", "_begun", "_connection", "_done", "_head", "_number", "_request", "_service", "_times")
+    __slots__ = (
+        *("_answer", "_begun", "_connection", "_done", "_front_end", "_head", "_number", "_request", "_service"),
+        "_times",
+    )
 
-    def __init__(self, service: GenerationService, connection: HttpServerConnection, request: HttpRequest) -> None:
-        self._service = service
+    def __init__(self, front_end: GenerationFrontEnd, connection: HttpServerConnection, request: HttpRequest) -> None:
+        self._front_end = front_end
+        self._service = front_end.language
         self._connection = connection
         self._request = request
         self._head = request.head
@@ -330,14 +301,14 @@ class PendingGeneration:
 
     @property
     def streams(self) -> bool:
-        return self._answer is not None and self._answer.streams
+        return isinstance(self._answer, EventStream)
 
     def begin(self, body: memoryview) -> None:
         """Check the request and pass it to the engine."""
         self._times.receive_ns = time.perf_counter_ns() - self._times.start_ns
         try:
             request = self._parsed(bytes(body))
-            self._service.check(request)
+            check_request(request.prompt, request.max_tokens, self._service)
             self._times.decode_ns = time.perf_counter_ns() - self._times.start_ns - self._times.receive_ns
             self._answer = self._answer_to(request)
             self._number = self._service.link.submit(self, request, self._times.start_ns)
@@ -359,28 +330,14 @@ class PendingGeneration:
         else:
             self._service.statistics.record_disconnect()
 
-    def give_up(self) -> bytes | None:
-        """Free the slot; the end of a stream that has begun is an error event."""
-        error = shutting_down()
-        self._done = True
+    def give_up(self) -> bytes:
+        """Free the slot."""
         self._service.link.cancel(self._number)
-        self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
-        if self._begun and self._answer is not None:
-            return self._answer.failure(error)
-        return refusal_of(self._head, error).encode(self._connection.common_headers)
+        return self._failure(shutting_down())
 
     # AnswerSink
 
-    def token(self, token: int) -> None:
-        answer = self._answer
-        assert answer is not None
-        data = answer.token(token)
-        if not self._begun:
-            self._send_first(data)
-        elif data:
-            self._connection.stream(data)
-
-    def tokens(self, tokens: list[int]) -> None:
+    def tokens(self, tokens: Sequence[int]) -> None:
         assert self._answer is not None
         data = self._answer.tokens(tokens)
         if not self._begun:
@@ -388,30 +345,34 @@ class PendingGeneration:
         elif data:
             self._connection.stream(data)
 
-    def finished(self, tokens: list[int], finish: str) -> None:
-        answer = self._answer
-        assert answer is not None
-        data = answer.last(tokens, finish)
+    def finished(self, tokens: Sequence[int], finish: str) -> None:
+        assert self._answer is not None
+        data = self._answer.last(tokens, finish)
         self._done = True
         if self._connection.gone:
             self._service.statistics.record_disconnect()
             return
+        if not self.streams and not self._connection.has_room(len(data)):
+            self.failed(UnavailableError(HOLDS_ENOUGH))
+            return
         if not self._begun:
             self._service.statistics.record_first_token(self._times)
         self._service.statistics.record_success(self._times)
-        if not answer.streams:
-            self._connection.answer(document_response(data))
+        if not self.streams:
+            self._connection.answer(json_response(200, data))
         else:
             self._connection.send(data if self._begun else self._stream_head() + data)
 
     def failed(self, error: ContractError) -> None:
+        self._connection.send(self._failure(error))
+
+    def _failure(self, error: ContractError) -> bytes:
+        """The end of an answer that fails: an error event in a stream that has begun, else a response."""
         self._done = True
         self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
-        if self._begun and self.streams:
-            assert self._answer is not None
-            self._connection.send(self._answer.failure(error))
-        else:
-            self._connection.answer(refusal_of(self._head, error))
+        if self._begun and isinstance(self._answer, EventStream):
+            return self._answer.failure(error)
+        return self._front_end.refusal(self._head, error).encode(self._connection.common_headers)
 
     def _send_first(self, data: bytes) -> None:
         """The first tokens of the answer: those of a stream bring the head of the response."""
@@ -421,9 +382,10 @@ class PendingGeneration:
             self._connection.stream(self._stream_head() + data)
 
     def _stream_head(self) -> bytes:
+        framing = CHUNKED
         if self._head.version == "1.0":  # which has no chunks: the end of the connection is that of the answer
+            framing = b""
             self._connection.close_after_response()
-        framing = b"" if self._head.version == "1.0" else CHUNKED
         return b"%b%b%b%b\r\n" % (STATUS_LINES[200], self._connection.common_headers, STREAM_HEADERS, framing)
 
     def _parsed(self, body: bytes) -> TokenRequest:
@@ -438,7 +400,7 @@ class PendingGeneration:
         name, version = self._service.signature.name, self._service.signature.version
         chunked = self._head.version != "1.0"
         if self._head.path == COMPLETIONS:
-            identity, created = self._service.identity(), int(time.time())
+            identity, created = f"cmpl-{uuid4().hex}", int(time.time())
             if request.stream:
                 return CompletionEvents(request, identity, created, name, chunked=chunked)
             return CompletionDocument(request, identity, created, name)

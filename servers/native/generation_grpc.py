@@ -11,17 +11,16 @@ import asyncio
 import struct
 import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import numpy as np
 from tritonclient.grpc import service_pb2
 
+from servers.language.engine import check_request
 from servers.native import documents
-from servers.native.errors import INTERNAL_ERROR, FailureLog, failure_reason
+from servers.native.errors import HOLDS_ENOUGH, INTERNAL_ERROR, FailureLog, failure_reason
 from servers.native.generation import GenerationService, too_large
 from servers.native.grpc import (
-    INFLATES_ENOUGH,
     ControlCall,
     RequestDocument,
     max_message_bytes,
@@ -31,18 +30,24 @@ from servers.native.grpc import (
     streamed_error,
     with_prefix,
 )
-from servers.native.grpc_call import Call, MessageAnswer
+from servers.native.grpc_call import WAITING_BYTES, Call, MessageAnswer
 from servers.native.grpc_connection import GrpcConnections
 from servers.native.grpc_messages import FINAL, decode_message, is_short, parse_message
 from servers.native.http2 import status_of
 from servers.native.inference import ServedModels
-from servers.native.limits import InflatingThread, decompress, in_thread
+from servers.native.limits import decompress, in_thread
 from servers.native.memory import GrpcMessage, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import RequestTimes
 from servers.native.token_requests import TokenRequest
-from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, UnsupportedError
-from servers.protocol.records import InferRequest, RegionReference
+from servers.protocol.errors import (
+    ContractError,
+    InternalError,
+    InvalidRequestError,
+    UnavailableError,
+    UnsupportedError,
+)
+from servers.protocol.records import InferRequest
 from servers.protocol.tensors import Array
 
 log = FailureLog("abserve.grpc")
@@ -50,7 +55,6 @@ log = FailureLog("abserve.grpc")
 DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 EMPTY_FINAL = "triton_enable_empty_final_response"
 """Without effect: the last token is the final message, so that none is empty. With Triton it is the same."""
-NO_REGIONS = "a language model takes no tensors in shared memory"
 _ID = struct.Struct("<i")
 _LENGTH = struct.Struct("<I")
 
@@ -66,14 +70,10 @@ class TokenMessages:
         self._outputs = outputs
         self._next: bytes | None = None  # a message of one token up to its id; None before the first
 
-    def token(self, token: int) -> bytes:
-        """The message of one more token."""
-        if self._next is None:
-            return self.tokens((token,))
-        return self._next + _ID.pack(token)
-
     def tokens(self, tokens: Sequence[int]) -> bytes:
         """The message of some more tokens."""
+        if self._next is not None and len(tokens) == 1:
+            return self._next + _ID.pack(tokens[0])
         message = self._message(tokens, None)
         if self._next is None:
             self._prompt_tokens = 0
@@ -145,11 +145,10 @@ class PendingStreamedTokens:
     def begin(self) -> None:
         """Check the request and pass it to the engine; a long or compressed one is read in a thread."""
         message, largest = self._message, self._service.largest_body_bytes
-        if message.size > largest:
-            self.failed(too_large(message.size, largest))
-            return
         try:
-            if message.compressed or not is_short(message.content):
+            if message.size > largest:
+                self.failed(too_large(message.size, largest))
+            elif message.compressed or not is_short(message.content):
                 self._task = asyncio.get_running_loop().create_task(self._begin_in_task(largest))
             else:
                 self._submit(self._read(message.content))
@@ -194,9 +193,9 @@ class PendingStreamedTokens:
             raise UnsupportedError(DECOUPLED)
         service.check_accepting()
         signature = service.signature
-        request = decode_message(parsed, _no_regions, signature)
+        request = decode_message(parsed, _no_shared_memory, signature)
         tokens = parse_tensors(request, signature.validate(request)[1])
-        service.check(tokens)
+        check_request(tokens.prompt, tokens.max_tokens, service)
         wanted = [output.name for output in request.outputs or ()]
         count = len(tokens.prompt)
         self._answer = TokenMessages(signature.name, signature.version, self._request_id, count, wanted)
@@ -204,6 +203,8 @@ class PendingStreamedTokens:
         return tokens
 
     def _submit(self, request: TokenRequest) -> None:
+        if not self._message.hold(WAITING_BYTES):
+            raise UnavailableError(HOLDS_ENOUGH)
         self._number = self._service.link.submit(self, request, self._times.start_ns)
 
     def _refuse(self, error: Exception) -> None:
@@ -215,23 +216,16 @@ class PendingStreamedTokens:
 
     # AnswerSink
 
-    def token(self, token: int) -> None:
-        assert self._answer is not None
-        if not self._begun:
-            self._begin_answer()
-        self._call.send(self._answer.token(token))
-
-    def tokens(self, tokens: list[int]) -> None:
+    def tokens(self, tokens: Sequence[int]) -> None:
         assert self._answer is not None
         if not self._begun:
             self._begin_answer()
         self._call.send(self._answer.tokens(tokens))
 
-    def finished(self, tokens: list[int], finish: str) -> None:
+    def finished(self, tokens: Sequence[int], finish: str) -> None:
         assert self._answer is not None
         if not self._begun:
             self._begin_answer()
-        self._done = True
         self._service.statistics.record_success(self._times)
         self._call.end_answer(self, self._answer.last(tokens, finish))
 
@@ -261,9 +255,6 @@ class GenerationGrpcFrontEnd(GrpcConnections):
         methods = service_methods(max_message_bytes(settings), decoupled=True)
         super().__init__(settings, memory, methods, models.default.statistics)
         self.models = models
-        # One thread: reading values holds the interpreter, so that more threads would only take longer each.
-        self.reading = ThreadPoolExecutor(1, "reading")
-        self.inflating = InflatingThread(INFLATES_ENOUGH)
         self._documents: dict[str, RequestDocument] = {
             "ServerMetadata": lambda _: documents.language_server_metadata(),
             **model_documents(models),
@@ -275,9 +266,5 @@ class GenerationGrpcFrontEnd(GrpcConnections):
         return ControlCall(self._documents.get(call.method.name, _no_shared_memory), call, message)
 
 
-def _no_regions(_reference: RegionReference) -> NoReturn:
-    raise UnsupportedError(NO_REGIONS)
-
-
-def _no_shared_memory(_request: Any) -> NoReturn:
-    raise UnsupportedError(NO_REGIONS)
+def _no_shared_memory(_: object) -> NoReturn:
+    raise UnsupportedError("a language model takes no tensors in shared memory")

@@ -12,7 +12,6 @@ import asyncio
 import struct
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from inspect import isawaitable
 from typing import Any, NoReturn, TypeVar
 
@@ -44,7 +43,7 @@ from servers.native.grpc_messages import (
 from servers.native.http2 import CallStatus, GrpcMethod, shortened, status_of
 from servers.native.inference import InferenceService, ModelService, ServedModels
 from servers.native.interface import QueuedRequest
-from servers.native.limits import CONTROL_BODY_BYTES, MAX_INFLATING, InflatingThread, decompress, in_thread
+from servers.native.limits import CONTROL_BODY_BYTES, decompress, in_thread
 from servers.native.memory import GrpcMessage, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.shared_memory import RegionTable
@@ -262,8 +261,6 @@ _SERVICE: Any = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 MESSAGE_SLACK_BYTES = 64 * 1024
 """Room for names and parameters beside the tensors, as HTTP's limit leaves room for its headers."""
 
-INFLATES_ENOUGH = f"the server inflates {MAX_INFLATING} messages now; send it later or uncompressed"
-
 S = TypeVar("S", bound=ModelService)
 RequestDocument = Callable[[Any], documents.Document | Awaitable[documents.Document | None] | None]
 """Makes the document that answers a control request, which is a protobuf message."""
@@ -288,9 +285,6 @@ class GrpcFrontEnd(GrpcConnections):
         self.models = models
         self.regions = regions
         self._documents = {**model_documents(models), **_region_documents(regions)}
-        # One thread: reading values holds the interpreter, so that more threads would only take longer each.
-        self.reading = ThreadPoolExecutor(1, "reading")
-        self.inflating = InflatingThread(INFLATES_ENOUGH)
 
     def answering(self, call: Call, message: GrpcMessage) -> MessageAnswer:
         if call.method.infers:

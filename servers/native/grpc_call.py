@@ -243,7 +243,7 @@ class Call:
     def _complete(self, message: GrpcMessage) -> None:
         self.message = None
         message.receive_ns = time.perf_counter_ns() - message.start_ns
-        if (self.method.decoupled or not self._free) and not message.hold(WAITING_BYTES):
+        if not self._free and not message.hold(WAITING_BYTES):
             message.release()
             self.refuse(UnavailableError(HOLDS_ENOUGH))
             return

@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from servers.native import http2
 from servers.native.errors import HOLDS_ENOUGH, FailureLog, failure_reason
@@ -30,7 +31,7 @@ from servers.native.http2 import (
     ending_frame,
     read_call_head,
 )
-from servers.native.limits import STREAM_UNREAD_BYTES, Turns
+from servers.native.limits import MAX_INFLATING, STREAM_UNREAD_BYTES, InflatingThread, Turns
 from servers.native.memory import ALIGNMENT, GrpcMessage, RequestMemory, UnreadAnswers
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
@@ -604,6 +605,11 @@ class GrpcConnections(ABC):
         self.settings = settings
         self.memory = memory
         self.budget = memory.budget
+        # One thread: reading values holds the interpreter, so that more threads would only take longer each.
+        self.reading = ThreadPoolExecutor(1, "reading")
+        self.inflating = InflatingThread(
+            f"the server inflates {MAX_INFLATING} messages now; send it later or uncompressed"
+        )
         self.on_close: Callable[[], None] = lambda: None
         """Called for each connection that has been closed."""
         self.templates = MessageTemplates()

@@ -603,8 +603,11 @@ class HttpResponse:
 
 def refusal(error: ContractError | HttpError) -> HttpResponse:
     """The response to a failed request: `{"error": …}` in ASCII, since a message may quote any text of a client."""
-    status = http_status(error)
-    body = json.dumps({"error": str(error)}).encode()
+    return json_response(http_status(error), json.dumps({"error": str(error)}).encode())
+
+
+def json_response(status: int, body: bytes) -> HttpResponse:
+    """A response with a document; a client that gets 503 may try again."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if status == 503:
         headers.append((b"retry-after", b"1"))

@@ -6,14 +6,13 @@ between a token and its client. Each event is one chunk of HTTP's chunked encodi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import orjson
 
 from servers.language.tokenizer import text_of
 from servers.native.errors import HttpError, http_status
-from servers.native.http_parser import HttpResponse
 from servers.native.token_requests import TokenRequest
 from servers.protocol.errors import (
     ContractError,
@@ -28,36 +27,29 @@ STREAM_HEADERS = b"content-type: text/event-stream; charset=utf-8\r\ncache-contr
 CHUNKED = b"transfer-encoding: chunked\r\n"
 _DONE = b"data: [DONE]\n\n"
 _LAST_CHUNK = b"0\r\n\r\n"
-_JSON = (b"content-type", b"application/json")
 
 
-class TokenAnswer(Protocol):
-    """The answer to one request. A `streams` one gives the bytes of each call at once, others only those of `last`."""
+class TokenAnswer(ABC):
+    """The answer to one request."""
 
-    @property
-    def streams(self) -> bool:
-        """Whether bytes are sent before the answer is complete."""
-
-    def token(self, token: int) -> bytes:
-        """One more token."""
-
+    @abstractmethod
     def tokens(self, tokens: Sequence[int]) -> bytes:
-        """Some more tokens."""
+        """What to send for some more tokens; nothing unless the answer is a stream."""
 
+    @abstractmethod
     def last(self, tokens: Sequence[int], finish: str) -> bytes:
         """The last tokens, and how the answer finished: the end of the stream, or the body of the response."""
 
-    def failure(self, error: ContractError) -> bytes:
-        """The end of a stream that has begun and cannot go on."""
 
-
-class _EventStream:
-    """The frames of a streamed answer: chunks, or nothing to a client of HTTP/1.0."""
-
-    streams = True
+class EventStream(TokenAnswer):
+    """A streamed answer. Its events are chunks, but not for a client of HTTP/1.0."""
 
     def __init__(self, *, chunked: bool) -> None:
         self._chunked = chunked
+
+    @abstractmethod
+    def failure(self, error: ContractError) -> bytes:
+        """The end of a stream that has begun and cannot go on."""
 
     def _framed(self, events: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events
@@ -67,7 +59,7 @@ class _EventStream:
         return _LAST_CHUNK if self._chunked else b""
 
 
-class CompletionEvents(_EventStream):
+class CompletionEvents(EventStream):
     """The stream of POST /v1/completions, as vLLM writes it."""
 
     def __init__(self, request: TokenRequest, identity: str, created: int, model: str, *, chunked: bool = True) -> None:
@@ -80,29 +72,20 @@ class CompletionEvents(_EventStream):
         )
         self._prompt_count = len(request.prompt)
         self._count = 0
-        ids = b',"token_ids":[%d]' if request.return_token_ids else b""
-        usage = b"null"
-        if request.continuous_usage:
-            usage = b'{"prompt_tokens":%d,"total_tokens":%%d,"completion_tokens":%%d}' % self._prompt_count
         self._quick = request.return_token_ids and request.continuous_usage and chunked
         self._next = (
             self._start.replace(b"%", b"%%")
-            + b'{"index":0,"text":" t%d"'
-            + ids
-            + b',"logprobs":null,"finish_reason":null}],"usage":'
-            + usage
-            + b"}\n\n"
+            + b'{"index":0,"text":" t%d","token_ids":[%d],"logprobs":null,"finish_reason":null}],'
+            + b'"usage":{"prompt_tokens":%d,"total_tokens":%%d,"completion_tokens":%%d}}\n\n' % self._prompt_count
         )
 
-    def token(self, token: int) -> bytes:
+    def tokens(self, tokens: Sequence[int]) -> bytes:
         count = self._count
-        if count and self._quick:
+        if count and self._quick and len(tokens) == 1:
             self._count = count = count + 1
+            token = tokens[0]
             event = self._next % (token, token, self._prompt_count + count, count)
             return b"%x\r\n%b\r\n" % (len(event), event)
-        return self._framed(self._event((token,), b"null"))
-
-    def tokens(self, tokens: Sequence[int]) -> bytes:
         return self._framed(self._event(tokens, b"null"))
 
     def last(self, tokens: Sequence[int], finish: str) -> bytes:
@@ -120,7 +103,7 @@ class CompletionEvents(_EventStream):
         text = text_of(tokens, first=first).encode()
         ids = b""
         if self._request.return_token_ids:
-            prompt = b',"prompt_token_ids":%b' % orjson.dumps(list(self._request.prompt)) if first else b""
+            prompt = b',"prompt_token_ids":%b' % orjson.dumps(self._request.prompt) if first else b""
             ids = b'%b,"token_ids":[%b]' % (prompt, _joined(tokens))
         usage = self._usage() if self._request.continuous_usage else b"null"
         return b'%b{"index":0,"text":"%b"%b,"logprobs":null,"finish_reason":%b}],"usage":%b}\n\n' % (
@@ -135,7 +118,7 @@ class CompletionEvents(_EventStream):
         return usage_json(self._prompt_count, self._count)
 
 
-class GenerateEvents(_EventStream):
+class GenerateEvents(EventStream):
     """The stream of POST /v2/models/M/generate_stream, as Triton writes it: a single id is not a list."""
 
     def __init__(self, request: TokenRequest, model: str, version: str, *, chunked: bool = True) -> None:
@@ -145,13 +128,10 @@ class GenerateEvents(_EventStream):
         self._start = b'data: {"model_name":%b,"model_version":%b' % (orjson.dumps(model), orjson.dumps(version))
         self._next = self._start.replace(b"%", b"%%") + b',"token_ids":%d}\n\n'
 
-    def token(self, token: int) -> bytes:
-        if self._begun and self._chunked:
-            event = self._next % token
-            return b"%x\r\n%b\r\n" % (len(event), event)
-        return self._framed(self._event((token,), b""))
-
     def tokens(self, tokens: Sequence[int]) -> bytes:
+        if self._begun and self._chunked and len(tokens) == 1:
+            event = self._next % tokens[0]
+            return b"%x\r\n%b\r\n" % (len(event), event)
         return self._framed(self._event(tokens, b""))
 
     def last(self, tokens: Sequence[int], finish: str) -> bytes:
@@ -167,25 +147,16 @@ class GenerateEvents(_EventStream):
         return b'%b%b,"token_ids":%b%b}\n\n' % (self._start, prompt, ids, finish)
 
 
-class _WholeAnswer:
+class _WholeAnswer(TokenAnswer):
     """Collects an answer that is sent as one document."""
-
-    streams = False
 
     def __init__(self, request: TokenRequest) -> None:
         self._request = request
         self._ids: list[int] = []
 
-    def token(self, token: int) -> bytes:
-        self._ids.append(token)
-        return b""
-
     def tokens(self, tokens: Sequence[int]) -> bytes:
         self._ids += tokens
         return b""
-
-    def failure(self, error: ContractError) -> bytes:
-        raise AssertionError(f"nothing of the answer has been sent, so it fails with a status: {error}")
 
 
 class CompletionDocument(_WholeAnswer):
@@ -200,7 +171,7 @@ class CompletionDocument(_WholeAnswer):
         request, ids = self._request, self._ids
         choice: dict[str, object] = {"index": 0, "text": text_of(ids), "logprobs": None, "finish_reason": finish}
         if request.return_token_ids:
-            choice |= {"token_ids": ids, "prompt_token_ids": list(request.prompt)}
+            choice |= {"token_ids": ids, "prompt_token_ids": request.prompt}
         usage = orjson.Fragment(usage_json(len(request.prompt), len(ids)))
         return orjson.dumps({**self._fields, "choices": [choice], "usage": usage})
 
@@ -244,20 +215,6 @@ def completion_error(error: ContractError | HttpError) -> bytes:
     kind = next((name for cause, name in _ERROR_TYPES if isinstance(error, cause)), by_status)
     message = str(error).encode("utf-8", "replace").decode()
     return orjson.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}})
-
-
-def completion_refusal(error: ContractError | HttpError) -> HttpResponse:
-    """The response to a failed request of POST /v1/completions."""
-    status, body = http_status(error), completion_error(error)
-    headers = [_JSON, (b"content-length", b"%d" % len(body))]
-    if status == 503:
-        headers.append((b"retry-after", b"1"))
-    return HttpResponse(status, headers, body)
-
-
-def document_response(body: bytes) -> HttpResponse:
-    """A response with a whole answer."""
-    return HttpResponse(200, [_JSON, (b"content-length", b"%d" % len(body))], body)
 
 
 def _joined(tokens: Sequence[int]) -> bytes:

@@ -7,11 +7,10 @@ Fields that change nothing then, such as `seed` or `cache_salt`, are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import orjson
 
 from servers.language.tokenizer import ids_of
 from servers.protocol.errors import InvalidRequestError, NotFoundError
@@ -51,29 +50,7 @@ _NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
 """By field: the values that ask for nothing special, besides null, and why every other one is refused."""
 
 
-class _Sampling(msgspec.Struct):
-    n: Any = None
-    best_of: Any = None
-    echo: Any = None
-    suffix: Any = None
-    logprobs: Any = None
-    prompt_logprobs: Any = None
-    stop: Any = None
-    stop_token_ids: Any = None
-    min_tokens: Any = None
-    temperature: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
-    use_beam_search: Any = None
-
-    def check_neutral(self) -> None:
-        """Raises `InvalidRequestError` for the first field that asks for something that the server does not do."""
-        for name, (neutral, problem) in _NEUTRAL.items():
-            value = getattr(self, name)
-            if value is not None and not any(value == same and _comparable(value, same) for same in neutral):
-                raise InvalidRequestError(f"{name} {problem}")
+_Sampling: Any = msgspec.defstruct("_Sampling", [(name, Any, None) for name in _NEUTRAL])
 
 
 class _StreamOptions(msgspec.Struct):
@@ -81,7 +58,7 @@ class _StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class _Completion(_Sampling):
+class _Completion(_Sampling):  # type: ignore[misc]  # made at run time
     prompt: msgspec.Raw = msgspec.Raw(b"null")
     model: str | None = None
     max_tokens: TokenCount | None = None
@@ -91,7 +68,7 @@ class _Completion(_Sampling):
     return_token_ids: bool | None = None
 
 
-class _Generate(_Sampling):
+class _Generate(_Sampling):  # type: ignore[misc]  # made at run time
     input_ids: list[TokenId] | TokenId | None = None
     text_input: str | None = None
     max_tokens: TokenCount | list[TokenCount] | None = None
@@ -111,7 +88,7 @@ class TokenRequest(msgspec.Struct, frozen=True):
     `usage` and `continuous_usage` ask for the token counts in a chunk of their own, and in every chunk.
     """
 
-    prompt: Sequence[int]
+    prompt: list[int]
     max_tokens: int
     ignore_eos: bool
     stream: bool
@@ -125,7 +102,7 @@ def parse_completion(body: bytes, model: str, vocabulary: int) -> TokenRequest:
     completion = parse_json(body, _COMPLETION)
     if completion.model is not None and completion.model != model:
         raise NotFoundError(f"the model {shown(completion.model)} does not exist; this server has {model!r}")
-    completion.check_neutral()
+    _check_neutral(completion)
     options = completion.stream_options or _StreamOptions()
     stream = bool(completion.stream)
     if completion.stream_options is not None and not stream:
@@ -144,7 +121,7 @@ def parse_completion(body: bytes, model: str, vocabulary: int) -> TokenRequest:
 def parse_generate(body: bytes, vocabulary: int, *, stream: bool) -> TokenRequest:
     """The request of POST /v2/models/M/generate and /generate_stream. Raises `InvalidRequestError`."""
     generate = parse_json(body, _GENERATE)
-    generate.check_neutral()
+    _check_neutral(generate)
     ids = generate.input_ids
     if (ids is None) == (generate.text_input is None):
         raise InvalidRequestError("send the prompt's token ids as 'input_ids', such as [5, 17]")
@@ -155,7 +132,7 @@ def parse_generate(body: bytes, vocabulary: int, *, stream: bool) -> TokenReques
     return TokenRequest([ids] if isinstance(ids, int) else ids, max_tokens, ignore_eos, stream)
 
 
-def _prompt(raw: msgspec.Raw, vocabulary: int) -> Sequence[int]:
+def _prompt(raw: msgspec.Raw, vocabulary: int) -> list[int]:
     """The ids of a prompt: ids, words, or one of both in a list."""
     text = bytes(raw).lstrip()
     if text.startswith(b'"'):
@@ -169,7 +146,7 @@ def _prompt(raw: msgspec.Raw, vocabulary: int) -> Sequence[int]:
         raise InvalidRequestError(f"the request has {len(prompts)} prompts; send each prompt in a request of its own")
     if isinstance(prompts[0], str):
         return ids_of(prompts[0], vocabulary)
-    return parse_json(orjson.dumps(prompts[0]), _IDS, "the prompt")
+    return parse_json(prompts[0], _IDS, "the prompt")
 
 
 def _single(name: str, value: T | list[T] | None, default: T) -> T:
@@ -181,6 +158,11 @@ def _single(name: str, value: T | list[T] | None, default: T) -> T:
     return value[0]
 
 
-def _comparable(value: object, neutral: object) -> bool:
-    """Whether two equal values are of one kind: 1 is 1.0, and True is not 1."""
-    return isinstance(value, bool) == isinstance(neutral, bool)
+def _check_neutral(request: Any) -> None:
+    """Raises `InvalidRequestError` for the first field that asks for something that the server does not do."""
+    for name, (neutral, problem) in _NEUTRAL.items():
+        value = getattr(request, name)
+        # 1 is 1.0, but True is not 1.
+        same = (value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral)
+        if value is not None and not any(same):
+            raise InvalidRequestError(f"{name} {problem}")

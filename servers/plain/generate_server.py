@@ -1,8 +1,9 @@
 """A language model with FastAPI, uvicorn and transformers' generate(), as most people write it.
 
 Each request calls model.generate() in a thread of its own, and a streamer passes every token to the event loop. There
-is no lock, no queue and no batch: concurrent requests share the processor. A client that leaves ends its generate() at
-the next token. Streams are server-sent events, in OpenAI's form on /v1/completions and in Triton's on generate_stream.
+is no lock, no queue and no batch: concurrent requests share the processor. A client that leaves its stream ends its
+generate() at the next token. Streams are server-sent events, in OpenAI's form on /v1/completions and in Triton's on
+generate_stream.
 """
 
 import asyncio

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from servers.native.errors import HOLDS_ENOUGH
 from tests.grpc_streams import collect, inputs, stream
 from tests.integration.language.conftest import StartGated
 from tests.integration.language.test_native_life import FRONTS, hold, number, release
@@ -25,6 +26,7 @@ SECONDS = 20
 CANCEL = 8
 DISCONNECTS = "abserve_native_client_disconnects_total{"
 SLOTS = "abserve_native_slots_in_use{"
+UNAVAILABLE = 'abserve_native_requests_failure_total{model="scripted",reason="unavailable"'
 SLOW = 'abserve_native_requests_failure_total{model="scripted",reason="slow_client"'
 
 
@@ -240,6 +242,27 @@ def test_more_requests_than_may_wait_are_errors_of_their_own(gated: StartGated, 
     assert [tokens(answered, name) for name in "012"] == [scripted_answer([5], 3)] * 3
     full = 'abserve_native_requests_failure_total{model="scripted",reason="queue_full"'
     assert server.metric(full) == 2
+
+
+@pytest.mark.slow
+@FRONTS
+def test_a_request_for_which_there_is_no_memory_is_an_error_of_its_own(gated: StartGated, fronts: str) -> None:
+    server = ready(gated, "--fronts", fronts, "--slots", "1", "--max-held-bytes", "20000")
+    hold(server, 3)
+    with opened(server) as client:
+        client.send(data(message([5], 20, "runs")))
+        read_messages(client, 2)
+        client.send(*(data(message([5], 3, str(index)), END_STREAM if index == 7 else 0) for index in range(8)))
+        wait_until(lambda: server.metric(UNAVAILABLE) == 4, "half of them are refused")
+        release(server)
+        answer = client.answer(1)
+    assert answer.status == 0
+    messages = responses(answer.data)
+    errors = {reply.infer_response.id: reply.error_message for reply in messages if reply.error_message}
+    assert errors == dict.fromkeys("4567", HOLDS_ENOUGH)
+    answered = [reply for reply in messages if not reply.error_message]
+    assert tokens(answered, "runs") == scripted_answer([5], 20)
+    assert [tokens(answered, name) for name in "0123"] == [scripted_answer([5], 3)] * 4
 
 
 # Clients that do not read

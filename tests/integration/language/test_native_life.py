@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from servers.native.errors import HOLDS_ENOUGH
 from tests.integration.language.conftest import EventStream, StartGated, post
 from tests.integration.native.conftest import Server, wait_until
 
@@ -200,6 +201,31 @@ def test_work_that_takes_too_long_ends_with_an_error_event(gated: StartGated, fr
         events = stream.events()
     assert "shutting down" in events[-1]["error"]
     assert server.process.wait(20) in (0, 1)
+
+
+@FRONTS
+def test_whole_answers_that_take_too_long_end_with_503(gated: StartGated, fronts: str) -> None:
+    """Two clients wait for the end of answers that have begun."""
+    server = ready(gated, "--fronts", fronts, "--slots", "2", "--shutdown-timeout-s", "1")
+    hold(server)
+    path = "/v2/models/scripted/generate"
+    with EventStream(server, path, request(200)) as first, EventStream(server, path, request(200)) as second:
+        server.metric("abserve_native_ready{")  # comes after them, so they are with the engine when it is answered
+        hold(server, 4)
+        wait_until(lambda: number(server, "steps") == 4, "the engine is in the fourth step")
+        assert server.metric("abserve_native_slots_in_use{") == 2
+        server.process.send_signal(signal.SIGTERM)
+        for stream in (first, second):
+            assert stream.read_head() == 503
+            assert b"shutting down" in stream.read_until(b"}")
+    assert server.process.wait(20) in (0, 1)
+
+
+def test_a_whole_answer_that_finds_no_memory_is_refused(gated: StartGated) -> None:
+    server = ready(gated, "--fronts", "0", "--max-length", "100000", "--max-held-bytes", "100000")
+    status, answer = post(server, "/v2/models/scripted/generate", request(30_000))
+    assert (status, answer["error"]) == (503, HOLDS_ENOUGH)
+    assert post(server, "/v2/models/scripted/generate", request(3))[0] == 200
 
 
 @FRONTS

@@ -46,11 +46,8 @@ def events(content: bytes) -> list[Any]:
 
 
 def sent(stream: CompletionEvents | GenerateEvents, tokens: list[list[int]], finish: str) -> bytes:
-    """As the front end sends them: single tokens by the quick way."""
-    data = b""
-    for piece in tokens[:-1]:
-        data += stream.token(piece[0]) if len(piece) == 1 else stream.tokens(piece)
-    return data + stream.last(tokens[-1], finish)
+    """As the front end sends them."""
+    return b"".join(map(stream.tokens, tokens[:-1])) + stream.last(tokens[-1], finish)
 
 
 @given(pieces, st.booleans(), st.booleans(), st.booleans(), st.text(max_size=12))
@@ -91,20 +88,20 @@ def test_generates_events_hold_every_token_once(tokens: list[list[int]], chunked
 def test_a_stream_that_fails_ends_with_an_error_event() -> None:
     error = RefusedError("shutting_down", 'the "server"\nends')
     completion = CompletionEvents(TokenRequest([5], 9, True, True), "x", 0, "m")
-    *_, failed, done = events(unchunked(completion.token(3) + completion.failure(error)))
+    *_, failed, done = events(unchunked(completion.tokens([3]) + completion.failure(error)))
     assert failed["error"] == {
         "message": str(error), "type": "ServiceUnavailableError", "param": None, "code": 503,
     }  # fmt: skip
     assert done == "[DONE]"
     generate = GenerateEvents(TokenRequest([5], 9, True, True), "m", "1")
-    assert events(unchunked(generate.token(3) + generate.failure(error)))[-1] == {"error": str(error)}
+    assert events(unchunked(generate.tokens([3]) + generate.failure(error)))[-1] == {"error": str(error)}
     assert unchunked(generate.failure(error)).count(b"\n\n") == 1
 
 
 def test_whole_answers() -> None:
     request = TokenRequest([5, 17], 64, True, False, return_token_ids=True)
     completion = CompletionDocument(request, "x", 0, "m")
-    assert completion.token(1) + completion.tokens([2, 3]) == b""
+    assert completion.tokens([1]) + completion.tokens([2, 3]) == b""
     document = json.loads(completion.last([4], "length"))
     assert document["choices"][0]["token_ids"] == [1, 2, 3, 4]
     assert document["usage"]["completion_tokens"] == 4
