@@ -28,23 +28,8 @@ from servers.native.errors import (
 from servers.native.http import Application, HttpFrontEnd, HttpServerConnection
 from servers.native.http_parser import STATUS_LINES, HttpRequest, HttpResponse, RequestHead, json_response
 from servers.native.inference import ModelService, ServedModels
-from servers.native.interface import (
-    ApplyStatus,
-    EngineOperation,
-    FrontEndOpened,
-    ModelStatus,
-)
-from servers.native.ipc import (
-    Cancel,
-    Control,
-    ControlDone,
-    Generate,
-    Generated,
-    Message,
-    encode,
-    error_of,
-    read_frames,
-)
+from servers.native.interface import ApplyStatus, FrontEndOpened, ModelStatus
+from servers.native.ipc import Cancel, Control, ControlDone, Generate, Generated, Message, encode, error_of, read_frames
 from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import RequestTimes, Statistics
@@ -106,7 +91,7 @@ class GenerationLink(asyncio.Protocol):
 
     def opened(self) -> None:
         """Tell the engine that clients are answered now."""
-        self._control(FrontEndOpened())
+        self._send(Control(next(self._numbers), FrontEndOpened()))
 
     def submit(self, sink: AnswerSink, request: TokenRequest, received_ns: int) -> int:
         """Queue a checked request; returns its number. Raises `UnavailableError`."""
@@ -177,9 +162,6 @@ class GenerationLink(asyncio.Protocol):
         except Exception:
             log.exception("the end of an answer could not be sent")
 
-    def _control(self, operation: EngineOperation) -> None:
-        self._send(Control(next(self._numbers), operation))
-
     def _send(self, message: Message) -> None:
         if self._transport is not None and not self._ended:
             self._transport.write(encode([message]))
@@ -189,7 +171,7 @@ class GenerationService(ModelService):
     """One language model, whose engine is at the other end of `link`."""
 
     def __init__(
-        self, name: str, label: str, settings: NativeSettings, statistics: Statistics, link_number: int = 0
+        self, name: str, label: str, settings: NativeSettings, statistics: Statistics, link_number: int
     ) -> None:
         signature = ModelSignature(name, "1", GENERATE_INPUTS, GENERATE_OUTPUTS, max_batch_size=0)
         super().__init__(signature, settings, statistics)
