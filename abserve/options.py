@@ -179,14 +179,18 @@ class CompareOptions(TypedDict, total=False):
     """fp32, uint8 or jpeg for images (default: fp32), tensors for other models; several run one comparison each."""
     sequence_length: str | PathLike[str] | None
     """Length of the inputs of a model of text: text (the default), N, or a list to sweep."""
+    surface: bool | None
+    """Map which arm is best over users × batch sizes (--concurrency 16: 1, 2, 4, 8, 16), or lengths (--sequence-length)
+    or prompts (--prompt-tokens); rounds go to where the winner is uncertain."""
     batch_sizes: str | float | Sequence[str | float] | None
-    """Batch sizes of the scenario batched (8 with --preset smoke); servers that are started accept at least the
-    largest."""
+    """Batch sizes of the scenario batched (8 with --preset smoke) and of --surface (1,8); servers that are started
+    accept at least the largest."""
     concurrency: str | float | Sequence[str | float] | None
     """Numbers of users of the scenario concurrent (4, 16 and on a GPU 64 of a language model; 4 with --preset
     smoke)."""
-    prompt_tokens: int | None
-    """Tokens per prompt of a language model (default: 32, on a GPU 128 or 256; long-prompt: 2048)."""
+    prompt_tokens: str | float | Sequence[str | float] | None
+    """Tokens per prompt of a language model (default: 32, on a GPU 128 or 256; long-prompt: 2048); a list with
+    --surface."""
     output_tokens: int | None
     """Tokens per answer of a language model (default: 64, on a GPU 128 or 256, with --preset smoke 32; long-answer:
     1024)."""

@@ -46,6 +46,7 @@ from loadgen.experiment.plan import (
     check_models,
     check_restarts,
     check_stack,
+    check_surface,
     decide_padding,
     expects_gpu,
     ignored_settings,
@@ -236,6 +237,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
 
     arms = make_arms(settings)
     check_language(settings, arms)
+    check_surface(settings)
     if settings.is_language:
         transport, arms = choose_protocol(settings, arms)
         combinations: tuple[Combination, ...] = (Combination(transport, TOKENS),)
@@ -260,7 +262,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     minutes = minutes_of(settings)
     plan_conditions(settings.fail_if, workloads, tuple(settings.arms))
     is_matrix = settings.matrix or len(combinations) > 1
-    full = settings.preset == "full"
+    full = settings.preset == "full" and not settings.surface  # the rest of the time is for the surface
 
     def experiment(combination: Combination) -> Experiment:
         asked = settings
@@ -278,7 +280,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
             workloads=workloads,
             equivalence_margin=asked.margin,
             minutes=minutes if has_load else None,
-            until_decided=asked.until == "decided",
+            until_decided=asked.until == "decided" or bool(asked.surface),
             time_limit_minutes=asked.time_limit if asked.until == "decided" else None,
             request_timeout_s=asked.request_timeout,
             explain=full if asked.explain is None else asked.explain,

@@ -9,15 +9,29 @@ arm gets its own protocol, and a check names the difference.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
 
-from loadgen.experiment.plan import PRESETS, SPAN, PlanError, base_workload, unique_names
+from loadgen.experiment.plan import (
+    PRESETS,
+    SPAN,
+    PlanError,
+    base_workload,
+    surface_base,
+    surface_users,
+    unique_names,
+)
 from loadgen.experiment.prompts import SETTLING, PromptError, Trace
 from loadgen.experiment.schedule import block_seconds, warm_up_users
-from loadgen.experiment.settings import LANGUAGE_USERS, SMOKE_BATCH_SIZES, ExperimentSettings, read_limits
+from loadgen.experiment.settings import (
+    LANGUAGE_USERS,
+    SMOKE_BATCH_SIZES,
+    SURFACE_BATCH_SIZES,
+    ExperimentSettings,
+    read_limits,
+)
 from loadgen.quantities import significant
 from loadgen.records.run import (
     TEXT_TRANSPORTS,
@@ -69,7 +83,7 @@ _MEANT_FOR_TENSORS = (
     ("matrix", "language models have one payload"),
 )
 _SCENARIOS: tuple[Scenario, ...] = (
-    "cold-start", "single", "concurrent", "long-prompt", "long-answer", "open", "goodput", "shared-prefix"
+    "cold-start", "single", "concurrent", "long-prompt", "long-answer", "open", "goodput", "shared-prefix", "surface"
 )  # fmt: skip
 
 
@@ -81,7 +95,7 @@ def check_language(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> 
         return
     for name, reason in _MEANT_FOR_TENSORS:
         value = getattr(settings, name)
-        if name in settings.model_fields_set and value not in (None, (), False, SMOKE_BATCH_SIZES):
+        if name in settings.model_fields_set and value not in (None, (), False, SMOKE_BATCH_SIZES, SURFACE_BATCH_SIZES):
             option = f"--{name.replace('_', '-')}"
             raise PlanError(f"{option} has no effect on a language model: {reason}; leave it out")
     if settings.deployment == "compose":
@@ -108,7 +122,9 @@ def _check_tensors(settings: ExperimentSettings) -> None:
                 f"--{name.replace('_', '-')} is for language models, and {settings.model} is not one; name one as in "
                 "--model language:demo"
             )
-    if other := next((name for name in settings.scenarios if name in _SCENARIOS[3:] and name != "open"), None):
+    if other := next(
+        (name for name in settings.scenarios if name in _SCENARIOS[3:] and name not in ("open", "surface")), None
+    ):
         raise PlanError(
             f"the scenario {other} is for language models, and {settings.model} is not one; name one as in --model "
             "language:demo"
@@ -175,6 +191,7 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
     limits = None if settings.limits is None else read_limits(settings.limits)
     base = base_workload(settings, gpu=gpu, factor=BLOCK_FACTOR)
     base = msgspec.structs.replace(base, requests=1, limits=limits)  # an answer is many steps of a GPU
+    prompts = settings.prompt_tokens or (None,)
 
     def like(scenario: Scenario, lengths: tuple[int, int], **more: object) -> Workload:
         prompt, output = lengths
@@ -186,7 +203,7 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
         return msgspec.structs.replace(load, requests=max(load.requests, math.ceil(SPAN * load.concurrency)))
 
     def lengths(default: tuple[int, int]) -> tuple[int, int]:
-        return settings.prompt_tokens or default[0], settings.output_tokens or default[1]
+        return prompts[0] or default[0], settings.output_tokens or default[1]
 
     short = settings.preset == "smoke"
     alone, several = (lengths(SMOKE if short else long if gpu else SHORT) for long in (LONG, CONCURRENT))
@@ -203,11 +220,12 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
     if "long-prompt" in scenarios:
         workloads.append(like("long-prompt", (LONG_PROMPT[0], settings.output_tokens or LONG_PROMPT[1])))
     if "long-answer" in scenarios:
-        workloads.append(like("long-answer", (settings.prompt_tokens or LONG_ANSWER[0], LONG_ANSWER[1])))
+        workloads.append(like("long-answer", (prompts[0] or LONG_ANSWER[0], LONG_ANSWER[1])))
     if "shared-prefix" in scenarios:
         shared = like("shared-prefix", several, concurrency=max(1, min(users)))
         prefix = int(SHARED_SHARE * several[0])
         workloads.append(msgspec.structs.replace(shared, shared_prefix=prefix))
+    workloads += _surface(settings, partial(like, "surface"), several, gpu=gpu)
     if "open" in scenarios or settings.rates:
         due = max(settings.open_seconds, base.seconds)
         open_loop = partial(
@@ -241,6 +259,22 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
             )
         )  # fmt: skip
     return unique_names(workloads)
+
+
+def _surface(
+    settings: ExperimentSettings, like: Callable[..., Workload], lengths: tuple[int, int], *, gpu: bool
+) -> list[Workload]:
+    """With --surface every number of users with every prompt; without any the prompts have the first of these
+    `lengths`."""
+    if not settings.surface:
+        return []
+    first = surface_base(settings, gpu=gpu, factor=BLOCK_FACTOR)
+    times = {"seconds": first.seconds, "max_seconds": first.max_seconds, "rounds": first.rounds}
+    return [
+        like((prompt, lengths[1]), concurrency=users, requests=settings.requests, **times)
+        for prompt in settings.prompt_tokens or lengths[:1]
+        for users in surface_users(settings)
+    ]
 
 
 def with_rates(workloads: Sequence[Workload], request_seconds: Mapping[str, float]) -> tuple[Workload, ...]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadgen.experiment.settings import DEFAULT_SCENARIOS, ArmSettings, ExperimentSettings
+from loadgen.experiment.settings import DEFAULT_SCENARIOS, SURFACE_SCENARIOS, ArmSettings, ExperimentSettings
 from loadgen.records.payloads import BACKEND_ENDINGS, IMAGE_PAYLOADS, implied_payload, served_name, takes_images
 from loadgen.records.run import (
     EMBEDDED,
@@ -46,6 +46,9 @@ SPAN = 3.0
 BOUNDS_PER_TRIAL = 20.0
 """A trial lasts at least this many times its bound; a shorter one ends before the queue of a rate that is 5 % too high
 has grown to the bound."""
+SURFACE_ROUNDS, MOST_POINTS = 4, 200
+"""Of a surface: the first rounds of every load, below which no interval that stays valid can be computed, and the most
+loads."""
 AS_SERVED = "as in the stack's .env"
 """Recorded as the weights of a compose run, which uses those of the stack."""
 PAD_TO = (32, 64, 128, 256, 512)
@@ -309,7 +312,7 @@ def least_rounds(settings: ExperimentSettings) -> int:
 def minutes_of(settings: ExperimentSettings) -> float | None:
     """Minutes of the comparison, where the number of rounds follows from the time; more arms get more. Raises
     `PlanError`."""
-    if settings.rounds is None and settings.until == "planned":
+    if settings.surface or (settings.rounds is None and settings.until == "planned"):
         return settings.minutes or PRESETS[settings.preset].minutes * len(settings.arms) / 2
     if settings.minutes is not None:
         other = "--rounds" if settings.rounds is not None else "--until decided"
@@ -322,6 +325,11 @@ def check_restarts(settings: ExperimentSettings, workloads: Sequence[Workload]) 
     restarts = settings.restarts
     if restarts == 1:
         return
+    if settings.surface:
+        raise PlanError(
+            "--surface adds rounds where the winner is uncertain, and --restarts needs as many everywhere; give one of "
+            "the two options"
+        )
     if settings.until == "decided":
         raise PlanError(
             "--until decided stops after any pair, and --restarts needs all of them; give one of the two options"
@@ -353,7 +361,9 @@ def make_workloads(
     scenarios, preset = scenarios or settings.scenarios, PRESETS[settings.preset]
     for scenario, option, values, example in (
         ("batched", "--batch-sizes", settings.batch_sizes, "8,32"),
+        ("surface", "--batch-sizes", settings.batch_sizes, "1,8"),
         ("concurrent", "--concurrency", settings.concurrency, "16"),
+        ("surface", "--concurrency", settings.concurrency, "16"),
         ("open", "--rates", settings.rates, "20,50"),
         ("slo", "--slo-p99-ms", settings.slo_p99_ms, "50"),
     ):
@@ -383,6 +393,17 @@ def make_workloads(
             for users in sorted(set(settings.concurrency))
             for length in lengths
         ]
+    if "surface" in scenarios:
+        first = surface_base(settings, gpu=gpu)
+        most = max(settings.requests, first.requests)
+        workloads += [
+            msgspec.structs.replace(
+                first, scenario="surface", concurrency=users, batch_size=size, requests=most, sequence_length=length
+            )
+            for size in settings.batch_sizes
+            for length in lengths
+            for users in surface_users(settings)
+        ]
     due = max(settings.open_seconds, seconds)
     workloads += [
         like_single(
@@ -409,6 +430,52 @@ def make_workloads(
             )
         )
     return unique_names(workloads)
+
+
+def check_surface(settings: ExperimentSettings) -> None:
+    """Raises `PlanError` for settings that a surface does not have, with an alternative."""
+    if not settings.surface:
+        if "surface" in settings.scenarios:
+            raise PlanError("the scenario surface is asked for with --surface; leave it out of --scenarios")
+        if len(settings.prompt_tokens or ()) > 1:
+            raise PlanError("several --prompt-tokens make a surface; add --surface, or give one")
+        return
+    if settings.scenarios != SURFACE_SCENARIOS:
+        raise PlanError("--surface is a scenario of its own; leave --scenarios out")
+    if settings.until == "decided":
+        raise PlanError("--surface adds rounds until its --minutes are over; leave --until out")
+    for name in ("rates", "slo_p99_ms", "trace"):
+        if getattr(settings, name):
+            raise PlanError(
+                f"--surface varies the users of closed loops, so that --{name.replace('_', '-')} has no place in it; "
+                "leave it out"
+            )
+    if len(sweep(settings)) > 1 and len(settings.batch_sizes) > 1:
+        raise PlanError(
+            "a surface has two axes, the users and one more; give several --batch-sizes or several --sequence-length"
+        )
+    sizes = max(1, *map(len, (settings.batch_sizes, sweep(settings), settings.prompt_tokens or ())))
+    points = sizes * len(surface_users(settings))
+    if len(surface_users(settings)) < 2:
+        raise PlanError("a surface needs several numbers of users; give a larger --concurrency, as in 16, or a list")
+    if points > MOST_POINTS:
+        raise PlanError(f"a surface has at most {MOST_POINTS} loads, not {points}; give fewer values")
+
+
+def surface_users(settings: ExperimentSettings) -> tuple[int, ...]:
+    """The numbers of users of a surface: those of a list, or 1, 2, 4, … up to a single one."""
+    if len(settings.concurrency) != 1:
+        return tuple(sorted(set(settings.concurrency)))
+    most = settings.concurrency[0]
+    return (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
+
+
+def surface_base(settings: ExperimentSettings, *, gpu: bool, factor: float = 1.0) -> Workload:
+    """`base_workload` with few rounds, since further ones follow where the winner is uncertain. On a GPU the blocks of
+    these few last as long together as its proof needs."""
+    arms = len(settings.arms)
+    first = settings.rounds or math.ceil(SURFACE_ROUNDS / arms) * arms
+    return base_workload(settings.model_copy(update={"rounds": first}), gpu=gpu, factor=factor)
 
 
 def base_workload(settings: ExperimentSettings, *, gpu: bool = False, factor: float = 1.0) -> Workload:

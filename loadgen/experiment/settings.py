@@ -49,6 +49,8 @@ REPEATED = "repeated"
 """Marks a tuple whose values hold commas or spaces: the option is given once per value and has no variable."""
 DEFAULT_SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
 SMOKE_BATCH_SIZES = (8,)
+SURFACE_SCENARIOS: tuple[Scenario, ...] = ("surface",)
+SURFACE_USERS, SURFACE_BATCH_SIZES = (16,), (1, 8)
 LANGUAGE_SCENARIOS: tuple[Scenario, ...] = ("single", "concurrent")
 LANGUAGE_USERS, LANGUAGE_SMOKE_USERS = (4, 16), (4,)
 DEFAULT_PROJECT = "abserve"
@@ -136,6 +138,7 @@ Scenarios = Annotated[tuple[Scenario, ...], SEPARATED, Field(min_length=1)]
 Transports = Annotated[tuple[Transport, ...], SEPARATED, Field(min_length=1)]
 Payloads = Annotated[tuple[Payload, ...], SEPARATED, Field(min_length=1)]
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], SEPARATED]
+Prompts = Annotated[tuple[Annotated[int, Field(ge=1, le=1_000_000)], ...], SEPARATED, Field(min_length=1)]
 Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, le=RATE_LIMIT_PER_S)], ...], SEPARATED]
 Bounds = Annotated[tuple[Annotated[float, Field(gt=0.0, le=60_000.0)], ...], SEPARATED]
 Lengths = Annotated[str, _sizes_or("text")]
@@ -305,21 +308,25 @@ class ExperimentSettings(Settings):
         "embedded", description="embedded starts the servers; compose uses the running Docker Compose stack."
     )
     compose_project: str | None = _target(None, description=f"Name of that stack (default: {DEFAULT_PROJECT}).")
+    surface: bool | None = _load(
+        None,
+        description="Map which arm is best over users × batch sizes (--concurrency 16: 1, 2, 4, 8, 16), or lengths "
+        "(--sequence-length) or prompts (--prompt-tokens); rounds go to where the winner is uncertain.",
+    )
     batch_sizes: Sizes = _load(
         (8, 32),
-        description="Batch sizes of the scenario batched (8 with --preset smoke); servers that are started accept at "
-        "least the largest.",
+        description="Batch sizes of the scenario batched (8 with --preset smoke) and of --surface (1,8); servers that "
+        "are started accept at least the largest.",
     )
     concurrency: Sizes = _load(
         (16,),
         description="Numbers of users of the scenario concurrent (4, 16 and on a GPU 64 of a language model; 4 with "
         "--preset smoke).",
     )
-    prompt_tokens: int | None = _load(
+    prompt_tokens: Prompts | None = _load(
         None,
-        ge=1,
-        le=1_000_000,
-        description="Tokens per prompt of a language model (default: 32, on a GPU 128 or 256; long-prompt: 2048).",
+        description="Tokens per prompt of a language model (default: 32, on a GPU 128 or 256; long-prompt: 2048); a "
+        "list with --surface.",
     )
     output_tokens: int | None = _load(
         None,
@@ -425,6 +432,16 @@ class ExperimentSettings(Settings):
     def _defaults_of_language_models(cls, value: Any) -> Any:
         generates = isinstance(value, dict) and is_language(str(value.get("model", "")))
         return language_defaults(value.get("preset")) | value if generates else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_surfaces(cls, value: Any) -> Any:
+        """Runs before the other defaults are filled in, which then leave these as they are."""
+        if not isinstance(value, dict) or not value.get("surface"):
+            return value
+        sizes = (1,) if "," in str(value.get("sequence_length") or "") else SURFACE_BATCH_SIZES
+        of_tensors = {} if is_language(str(value.get("model", ""))) else {"batch_sizes": sizes}
+        return {"scenarios": SURFACE_SCENARIOS, "concurrency": SURFACE_USERS, **of_tensors, **value}
 
     @property
     def is_language(self) -> bool:

@@ -14,7 +14,7 @@ from operator import itemgetter
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons, winner_of
 from loadgen.metrics.registry import ACHIEVED_RATE, METRICS
 from loadgen.metrics.summaries import WorkloadSummary, interval_of
-from loadgen.quantities import is_determined, join, measured, ratio, ratio_interval, shown_ratio
+from loadgen.quantities import counted, is_determined, join, measured, ratio, ratio_interval, shown_ratio
 from loadgen.records.run import Label, Pairing, Record, Workload, shown
 
 ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")
@@ -52,6 +52,9 @@ def _at_load(workload: Workload) -> str:
         return f"at {workload.rate_per_s or 0.0:g} requests/s"
     if workload.scenario == "batched":
         return f"at batch {workload.batch_size}"
+    if workload.scenario == "surface":
+        size = f"{workload.prompt_tokens}-token prompts" if workload.is_streamed else f"batch {workload.batch_size}"
+        return f"at {counted(workload.concurrency, 'user')}, {size}"
     if workload.scenario == "concurrent":
         size = f", batch {workload.batch_size}" if workload.batch_size > 1 else ""
         return f"at concurrency {workload.concurrency}{size}"

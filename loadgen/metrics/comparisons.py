@@ -165,10 +165,14 @@ def pair_metrics(
     """Every metric of every workload of each arm beside the baseline, in the order of the report; then, for ranking,
     the leading one of the other arms among themselves. `figures` are those that probes measured. Without `requests`
     high percentiles have no data."""
+    by_workload: dict[str, list[BlockSummary]] = {}
+    for block in blocks:
+        if block.complete:
+            by_workload.setdefault(block.workload, []).append(block)
 
     def pair(workload: Workload, metric: Metric, pairing: Pairing) -> PairedMetric:
         if metric.has_function:
-            return _block_pairs(workload, metric, pairing, blocks, requests or {})
+            return _block_pairs(workload, metric, pairing, by_workload.get(workload.name, ()), requests or {})
         return _figure_pairs(workload, metric, pairing, figures)
 
     paired = []
@@ -195,10 +199,9 @@ def _figure_pairs(workload: Workload, metric: Metric, pairing: Pairing, figures:
 def _block_pairs(
     workload: Workload, metric: Metric, pairing: Pairing, blocks: Sequence[BlockSummary], requests: RequestValues
 ) -> PairedMetric:
-    usable = {
-        (block.round, block.label): block for block in blocks if block.workload == workload.name and block.complete
-    }
-    couples = [(base, arm) for _, base, arm in side_by_side(usable, pairing)]
+    """`blocks` are the complete ones of the workload."""
+    by_round = {(block.round, block.label): block for block in blocks}
+    couples = [(base, arm) for _, base, arm in side_by_side(by_round, pairing)]
     arms = zip(pairing, zip(*couples, strict=True), strict=True) if couples else ()
     loops = (
         (label, pool_open_loops([b.open_loop for b in of_arm if b.open_loop is not None])) for label, of_arm in arms

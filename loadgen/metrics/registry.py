@@ -586,13 +586,14 @@ def leading_metric(workload: Workload) -> Metric:
     """The metric that gives a workload's verdict and decides when to stop. In an open loop it is the highest percentile
     of the latency, of streamed answers of the TTFT, that the planned pairs have enough requests for.
 
-    Of streamed answers it is TPOT for a single user, the tokens per second for several users, and in an open loop with
-    limits the goodput."""
+    Of streamed answers it is TPOT for a single user, the tokens per second for several users and everywhere on a
+    surface, and in an open loop with limits the goodput."""
     if workload.scenario == "cold-start":
         return TIME_TO_FIRST_ANSWER
     if workload.has_blocks and workload.is_streamed:
         if not workload.is_open:
-            return TPOT if workload.concurrency == 1 else OUTPUT_TOKENS
+            alone = workload.concurrency == 1 and workload.scenario != "surface"
+            return TPOT if alone else OUTPUT_TOKENS
         if workload.limits is not None:
             return GOODPUT
     if not workload.is_open or workload.rate_per_s is None:

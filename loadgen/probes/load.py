@@ -7,7 +7,8 @@ least well. They are chosen by the spread of their ratios and never by the ratio
 attracts nor repels further rounds (Stein, Ann. Math. Statist. 16, 1945, proves it for one choice; for choices after
 every pass `tests/truth/test_one_run_in_twenty.py` shows by simulation that the interval of a fixed plan holds).
 **Until decided** a scenario drops out once its leading comparisons with the baseline name a winner or no meaningful
-difference, judged by the comparisons of the report on intervals that allow repeated checks.
+difference, judged by the comparisons of the report on intervals that allow repeated checks. **A surface** has the same
+intervals, and rounds where `loadgen.metrics.surface` finds the winner uncertain, for as long as the time lasts.
 
 Rounds are whole, and no round begins that would end too late. Comparisons are made while nothing is under load.
 """
@@ -29,6 +30,7 @@ from loadgen.metrics.comparisons import Comparison, PooledRequests, advantage, c
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.registry import METRICS, THROUGHPUT
 from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary, figure_of, summarise_blocks, without_field_in
+from loadgen.metrics.surface import counts_in_words, surface_of, uncertain
 from loadgen.probes.registry import Probe
 from loadgen.quantities import counted, items, join, measured, number, share
 from loadgen.records.run import Found, Label, Pairing, Record, Workload, item_of, shown
@@ -136,7 +138,8 @@ class Rounds:
         self._workloads = {workload.name: workload for workload in load_workloads(context.experiment.workloads)}
         self._blocks = blocks
         self._summaries = list(summarise_blocks(blocks))
-        self._requests = PooledRequests(blocks if context.experiment.until_decided else ())
+        decides = context.experiment.until_decided and not context.experiment.is_surface
+        self._requests = PooledRequests(blocks if decides else ())
         self._open = dict(self._workloads)
         self._beside = 0.0
         """Seconds of a round outside its blocks, mostly idle gaps."""
@@ -151,6 +154,9 @@ class Rounds:
         seconds = sum(self._context.forecast.round_s(workload) for workload in self._workloads.values())
         scenarios = counted(len(self._workloads), "scenario")
         left = max(0.0, self._deadline - self._began)
+        if self._context.experiment.is_surface:
+            minutes = counted(round(left / 60.0, 1), "minute")
+            return f"rounds of {scenarios}, more where the winner is uncertain, {minutes} at most"
         if self._context.experiment.until_decided:
             return f"rounds of {scenarios} until all are decided, {counted(round(left / 60.0, 1), 'minute')} at most"
         rounds = max(self._least, int(left / seconds))
@@ -185,6 +191,9 @@ class Rounds:
             self._beside = max(
                 0.0, monotonic() - began - sum(context.forecast.round_s(blocks[0].workload) for blocks in chosen)
             )
+            if experiment.is_surface:
+                self._open = self._uncertain() if pass_number >= self._least else self._open
+                continue
             if experiment.until_decided:
                 self._requests.add(done)
                 self._close_decided()
@@ -197,7 +206,7 @@ class Rounds:
         context.forecast.load_ends_at = None
 
     def _that_fit(self, chosen: list[list[ScheduledBlock]]) -> list[list[ScheduledBlock]]:
-        """The rounds that the time allows; until decided all or none."""
+        """The rounds that the time allows; until decided all or none, but of a surface as many as there are."""
         left = self._deadline - monotonic() - self._beside
         fitting: list[list[ScheduledBlock]] = []
         for blocks in chosen:
@@ -205,7 +214,17 @@ class Rounds:
             if seconds <= left:
                 fitting.append(blocks)
                 left -= seconds
-        return fitting if len(fitting) == len(chosen) or not self._context.experiment.until_decided else []
+        experiment = self._context.experiment
+        return fitting if len(fitting) == len(chosen) or experiment.is_surface or not experiment.until_decided else []
+
+    def _uncertain(self) -> dict[str, Workload]:
+        """The points of the surface that get a further round. High percentiles, which take long, decide none."""
+        experiment = self._context.experiment
+        surface = surface_of(experiment, compare_all(experiment, self._summaries))
+        if surface is None:
+            return {}
+        self._context.progress.now(counts_in_words(surface, {label: shown(label) for label in experiment.labels}))
+        return {name: self._workloads[name] for name in uncertain(surface) if name in self._workloads}
 
     def _neediest(self) -> dict[str, Workload]:
         """The scenarios with the largest relative standard error of throughput and median."""

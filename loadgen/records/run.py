@@ -31,7 +31,7 @@ Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 """The name of an arm: a, b, c, …, or a name from an experiment file."""
 LanguageScenario = Literal["long-prompt", "long-answer", "shared-prefix", "goodput"]
 """Scenarios of language models alone."""
-Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "ramp", LanguageScenario]
+Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "ramp", "surface", LanguageScenario]
 Arrivals = Literal["closed", "constant", "poisson", "trace"]
 TensorTransport = Literal["http", "grpc", "shm"]
 TRANSPORTS: tuple[TensorTransport, ...] = get_args(TensorTransport)
@@ -267,7 +267,7 @@ class Workload(Record, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Its name: cold-start, single, batched(8), concurrent(16, length 128), poisson(50/s), slo(p99≤50ms), ramp;
-        poisson(50 %) of the slower arm's rate."""
+        poisson(50 %) of the slower arm's rate; surface(16, batch 8) with 16 users."""
         if self.latency_bound_ms is not None:
             return f"slo(p99≤{self.latency_bound_ms:g}ms)"
         if self.scenario == "goodput":
@@ -279,9 +279,13 @@ class Workload(Record, frozen=True, kw_only=True):
         if self.is_open:
             batch = f", batch {self.batch_size}" if self.batch_size > 1 else ""
             return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_per_s or 0.0:g}/s{batch})"
-        size = {"batched": self.batch_size, "concurrent": self.concurrency}.get(self.scenario)
+        users = self.concurrency
+        size = {"batched": self.batch_size, "concurrent": users, "surface": users}.get(self.scenario)
+        other = None
+        if self.scenario == "surface":
+            other = f"prompt {self.prompt_tokens}" if self.is_streamed else f"batch {self.batch_size}"
         length = None if self.sequence_length is None else f"length {self.sequence_length}"
-        details = ", ".join(str(detail) for detail in (size, length) if detail is not None)
+        details = ", ".join(str(detail) for detail in (size, other, length) if detail is not None)
         return f"{self.scenario}({details})" if details else self.scenario
 
 
@@ -356,6 +360,12 @@ class Experiment(Record, frozen=True, kw_only=True):
     def is_language(self) -> bool:
         """Whether the arms serve a language model: prompts go to them, and streamed tokens come back."""
         return self.transport in TOKEN_TRANSPORTS
+
+    @property
+    def is_surface(self) -> bool:
+        """Whether its workloads are the points of a decision surface, which get rounds where the winner is uncertain;
+        `minutes` then limits a run that is `until_decided`."""
+        return any(workload.scenario == "surface" for workload in self.workloads)
 
     @property
     def labels(self) -> tuple[Label, ...]:

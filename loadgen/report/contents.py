@@ -17,7 +17,7 @@ from loadgen.quantities import join, number, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, CalibrationWorkload, TimingError
 from loadgen.records.run import Label, Pairing, shown
 from loadgen.report.charts import several
-from loadgen.report.sections import checks, comparisons, conditions, tokens, verdict
+from loadgen.report.sections import checks, comparisons, conditions, surface, tokens, verdict
 from loadgen.report.sections.comparisons import against_baseline, better_of, comparison_table
 from loadgen.verdict.checks.registry import validity
 from loadgen.verdict.result import Result
@@ -27,7 +27,7 @@ MakeSection = Callable[[Result], doc.Section | None]
 PROBES = None
 """The place of the probes' sections in a chapter."""
 CONTENTS: Sequence[tuple[str, Sequence[MakeSection | None]]] = (
-    ("", (verdict.verdict, verdict.overview, verdict.brief_why, verdict.brief_proof)),
+    ("", (verdict.verdict, surface.decision_surface, verdict.overview, verdict.brief_why, verdict.brief_proof)),
     ("Comparisons", (comparisons.comparisons, comparisons.ranking, comparisons.thresholds)),
     ("Why", (PROBES,)),
     ("Detail", (tokens.token_table, tokens.first_token_and_pace, tokens.gaps, tokens.costs, PROBES)),

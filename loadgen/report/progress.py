@@ -37,7 +37,7 @@ from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.checks.run import parity_figures
 
 FIXED = "These intervals do not stop the run; the verdict follows after the checks."
-OPEN = "Pairs are added until every scenario is decided; these intervals stay valid when checked after every pair."
+OPEN = "Pairs are added where the winner is uncertain; these intervals stay valid when checked after every pair."
 MIN_TRACK, MAX_TRACK = 10, 40
 _MIN_SPAN = math.log(1.05)
 _HIGHER_IS_BETTER = {metric.title: metric.higher_is_better for metric in METRICS.values()}

@@ -15,6 +15,7 @@ from itertools import product
 from loadgen.metrics.claims import WorkloadRanking, neighbours, place, weight
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons
 from loadgen.metrics.registry import METRICS, SERVED
+from loadgen.metrics.surface import Surface, counts_in_words, crossing_in_words, rows_in_words, surface_of
 from loadgen.quantities import counted, join, ratio, ratio_interval
 from loadgen.records.run import Experiment, Label, Workload, shown
 from loadgen.verdict.checks.registry import CHECKS, Check, in_sentence, invalidating, reached
@@ -61,7 +62,10 @@ def headline(
     elif failed:
         before = ("Not valid; the complete workloads show: ", "Not valid; otherwise ")
     main = main_comparison(comparisons, rankings, workloads)
-    if main is None:
+    surface = surface_of(experiment, comparisons)
+    if surface is not None and any(point.winner for point in surface.points):
+        parts = _of_surface(surface, names)
+    elif main is None:
         parts = [_no_winner(experiment, usable, names), _besides(comparisons)]
     else:
         ranking = next((r for r in rankings if r.scenario == main.scenario), None) if len(names) > 2 else None
@@ -153,6 +157,20 @@ def _claims(
             text = f"{start}{better} has {factor} lower {METRICS[comparison.metric].title} than {other}"
         texts += [f"{text}{after} (95 % interval {interval})", f"{text}{after} ({interval})"]
     return (texts[0], texts[1], texts[3], f"{text.removeprefix(start)} {where} ({interval})")
+
+
+def _of_surface(surface: Surface, names: Mapping[Label, str]) -> list[Alternatives]:
+    """The crossing that is known best and what holds at the other sizes; without a crossing who wins how often."""
+    letters = {label: shown(label) for label in names}
+    if not surface.crossings:
+        texts = [counts_in_words(surface, called) for called in (names, letters)]
+        return [(*texts, texts[1].partition(";")[0], texts[1].partition(",")[0])]
+    main = min(surface.crossings, key=lambda crossing: crossing.ci95[1] / crossing.ci95[0])
+    clauses = dict(zip(surface.rows, rows_in_words(surface), strict=True))
+    others = [clause for size, clause in clauses.items() if size != main.size]
+    shorter = [clause for clause in others if "no winner" not in clause]
+    rest = tuple(dict.fromkeys("".join(f"; {clause}" for clause in some) for some in (others, shorter, ())))
+    return [tuple(crossing_in_words(surface, main, called) for called in (names, letters)), rest]
 
 
 def _shortened(clause: str) -> Alternatives:

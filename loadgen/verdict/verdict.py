@@ -32,6 +32,7 @@ from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_
 from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.metrics.registry import METRICS, SERVED, THROUGHPUT, TPOT
 from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary, figure_of
+from loadgen.metrics.surface import Surface, rows_in_words, surface_of, uncertain
 from loadgen.probes.causes_analysis import CauseEffect, CausesFound
 from loadgen.probes.tokens_analysis import TokensFound, explain_tokens
 from loadgen.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms, significant
@@ -74,6 +75,8 @@ class Verdict(Record, frozen=True, kw_only=True):
     scenarios: tuple[ScenarioVerdict, ...]
     rankings: tuple[WorkloadRanking, ...]
     """A ranking per scenario with a valid comparison."""
+    surface: Surface | None = None
+    """The decision surface, with --surface."""
     failed: tuple[str, ...]
     """Each check that removed a verdict, with the scenarios it covers."""
     caveats: tuple[str, ...]
@@ -87,7 +90,8 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
     rankings = rank(facts.comparisons, experiment.baseline.label)
     apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
     slowed = complaints([check for check in checks if check.name == handicap.name])
-    text = _sentence(facts, titles, rankings, failed, slowed)
+    surface = surface_of(experiment, facts.comparisons)
+    text = _sentence(facts, titles, rankings, surface, failed, slowed)
     usable = {s.scenario for s in scenarios if s.outcome != "invalid"} or {s.scenario for s in scenarios}
     main = max((workload for workload in experiment.workloads if workload.name in usable), key=weight, default=None)
     workloads = _by_name(facts)
@@ -100,6 +104,7 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
         main_scenario=None if main is None else main.name,
         scenarios=scenarios,
         rankings=rankings,
+        surface=surface,
         failed=failed,
         caveats=tuple(
             sentence(check.detail)
@@ -138,6 +143,7 @@ def _sentence(
     facts: Facts,
     titles: dict[Label, str],
     rankings: Sequence[WorkloadRanking],
+    surface: Surface | None,
     failed: Sequence[str],
     slowed: Sequence[str],
 ) -> str:
@@ -158,7 +164,10 @@ def _sentence(
         before = "The run is not valid (see the failed checks); the workloads that are complete show: "
     names = {label: f"{shown(label)} ({title})" for label, title in titles.items()}
     two = len(facts.run.experiment.arms) == 2
-    text = _two_arms(facts, usable, names) if two else _many_arms(facts, usable, rankings, names)
+    if surface is not None:
+        text = "; ".join([*rows_in_words(surface, names)[:1], *rows_in_words(surface)[1:]]) + "."
+    else:
+        text = _two_arms(facts, usable, names) if two else _many_arms(facts, usable, rankings, names)
     begins_with_name = text.startswith(tuple(names.values()))
     return before + text if before or begins_with_name else sentence(text)
 
@@ -488,6 +497,8 @@ def describe_stopping(experiment: Experiment, state: RunState | None, comparison
         ended = "plan" if experiment.minutes is None else "time"
         if experiment.until_decided:
             ended = "time limit" if undecided else "decided"
+        if (surface := surface_of(experiment, comparisons)) is not None:
+            ended = "time" if uncertain(surface) else "decided"
     pairs: dict[str, int] = {}
     for c in leading:
         pairs[c.scenario] = min(c.pairs, pairs.get(c.scenario, c.pairs))
@@ -523,6 +534,7 @@ def _stopping_sentence(
     apart = f", {cold} of cold starts" if cold and cold != fewest else ""
     if ended == "time":
         time = counted(experiment.minutes or 0.0, "minute")
+        apart = ", more where the winner was uncertain" if experiment.is_surface else apart
         return f"As many rounds as {time} allowed: {count} of each workload{starts}{apart}."
     return f"As planned: {count} of each workload{starts}{apart}."
 

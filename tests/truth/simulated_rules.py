@@ -7,7 +7,7 @@ its speed is the machine's. So what is simulated is which rounds run, when the r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +96,8 @@ class Load:
     _slow: dict[tuple[str, int], bool] = field(default_factory=dict)
     restart: int = 0
     done: list[BlockSummary] = field(default_factory=list)
+    lead: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """log of how many times as fast an arm is in a workload, where arms are not identical."""
 
     @property
     def forecast(self) -> Any:
@@ -139,7 +141,7 @@ class Load:
 
     def _log_seconds(self, scheduled: ScheduledBlock) -> float:
         machine, name = self.machine, scheduled.workload.name
-        seconds = machine.drift * self.clock_s / self.limit_s
+        seconds = machine.drift * self.clock_s / self.limit_s - self.lead.get((name, scheduled.label), 0.0)
         if machine.shared:
             seconds += self._lasting("", scheduled) + self.rng.normal(0.0, SPREAD)
         else:
@@ -171,12 +173,17 @@ def play(ending: Ending, machine: Machine, rng: np.random.Generator, *, tails: b
         seed=int(rng.integers(2**31)),
     )
     load = Load(plan, machine, rng, limit_s=float(ending.rounds * ending.arms * ending.workloads))
+    run(load)
+    return compare_all(plan, load.blocks, requests=latencies(load.blocks, rng) if tails else None)
+
+
+def run(load: Load) -> None:
+    """Run the project's own loop on such a load."""
     unread = SimpleNamespace(add=lambda _: None, by_block=None)
     with patch.multiple(
         load_probe, monotonic=lambda: load.clock_s, summarise_blocks=tuple, PooledRequests=lambda _: unread
     ):
         load_probe.measure(load)  # type: ignore[arg-type]
-    return compare_all(plan, load.blocks, requests=latencies(load.blocks, rng) if tails else None)
 
 
 def winners(ending: Ending, machine: Machine, trials: int, *, tails: bool = False) -> int:

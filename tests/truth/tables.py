@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+import numpy as np
 
 from loadgen.stats.ratios import detectable_effect
 from tests.truth import promises
 from tests.truth.closed_loops import KINDS, bias
 from tests.truth.planted_runs import TRUTHS, try_truth
-from tests.truth.simulated_rules import BEYOND, ENDINGS, MACHINES, winners
+from tests.truth.simulated_rules import BEYOND, ENDINGS, LASTING, MACHINES, Machine, winners
 from tests.truth.simulated_runs import plain, weather
+from tests.truth.simulated_surfaces import SIZES, names_a_point, play_surface
 
 
 def percent(share: promises.Share) -> str:
@@ -29,7 +32,8 @@ def table(headings: str, rows: Iterator[str], first: int = 1) -> str:
     return "\n".join([f"| {headings} |", f"| {rule} |", *(f"| {row} |" for row in rows), ""])
 
 
-RUNS = 1000
+RUNS, MAPS = 1000, 200
+STRONGEST = LASTING[-1]
 
 
 def one_run_in_twenty() -> Iterator[str]:
@@ -37,6 +41,34 @@ def one_run_in_twenty() -> Iterator[str]:
     for machine in (*MACHINES, BEYOND):
         shares = [percent(promises.Share(winners(ending, machine, RUNS), RUNS)) for ending in ENDINGS]
         yield f"{machine.name} | {' | '.join(shares)}"
+
+
+def false_maps(machine: Machine, trials: int, arms: int, sizes: tuple[int, ...] = SIZES) -> promises.Share:
+    """Decision surfaces of identical arms that name any winner."""
+    rng = np.random.default_rng(31)
+    named = sum(names_a_point(play_surface(machine, rng, arms=arms, sizes=sizes)) for _ in range(trials))
+    return promises.Share(named, trials)
+
+
+def planted_maps(
+    machine: Machine, trials: int, crossings: Mapping[int, float]
+) -> tuple[promises.Share, promises.Share]:
+    """Planted crossings that are found, the right arm below, and among them those in their intervals."""
+    rng, found, covered = np.random.default_rng(37), 0, 0
+    for _ in range(trials):
+        surface = play_surface(machine, rng, crossings, sizes=tuple(crossings)).surface
+        right = [crossing for crossing in surface.crossings if (crossing.below, crossing.above) == ("a", "b")]
+        found += len(right)
+        covered += sum(low <= crossings[crossing.size] <= high for crossing in right for low, high in [crossing.ci95])
+    return promises.Share(found, trials * len(crossings)), promises.Share(covered, max(found, 1))
+
+
+def surfaces() -> Iterator[str]:
+    """Decision surfaces with time for 12 rounds of each point."""
+    for machine in MACHINES:
+        shares = [false_maps(machine, MAPS, 2), false_maps(machine, MAPS // 2, 3, sizes=(1, 8))]
+        shares += planted_maps(machine, MAPS // 2, {1: 3.0, 8: 11.0})
+        yield f"{machine.name} | {' | '.join(map(percent, shares))}"
 
 
 def detectable() -> Iterator[str]:
@@ -167,6 +199,12 @@ def planted() -> Iterator[str]:
 
 TABLES = (
     (f"the machine | {' | '.join(map(str, ENDINGS))}", one_run_in_twenty, 1),
+    (
+        "the machine | maps of 2 identical arms with any winner | of 3 | planted crossings that are found | in their "
+        "interval",
+        surfaces,
+        1,
+    ),
     ("pairs | 1 comparison | 10 comparisons | 20 comparisons", detectable, 0),
     ("promise of a fixed plan | noise | 4 pairs | 12 pairs", fixed_plan, 2),
     (

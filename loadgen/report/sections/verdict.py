@@ -17,6 +17,7 @@ from loadgen.records.run import TRANSPORT_TITLES, ArmRecord, Experiment, shown
 from loadgen.report.charts import arm_style, base_and_arm, several
 from loadgen.report.sections.checks import check_rows, counts, style_of_check
 from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
+from loadgen.report.sections.surface import surface_chart
 from loadgen.report.sections.throughput import throughput_chart
 from loadgen.verdict.checks.registry import Check, gravest, reached, validity
 from loadgen.verdict.checks.run import gpu_present, parity_figures
@@ -56,7 +57,7 @@ def verdict(result: Result) -> doc.Section | None:
                 doc.Items(failed, on=doc.PAGES),
                 doc.Text((broken and threshold_sentence(result)) or "", "failed", on=doc.HTML),
                 doc.Items(arms),
-                *filter(None, [throughput_chart(result)]),
+                *filter(None, [surface_chart(result) or throughput_chart(result)]),
                 *(doc.Text(line, "note") for line in conditions_in_brief(result)),
                 doc.Items(caveats),
                 doc.Text(in_full, on=doc.TERMINAL | doc.MARKDOWN),
