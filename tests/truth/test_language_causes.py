@@ -25,6 +25,7 @@ def explained(tmp_path: Path) -> Result:
     return analyse(tmp_path / "run")
 
 
+@pytest.mark.slow  # by default test_causes_keep_their_promises.py, and tests/unit/loadgen/probes/causes
 def test_what_a_part_of_a_server_costs_per_token_is_found_on_its_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
