@@ -88,16 +88,20 @@ def test_two_real_servers_cross_where_it_was_planted(compare: Compare) -> None:
         for users in (1, 2, 8, 16)
     ]
     result = compare("--delay-ms 20 --no-spin", "--rate 200 --no-spin", *workloads, until_decided=True, minutes=1.0)
-    surface = surface_of(result.experiment, result.comparisons)
-    assert surface == result.verdict.surface
-    assert surface is not None
+    surface = surface_of(result.experiment, comparisons.compare_all(result.experiment, result.blocks))
+    assert surface is not None, "before the checks, which on a busy machine take every verdict"
     if any(point.winner is None for point in surface.points):
         pytest.skip(f"this machine is too restless: {surface.points}")
     (crossing,) = surface.crossings
     assert (crossing.below, crossing.above) == ("b", "a")
     assert crossing.users == pytest.approx(4.0, rel=0.25)
-    assert "A" in result.headline
-    assert "users" in result.headline
+    assert crossing.ci95[0] < crossing.users < crossing.ci95[1]
+    rounds = {point.users: 0 for point in surface.points}
+    for block in result.blocks:
+        rounds[int(block.workload.partition("(")[2].partition(",")[0])] += block.label == "a"
+    assert min(rounds[2], rounds[8]) > max(rounds[1], rounds[16])
+    if result.valid:
+        assert result.headline.startswith(f"A is faster from {crossing.words} on at batch 4, B below")
 
 
 def test_the_share_of_false_maps_counts_every_winner() -> None:
