@@ -325,7 +325,7 @@ def _server(arm: _TokenArm, _: Sequence[_TokenArm]) -> Ablation | Untested:
 
 
 def _engine(arm: _TokenArm, arms: Sequence[_TokenArm]) -> Ablation | Untested:
-    """The baseline's engine takes the place of the others; where that is none of abserve's, the default one."""
+    """The baseline's engine takes the place of the others, or the default one if abserve has no such engine."""
     chosen = arms[0].engine if arms[0].has_own_engine else DEFAULT_ENGINE
     if arm.has_own_engine and arm.engine == chosen:
         return arm.without("engine", f"its engine is {chosen} already")

@@ -126,7 +126,7 @@ def analyse_run(run: StoredRun) -> Result:
         summarise_workload(workload.name, label, run.blocks, blocks) for workload in loads for label in labels
     )
     complete = [block for block, summary in zip(run.blocks, blocks, strict=True) if summary.complete]
-    # Of a streamed answer nearly all the time is that of reading it, whatever the server does meanwhile: no stages.
+    # No stages of a streamed answer: the client reads it from its first token to its last.
     breakdowns = tuple(
         breakdown
         for workload in loads

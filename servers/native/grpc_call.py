@@ -145,7 +145,7 @@ class Call:
         """The message that is arriving."""
         self._inbox: deque[GrpcMessage] = deque()
         self.answering: MessageAnswer | None = None
-        """What answers the present message; None while there is no message, and for a decoupled call."""
+        """What answers the present message. None without a message, and for a decoupled call."""
         self.open_answers: set[MessageAnswer] = set()
         """What answers the messages of a decoupled call."""
         self._going_on = False

@@ -79,8 +79,8 @@ def test_rounds_go_to_where_the_winner_is_uncertain() -> None:
 
 @pytest.mark.slow
 def test_two_real_servers_cross_where_it_was_planted(compare: Compare) -> None:
-    """A answers each user after 20 ms; B answers 200 requests a second, whoever asks: they serve the same with four
-    users."""
+    """A answers each user after 20 ms; B answers 200 requests a second in all. With four users both serve the
+    same."""
     workloads = [
         Workload(
             scenario="surface", batch_size=4, concurrency=users, requests=20, seconds=0.4, max_seconds=10.0, rounds=4

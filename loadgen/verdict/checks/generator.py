@@ -250,7 +250,7 @@ def _waits_in_search(facts: Facts, workload: Workload) -> Judgement:
         return Judgement(None, "no trial has enough requests for a p99", None, SEARCH_WAIT_LIMIT, scope)
     bound_ms = workload.latency_bound_ms if workload.limits is None else workload.limits.ttft_ms
     if not bound_ms:
-        return Judgement(None, "no limit includes the wait: there is none for the first token", scope=scope)
+        return Judgement(None, "the first token has no limit, which alone would include the wait", scope=scope)
     longest, of_bound = max(lags), max(lags) / bound_ms
     detail = (
         f"at the rates found, the p99 of the wait for one of {workload.concurrency} connections was up to "

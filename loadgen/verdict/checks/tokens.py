@@ -209,7 +209,7 @@ def tokens_agree(facts: Facts) -> Iterator[Judgement]:
     texts = {arm.label for arm in run.experiment.arms if run.experiment.transport_of(arm) in TEXT_TRANSPORTS}
     loads = [(workload, loaded) for workload in run.experiment.workloads if (loaded := loaded_arms(run, workload))]
     if loads and not run.has_records_of(TokensCompared):
-        yield Judgement(None, "there is no reference for a model that abserve does not know", severity="warns")
+        yield Judgement(None, "abserve does not know the model, so it has no reference", severity="warns")
         return
     for workload, loaded in loads:
         compared = [record for record in run.records_of(TokensCompared) if record.workload == workload.name]
