@@ -54,14 +54,14 @@ LOADGEN = (
     "engine_matrix.worker_process", "engine_matrix.judging", "engine_matrix.measure",
     "report.document", "report.charts",
     "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",
-    "engine_matrix.files", "ranking", "run.calibrate", "report", "conformance",
+    "engine_matrix.files", "ranking", "run.calibrate", "report", "conformance", "tune",
     "scenarios", "cli", "entry",
 )  # fmt: skip
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
     "stats", "records.run", "metrics", "verdict", "experiment.schedule", *ANALYSES,
-    "ranking.analyse", "engine_matrix.analyse",
+    "ranking.analyse", "engine_matrix.analyse", "tune.records", "tune.search",
 )  # fmt: skip
 IMPURE = {
     "locust",
