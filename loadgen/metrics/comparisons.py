@@ -362,6 +362,21 @@ def better_arm(
     return Advantage(better, ratio, ci95) if ratio > 1.0 else Advantage(better, 1.0 / ratio, inverse(ci95))
 
 
+Lead = tuple[float, float, float]
+"""log of how many times better one arm is than another, and its interval, whose ends may be infinite."""
+
+
+def log_lead(comparison: Comparison | None, arm: Label) -> Lead | None:
+    """How much better an arm is than the other one of a comparison; None if that was not measured."""
+    if comparison is None or comparison.ratio is None:
+        return None
+    low, high = (-math.inf, math.inf) if comparison.ci95 is None else map(math.log, comparison.ci95)
+    lead = math.log(comparison.ratio), low, high
+    if (comparison.arm == arm) == comparison.higher_is_better:
+        return lead
+    return -lead[0], -lead[2], -lead[1]
+
+
 def compare_all(
     experiment: Experiment,
     blocks: Sequence[BlockSummary],

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons
+from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons, log_lead
 from loadgen.quantities import join
 from loadgen.records.run import Experiment, Label, Record, Workload, shown
 
@@ -30,8 +30,6 @@ Across = Literal["batch", "length", "prompt"]
 """What the surface varies beside the users: the batch size of a request, the length of its items, or of a language
 model the tokens of its prompt."""
 AXIS_TITLES: Mapping[Across, str] = {"batch": "batch size", "length": "length", "prompt": "prompt tokens"}
-Lead = tuple[float, float, float]
-"""log of how many times better one arm is than another, and its interval, whose ends may be infinite."""
 
 
 class SurfacePoint(Record, frozen=True, kw_only=True):
@@ -136,7 +134,7 @@ def _point(
     baseline, *others = labels
     strengths = {baseline: 0.0}
     for label in others:
-        lead = _lead(compared.get(frozenset((baseline, label))), label)
+        lead = log_lead(compared.get(frozenset((baseline, label))), label)
         if lead is not None:
             strengths[label] = lead[0]
     best, runner_up = None, None
@@ -168,17 +166,6 @@ def _point(
     )
 
 
-def _lead(comparison: Comparison | None, arm: Label) -> Lead | None:
-    """How much better an arm is than the other one; None if that was not measured."""
-    if comparison is None or comparison.ratio is None:
-        return None
-    low, high = (-math.inf, math.inf) if comparison.ci95 is None else map(math.log, comparison.ci95)
-    lead = math.log(comparison.ratio), low, high
-    if (comparison.arm == arm) == comparison.higher_is_better:
-        return lead
-    return -lead[0], -lead[2], -lead[1]
-
-
 def _crossings(
     row: Sequence[SurfacePoint], leading: Mapping[str, Mapping[frozenset[Label], Comparison]]
 ) -> list[Crossing]:
@@ -192,7 +179,7 @@ def _crossings(
         leads = [
             (math.log(point.users), lead)
             for point in row[start : end + 1]
-            if (lead := _lead(leading.get(point.workload, {}).get(frozenset((below, above))), above)) is not None
+            if (lead := log_lead(leading.get(point.workload, {}).get(frozenset((below, above))), above)) is not None
             and point.state != "invalid"
         ]
         places = [place for place, _ in leads]

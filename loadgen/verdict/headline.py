@@ -46,12 +46,12 @@ def headline(
     comparison `main_comparison`."""
     failed = invalidating(reached(checks))
     if apart := next((check for check in failed if check.name == same_payload.name), None):
-        return _fit([("No winner: ",), (f"{apart.detail}.", "the arms were sent different payloads.")])
+        return fit([("No winner: ",), (f"{apart.detail}.", "the arms were sent different payloads.")])
     leading = leading_comparisons(comparisons)
     usable = [comparison for comparison in leading if comparison.verdict != "invalid"]
     if not usable:
         start = "No verdict" if leading else "Nothing was compared"
-        return _fit([(start,), (*(f": {text}" for text in _failures(failed)), ""), (".",)])
+        return fit([(start,), (*(f": {text}" for text in _failures(failed)), ""), (".",)])
     names = _short_names(experiment.labels, titles)
     workloads = {workload.name: workload for workload in experiment.workloads}
     lost = len({c.scenario for c in leading} - {c.scenario for c in usable})
@@ -71,7 +71,7 @@ def headline(
         ranking = next((r for r in rankings if r.scenario == main.scenario), None) if len(names) > 2 else None
         claims = _claims(main, names, place(workloads[main.scenario]), ranking)
         parts = [claims, _shortened(cause), _leads(usable, rankings, main), _besides(comparisons)]
-    text = _fit([before, *parts, (".",)])
+    text = fit([before, *parts, (".",)])
     return text[0].upper() + text[1:]
 
 
@@ -88,7 +88,7 @@ def main_comparison(
     return max(loads, key=lambda c: weight(workloads[c.scenario]), default=None)
 
 
-def _fit(parts: Sequence[Alternatives]) -> str:
+def fit(parts: Sequence[Alternatives]) -> str:
     """The parts in the longest wording that keeps to the limit. A shorter wording is a smaller loss than none, and
     later parts are shortened first."""
 
