@@ -50,7 +50,8 @@ MEASURING = (
 LOADGEN = (
     "quantities", "documents", "strict_yaml", "headers", "child_process", "records", "stats",
     "experiment", "client", "launch", "locust", "probes.registry", "engine_matrix.records", "run.storage", "metrics",
-    *ANALYSES, "verdict", "engine_matrix", "ranking.records", "ranking.analyse", "run",
+    "tune.records", "tune.space", "tune.search", *ANALYSES, "verdict", "tune.outcome", "engine_matrix",
+    "ranking.records", "ranking.analyse", "run",
     "engine_matrix.worker_process", "engine_matrix.judging", "engine_matrix.measure",
     "report.document", "report.charts",
     "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",
