@@ -35,6 +35,8 @@ class TunableSetting(Record, frozen=True, kw_only=True):
     ordered: bool = False
     when: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     """It applies only where each of these settings has one of these values."""
+    values_when: Mapping[str, Mapping[str, tuple[str, ...]]] = msgspec.field(default_factory=dict)
+    """By value, the same for this value alone; a value that is not in it always applies. The default always does."""
     about: str = ""
     """The help of the option."""
 
@@ -46,7 +48,9 @@ class Space(Record, frozen=True, kw_only=True):
     settings: tuple[TunableSetting, ...]
     """A setting comes after those of its `when`."""
     fixed: dict[str, str] = msgspec.field(default_factory=dict)
-    """Options that every contender of the target has."""
+    """Options that every contender of the target has, besides its settings."""
+    on_request: tuple[TunableSetting, ...] = ()
+    """What changes the answers too, such as the precision: searched only where `--tune` names it."""
     not_searched: tuple[str, ...] = ()
     """What could change the speed and is not tried, a clause each with its reason."""
 

@@ -62,7 +62,7 @@ LOADGEN = (
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
     "stats", "records.run", "metrics", "verdict", "experiment.schedule", *ANALYSES,
-    "ranking.analyse", "engine_matrix.analyse", "tune.records", "tune.search",
+    "ranking.analyse", "engine_matrix.analyse", "tune.records", "tune.space", "tune.search",
 )  # fmt: skip
 IMPURE = {
     "locust",

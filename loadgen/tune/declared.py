@@ -1,0 +1,97 @@
+"""Asks the servers what can be tuned, by `abserve serve TARGET --print-space`, and whether they take what a user adds.
+
+A value that is not declared is given to the command as an option, so that the server itself accepts or refuses it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from loadgen.child_process import ABSERVE
+from loadgen.documents import last_line
+from loadgen.experiment.plan import PlanError
+from loadgen.tune.records import Space, TunableSetting
+from loadgen.tune.space import FIX, TUNE, by_target, declared, for_load, narrowed
+
+_READ_SECONDS = 300.0
+_PARALLEL = 4
+
+
+def read_spaces(
+    targets: Sequence[str],
+    options: Mapping[str, Mapping[str, str]],
+    *,
+    tune: Mapping[str, Sequence[str]] | None = None,
+    fix: Mapping[str, str] | None = None,
+    outstanding: int | None = None,
+    abserve: Sequence[str] = ABSERVE,
+) -> tuple[Space, ...]:
+    """The spaces of the targets, in their order, narrowed by `--tune` and `--fix` (see `narrowed`).
+
+    `options` are by target the options of `abserve serve` that the experiment gives to every contender, such as model
+    and weights. An option that is given is not searched, so leave out those that have their default. `outstanding` is
+    for `for_load`. Raises `PlanError` with one sentence: for a name that does not exist, and for what a server refuses.
+    """
+    tune, fix = dict(tune or {}), dict(fix or {})
+
+    def read(target: str, more: Mapping[str, str]) -> Space:
+        space = _read(target, {**options.get(target, {}), **more}, abserve)
+        return space if outstanding is None else for_load(space, outstanding)
+
+    with ThreadPoolExecutor(_PARALLEL) as pool:
+        spaces = tuple(pool.map(lambda target: read(target, {}), targets))
+        if fix:
+            fixed = by_target(FIX, fix, spaces)
+            spaces = tuple(pool.map(lambda target: read(target, fixed[target]), targets))
+            spaces = tuple(
+                msgspec.structs.replace(space, fixed={**fixed[space.target], **space.fixed}) for space in spaces
+            )
+        added = [
+            (space.target, name, value)
+            for space, names in zip(spaces, by_target(TUNE, tune, spaces).values(), strict=True)
+            for name, values in names.items()
+            for value in values
+            if value not in declared(space)[name].values
+        ]
+        fixed = {space.target: space.fixed for space in spaces}
+        answers = list(pool.map(lambda new: read(new[0], {**fixed[new[0]], new[1]: new[2]}), added))
+    for (target, name, value), answer in zip(added, answers, strict=True):
+        spaces = tuple(_with_value(space, name, value, answer) if space.target == target else space for space in spaces)
+    return narrowed(spaces, tune, fix)
+
+
+def _read(target: str, options: Mapping[str, str], abserve: Sequence[str]) -> Space:
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    command = [*abserve, "serve", target, *arguments, "--print-space"]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=_READ_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise PlanError(f"abserve serve {target} printed no space within {_READ_SECONDS:g} s") from None
+    if done.returncode != 0:
+        raise PlanError(f"{target}: {last_line(done.stderr or done.stdout)}")
+    try:
+        return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=Space)
+    except ValueError as exc:
+        raise PlanError(f"abserve serve {target} --print-space printed no space ({exc})") from exc
+
+
+def _with_value(space: Space, name: str, value: str, answer: Space) -> Space:
+    """The space with a value that the server has accepted: `answer` is what it printed with the value as an option. The
+    settings that apply there apply with this value."""
+    applying = {setting.name for setting in (*answer.settings, *answer.on_request)}
+
+    def extended(setting: TunableSetting) -> TunableSetting:
+        if setting.name == name:
+            return msgspec.structs.replace(setting, values=tuple(dict.fromkeys((*setting.values, value))))
+        if name in setting.when and setting.name in applying:
+            when = {**setting.when, name: (*setting.when[name], value)}
+            return msgspec.structs.replace(setting, when=when)
+        return setting
+
+    return msgspec.structs.replace(
+        space, settings=tuple(map(extended, space.settings)), on_request=tuple(map(extended, space.on_request))
+    )

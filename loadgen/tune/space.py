@@ -1,0 +1,228 @@
+"""The space of a target: narrowed by `--tune` and `--fix`, its contenders and their number. Pure: see
+`loadgen.tune.declared` for where it comes from.
+
+`canonical` keeps of a contender's settings those that apply and differ from the default, so that two contenders are
+the same server exactly if their canonical settings are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain
+from typing import TypeVar
+
+import msgspec
+
+from loadgen.experiment.plan import PlanError, unknown
+from loadgen.records.run import setting_key
+from loadgen.tune.records import Space, TunableSetting
+
+_BATCH, _SLOTS = "max-batch-size", "slots"
+TUNE, FIX = "--tune", "--fix"
+
+T = TypeVar("T")
+Conditions = Mapping[str, Sequence[str]]
+"""By setting, the values with which something applies."""
+
+
+def for_load(space: Space, outstanding: int) -> Space:
+    """The space for a load of at most `outstanding` requests at once, of one item each.
+
+    Batch sizes above that are all alike, so that one of them is left: the default if it is one. A language model gets
+    as many slots as there are requests by default, and never needs more.
+    """
+
+    def adapted(setting: TunableSetting) -> TunableSetting:
+        below = [value for value in setting.values if int(value) < outstanding]
+        if setting.name == _SLOTS:
+            values, default = [*below, str(outstanding)], str(outstanding)
+        else:
+            default = setting.default
+            above = [value for value in setting.values if int(value) >= outstanding]
+            values = [*below, *([default] if int(default) >= outstanding else above[:1])]
+        return msgspec.structs.replace(setting, values=tuple(values), default=default)
+
+    settings = tuple(adapted(setting) if setting.name in (_BATCH, _SLOTS) else setting for setting in space.settings)
+    return _simplified(msgspec.structs.replace(space, settings=settings))
+
+
+def narrowed(spaces: Sequence[Space], tune: Mapping[str, Sequence[str]], fix: Mapping[str, str]) -> tuple[Space, ...]:
+    """The spaces in which the settings of `tune` have only these values and the default, and those of `fix` only one.
+
+    A key is NAME, for every target that has such a setting, or TARGET.NAME, which comes first. A name that no target
+    searches can be fixed too, then for all of them. Raises `PlanError`. Does not ask the servers: see `read_spaces`.
+    """
+    tuned, fixed = by_target(TUNE, tune, spaces), by_target(FIX, fix, spaces)
+    for space in spaces:
+        if both := tuned[space.target].keys() & fixed[space.target].keys():
+            name = min(both)
+            raise PlanError(f"{TUNE} {name} and {FIX} {name} contradict each other; give one of them")
+    result = tuple(_narrowed(space, tuned[space.target], fixed[space.target]) for space in spaces)
+    for space in result:
+        for name in tuned[space.target]:
+            if name not in {setting.name for setting in space.settings} and len(set(tuned[space.target][name])) > 1:
+                values = ", ".join(f"{key} {value}" for key, value in space.fixed.items())
+                raise PlanError(f"{TUNE} {name} has no effect on {space.target} with {values}; leave one of them out")
+    return result
+
+
+def _narrowed(space: Space, tune: Mapping[str, Sequence[str]], fix: Mapping[str, str]) -> Space:
+    def limited(setting: TunableSetting) -> TunableSetting:
+        if setting.name not in tune:
+            return setting
+        values = tuple(dict.fromkeys((*tune[setting.name], setting.default)))
+        return msgspec.structs.replace(setting, values=_sorted(values, setting))
+
+    asked = [setting for setting in space.on_request if setting.name in tune]
+    settings = tuple(limited(setting) for setting in (*space.settings, *asked) if setting.name not in fix)
+    left = tuple(setting for setting in space.on_request if setting.name not in {*tune, *fix})
+    return _simplified(msgspec.structs.replace(space, settings=settings, on_request=left, fixed={**fix, **space.fixed}))
+
+
+def _sorted(values: Sequence[str], setting: TunableSetting) -> tuple[str, ...]:
+    if not setting.ordered:
+        return tuple(sorted(values, key=lambda value: (value not in setting.values, value != setting.default)))
+    if wrong := next((value for value in values if not value.isdecimal()), None):
+        raise PlanError(f"{TUNE} {setting.name}={wrong}: it must be a whole number")
+    return tuple(sorted(values, key=int))
+
+
+def declared(space: Space) -> dict[str, TunableSetting]:
+    return {setting.name: setting for setting in (*space.settings, *space.on_request)}
+
+
+def by_target(flag: str, given: Mapping[str, T], spaces: Sequence[Space]) -> dict[str, dict[str, T]]:
+    """By target, the values of its settings. Raises `PlanError` for a name or a target that does not exist."""
+    general: dict[str, dict[str, T]] = {space.target: {} for space in spaces}
+    special: dict[str, dict[str, T]] = {space.target: {} for space in spaces}
+    for key, value in given.items():
+        target, dot, name = key.partition(".") if "." in key else ("", "", key)
+        name = setting_key(name).replace("_", "-")
+        if dot and target not in general:
+            raise PlanError(unknown(f"{flag} {key}", target, list(general), "target"))
+        asked = [space for space in spaces if not dot or space.target == target]
+        having = [space for space in asked if name in declared(space) or (flag == FIX and name in space.fixed)]
+        if not having and flag == TUNE:
+            known = dict.fromkeys(chain.from_iterable(declared(space) for space in asked))
+            fixed = next((space.fixed[name] for space in asked if name in space.fixed), None)
+            if fixed is not None:
+                raise PlanError(f"{flag} {key}: {name} is {fixed} for every contender; leave one of the two out")
+            raise PlanError(unknown(f"{flag} {key}", name, list(known), "setting"))
+        for space in having or asked:
+            (special if dot else general)[space.target][name] = value
+    return {target: {**general[target], **special[target]} for target in general}
+
+
+def _simplified(space: Space) -> Space:
+    """Without settings that never apply or have one value, and without conditions that always hold."""
+    known, kept = dict(space.fixed), dict[str, TunableSetting]()
+
+    def left(conditions: Conditions) -> dict[str, tuple[str, ...]] | None:
+        """The conditions that are still open; None if they cannot hold."""
+        opened = {}
+        for name, values in conditions.items():
+            possible = kept[name].values if name in kept else (known[name],) if name in known else ()
+            holding = tuple(value for value in possible if value in values)
+            if not holding:
+                return None
+            if len(holding) < len(possible) or (name in kept and kept[name].when):
+                opened[name] = holding
+        return opened
+
+    def simplified(setting: TunableSetting) -> TunableSetting | None:
+        if (when := left(setting.when)) is None:
+            return None
+        by_value = {value: left(setting.values_when.get(value, {})) for value in setting.values}
+        by_value[setting.default] = {}
+        values = tuple(value for value, conditions in by_value.items() if conditions is not None)
+        values_when = {value: conditions for value, conditions in by_value.items() if conditions}
+        return msgspec.structs.replace(setting, when=when, values=values, values_when=values_when)
+
+    for setting in space.settings:
+        if (simple := simplified(setting)) is None:
+            continue
+        if len(simple.values) == 1 and not simple.when:
+            known[simple.name] = simple.default
+        else:
+            kept[simple.name] = simple
+    on_request = tuple(simple for setting in space.on_request if (simple := simplified(setting)) is not None)
+    return msgspec.structs.replace(space, settings=tuple(kept.values()), on_request=on_request)
+
+
+# A contender's settings
+
+
+def canonical(space: Space, values: Mapping[str, str]) -> dict[str, str]:
+    """A contender's settings: the values of the settings that apply and that differ from the default, in the order of
+    the space. What is missing has its default. Raises `ValueError` for a setting or a value that the space lacks.
+    """
+    if unknown_names := values.keys() - {setting.name for setting in space.settings}:
+        raise ValueError(f"{space.target} has no setting {min(unknown_names)} to search")
+    effective, chosen = dict(space.fixed), dict[str, str]()
+    for setting in space.settings:
+        value = values.get(setting.name, setting.default)
+        if value not in setting.values:
+            raise ValueError(f"{setting.name} of {space.target} has no value {value}")
+        if not _holds(setting.when, effective):
+            continue
+        if not _holds(setting.values_when.get(value, {}), effective):
+            value = setting.default
+        effective[setting.name] = value
+        if value != setting.default:
+            chosen[setting.name] = value
+    return chosen
+
+
+def _holds(conditions: Conditions, effective: Mapping[str, str]) -> bool:
+    """Whether the conditions hold; a setting that does not apply meets none."""
+    return all(effective.get(name) in values for name, values in conditions.items())
+
+
+def every_contender(space: Space) -> Iterator[dict[str, str]]:
+    """The canonical settings of all contenders, each once; the first is the defaults."""
+
+    def following(index: int, effective: Mapping[str, str], chosen: Mapping[str, str]) -> Iterator[dict[str, str]]:
+        if index == len(space.settings):
+            yield dict(chosen)
+            return
+        setting = space.settings[index]
+        if not _holds(setting.when, effective):
+            yield from following(index + 1, effective, chosen)
+            return
+        for value in sorted(setting.values, key=lambda value: value != setting.default):
+            if _holds(setting.values_when.get(value, {}), effective):
+                more = {} if value == setting.default else {setting.name: value}
+                yield from following(index + 1, {**effective, setting.name: value}, {**chosen, **more})
+
+    return following(0, space.fixed, {})
+
+
+def size(space: Space) -> int:
+    """The number of different contenders, counted without making them."""
+    conditional = {
+        name
+        for setting in space.settings
+        for conditions in (setting.when, *setting.values_when.values())
+        for name in conditions
+    }
+
+    @cache
+    def following(index: int, known: frozenset[tuple[str, str]]) -> int:
+        if index == len(space.settings):
+            return 1
+        setting, effective = space.settings[index], dict(known)
+        if not _holds(setting.when, effective):
+            return following(index + 1, known)
+        values = [value for value in setting.values if _holds(setting.values_when.get(value, {}), effective)]
+        if setting.name not in conditional:
+            return len(values) * following(index + 1, known)
+        return sum(following(index + 1, known | {(setting.name, value)}) for value in values)
+
+    return following(0, frozenset(space.fixed.items()))
+
+
+def condition_in_words(setting: TunableSetting) -> str:
+    """When a setting applies, as a clause such as "with engine torch or onnxruntime"; empty: always."""
+    parts = [f"{name} {' or '.join(values)}" for name, values in setting.when.items()]
+    return f"with {' and '.join(parts)}" if parts else ""
