@@ -355,6 +355,11 @@ class Experiment(Record, frozen=True, kw_only=True):
     """Workloads that were asked for and take too long for `minutes`, which the warm-up has shown."""
     price: float | None = None
     """Price of the machine per hour, in any currency, for the cost of a language model's tokens."""
+    screening: bool = False
+    """Whether the run only chooses what a later one compares: it goes on without an arm that fails before the load,
+    unless that is the baseline, and leaves out what a choice does not need."""
+    failed_arms: dict[Label, str] = msgspec.field(default_factory=dict)
+    """The arms that a screening went on without, and why, in a sentence."""
 
     @property
     def is_language(self) -> bool:
@@ -686,6 +691,8 @@ class ParityRecord(Record, frozen=True, kw_only=True):
     cases: tuple[ParityCase, ...]
     ok: bool
     error: str | None = None
+    failed_arm: Label | None = None
+    """The arm that the error is about, if it is about one."""
     precision: str | None = None
     """The coarsest precision of all arms, which decides the tolerance."""
     tolerance_relative: float | None = None
@@ -719,4 +726,6 @@ class RunState(Record, frozen=True, kw_only=True):
     state: Literal["running", "finished", "interrupted", "failed"]
     phase: str
     error: str | None = None
+    failed_arm: Label | None = None
+    """The arm whose failure ended the run, if it is known."""
     finished_at: str | None = None

@@ -29,7 +29,7 @@ from loadgen.metrics.summaries import BlockSummary
 from loadgen.quantities import counted, number, per_second
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.probes import ServerStart
-from loadgen.records.run import ArmRecord, BlockRecord, Pairing, ParityRecord, shown
+from loadgen.records.run import ArmRecord, BlockRecord, Label, Pairing, ParityRecord, shown
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.report.sections.comparisons import better_of
 from loadgen.run.progress import LiveRatio, LiveRatios, RunProgress
@@ -137,6 +137,10 @@ class RichProgress(MovingLine, RunProgress):
             f"{shown(record.label)}  ready after {record.ready_ns / 1e9:.2f} s, "
             f"first answer after {record.first_answer_ns / 1e9:.2f} s"
         )
+
+    def arm_left_out(self, label: Label, why: str) -> None:
+        """Say why an arm is not measured."""
+        self._say(f"{shown(label)} is left out: {one_line(why)}", style="red")
 
     def parity_done(self, record: ParityRecord) -> None:
         """Print whether the arms give the same answers."""

@@ -63,6 +63,14 @@ Rules = Mapping[str, Tolerance]
 """How each output is compared."""
 
 
+class ParityError(AnswerError):
+    """An arm does not answer the inputs of the parity check as its metadata says."""
+
+    def __init__(self, message: str, arm: Label) -> None:
+        super().__init__(message)
+        self.arm = arm
+
+
 @dataclass(frozen=True, slots=True)
 class ParityTarget:
     """One arm in the parity check: asked over the transport of the load, with the same inputs in its payload."""
@@ -103,7 +111,8 @@ def check_parity(
         label, first = next(iter(arms.items()))
         cases = _cases(arms, alone, batches_to_send(first.inputs, batch_sizes, lengths, alone[label]), rules)
     except (AnswerError, ConnectionRefused, InputError) as exc:
-        return msgspec.structs.replace(record, error=str(exc))
+        failed = exc.arm if isinstance(exc, ParityError) else None
+        return msgspec.structs.replace(record, error=str(exc), failed_arm=failed)
     alike = {
         label: tuple(name for name in rules if all_alike([answer[name] for answer in answers.values()]))
         for label, answers in alone.items()
@@ -206,16 +215,16 @@ def compare_answers(
     kind: Literal["reference", "alone"],
     rules: Rules,
 ) -> ParityCase:
-    """One case: the answers to the same items, one by one. Raises `AnswerError` when names or shapes differ, or a
+    """One case: the answers to the same items, one by one. Raises `ParityError` when names or shapes differ, or a
     value is not finite."""
     by_output: dict[str, list[Agreement]] = {}
     for output, typical in _typical(expected).items():
         for reference, other in zip(expected, actual, strict=True):
             agreement = _agreement(reference, other, output, rules, typical, cut=kind == "alone")
             if isinstance(agreement, str):
-                raise AnswerError(f"{name}: {agreement}")
+                raise ParityError(f"{name}: {agreement}", label)
             if agreement.fault == NOT_FINITE:
-                raise AnswerError(f"{name}: {output} {NOT_FINITE}")
+                raise ParityError(f"{name}: {output} {NOT_FINITE}", label)
             by_output.setdefault(output, []).append(agreement)
     outputs = {output: worst_of(agreements) for output, agreements in by_output.items()}
     whole = worst_of(list(outputs.values()))
@@ -278,12 +287,12 @@ def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
 
 
 def _ask_all(label: Label, arm: ParityTarget, batches: Sequence[tuple[int, ...]], *, at_once: int) -> list[Answer]:
-    """The answer to each item of each batch. Raises `AnswerError`."""
+    """The answer to each item of each batch. Raises `ParityError`."""
     try:
         with ThreadPoolExecutor(max_workers=at_once) as pool:
             answers = list(pool.map(lambda items: ask(arm, items), batches))
     except (AnswerError, ConnectionRefused) as exc:
-        raise AnswerError(f"arm {label} does not answer the inputs of the parity check: {exc}") from exc
+        raise ParityError(f"arm {label} does not answer the inputs of the parity check: {exc}", label) from exc
     return [
         {name: array[place : place + 1] for name, array in answer.items()}
         for items, answer in zip(batches, answers, strict=True)

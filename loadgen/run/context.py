@@ -33,7 +33,7 @@ from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm
 from loadgen.run.gpu_recording import GpuRecording
 from loadgen.run.load_runner import LoadRunner
-from loadgen.run.preparation import READY_SECONDS, Inputs, make_deployment
+from loadgen.run.preparation import READY_SECONDS, Inputs, Prepared, make_deployment
 from loadgen.run.progress import Forecast, RunProgress
 from loadgen.run.storage import RunError, RunStore, StoredBlock
 
@@ -79,6 +79,8 @@ class RunContext:
         """The number of this start of the servers, from 0."""
         self.done: list[StoredBlock] = []
         """The run's blocks so far, also of earlier restarts, when their number is not fixed."""
+        self.prepared: Prepared | None = None
+        """What earlier runs of the same model and inputs have made; None: the run makes all of it."""
         self.prompts: PromptPlan | None = None
         """What the prompts of a language model are made from; None for another model."""
         self.phase = "starting"

@@ -96,7 +96,8 @@ class LoadRunner:
         if outcome.errors:
             raise RunError(
                 f"{title}: {outcome.errors} of {outcome.requests} requests failed "
-                f"({outcome.error_messages[0]}){arm.failure_message()}"
+                f"({outcome.error_messages[0]}){arm.failure_message()}",
+                label,
             )
         if outcome.cut_reason is not None:
             raise _cut_short(title, outcome.cut_reason, arm)
@@ -192,7 +193,7 @@ class LoadRunner:
                     self.store.block(readings.record(outcome))
                 raise
         except GeneratorError as exc:
-            raise RunError(f"{title}: {exc}{arm.failure_message()}") from exc
+            raise RunError(f"{title}: {exc}{arm.failure_message()}", arm.request.label) from exc
 
     def measure(self, block: ScheduledBlock) -> BlockRecord:
         """Run and store one block, with readings of the server, the machine and the GPU. Raises as `run` does."""
@@ -293,7 +294,7 @@ def _title(entry: ScheduledBlock) -> str:
 
 
 def _cut_short(title: str, reason: str, arm: Arm) -> RunError:
-    return RunError(f"{title} was cut short: {reason}{arm.failure_message()}")
+    return RunError(f"{title} was cut short: {reason}{arm.failure_message()}", arm.request.label)
 
 
 def _wall_clock_ahead_ns() -> int:

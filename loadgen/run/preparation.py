@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,16 @@ READY_SECONDS = 300.0
 """Time limit for a launched server to start."""
 Inputs = Mapping[str, SampleInputs]
 """Sample inputs by payload, all made from the same pictures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What several runs of one model with the same inputs make once."""
+
+    samples: Path
+    """The folder of the samples; the first run fills it."""
+    exported: set[tuple[str, ...]] = field(default_factory=set)
+    """The files that `export_artefacts` has made."""
 
 
 def needs_artefact(arm: ArmRequest) -> bool:
@@ -105,10 +116,15 @@ def model_name(arm: ArmRequest, experiment: Experiment, deployments: Mapping[Lab
 
 
 def export_artefacts(
-    experiment: Experiment, store: RunStore, say: Callable[[str], None], abserve: Sequence[str] = ABSERVE
+    experiment: Experiment,
+    store: RunStore,
+    say: Callable[[str], None],
+    abserve: Sequence[str] = ABSERVE,
+    exported: set[tuple[str, ...]] | None = None,
 ) -> None:
     """Run `abserve export` for the arms that need it, once per file, and pass its output lines on. A model that is a
-    file itself needs none. Raises `RunError`."""
+    file itself needs none, nor do those in `exported`, to which the others are added. Raises `RunError`."""
+    exported = set() if exported is None else exported
     exports = {
         (
             reference(experiment.reference_of(arm), experiment.inputs),
@@ -119,13 +135,18 @@ def export_artefacts(
         for arm in experiment.arms
         if needs_artefact(arm) and not _is_file(experiment.reference_of(arm))
     }  # a JPEG variant executes the file of the UINT8 one, TF32 that of FP32; the export knows the default precision
-    for model, place, payload, precision in sorted(exports):
+    for model, place, payload, precision in sorted(exports - exported):
         argv = [*abserve, "export", "--model", model]
         argv += ["--weights", experiment.weights] if experiment.weights != MODEL_WEIGHTS else []
         argv += ["--payload", payload] if payload else []
         argv += ["--precision", precision] if precision else []
         argv += ["--artefacts", place] if place else []
-        _export(argv, store.log_path("export"), say)
+        exported.add((model, place, payload, precision))
+        try:
+            _export(argv, store.log_path("export"), say)
+        except RunError:
+            if not experiment.screening:  # which leaves out an arm that does not start without the file
+                raise
 
 
 def _is_file(model: str) -> bool:

@@ -48,6 +48,9 @@ class RunProgress:
     def cold_start_done(self, record: ServerStart) -> None:
         """One cold start is done."""
 
+    def arm_left_out(self, label: Label, why: str) -> None:
+        """A screening goes on without an arm."""
+
     def parity_done(self, record: ParityRecord) -> None:
         """All servers have answered the same inputs."""
 

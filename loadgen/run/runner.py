@@ -8,16 +8,17 @@ requests. At each restart all servers are started, described and compared again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
-from loadgen.child_process import ABSERVE
+from loadgen.child_process import ABSERVE, ProcessError
 from loadgen.client.endpoint import EndpointError, Signature
 from loadgen.experiment.language import fitted, protocol_in_words, with_rates
 from loadgen.experiment.plan import expects_gpu, padding_in_words, sized
@@ -30,7 +31,16 @@ from loadgen.launch.work_folder import work_folder
 from loadgen.probes.registry import Probe, probes
 from loadgen.quantities import counted, join
 from loadgen.records.machine import NoiseFloor
-from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord, RunState, option_of, shown
+from loadgen.records.run import (
+    ArmRecord,
+    Experiment,
+    Label,
+    ParityRecord,
+    RunState,
+    Workload,
+    option_of,
+    shown,
+)
 from loadgen.run.answers import LEAST_ANSWERS, AnswersUnderLoad, ParityTarget, check_parity
 from loadgen.run.arms import Arm
 from loadgen.run.context import OBSTACLES, RunContext, size_generator
@@ -41,6 +51,7 @@ from loadgen.run.machine import own_calibration, read_environment, utc_now
 from loadgen.run.noise_floor import own_floors
 from loadgen.run.preparation import (
     READY_SECONDS,
+    Prepared,
     describe_inputs,
     export_artefacts,
     make_deployment,
@@ -54,7 +65,12 @@ from loadgen.run.token_answers import TokenAnswers, equal_answers, probe_answers
 from loadgen.stats.agreement import Tolerance, tolerance_of
 
 ANSWERS_OF_SMOKE = 16
-"""Answers of a language model that a smoke run keeps per workload and arm."""
+"""Answers of a language model that a smoke run or a screening keeps per workload and arm."""
+ANSWERS_OF_SCREENING = 16
+"""Answers that a screening keeps per arm: it finds wrong ones, if they are a sixth of all, with 95 % probability. The
+comparison that follows it keeps as many as every other."""
+READY_SECONDS_OF_SCREENING = 180.0
+"""Time limit for a launched server to start in a screening, which must leave time for the others."""
 CACHES_SECONDS = 5.0
 """Of looking for a cache of prompts on one arm, for planning."""
 REFERENCE_START_S, REFERENCE_SHARE = 16.0, 0.2
@@ -70,16 +86,20 @@ def run_experiment(
     *,
     abserve: Sequence[str] = ABSERVE,
     sampler: Sequence[str] = SAMPLER,
+    prepared: Prepared | None = None,
 ) -> RunState:
     """Run everything; returns how it ended. No process that it started is left behind, however it ends.
 
     `sampler` is the command of the GPU sampler; it gets `--gpu UUID`, when the servers name their GPUs, and `--out
-    FILE`. Raises `StorageError` only when not even the experiment can be stored.
+    FILE`. `prepared` is what earlier runs of the same model and inputs have made. Raises `StorageError` only when not
+    even the experiment can be stored.
     """
     store = RunStore(out_dir)
     store.write(experiment)
     context = RunContext(experiment, store, progress, abserve, sampler)
+    context.prepared = prepared
     error: str | None = None
+    failed_arm: Label | None = None
     ended: Literal["finished", "interrupted", "failed"] = "finished"
     with interruptible(), running(out_dir):
         try:
@@ -92,11 +112,12 @@ def run_experiment(
             ended = "interrupted"
         except RUN_ERRORS as exc:
             ended, error = "failed", store.without_secrets(str(exc))
+            failed_arm = exc.arm if isinstance(exc, RunError) else None
         except BaseException as exc:
             with suppress(StorageError):
                 store.write(RunState(state="failed", phase=context.phase, error=repr(exc), finished_at=utc_now()))
             raise
-        state = RunState(state=ended, phase=context.phase, error=error, finished_at=utc_now())
+        state = RunState(state=ended, phase=context.phase, error=error, failed_arm=failed_arm, finished_at=utc_now())
         with suppress(StorageError), uninterrupted():  # on a full disk the state stays "running", without a process
             store.write(state)
     return state
@@ -129,7 +150,8 @@ def _run_phases(context: RunContext) -> None:
         else:
             require_parity(context, tolerance)
             if restart == 0:
-                context.answers = AnswersUnderLoad(store, experiment.seed, tolerance)
+                least = ANSWERS_OF_SCREENING if experiment.screening else LEAST_ANSWERS
+                context.answers = AnswersUnderLoad(store, experiment.seed, tolerance, least=least)
         if under_load:
             _load(context, under_load)
     if under_load:
@@ -161,7 +183,8 @@ def _prepare(context: RunContext) -> None:
         progress.rule_decided(protocol_in_words(experiment))
     elif experiment.deployment == "embedded":
         context.enter("exporting the model")
-        export_artefacts(experiment, store, progress.now, context.abserve)
+        exported = set() if context.prepared is None else context.prepared.exported
+        export_artefacts(experiment, store, progress.now, context.abserve, exported)
 
 
 def _describe(context: RunContext) -> None:
@@ -189,12 +212,18 @@ def _probe_answers(context: RunContext, plan: PromptPlan, tolerance: Tolerance) 
     """Ask every arm of a language model a few prompts, and keep the answers for the reference. Raises `RunError`."""
     context.progress.now("sending a few prompts to every server")
     if context.restart == 0:
-        least = ANSWERS_OF_SMOKE if context.experiment.preset == "smoke" else LEAST_ANSWERS
+        is_short = context.experiment.preset == "smoke" or context.experiment.screening
+        least = ANSWERS_OF_SMOKE if is_short else LEAST_ANSWERS
         context.answers = TokenAnswers(context.store, context.experiment.seed, tolerance, least=least)
     answers = context.answers
     assert isinstance(answers, TokenAnswers)
     answers.restart = context.restart
-    probed = probe_answers(context.arms, plan, context.restart)
+    probed = [
+        answer
+        for label, arm in tuple(context.arms.items())
+        for answer in _unless_left_out(context, label, partial(probe_answers, {label: arm}, plan, context.restart))
+        or ()
+    ]
     answers.prompted += probed
     context.progress.now(equal_answers(probed, tuple(context.arms)))
 
@@ -206,7 +235,7 @@ def _make_work_folder(context: RunContext) -> None:
         raise RunError(
             f"cannot make a temporary folder: {exc.strerror or exc}; set TMPDIR to a folder that can be written"
         ) from exc
-    context.samples_folder = context.work / "samples"
+    context.samples_folder = context.work / "samples" if context.prepared is None else context.prepared.samples
     context.resources.callback(context.gpu.stop)
 
 
@@ -229,7 +258,7 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
         context.prepare_bodies(batch_sizes)
     began = monotonic()
     until_s = context.load_deadline() if first and context.experiment.minutes is not None else None
-    by_arm = context.load_runner().warm_up(workloads, until_s)
+    by_arm = _warm_up(context, workloads, until_s)
     context.forecast.request_s = by_arm
     took = {name: max(arms.values()) for name, arms in by_arm.items()}
     alone_s = min(
@@ -253,6 +282,20 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
     context.gpu.start(context.arms, context.records)
     for probe in measured:
         probe.measure(context)
+
+
+def _warm_up(
+    context: RunContext, workloads: Sequence[Workload], until_s: float | None
+) -> dict[str, dict[Label, float]]:
+    """Seconds of a request by workload and arm. Raises `RunError`."""
+    took: dict[str, dict[Label, float]] = {workload.name: {} for workload in workloads}
+    for label, arm in tuple(context.arms.items()):
+        runner = context.load_runner({label: arm})
+        for name, of_arm in (
+            _unless_left_out(context, label, partial(runner.warm_up, workloads, until_s)) or {}
+        ).items():
+            took[name] |= of_arm
+    return took
 
 
 def _sized(context: RunContext, by_arm: Mapping[str, Mapping[Label, float]], warm_up_s: float) -> Experiment:
@@ -306,18 +349,56 @@ def start_servers(context: RunContext) -> None:
     order = list(context.arms.items())
     for label, arm in reversed(order) if context.restart % 2 else order:
         context.progress.now(f"{shown(label)}: {arm.request.target}")
-        arm.deployment.start()
+        _unless_left_out(context, label, arm.deployment.start)
     require_one_way([arm.deployment for arm in context.arms.values()])
-    context.records = [_await(context, label) for label in context.arms]
+    awaited = [_unless_left_out(context, label, partial(_await, context, label)) for label in tuple(context.arms)]
+    context.records = [record for record in awaited if record is not None]
     context.store.write_all(ArmRecord, context.records)
     _require_batch_sizes(context)
     if context.prompts is None:
         context.signatures = _signatures(context)
 
 
+T = TypeVar("T")
+
+
+def _unless_left_out(context: RunContext, label: Label, step: Callable[[], T]) -> T | None:
+    """What a step before the load returns for an arm. In a screening an arm that fails is left out, and the result is
+    None; without one that is left beside the baseline, and elsewhere, the failure is raised."""
+    try:
+        return step()
+    except (DeploymentError, EndpointError, ProcessError, RunError) as exc:
+        if not context.experiment.screening or label == context.experiment.baseline.label:
+            raise
+        _leave_out(context, label, str(exc))
+        return None
+
+
+def _leave_out(context: RunContext, label: Label, why: str) -> None:
+    """Go on without an arm. Raises `RunError` if it was the last one beside the baseline."""
+    context.arms.pop(label).deployment.stop()
+    context.records = [record for record in context.records if record.label != label]
+    context.signatures = {name: signature for name, signature in context.signatures.items() if name != label}
+    why = context.store.without_secrets(why)
+    experiment = context.experiment
+    context.experiment = msgspec.structs.replace(
+        experiment,
+        arms=tuple(arm for arm in experiment.arms if arm.label != label),
+        failed_arms={**experiment.failed_arms, label: why},
+    )
+    if len(context.arms) < 2:
+        context.store.write(msgspec.structs.replace(experiment, failed_arms=context.experiment.failed_arms))
+        raise RunError(f"no arm is left to compare with {experiment.baseline.label}: {label}: {why}")
+    context.store.write(context.experiment)
+    if context.records:
+        context.store.write_all(ArmRecord, context.records)
+    context.progress.arm_left_out(label, why)
+
+
 def _await(context: RunContext, label: Label) -> ArmRecord:
     arm = context.arms[label]
     context.progress.now(f"waiting until {shown(label)} ({arm.request.target}) is ready")
+    ready_s = READY_SECONDS_OF_SCREENING if context.experiment.screening else READY_SECONDS
     try:
         if isinstance(arm.deployment, ComposeDeployment):
             model = arm.deployment.await_model(arm.model, READY_SECONDS)
@@ -325,7 +406,7 @@ def _await(context: RunContext, label: Label) -> ArmRecord:
             deployments = {other: started.deployment for other, started in context.arms.items()}
             model = model_name(arm.request, context.experiment, deployments)
         context.arms[label] = arm = replace(arm, model=model)
-        arm.deployment.wait_ready(arm.model, READY_SECONDS if arm.deployment.launched else RUNNING_READY_SECONDS)
+        arm.deployment.wait_ready(arm.model, ready_s if arm.deployment.launched else RUNNING_READY_SECONDS)
         record = arm.record()
     except (DeploymentError, EndpointError) as exc:
         raise DeploymentError(f"arm {label} ({arm.request.target}): {exc}") from exc
@@ -363,6 +444,11 @@ def _signatures(context: RunContext) -> dict[Label, Signature]:
         outputs = ", ".join(sorted(tensor.name for tensor in signature.outputs))
         interfaces[label] = f"{inputs if inputs_alike else '…'} → {outputs}"
     (first, expected), *others = interfaces.items()
+    if context.experiment.screening:
+        for label, interface in others:
+            if interface != expected:
+                _leave_out(context, label, f"it has {interface}, and {first} has {expected}")
+        others = [(label, interface) for label, interface in others if label in context.arms]
     different = [f"{label} has {interface}" for label, interface in others if interface != expected]
     if different:
         message = (
@@ -373,7 +459,25 @@ def _signatures(context: RunContext) -> dict[Label, Signature]:
         raise RunError(message)
     for label, arm in context.arms.items():
         context.arms[label] = replace(arm, signature=signatures[label])
-    return signatures
+    return {label: signatures[label] for label in context.arms}
+
+
+def _wrong_arms(record: ParityRecord) -> dict[Label, str]:
+    """The arms to which a parity check objects, and why."""
+    if record.error is not None:
+        return {} if record.failed_arm is None else {record.failed_arm: record.error}
+    wrong: dict[Label, str] = {}
+    for case in record.cases:
+        if not case.ok and case.label is not None:
+            wrong.setdefault(case.label, f"it gives other answers: {case.name} (output {case.output} {case.fault})")
+    return wrong
+
+
+def _without_cases(record: ParityRecord, labels: Collection[Label]) -> ParityRecord:
+    """The record without the cases of these arms."""
+    cases = tuple(case for case in record.cases if case.label not in labels)
+    alike = record.alike and {label: outputs for label, outputs in record.alike.items() if label not in labels}
+    return msgspec.structs.replace(record, cases=cases, ok=all(case.ok for case in cases), alike=alike)
 
 
 def require_parity(context: RunContext, tolerance: Tolerance) -> None:
@@ -391,6 +495,19 @@ def require_parity(context: RunContext, tolerance: Tolerance) -> None:
     }
     sizes = {largest, *(size for size in used if size < largest)}
     record = check_parity(arms, sizes, tolerance, context.experiment.lengths)
+    while (
+        context.experiment.screening
+        and (wrong := _wrong_arms(record))
+        and context.experiment.baseline.label not in wrong
+    ):
+        for label, why in wrong.items():
+            _leave_out(context, label, why)
+            del arms[label]
+        record = (
+            _without_cases(record, wrong)
+            if record.error is None
+            else check_parity(arms, sizes, tolerance, context.experiment.lengths)
+        )
     context.store.write(record)
     context.progress.parity_done(record)
     if record.error is not None:

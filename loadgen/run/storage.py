@@ -27,6 +27,7 @@ from loadgen.records.run import (
     BlockRecord,
     Environment,
     Experiment,
+    Label,
     ParityRecord,
     Record,
     RunState,
@@ -46,6 +47,11 @@ class StorageError(Exception):
 
 class RunError(Exception):
     """A step of a run failed, or its load was cut short; everything before it is stored."""
+
+    def __init__(self, message: str, arm: Label | None = None) -> None:
+        """`arm` is the one that failed, if it is known."""
+        super().__init__(message)
+        self.arm = arm
 
 
 class RunStore:

@@ -264,14 +264,16 @@ def _answers_of(
         except (AnswerError, ConnectionRefused, AddressError) as exc:
             raise RunError(
                 f"{shown(label)} does not answer the prompts of the probe as asked ({len(prompt)} → {tokens} tokens): "
-                f"{exc}{arm.failure_message()}"
+                f"{exc}{arm.failure_message()}",
+                label,
             ) from exc
         same = answer.prompt_ids == list(prompt)
         reads_text = arm.transport in TEXT_TRANSPORTS  # and makes its own tokens of it
         if answer.prompt_ids is not None and not same and not reads_text:
             raise RunError(
                 f"{shown(label)} answers another prompt than the one that was sent: it reads {len(answer.prompt_ids)} "
-                f"tokens, not {len(prompt)} of these ids; turn off templates and truncation on that server"
+                f"tokens, not {len(prompt)} of these ids; turn off templates and truncation on that server",
+                label,
             )
         if answer.has_ids and (same or not reads_text):
             answers.append(PromptedAnswer(PROBE, label, restart, "probe", number, 0, prompt, answer.ids))
