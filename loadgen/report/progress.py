@@ -7,7 +7,8 @@ finished things are printed: of the load one line per round, with the ratios so 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import median
 from time import monotonic
 from types import TracebackType
@@ -64,6 +65,16 @@ class MovingLine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Give the terminal to another line for a while."""
+        self._live.stop()
+        try:
+            yield
+        finally:
+            if self._console.is_terminal:
+                self._live.start()
 
     def _line(self) -> RenderableType:
         raise NotImplementedError

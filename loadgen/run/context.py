@@ -74,7 +74,7 @@ class RunContext:
         self.forecast = Forecast(experiment, schedule(experiment))
         self.gpu = GpuRecording(store, abserve, sampler)
         self.arms: dict[Label, Arm] = {}
-        self.signatures, self.inputs = {}, {}
+        self.records, self.signatures, self.inputs = (), {}, {}
         self.restart = 0
         """The number of this start of the servers, from 0."""
         self.done: list[StoredBlock] = []

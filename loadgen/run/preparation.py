@@ -78,11 +78,17 @@ def _deployment(
     if experiment.deployment == "compose":
         return ComposeDeployment(arm.target, experiment.compose_project or PROJECT, asked_for(arm.settings, "backend"))
     log_path = store.log_path(f"{arm.label}-{arm.target}")
-    options = {"model": reference(experiment.reference_of(arm), experiment.inputs)}
+    options = serve_options(arm, experiment)
     if arm.target == "triton":
         options["work-dir"] = str(work / f"triton-{arm.label}")
+    return EmbeddedDeployment(arm.target, {**options, **arm.settings}, log_path, abserve=abserve)
+
+
+def serve_options(arm: ArmRequest, experiment: Experiment) -> dict[str, str]:
+    """The options of `abserve serve` that follow from the experiment; the arm's settings replace them."""
+    options = {"model": reference(experiment.reference_of(arm), experiment.inputs)}
     if arm.own_repository:
-        return EmbeddedDeployment(arm.target, {**options, **arm.settings}, log_path, abserve=abserve)
+        return options
     options["threads"] = str(experiment.threads)
     if experiment.weights != MODEL_WEIGHTS:
         options["weights"] = experiment.weights
@@ -97,7 +103,7 @@ def _deployment(
         options["pad-to"] = ",".join(map(str, experiment.pad_to))
     if experiment.transport == "shm" and arm.target == "native":  # Triton always offers it
         options["allow-shared-memory"] = "true"
-    return EmbeddedDeployment(arm.target, {**options, **arm.settings}, log_path, abserve=abserve)
+    return options
 
 
 def model_name(arm: ArmRequest, experiment: Experiment, deployments: Mapping[Label, Deployment]) -> str:

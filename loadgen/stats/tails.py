@@ -167,6 +167,18 @@ def estimate_tail_ratio(
     return estimate, values
 
 
+def percentile_of_rounds(rounds: Sequence[Values], quantile: float) -> tuple[float, tuple[float, float]]:
+    """The percentile of all rounds' values together, none below 0, and its 95 % interval: from 0 or to infinity where
+    the values do not reach far enough. Raises `ValueError` without values."""
+    parts = [Round(values, values, number) for number, values in enumerate(rounds) if len(values)]
+    if not parts:
+        raise ValueError("there is no percentile of no values")
+    with np.errstate(divide="ignore"):
+        pool = _pool([np.log(part.a) for part in parts], parts, quantile, 0.0)
+    low, high = pool.interval(SIGNIFICANCE) if pool.degrees > 0.0 else (-math.inf, math.inf)
+    return math.exp(pool.centre), (math.exp(low), math.exp(high))
+
+
 def _pools(
     rounds: Sequence[Round], a_speeds: Values, b_speeds: Values, quantile: float, correlation: float
 ) -> tuple[_ArmPool, _ArmPool]:

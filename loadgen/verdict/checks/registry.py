@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.metrics.facts import PLAN, RUN, Facts, WorkloadFacts, workload_scope
 from loadgen.quantities import counted, sentence
-from loadgen.records.run import ArmRecord, Record, shown
+from loadgen.records.run import ArmRecord, Label, Record, shown
 
 Severity = Literal["invalidates", "warns", "informs"]
 State = Literal["passed", "failed", "unknown"]
@@ -46,6 +46,8 @@ class Check(Record, frozen=True, kw_only=True):
     """What happened, with its value, and why it matters; in lower case, without a full stop."""
     remedy: str
     """What to do, in one sentence."""
+    arms: tuple[Label, ...] = ()
+    """The arms to blame where it has not passed; empty if they are not known, or if it is about the whole run."""
 
     @property
     def ok(self) -> bool | None:
@@ -66,6 +68,8 @@ class Judgement:
     """If it differs from the declared one."""
     remedy: str | None = None
     """If it differs from the declared one."""
+    arms: tuple[Label, ...] = ()
+    """The arms to blame."""
 
 
 Find = Callable[[Facts], Iterable[Judgement]]
@@ -104,6 +108,7 @@ class CheckDefinition:
                 threshold=self.threshold if outcome.threshold is None else outcome.threshold,
                 detail=outcome.detail,
                 remedy=outcome.remedy or self.remedy,
+                arms=() if outcome.ok else outcome.arms,
             )
 
 
@@ -155,8 +160,8 @@ def per_arm(judge: Callable[[ArmRecord, Facts], Judgement]) -> Find:
 
     @wraps(judge)
     def find(facts: Facts) -> list[Judgement]:
-        judged = ((shown(arm.label), judge(arm, facts)) for arm in facts.run.arms)
-        return [replace(outcome, detail=f"{label} {outcome.detail}") for label, outcome in judged]
+        judged = ((arm.label, judge(arm, facts)) for arm in facts.run.arms)
+        return [replace(outcome, detail=f"{shown(label)} {outcome.detail}", arms=(label,)) for label, outcome in judged]
 
     return find
 
@@ -204,7 +209,7 @@ def invalidating(checks: Sequence[Check]) -> tuple[Check, ...]:
     """The checks that remove a verdict, the gravest faults first."""
     failed = [check for check in checks if check.ok is not True and check.severity == "invalidates"]
     order = get_args(Fault)
-    return tuple(sorted(failed, key=lambda check: order.index(fault) if (fault := _fault(check)) else len(order)))
+    return tuple(sorted(failed, key=lambda check: order.index(fault) if (fault := fault_of(check)) else len(order)))
 
 
 def gravest(checks: Sequence[Check]) -> Check | None:
@@ -212,8 +217,9 @@ def gravest(checks: Sequence[Check]) -> Check | None:
     return next(iter(invalidating(reached(checks))), None)
 
 
-def _fault(check: Check) -> Fault | None:
-    """None for a check that no longer exists, in a stored result."""
+def fault_of(check: Check) -> Fault | None:
+    """What a run is called whose verdict the check takes away; None also for a check that no longer exists, in a stored
+    result."""
     return CHECKS[check.name].fault if check.name in CHECKS else None
 
 
@@ -223,8 +229,8 @@ def validity(checks: Sequence[Check]) -> str:
     first = gravest(checks)
     if first is None:
         return "VALID"
-    fault = _fault(first)
-    disturbed = any(check.ok is False and _fault(check) == "busy machine" for check in checks)
+    fault = fault_of(first)
+    disturbed = any(check.ok is False and fault_of(check) == "busy machine" for check in checks)
     if fault == "overloaded load generator" and disturbed:
         fault = "busy machine"
     return f"INVALID: {fault}" if fault else "INVALID"

@@ -75,7 +75,8 @@ def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
     if (sides and all(side is False for side in sides)) or (stored is None and True not in sides):
         return
     if True in sides and False in sides:
-        yield Judgement(False, f"{_mixed(run)}, so they are not ranked", "one arm")
+        on_cpu = tuple(arm.label for arm, side in zip(run.arms, sides, strict=True) if side is False)
+        yield Judgement(False, f"{_mixed(run)}, so they are not ranked", "one arm", arms=on_cpu)
     elif stored is None:
         yield Judgement(None, "nothing was recorded, and a server's own report does not verify anything")
     else:
@@ -83,7 +84,8 @@ def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
             evidence = _evidence(run, workload.name if workload.has_blocks else None)
             ok, sentence = may_rank(evidence)
             value = join([record.finding.value if record is not None else "nothing" for record in evidence.values()])
-            yield Judgement(ok, sentence.rstrip("."), value, scope=workload_scope(workload.name))
+            scope, blamed = workload_scope(workload.name), unverified(evidence)
+            yield Judgement(ok, sentence.rstrip("."), value, scope=scope, arms=blamed)
 
 
 @check(
@@ -108,6 +110,13 @@ def negative_control(facts: Facts) -> Iterator[Judgement]:
             ok, activity = None, "another process used the GPU, so its work cannot be attributed"
         detail = f"arm {shown(record.label)} ran on the CPU and was found to be {record.finding}; {activity}"
         yield Judgement(ok, detail, record.finding.value)
+
+
+def unverified(evidence: Evidence) -> tuple[Label, ...]:
+    """The arms that are not verified."""
+    return tuple(
+        label for label, record in evidence.items() if record is None or record.finding is not GpuFinding.GPU_VERIFIED
+    )
 
 
 def may_rank(evidence: Evidence) -> tuple[bool, str]:
@@ -211,6 +220,7 @@ def parity(facts: Facts) -> Iterator[Judgement]:
         detail,
         record.lowest_cosine if relative is None else relative,
         record.threshold_cosine if relative is None else record.tolerance_relative,
+        arms=tuple(dict.fromkeys(case.label for case in record.cases if not case.ok)),
     )
 
 
@@ -253,7 +263,7 @@ def answers_depend_on_inputs(facts: Facts) -> Iterator[Judgement]:
     if same:
         detail = f"the answers of {join(list(map(shown, same)))} do not depend on the inputs: all of them are alike"
         only_labels = set(record.kinds.values()) == {"labels"}
-        yield Judgement(False, detail, len(same), severity="warns" if only_labels else None)
+        yield Judgement(False, detail, len(same), severity="warns" if only_labels else None, arms=tuple(same))
     elif judged:
         yield Judgement(True, "different inputs get different answers", 0)
 
@@ -340,6 +350,8 @@ def request_errors(facts: Facts) -> Iterator[Judgement]:
         if errors and leading_metric(load.workload) is GOODPUT:
             why = "; goodput counts them as not good, and times are those of the other answers"
             judgement = replace(judgement, detail=judgement.detail + why, severity="warns")
+        failing = {block.label for block in load.blocks if block.errors}
+        judgement = replace(judgement, arms=tuple(label for label in sent if label in failing))
         if silent:
             detail = f"no request was sent to {join(silent)}" + (f"; {judgement.detail}" if errors else "")
             judgement = Judgement(False if errors else None, detail, judgement.value, scope=load.scope)
@@ -421,7 +433,8 @@ def _answers(
     is_complete = not errors and not missing
     ok = False if wrong else True if is_complete else None
     value = sum(part.wrong for part in compared) if is_complete else None
-    return Judgement(ok, detail, value, scope=workload_scope(workload.name))
+    blamed = tuple(dict.fromkeys(part.label for part in wrong))
+    return Judgement(ok, detail, value, scope=workload_scope(workload.name), arms=blamed)
 
 
 @check(

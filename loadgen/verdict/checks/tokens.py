@@ -77,6 +77,11 @@ def _where(
     )
 
 
+def _having(totals: Sequence[TokenTotals], count: Callable[[TokenTotals], int]) -> tuple[Label, ...]:
+    """The arms that have any."""
+    return tuple(total.label for total in totals if count(total))
+
+
 def _share(count: int, of: int) -> float:
     return count / of if of else 0.0
 
@@ -114,7 +119,9 @@ def answer_lengths(totals: Sequence[TokenTotals]) -> Judgement:
     texts = [f"{short} are too short" if short else "", f"{long} are too long" if long else ""]
     answers = sum(total.answers for total in totals)
     detail = "; ".join(filter(None, texts)) or f"all {answers:,} answers have the length that was asked for"
-    return Judgement(not wrong, detail, _share(wrong, answers))
+    return Judgement(
+        not wrong, detail, _share(wrong, answers), arms=_having(totals, lambda total: total.short + total.long)
+    )
 
 
 @check(
@@ -154,7 +161,8 @@ def prompts_received(totals: Sequence[TokenTotals]) -> Judgement:
     wrong = sum(total.prompts_differ for total in totals)
     if wrong:
         where = _where(totals, lambda total: total.prompts_differ, lambda total: total.prompts_known)
-        return Judgement(False, f"{where} are answers to another prompt, or to a part of it", wrong)
+        detail = f"{where} are answers to another prompt, or to a part of it"
+        return Judgement(False, detail, wrong, arms=_having(totals, lambda total: total.prompts_differ))
     if silent := [shown(total.label) for total in totals if total.good and not total.prompts_known]:
         reason = "; a server that reads text makes its own tokens of a prompt, so their number proves nothing"
         return Judgement(None, f"{do_not(silent, 'report')} the ids of the prompt, or their number{reason}")
@@ -177,7 +185,8 @@ def token_counts(totals: Sequence[TokenTotals]) -> Judgement:
     wrong = sum(total.counts_differ for total in totals)
     if wrong:
         where = _where(totals, lambda total: total.counts_differ, lambda total: total.counts_known)
-        return Judgement(False, f"the server's usage of {where} differs from the tokens that arrived", wrong)
+        detail = f"the server's usage of {where} differs from the tokens that arrived"
+        return Judgement(False, detail, wrong, arms=_having(totals, lambda total: total.counts_differ))
     if assumed := [shown(total.label) for total in totals if total.assumed]:
         detail = f"{join(assumed)} sends text without ids or a count, so a chunk counts as one token"
         return Judgement(None, detail, severity="warns")
@@ -222,8 +231,9 @@ def _agreement(
 ) -> Judgement:
     """`texts`: the arms that read text."""
     if wrong := [record for record in compared if wrong_answers(record)]:
-        faults = [_fault(compared, label) for label in labels if any(record.label == label for record in wrong)]
-        return Judgement(False, "; ".join(faults), sum(len(wrong_answers(record)) for record in wrong))
+        blamed = tuple(label for label in labels if any(record.label == label for record in wrong))
+        detail = "; ".join(_fault(compared, label) for label in blamed)
+        return Judgement(False, detail, sum(len(wrong_answers(record)) for record in wrong), arms=blamed)
     if errors := [record.error for record in compared if record.error]:
         return Judgement(None, errors[0])
     missing = {label for label, _ in loaded - {(record.label, record.restart) for record in compared if record.answers}}
@@ -296,9 +306,10 @@ def answers_depend_on_prompts(facts: Facts) -> Iterator[Judgement]:
     judged = {label: len(set(kept)) / len(kept) for label, kept in digests.items() if len(kept) > 1}
     if not judged:
         return
-    same = [shown(label) for label, part in judged.items() if part < LEAST_DISTINCT]
-    detail = f"{join(same)} gives the same answer to different prompts" if same else "answers differ as prompts do"
-    yield Judgement(not same, detail, min(judged.values()), LEAST_DISTINCT)
+    same = tuple(label for label, part in judged.items() if part < LEAST_DISTINCT)
+    names = join(list(map(shown, same)))
+    detail = f"{names} gives the same answer to different prompts" if same else "answers differ as prompts do"
+    yield Judgement(not same, detail, min(judged.values()), LEAST_DISTINCT, arms=same)
 
 
 @check(
@@ -317,10 +328,11 @@ def distinct_tokens(totals: Sequence[TokenTotals]) -> Judgement:
     if not parts:
         return Judgement(None, "no answer is long enough and has ids")
     worst = max(parts.values())
-    repeating = [shown(label) for label, part in parts.items() if part > 1.0 - LEAST_DISTINCT]
+    repeating = tuple(label for label, part in parts.items() if part > 1.0 - LEAST_DISTINCT)
     if repeating:
-        detail = f"in {share(worst)} of the answers of {join(repeating)} most tokens are repeats"
-        return Judgement(False, detail, 1.0 - worst)
+        names = join(list(map(shown, repeating)))
+        detail = f"in {share(worst)} of the answers of {names} most tokens are repeats"
+        return Judgement(False, detail, 1.0 - worst, arms=repeating)
     return Judgement(True, f"at most {share(worst)} of an arm's answers repeat tokens", 1.0 - worst)
 
 

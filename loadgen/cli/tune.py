@@ -1,0 +1,235 @@
+"""`abserve tune`: settings in, the best configuration of each server under the load, then the verdict between them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from loadgen.child_process import ABSERVE
+from loadgen.cli.compare import (
+    EXIT_INTERRUPTED,
+    EXIT_INVALID,
+    EXIT_VALID,
+    OUT,
+    check_run,
+    plan_experiment,
+    run_and_report,
+)
+from loadgen.cli.output import CHECKING, announce, complain, default_out, fail
+from loadgen.cli.quiet import Anyway, await_quiet
+from loadgen.experiment.options import (
+    SettingOption,
+    checked_settings,
+    given_options,
+    plain_options,
+    read_file,
+    takes_settings,
+)
+from loadgen.experiment.plan import PlanError, expects_gpu, make_arms
+from loadgen.experiment.settings import MAIN, ArmSettings, ExperimentSettings
+from loadgen.quantities import counted, join
+from loadgen.records.run import Experiment, Label, RunState
+from loadgen.run.storage import StorageError, StoredRunError, is_running
+from loadgen.tune.race import Measuring, forecast, read_tuning
+from loadgen.tune.race import tune as run_tuning
+from loadgen.tune.records import ANCHOR, Space, Tuning
+from loadgen.tune.settings import TuneSettings, check_tuning, screening_settings
+
+HELP_GROUP = "Compare"
+
+OPTIONS = plain_options(TuneSettings, "ABSERVE_TUNE")
+_MAIN = partial(typer.Option, rich_help_panel=MAIN)
+_FILE, _EXAMPLE = "a file of a tuning", "model: openclip_vit_b32"
+_FREE = ("minutes", "at_once")
+"""Settings that a tuning may go on with other values of."""
+
+
+@takes_settings(options=OPTIONS)
+def tune(
+    context: typer.Context,
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="TUNE.YAML",
+            show_default=False,
+            help="Read the options from this file; its keys are their names. An option, or a variable "
+            "ABSERVE_TUNE_OPTION, overrides the file.",
+        ),
+    ] = None,
+    out: Annotated[Path | None, _MAIN(**OUT)] = None,
+    resume: Annotated[
+        Path | None,
+        _MAIN(metavar="DIR", help="Go on with an interrupted tuning; --minutes counts from its start."),
+    ] = None,
+    dry_run: Annotated[
+        bool, _MAIN("--dry-run", help="Print what would be searched and how many tries fit, and measure nothing.")
+    ] = False,
+    anyway: Anyway = False,
+    **options: object,
+) -> None:
+    """Find the best settings of each server for your load and limit, then compare the servers at their best.
+
+    Many configurations are measured briefly beside each other, the best few again from fresh starts, and the winners
+    with the defaults in one comparison, whose figures alone are reported.
+
+    Exit status: 0 the final comparison is valid, 1 it is not, nothing could be measured or the machine was busy, 2 an
+    option or a file is wrong, 130 interrupted (go on with --resume).
+    """
+    chosen = given_options(context, options, OPTIONS)
+    if resume is not None and out is not None:
+        fail(f"--out {out} and --resume {resume} are two folders; give one of them")
+    try:
+        stored = None if resume is None else _stored(resume, file, chosen)
+        settings = _settings(file, chosen) if stored is None else stored[0]
+        announce(CHECKING)
+        first = _check(settings, out)
+        spaces = _spaces(settings, first) if stored is None else stored[1].spaces
+    except PlanError as exc:
+        fail(str(exc))
+    gpu = expects_gpu(*first.arms)
+    if dry_run:
+        _print_plan(settings, spaces, settings.side_by_side(gpu=gpu))
+        return
+    await_quiet(anyway)
+    folder = resume or out or default_out(settings.model)
+    padding = () if first.cannot_pad and first.pad_to is None else first.pad_to
+    raise typer.Exit(
+        _run(settings, spaces, folder, padding, None if stored is None else stored[1], gpu=gpu, anyway=anyway)
+    )
+
+
+def _settings(file: Path | None, chosen: dict[SettingOption, object]) -> TuneSettings:
+    return checked_settings(TuneSettings, read_file(file, _FILE, _EXAMPLE), file, chosen)
+
+
+def _stored(folder: Path, file: Path | None, chosen: dict[SettingOption, object]) -> tuple[TuneSettings, Tuning]:
+    """The settings and the tuning in a folder, if it can go on and is the one asked for. Raises `PlanError`."""
+    try:
+        tuning = read_tuning(folder)
+    except StoredRunError as exc:
+        raise PlanError(f"--resume {folder}: {exc}") from exc
+    if is_running(folder):
+        raise PlanError(f"--resume {folder}: a process still runs it")
+    if tuning.state == "finished":
+        raise PlanError(f"--resume {folder}: it is finished; start another one without --resume")
+    asked = TuneSettings.model_validate(tuning.settings)
+    if file is None and not chosen:
+        return asked, tuning
+    before = asked.model_dump()
+    content = dict(tuning.settings) if file is None else read_file(file, _FILE, _EXAMPLE)
+    again = checked_settings(TuneSettings, content, file, chosen)
+    now = again.model_dump()
+    differs = [f"--{name.replace('_', '-')}" for name in before if before[name] != now[name] and name not in _FREE]
+    if differs:
+        raise PlanError(f"--resume {folder}: it has other values of {join(differs)}; leave them out, or use --out")
+    return again, msgspec.structs.replace(tuning, settings=again.content())
+
+
+def _check(settings: TuneSettings, out: Path | None) -> Experiment:
+    """The experiment of all defaults, whose servers can be started. Raises `PlanError`."""
+    arms: dict[Label, ArmSettings] = {ANCHOR: ArmSettings(target=settings.arms[0])}
+    arms |= {f"{target}-0": ArmSettings(target=target) for target in settings.arms}
+    asked = screening_settings(settings, arms)
+    check_tuning(settings, gpu=expects_gpu(*make_arms(asked)))
+    if out is not None and (out / Tuning.FILE).exists():
+        raise PlanError(f"--out {out} already holds a tuning; give another folder, or go on with --resume {out}")
+    return check_run(plan_experiment(asked), out, {}).runs[0][1]
+
+
+def _spaces(settings: TuneSettings, first: Experiment) -> tuple[Space, ...]:
+    """What can be tuned of each target. Raises `PlanError`."""
+    from loadgen.run.preparation import serve_options
+    from loadgen.tune.declared import read_spaces
+
+    options = {
+        arm.target: {
+            name: value
+            for name, value in (serve_options(arm, first) | arm.settings).items()
+            if (name, value) != ("threads", "0") and name != "slots"  # these are searched
+        }
+        for arm in first.arms
+    }
+    return read_spaces(
+        settings.arms,
+        options,
+        tune={name: [value.strip() for value in values.split(",")] for name, values in settings.tune.items()},
+        fix=settings.fix,
+        outstanding=settings.users,
+    )
+
+
+def _print_plan(settings: TuneSettings, spaces: Sequence[Space], at_once: int) -> None:
+    """The spaces, their sizes, and how many of the contenders will be measured."""
+    import loadgen.report.document as doc
+    from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.tune.space import condition_in_words, size
+
+    sections = []
+    for space in spaces:
+        rows = [
+            (setting.name, setting.default, ", ".join(setting.values), condition_in_words(setting) or "always")
+            for setting in space.settings
+        ]
+        table = doc.Table(doc.texts("setting", "default", "values tried", "applies"), rows)
+        left_out = (doc.Text(f"Not searched: {clause}.") for clause in space.not_searched)
+        sections.append(doc.Section(f"{space.target}: {counted(size(space), 'contender')}", (table, *left_out)))
+    runs, places = forecast(settings.minutes, at_once)
+    print_document(doc.Document("Tuning", {"": sections}), make_console(sys.stdout))
+    typer.echo(
+        f"{counted(settings.minutes, 'minute')}: about {counted(runs, 'screening')} of {at_once} contenders each, "
+        f"so {counted(places, 'place')} for {sum(map(size, spaces)):,} contenders; then the finalists and the final"
+    )
+
+
+def _run(
+    settings: TuneSettings,
+    spaces: Sequence[Space],
+    folder: Path,
+    padding: tuple[int, ...] | None,
+    stored: Tuning | None,
+    *,
+    gpu: bool,
+    anyway: bool,
+) -> int:
+    """Tune, report, and return the exit status."""
+    from loadgen.report.renderers.terminal import make_console
+    from loadgen.run.storage import read_one
+    from loadgen.tune.progress import RichRaceProgress
+
+    statuses: list[int] = []
+    console = make_console(sys.stdout)
+    progress = RichRaceProgress(console, spaces)
+
+    def plan(asked: ExperimentSettings) -> Experiment:
+        return plan_experiment(asked).runs[0][1]
+
+    def compare(experiment: Experiment, out: Path) -> RunState | None:
+        with progress.paused():
+            status, _ = run_and_report(experiment, out)
+        statuses.append(status)
+        return read_one(out, RunState)
+
+    measuring = Measuring(plan, compare, ABSERVE, anyway, gpu)
+    try:
+        with progress:
+            tuning = run_tuning(settings, spaces, folder, progress, measuring, padding=padding, resume=stored)
+    except StorageError as exc:
+        complain(str(exc))
+        return EXIT_INVALID
+    if tuning.error is not None:
+        complain(tuning.error)
+    again = f"abserve tune --resume {shlex.quote(str(folder))}"
+    if tuning.state == "interrupted":
+        complain(f"interrupted; what was measured is in {folder}; go on with: {again}", style="bold yellow")
+        return EXIT_INTERRUPTED
+    if tuning.state == "failed":
+        complain(f"what was measured is in {folder}; go on with: {again}")
+        return EXIT_INVALID
+    return statuses[-1] if statuses else EXIT_VALID

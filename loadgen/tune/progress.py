@@ -1,0 +1,86 @@
+"""What `abserve tune` shows while it measures: one line per target with the best so far, and what happens now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from loadgen.documents import one_line
+from loadgen.quantities import counted, ratio, ratio_interval
+from loadgen.records.run import Label
+from loadgen.report.progress import MovingLine, clock
+from loadgen.tune.race import Lead, RaceProgress
+from loadgen.tune.records import Space, TuningRun
+from loadgen.tune.space import size
+
+
+class RichRaceProgress(MovingLine, RaceProgress):
+    """Leaves the lines of the race on the screen at the end; a log gets them after every run."""
+
+    def __init__(self, console: Console, spaces: Sequence[Space]) -> None:
+        self._sizes = {space.target: size(space) for space in spaces}
+        self._leads: Sequence[Lead] = ()
+        self._stage = ""
+        super().__init__(console)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if self._console.is_terminal:
+            self._print_leads()
+
+    def stage_begins(self, title: str) -> None:
+        """Print what is measured next."""
+        self._stage, self._now = title, ""
+        self._say(f"{clock(self._elapsed())}  {title}{'' if self._console.is_terminal else self._left()}", "bold")
+
+    def time_left(self, seconds: float) -> None:
+        """Update the estimate of the time left."""
+        self._ends_at = monotonic() + seconds
+
+    def now(self, text: str) -> None:
+        """Change the moving line; a log does not get it."""
+        self._now = text
+
+    def arm_left_out(self, label: Label, why: str) -> None:
+        """Say that a contender is out."""
+        self._say(f"       {label} is out: {one_line(why)}", "red")
+
+    def run_done(self, run: TuningRun, leads: Sequence[Lead]) -> None:
+        """Update the lines of the race."""
+        self._leads = leads
+        if run.problem is not None:
+            self._say(f"       this run does not count: {one_line(run.problem)}", "yellow")
+        if not self._console.is_terminal:
+            self._print_leads()
+
+    def _line(self) -> RenderableType:
+        detail = f"{self._stage}: {self._now}" if self._now else self._stage
+        self._spinner.update(text=Text(f"{detail}  ({clock(self._elapsed()).strip()}{self._left()})"))
+        lines = [Text(lead_in_words(lead, self._sizes[lead.target])) for lead in self._leads]
+        return Group(*lines, self._spinner)
+
+    def _print_leads(self) -> None:
+        for lead in self._leads:
+            self._say(f"       {lead_in_words(lead, self._sizes[lead.target])}")
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style), soft_wrap=not self._console.is_terminal)  # a log has no width
+
+
+def lead_in_words(lead: Lead, contenders: int) -> str:
+    """ "triton: best so far triton-7, 1.31× (1.22–1.40) of its defaults: max-batch-size 16; 9 of 216 tried, 1 out" """
+    tried = f"{lead.tried:,} of {counted(contenders, 'contender')} tried" + (f", {lead.out} out" if lead.out else "")
+    if lead.best is None:
+        return f"{lead.target}: nothing measured yet; {tried}"
+    contender = lead.best.contender
+    settings = ", ".join(f"{name} {value}" for name, value in contender.settings.items())
+    if not contender.settings:
+        return f"{lead.target}: its defaults are the best so far; {tried}"
+    gain = f", {ratio(lead.factor, lead.ci95)} ({ratio_interval(lead.ci95)}) of its defaults" if lead.factor else ""
+    return f"{lead.target}: best so far {contender.name}{gain}: {settings}; {tried}"

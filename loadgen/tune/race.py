@@ -1,0 +1,397 @@
+"""The whole of a tuning: screenings, the finalists measured freshly, the winners without one setting each, the final.
+
+Each stage has its share of the minutes. The screenings end when the next one would not leave time for what follows,
+and the final takes what is left, so that the whole lasts as long as it was asked to. Everything that was decided is a
+function of the stored runs: a tuning that goes on after an interruption replays them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from time import monotonic
+
+import msgspec
+
+from loadgen.child_process import ABSERVE
+from loadgen.experiment.plan import PlanError
+from loadgen.experiment.settings import ArmSettings, ExperimentSettings
+from loadgen.launch.work_folder import work_folder
+from loadgen.quantities import Interval, counted
+from loadgen.records.run import Experiment, Label, RunState
+from loadgen.run.interruption import interruptible
+from loadgen.run.preparation import Prepared
+from loadgen.run.progress import RunProgress
+from loadgen.run.storage import StorageError, StoredRunError, read_one, running, write_record
+from loadgen.tune.records import ANCHOR, Contender, Space, Stage, Tuning, TuningRun
+from loadgen.tune.screening import screen
+from loadgen.tune.search import Choice, Search, SearchError, Standing
+from loadgen.tune.settings import TuneSettings, final_settings, screening_settings
+
+FINAL_SHARE, LEAST_FINAL_S, MOST_FINAL_SHARE = 0.25, 240.0, 0.4
+"""The final gets a quarter of the time, of a short tuning four minutes, but never more than two fifths."""
+FINALISTS_SHARE, SETTINGS_SHARE = 0.12, 0.12
+START_S, ARM_S = 10.0, 9.0
+"""Seconds of a screening and of each of its arms, for planning before one has run."""
+FINALISTS = 3
+"""Finalists of each target."""
+MOST_PASSES = 3
+"""Most fresh measurements of a finalist, each with its own start of the server."""
+TRIES = 3
+"""Runs that may count for nothing, one after the other, before the tuning ends."""
+AFTER_S = 5.0
+"""Of the analysis and the reports of the final, for planning."""
+LEAST_SHARE_OF_FINAL = 0.5
+"""Of its planned time, whatever the stages before it took."""
+LAST = 3
+"""Runs by which the next one is planned."""
+TITLES: Mapping[Stage, str] = {"screening": "screening", "finalists": "finalists", "settings": "settings put back"}
+FINAL = "final"
+Z95 = 1.96
+
+
+class TuningError(Exception):
+    """A tuning cannot go on; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """How far the search of one target is."""
+
+    target: str
+    tried: int
+    """Contenders that were measured or are out."""
+    out: int
+    """Contenders that are out."""
+    best: Standing | None = None
+    """The best so far; None before anything was measured."""
+    factor: float | None = None
+    """How many times better it is than the target's defaults; None if those were not measured, or are the best."""
+    ci95: Interval | None = None
+
+
+class RaceProgress(RunProgress):
+    """Listens to a tuning and shows nothing."""
+
+    def stage_begins(self, title: str) -> None:
+        """A run of the tuning begins."""
+
+    def run_done(self, run: TuningRun, leads: Sequence[Lead]) -> None:
+        """A run is stored, and where the race stands after it."""
+
+    def time_left(self, seconds: float) -> None:
+        """Until the whole tuning ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Seconds of each stage."""
+
+    total: float
+    finalists: float
+    settings: float
+    final: float
+
+    @classmethod
+    def of(cls, minutes: float) -> Shares:
+        """The shares of a tuning of so many minutes."""
+        total = 60.0 * minutes
+        final = min(max(LEAST_FINAL_S, FINAL_SHARE * total), MOST_FINAL_SHARE * total)
+        return cls(total, FINALISTS_SHARE * total, SETTINGS_SHARE * total, final)
+
+    @property
+    def screenings(self) -> float:
+        return self.total - self.finalists - self.settings - self.final
+
+
+def forecast(minutes: float, at_once: int) -> tuple[int, int]:
+    """How many screenings fit into a tuning, and how many places for contenders they have, before one has run."""
+    count = max(1, int(Shares.of(minutes).screenings / (START_S + ARM_S * (at_once + 1))))
+    return count, count * at_once
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """How the race gets its runs."""
+
+    plan: Callable[[ExperimentSettings], Experiment]
+    """The experiment of a comparison. Raises `PlanError`."""
+    compare: Callable[[Experiment, Path], RunState | None]
+    """Runs the final comparison with its reports; returns how it ended, None if nothing could be stored."""
+    abserve: Sequence[str] = ABSERVE
+    anyway: bool = False
+    """Whether runs on a busy machine count."""
+    gpu: bool = False
+    """Whether the servers may run on a GPU."""
+
+
+def tune(
+    settings: TuneSettings,
+    spaces: Sequence[Space],
+    out: Path,
+    progress: RaceProgress,
+    measuring: Measuring,
+    *,
+    padding: tuple[int, ...] | None = None,
+    resume: Tuning | None = None,
+) -> Tuning:
+    """Run the tuning into the folder, or go on with `resume`, which was read from it. Returns it as far as it got;
+    `tuning.json` has the same. `padding` are the sizes to which all servers pad, see `Experiment.pad_to`.
+
+    Raises `StorageError` only if nothing can be stored.
+    """
+    started = resume or Tuning(settings=settings.content(), spaces=tuple(spaces))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise StorageError(f"cannot write to {out}: {exc.strerror or exc}; choose another --out") from exc
+    with interruptible(), running(out), work_folder("tune") as work:
+        race = _Race(settings, out, progress, measuring, padding, Prepared(work / "samples"), started)
+        try:
+            race.store(state="running", error=None)
+            race.run()
+        except KeyboardInterrupt:
+            race.store(state="interrupted")
+        except (TuningError, SearchError, PlanError, StoredRunError) as exc:
+            race.store(state="failed", error=str(exc))
+        else:
+            race.store(state="finished")
+    return race.tuning
+
+
+def read_tuning(folder: Path) -> Tuning:
+    """The tuning in a folder. Raises `StoredRunError`."""
+    tuning = read_one(folder, Tuning)
+    if tuning is None:
+        raise StoredRunError(f"{folder} holds no tuning: {Tuning.FILE} is missing; give the folder of `abserve tune`")
+    return tuning
+
+
+def leads_of(search: Search) -> list[Lead]:
+    """Where the race stands, one line per target."""
+    leads = []
+    for target in search.spaces:
+        standings = search.standings(target)
+        measured = [standing for standing in standings if standing.times and standing.log_ratio is not None]
+        out = sum(standing.out is not None for standing in standings)
+        lead = Lead(target, sum(bool(s.times or s.out) for s in standings), out)
+        best = next((standing for standing in measured if standing.racing), None)
+        default = next((standing for standing in measured if not standing.contender.settings), None)
+        if best is not None:
+            factor, ci95 = _gain(best, default)
+            lead = Lead(target, lead.tried, out, best, factor, ci95)
+        leads.append(lead)
+    return leads
+
+
+def _gain(best: Standing, default: Standing | None) -> tuple[float | None, Interval | None]:
+    if default is None or best is default or best.log_ratio is None or default.log_ratio is None:
+        return None, None
+    gain, error = best.log_ratio - default.log_ratio, math.hypot(best.error, default.error)
+    return math.exp(gain), (math.exp(gain - Z95 * error), math.exp(gain + Z95 * error))
+
+
+class _Race:
+    """One tuning under way."""
+
+    def __init__(
+        self,
+        settings: TuneSettings,
+        folder: Path,
+        progress: RaceProgress,
+        measuring: Measuring,
+        padding: tuple[int, ...] | None,
+        prepared: Prepared,
+        tuning: Tuning,
+    ) -> None:
+        self.settings, self.folder, self.progress, self.measuring = settings, folder, progress, measuring
+        self.padding, self.prepared, self.tuning = padding, prepared, tuning
+        self.at_once = settings.side_by_side(gpu=measuring.gpu)
+        self.shares = Shares.of(settings.minutes)
+        self.began_s = monotonic() - sum(run.seconds for run in tuning.runs)
+        self.processes = settings.processes
+        """Of the load generator; 0 until a run has chosen their number."""
+        self.problems = 0
+        """Runs that counted for nothing since the last one that counted."""
+        self.search = Search(tuning.spaces, settings.seed, contenders=tuning.contenders, runs=tuning.runs)
+
+    def store(self, **changes: object) -> None:
+        """Write the tuning with these changes. Raises `StorageError`."""
+        changes = {"contenders": self.search.contenders, **changes}
+        self.tuning = msgspec.structs.replace(self.tuning, **changes)
+        write_record(self.folder / Tuning.FILE, self.tuning)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the whole should end."""
+        return self.began_s + self.shares.total - monotonic()
+
+    def run(self) -> None:
+        """All stages that are still to come."""
+        if not self.tuning.winners:
+            self._screen()
+            self._measure_finalists()
+            self.store(winners=tuple(self._winner(choice).name for choice in self.search.winners()))
+        self._put_back()
+        self._compare()
+
+    def _screen(self) -> None:
+        later_s = self.shares.total - self.shares.screenings
+        while True:
+            begun = bool(self._of("screening"))
+            if begun and (self._of("finalists") or self._expected_s(self.at_once) > self.left_s - later_s):
+                return
+            contenders = self.search.next_screening(self.at_once)
+            if not contenders:
+                return
+            self._measure("screening", contenders)
+
+    def _measure_finalists(self) -> None:
+        """At least once, and again as long as the time allows."""
+        finalists = self.search.finalists(FINALISTS)
+        if not finalists:
+            reasons = list(chain.from_iterable(run.out.values() for run in self.tuning.runs))
+            why = f" The first was out because: {reasons[0]}" if reasons else ""
+            raise TuningError(f"no contender could be measured.{why}")
+        later_s = self.shares.settings + self.shares.final
+        for number in range(MOST_PASSES):
+            left = [c for c in finalists if self._times("finalists", c) <= number and not self._is_out(c)]
+            needed_s = sum(self._expected_s(len(group)) for group in self._groups(left))
+            if not left or (number and needed_s > self.left_s - later_s):
+                return
+            for group in self._groups(left[number:] + left[:number]):
+                self._until_measured("finalists", group, number + 1)
+
+    def _put_back(self) -> None:
+        """Measure the winners beside themselves with one setting at its default, as far as the time allows."""
+        for name in self.tuning.winners:
+            winner = self._named(name)
+            others = [c for c in self.search.put_back(winner).values() if not self._is_out(c)]
+            left = [c for c in others if not self._times("settings", c)]
+            for group in self._groups(left, beside=1):
+                if self._expected_s(len(group) + 1) > self.left_s - self.shares.final:
+                    return
+                self._until_measured("settings", [winner, *group], 1 + self._times("settings", winner))
+
+    def _compare(self) -> None:
+        """The final comparison of the defaults and the winners. A single arm, which has nothing beside it, has none."""
+        arms: dict[Label, ArmSettings] = {}
+        for choice in self.search.winners():
+            winner = self._winner(choice)
+            default = self._named(f"{choice.target}-0")
+            for contender in (default, winner):
+                if not self._is_out(contender):
+                    arms[contender.name] = self._arm(contender)
+        if len(arms) < 2:
+            return
+        left_s = max(self.left_s - AFTER_S, LEAST_SHARE_OF_FINAL * self.shares.final)
+        self.progress.stage_begins("final comparison of the defaults and the best")
+        experiment = self._plan(final_settings(self.settings, arms, left_s / 60.0))
+        folder = self.folder / FINAL
+        if folder.exists():  # of a final that was interrupted
+            folder.rename(self._free_folder(FINAL))
+        began = monotonic()
+        state = self.measuring.compare(experiment, folder)
+        if state is None:
+            raise TuningError("nothing of the final comparison could be stored")
+        if state.state == "interrupted":
+            raise KeyboardInterrupt
+        if state.state != "finished":
+            raise TuningError(f"the final comparison did not finish: {state.error}")
+        run = TuningRun(folder=FINAL, stage="final", seconds=monotonic() - began)
+        self.store(runs=(*self.tuning.runs, run))
+
+    # One run
+
+    def _until_measured(self, stage: Stage, contenders: Sequence[Contender], times: int) -> None:
+        """Measure the contenders until each was measured so often in this stage or is out, but not without end. Raises
+        `TuningError`."""
+        for _ in range(TRIES):
+            waiting = [c for c in contenders if self._times(stage, c) < times and not self._is_out(c)]
+            if not waiting:
+                return
+            self._measure(stage, waiting)
+
+    def _measure(self, stage: Stage, contenders: Sequence[Contender]) -> None:
+        """One run of contenders beside the anchor, stored and told to the search. Raises `TuningError` after several
+        that count for nothing."""
+        names = ", ".join(contender.name for contender in contenders)
+        number = len(self.tuning.runs) + 1
+        self.progress.stage_begins(f"run {number}, {TITLES[stage]}: {names}")
+        self.progress.time_left(self.left_s)
+        arms = {ANCHOR: self._arm(Contender(name=ANCHOR, target=self.tuning.spaces[0].target, settings={}))}
+        arms |= {contender.name: self._arm(contender) for contender in contenders}
+        experiment = self._plan(screening_settings(self.settings, arms))
+        experiment = msgspec.structs.replace(
+            experiment, screening=True, processes=self.processes, seed=self.settings.seed + number
+        )
+        folder, began = self._free_folder(f"{number:02d}-{stage}"), monotonic()
+        judged, state = screen(
+            experiment, folder, self.progress, self.settings, self.prepared,
+            abserve=self.measuring.abserve, anyway=self.measuring.anyway,
+        )  # fmt: skip
+        run = TuningRun(
+            folder=folder.name, stage=stage, scores=judged.scores, out=judged.out, problem=judged.problem,
+            seconds=monotonic() - began,
+        )  # fmt: skip
+        self.search.tell(run)
+        self.store(runs=(*self.tuning.runs, run))
+        self.progress.run_done(run, leads_of(self.search))
+        if state.state == "interrupted":
+            raise KeyboardInterrupt
+        stored = read_one(folder, Experiment)
+        self.processes = self.processes or (stored.processes if stored is not None else 0)
+        self.problems = self.problems + 1 if run.problem is not None and not run.out else 0
+        if self.problems >= TRIES:
+            raise TuningError(f"{counted(TRIES, 'run')} after each other counted for nothing. {run.problem}")
+
+    def _plan(self, settings: ExperimentSettings) -> Experiment:
+        experiment = self.measuring.plan(settings)
+        return experiment if self.padding is None else msgspec.structs.replace(experiment, pad_to=self.padding)
+
+    def _arm(self, contender: Contender) -> ArmSettings:
+        fixed = next(space.fixed for space in self.tuning.spaces if space.target == contender.target)
+        return ArmSettings(target=contender.target, options={**fixed, **contender.settings})
+
+    def _free_folder(self, name: str) -> Path:
+        """The folder of this name, with a number appended if it exists, as after an interruption."""
+        folder, number = self.folder / name, 1
+        while folder.exists():
+            number += 1
+            folder = self.folder / f"{name}-{number}"
+        return folder
+
+    # What the runs so far say
+
+    def _of(self, stage: Stage) -> list[TuningRun]:
+        return [run for run in self.tuning.runs if run.stage == stage]
+
+    def _times(self, stage: Stage, contender: Contender) -> int:
+        """How often a stage has measured a contender."""
+        return sum(any(score.contender == contender.name for score in run.scores) for run in self._of(stage))
+
+    def _is_out(self, contender: Contender) -> bool:
+        return any(contender.name in run.out for run in self.tuning.runs)
+
+    def _named(self, name: Label) -> Contender:
+        return next(contender for contender in self.search.contenders if contender.name == name)
+
+    def _winner(self, choice: Choice) -> Contender:
+        """The winner of a target; if none keeps the limit the nearest to it, and if none was measured the defaults."""
+        return choice.winner or choice.nearest or self._named(f"{choice.target}-0")
+
+    def _groups(self, contenders: Sequence[Contender], beside: int = 0) -> list[list[Contender]]:
+        """The contenders in runs of equal size, each of which has `beside` more."""
+        count = math.ceil(len(contenders) / max(1, self.at_once - beside))
+        return [list(contenders[place::count]) for place in range(count)]
+
+    def _expected_s(self, contenders: int) -> float:
+        """Seconds of a run with so many contenders, by the last ones."""
+        last = [run for run in self.tuning.runs if run.stage != "final" and run.scores][-LAST:]
+        if not last:
+            return START_S + ARM_S * (contenders + 1)
+        arms = sum(len(run.scores) + 1 for run in last)
+        return sum(run.seconds for run in last) / arms * (contenders + 1)

@@ -1,0 +1,208 @@
+"""One run of a tuning: contenders beside the anchor, and what it shows of each of them.
+
+The run is one of `abserve compare` with few rounds. It proves right answers as every run does: equal answers before the
+load, a sample of the answers under load, and the GPU. A contender that fails is out, and the others lose nothing.
+
+**Score.** The log of the goal's figure of each block, less its arm's and its round's mean, is noise that all arms of
+the run share. Its variance s², with (arms − 1)(rounds − 1) degrees of freedom, makes the error of a contender's mean
+difference to the anchor √(2s²/rounds) (two-way analysis of variance without interaction), widened by Student's t. What
+another start of the servers would change is not in it; see `loadgen.tune.search`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from loadgen.child_process import ABSERVE
+from loadgen.documents import one_line
+from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, THROUGHPUT, TPOT, Metric, measured_answers
+from loadgen.metrics.summaries import BlockSummary, figure_of
+from loadgen.metrics.tokens import samples_of
+from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.quantities import sentence
+from loadgen.records.run import Experiment, Label, RunState
+from loadgen.run.preparation import Prepared
+from loadgen.run.progress import RunProgress
+from loadgen.run.runner import run_experiment
+from loadgen.run.storage import StoredRun, read_run
+from loadgen.stats.ratios import critical_t
+from loadgen.stats.tails import percentile_of_rounds
+from loadgen.tune.records import ANCHOR, Score
+from loadgen.tune.settings import TuneSettings
+from loadgen.verdict.checks.registry import fault_of, invalidating
+from loadgen.verdict.result import Result, analyse_run, readable
+
+LEAST_ERROR = 1e-4
+"""Of a log ratio: servers of a test may be as regular as the clock."""
+NOT_KNOWN = 1e6
+"""The upper end of a limit's interval where the answers are too few for one."""
+LEAST_FOR_P99 = 100
+SIGNIFICANCE = 0.05
+_Z95 = 1.96
+_TOLERATED = ("unfair configuration", "overloaded load generator")
+"""Faults that keep a choice from nothing: contenders differ on purpose, and a busy generator limits the fast ones
+alike. The final comparison has both checks again."""
+
+
+def screen(
+    experiment: Experiment,
+    folder: Path,
+    progress: RunProgress,
+    settings: TuneSettings,
+    prepared: Prepared,
+    *,
+    abserve: Sequence[str] = ABSERVE,
+    anyway: bool = False,
+) -> tuple[Judged, RunState]:
+    """Run an experiment whose baseline is the anchor and whose other arms are contenders, into the folder; what it
+    shows and how it ended. `anyway`: a busy machine does not matter. Raises `StorageError`, `StoredRunError`."""
+    state = run_experiment(experiment, folder, progress, abserve=abserve, prepared=prepared)
+    with readable(folder):
+        run = read_run(folder)
+        return judge(run, analyse_run(run), settings, anyway=anyway), state
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a run shows."""
+
+    scores: tuple[Score, ...]
+    out: dict[Label, str]
+    problem: str | None
+
+
+def judge(run: StoredRun, result: Result, settings: TuneSettings, *, anyway: bool = False) -> Judged:
+    """Who is out, why the run counts for nothing, or else the scores. `anyway`: a busy machine does not matter."""
+    out = {label: sentence(one_line(why)) for label, why in run.experiment.failed_arms.items()}
+    problem: str | None = None
+    state = run.state
+    if state is None or state.state != "finished":
+        why = "the run did not finish" if state is None or state.error is None else state.error
+        failed = None if state is None else state.failed_arm
+        if failed is not None and failed != ANCHOR:
+            out[failed] = sentence(one_line(why))
+        return Judged((), out, sentence(one_line(why)))
+    for check in invalidating(result.checks):
+        fault, contenders = fault_of(check), set(check.arms) - {ANCHOR}
+        if fault in _TOLERATED or (anyway and fault == "busy machine"):
+            continue
+        if contenders and ANCHOR not in check.arms:
+            out |= {label: sentence(one_line(check.detail)) for label in contenders if label not in out}
+        else:
+            problem = problem or sentence(one_line(check.detail))
+    if problem is not None:
+        return Judged((), out, problem)
+    scores = score_run(run, result, settings)
+    left = tuple(score for score in scores if score.contender not in out)
+    return Judged(left, out, None if left or out else "No round is complete.")
+
+
+def goal_metrics(settings: TuneSettings) -> tuple[Metric, ...]:
+    """The metrics that the goal may be measured by, the best first: that of which every block has a figure counts."""
+    if settings.aim == "latency":
+        return (TPOT,) if settings.is_language else (METRICS["latency_p50"], METRICS["latency_mean"])
+    return (OUTPUT_TOKENS,) if settings.is_language else (THROUGHPUT,)
+
+
+def score_run(run: StoredRun, result: Result, settings: TuneSettings) -> tuple[Score, ...]:
+    """The score of every contender that has been measured in every round, by the goal. None of them without two rounds
+    of anchor and contender."""
+    scores = next(
+        (found for metric in goal_metrics(settings) if (found := _by_blocks(result.blocks, metric, ANCHOR))), {}
+    )
+    workload = next((workload.name for workload in run.experiment.workloads), "")
+    if settings.aim == "energy":
+        scores = _by_energy(scores, result.of(GpuFound), workload)
+    p99 = METRICS["latency_p99"]
+    told = []
+    for label, (log_ratio, error, value) in scores.items():
+        latencies = _values_of(run, label, p99)
+        enough = sum(map(len, latencies)) >= LEAST_FOR_P99
+        told.append(
+            Score(
+                contender=label,
+                log_ratio=log_ratio,
+                error=error,
+                value=value,
+                p99_ms=percentile_of_rounds(latencies, 0.99)[0] if enough else None,
+                limit=_limit_of(run, label, settings.limits),
+            )
+        )
+    return tuple(told)
+
+
+def _by_blocks(
+    blocks: Sequence[BlockSummary], metric: Metric, anchor: Label
+) -> dict[Label, tuple[float, float, float]]:
+    """Of each contender the log of how many times better it is than the anchor, the error of that and its figure."""
+    figures = {
+        (block.round, block.label): figure
+        for block in blocks
+        if block.complete and (figure := figure_of(block, metric))
+    }
+    rounds = sorted({number for number, _ in figures})
+    labels = [
+        label
+        for label in dict.fromkeys(block.label for block in blocks)
+        if all((number, label) in figures for number in rounds)
+    ]
+    if anchor not in labels or len(labels) < 2 or len(rounds) < 2:
+        return {}
+    logs = np.log([[figures[number, label] for label in labels] for number in rounds])
+    logs = logs if metric.higher_is_better else -logs
+    rest = logs - logs.mean(axis=0) - logs.mean(axis=1, keepdims=True) + logs.mean()
+    degrees = (len(labels) - 1) * (len(rounds) - 1)
+    spread = math.sqrt(float(np.sum(rest**2)) / degrees)
+    error = spread * math.sqrt(2.0 / len(rounds)) * critical_t(degrees, SIGNIFICANCE) / _Z95
+    means = dict(zip(labels, logs.mean(axis=0).tolist(), strict=True))
+    return {
+        label: (mean - means[anchor], max(error, LEAST_ERROR), math.exp(mean if metric.higher_is_better else -mean))
+        for label, mean in means.items()
+        if label != anchor
+    }
+
+
+def _by_energy(
+    scores: Mapping[Label, tuple[float, float, float]], found: GpuFound, workload: str
+) -> dict[Label, tuple[float, float, float]]:
+    """The same by the GPU's energy per item, which is measured over all rounds. Its error is that of the throughput: at
+    a nearly constant power the energy per item varies as the time per item does."""
+    anchor = found.joules_per_item(ANCHOR, workload)
+    by_energy = {}
+    for label, (_, error, _) in scores.items():
+        joules = found.joules_per_item(label, workload)
+        if anchor and joules:
+            by_energy[label] = math.log(anchor / joules), error, joules
+    return by_energy
+
+
+def _values_of(run: StoredRun, label: Label, metric: Metric) -> list[np.ndarray]:
+    """The values of the requests of a contender, of each complete block."""
+    values = []
+    for block in run.blocks:
+        if block.record.label != label or not block.record.complete or metric.of_requests is None:
+            continue
+        samples = samples_of(block)
+        if samples is not None:
+            values.append(metric.of_requests(measured_answers(samples, is_open=block.workload.is_open)))
+    return [part for part in values if len(part)]
+
+
+def _limit_of(run: StoredRun, label: Label, limits: Mapping[str, float]) -> tuple[float, float, float] | None:
+    """The limited metric over its limit with the interval of that, of the limit that the contender misses most or keeps
+    least. None without limits."""
+    kept = []
+    for name, limit_ms in limits.items():
+        metric = METRICS[name]
+        values = _values_of(run, label, metric)
+        if not values or metric.quantile is None:
+            kept.append((NOT_KNOWN, 0.0, NOT_KNOWN))
+            continue
+        value, (low, high) = percentile_of_rounds(values, metric.quantile)
+        kept.append((value / limit_ms, low / limit_ms, min(high / limit_ms, NOT_KNOWN)))
+    return max(kept, key=lambda ratios: ratios[0], default=None)

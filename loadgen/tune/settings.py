@@ -1,0 +1,263 @@
+"""All settings of a tuning: the keys of its file, which are also the options of `abserve tune`, and the comparisons
+that follow from them.
+
+What a comparison has too is declared once, in `ExperimentSettings`, and has the same meaning here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from copy import copy
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from loadgen.experiment.plan import PlanError
+from loadgen.experiment.settings import (
+    LOAD,
+    MAIN,
+    MEASUREMENT,
+    TARGET,
+    ArmSettings,
+    Buckets,
+    ExperimentSettings,
+    Lengths,
+    Settings,
+    in_panel,
+)
+from loadgen.records.payloads import Payload, is_language
+from loadgen.records.run import Label, TokenLimits, Transport
+
+Target = Literal["native", "triton", "fastapi", "litserve", "vllm"]
+Goal = Literal["throughput", "latency", "cost", "energy"]
+USERS = 16
+AT_ONCE = 5
+AT_ONCE_ON_GPU = 2
+"""Contenders of a language model measured side by side on a GPU, where the servers share its memory."""
+MOST_AT_ONCE = 7
+"""A comparison has eight arms at most, and the anchor is one of them."""
+LIMITED: Mapping[str, str] = {
+    "p50": "latency_p50", "p95": "latency_p95", "p99": "latency_p99",
+    "ttft": "ttft_p99", "tpot": "tpot_p99", "gap": "worst_gap_p99",
+}  # fmt: skip
+"""The metric of each limit by its name; those of tokens are the p99 over the answers."""
+_OF_TOKENS = frozenset(TokenLimits.__struct_fields__)
+_MOST_LIMIT_MS = 3_600_000.0
+_main, _target, _load, _measurement = map(in_panel, (MAIN, TARGET, LOAD, MEASUREMENT))
+
+
+def parse_limits(text: str) -> dict[str, float]:
+    """Limits such as p99=50ms,ttft=0.2s as milliseconds by their names. Raises `ValueError`."""
+    limits: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        parsed = re.fullmatch(rf"({'|'.join(LIMITED)}) *= *([0-9]+(?:\.[0-9]+)?) *(ms|s)", part)
+        if parsed is None:
+            raise ValueError(f"{part!r} is no limit; write it as in p99=50ms, of {', '.join(LIMITED)}")
+        value = float(parsed[2]) * (1000.0 if parsed[3] == "s" else 1.0)
+        if parsed[1] in limits:
+            raise ValueError(f"{parsed[1]} is given twice; give each limit once")
+        if not 0.0 < value <= _MOST_LIMIT_MS:
+            raise ValueError(f"{part!r} must be above 0 and at most an hour")
+        limits[parsed[1]] = value
+    if not limits:
+        raise ValueError("give at least one limit, as in p99=50ms")
+    return limits
+
+
+def _checked_limits(value: object) -> str:
+    """In a file the limits may also be a mapping: {p99: 50ms}."""
+    text = ",".join(f"{name}={limit}" for name, limit in value.items()) if isinstance(value, dict) else str(value)
+    return ",".join(f"{name}={limit:g}ms" for name, limit in parse_limits(text).items())
+
+
+def _targets(value: object) -> object:
+    parts = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    if isinstance(parts, list | tuple) and len(set(map(str, parts))) < len(parts):
+        raise ValueError("give each server once")
+    return parts
+
+
+def _values(value: object) -> object:
+    """A file may hold a number, a truth value or a list in place of a text with commas."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        str(name): ",".join(map(_text, given)) if isinstance(given, list) else _text(given)
+        for name, given in value.items()
+    }
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shared(name: str, **changes: Any) -> Any:
+    """The declaration of a setting that a comparison has too."""
+    field = copy(ExperimentSettings.model_fields[name])
+    for attribute, value in changes.items():
+        setattr(field, attribute, value)
+    return field
+
+
+Targets = Annotated[tuple[Target, ...], BeforeValidator(_targets), Field(min_length=1)]
+LimitsText = Annotated[str, BeforeValidator(_checked_limits)]
+Chosen = Annotated[dict[str, str], BeforeValidator(_values)]
+
+
+class TuneSettings(Settings):
+    """One tuning as asked for, with every default filled in."""
+
+    arms: Targets = _main(
+        ("native", "triton"),
+        description="Servers to tune: native, triton, fastapi, litserve, vllm; the first is named first.",
+    )
+    model: str = _shared("model", description="Model: SOURCE:NAME (see `abserve models`), a file or a folder.")
+    concurrency: int | None = _main(
+        None, ge=1, le=100_000, description=f"Load: this many users at once, each with one request (default: {USERS})."
+    )
+    rate: float | None = _main(
+        None, gt=0.0, le=100_000.0, description="Load: this many requests/s that arrive at random, in place of users."
+    )
+    goal: Goal | None = _main(
+        None,
+        description="What is best (default: throughput, with --rate latency): energy is the GPU's joules per item, "
+        "cost needs --price.",
+    )
+    limit: LimitsText | None = _main(
+        None,
+        description="Limits that the best must keep, such as p99=50ms: of p50, p95, p99; of a language model also "
+        "ttft, tpot and gap (their p99).",
+    )
+    minutes: float = _main(30.0, gt=0.0, le=1440.0, description="Minutes of the whole, with the final comparison.")
+    tune: Chosen = _main(
+        {},
+        description="Try only these values of a setting: max-batch-size=8,16,32, or for one server triton.NAME=…; "
+        "repeatable.",
+    )
+    fix: Chosen = _main(
+        {}, description="Give a setting one value everywhere: fronts=4, or for one server native.NAME=…; repeatable."
+    )
+    at_once: int | None = _measurement(
+        None,
+        ge=1,
+        le=MOST_AT_ONCE,
+        description=f"Servers measured side by side, besides the one they are compared with (default: {AT_ONCE}, of a "
+        f"language model on a GPU {AT_ONCE_ON_GPU}); fewer need less memory.",
+    )
+    transport: Transport | None = _main(
+        None,
+        description="http, grpc or shm (default: http); of a language model completions or generate_stream (default: "
+        "the first of these that all servers speak).",
+    )
+    payload: Payload | None = _load(
+        None, description="fp32, uint8 or jpeg for images (default: fp32), tensors for other models."
+    )
+    inputs: str | None = _shared("inputs")
+    sequence_length: Lengths | None = _load(
+        None, description="Length of the inputs of a model of text: text (the default) or N."
+    )
+    prompt_tokens: int | None = _load(
+        None, ge=1, le=1_000_000, description="Tokens per prompt of a language model (default: 32, on a GPU 256)."
+    )
+    output_tokens: int | None = _load(
+        None, ge=1, le=1_000_000, description="Tokens per answer of a language model (default: 64, on a GPU 256)."
+    )
+    arrivals: Literal["poisson", "constant"] = _shared("arrivals")
+    connections: int = _shared("connections")
+    processes: int = _shared("processes")
+    price: float | None = _load(
+        None, gt=0.0, le=1e6, description="Price of the machine per hour, in any currency, for --goal cost."
+    )
+    weights: str | None = _shared("weights")
+    precision: Literal["fp32", "tf32", "fp16"] | None = _shared("precision")
+    tritonserver: str | None = _shared("tritonserver")
+    pad_to: Buckets | None = _shared("pad_to")
+    request_timeout: float = _shared("request_timeout")
+    seed: int = _measurement(
+        0, ge=0, le=2**63 - 1, description="Seed of the search, the order of the blocks, the inputs and the arrivals."
+    )
+    margin: float = _shared("margin")
+    gpu_control: bool = _shared("gpu_control")
+
+    @property
+    def is_language(self) -> bool:
+        return is_language(self.model)
+
+    @property
+    def aim(self) -> Goal:
+        """The goal in effect."""
+        return self.goal or ("throughput" if self.rate is None else "latency")
+
+    @property
+    def users(self) -> int:
+        """The users of the closed loop, or the most requests of an open one that can be under way at once."""
+        return self.connections if self.rate is not None else self.concurrency or USERS
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits in ms by the names of their metrics."""
+        given = {} if self.limit is None else parse_limits(self.limit)
+        return {LIMITED[name]: limit for name, limit in given.items()}
+
+    def side_by_side(self, *, gpu: bool) -> int:
+        """Contenders of a screening."""
+        return self.at_once or (AT_ONCE_ON_GPU if gpu and self.is_language else AT_ONCE)
+
+
+ROUNDS = 4
+"""Rounds of a screening: the scatter is estimated from all its arms together."""
+OPEN_SECONDS, LEAST_ARRIVALS = 5.0, 64
+"""The longest block of an open loop in a screening, and how many requests are enough for a shorter one."""
+
+
+def screening_settings(settings: TuneSettings, arms: Mapping[Label, ArmSettings]) -> ExperimentSettings:
+    """The comparison of a screening. Raises `PlanError`."""
+    due = 0.0 if settings.rate is None else min(OPEN_SECONDS, max(1.0, LEAST_ARRIVALS / settings.rate))
+    return _experiment(settings, arms, rounds=ROUNDS, gpu_control=False, **({"open_seconds": due} if due else {}))
+
+
+def final_settings(settings: TuneSettings, arms: Mapping[Label, ArmSettings], minutes: float) -> ExperimentSettings:
+    """The comparison whose verdict is the answer, which takes so many minutes. Raises `PlanError`."""
+    price = {"price": settings.price} if settings.is_language and settings.price is not None else {}
+    rounded = max(0.1, math.floor(minutes * 10.0) / 10.0)
+    return _experiment(settings, arms, minutes=rounded, gpu_control=settings.gpu_control, **price)
+
+
+_COMMON = (
+    "model", "inputs", "sequence_length", "output_tokens", "arrivals", "connections", "processes", "weights",
+    "precision", "tritonserver", "pad_to", "request_timeout", "seed", "margin",
+)  # fmt: skip
+
+
+def _experiment(settings: TuneSettings, arms: Mapping[Label, ArmSettings], **more: Any) -> ExperimentSettings:
+    content: dict[str, Any] = {name: getattr(settings, name) for name in _COMMON if name in settings.model_fields_set}
+    content["model"] = settings.model
+    for name in ("transport", "payload", "prompt_tokens"):
+        if (value := getattr(settings, name)) is not None:
+            content[name] = (value,)
+    if settings.rate is None:
+        content |= {"scenarios": ("concurrent",), "concurrency": (settings.users,)}
+    else:
+        content |= {"scenarios": ("open",), "rates": (settings.rate,)}
+    if all(arm.target != "triton" for arm in arms.values()):
+        content.pop("tritonserver", None)
+    return ExperimentSettings(arms=dict(arms), handicap_check=False, **content, **more)
+
+
+def check_tuning(settings: TuneSettings, *, gpu: bool) -> None:
+    """Raises `PlanError` for settings that contradict each other or cannot be measured. `gpu`: there may be one."""
+    if settings.rate is not None and settings.concurrency is not None:
+        raise PlanError("--rate and --concurrency are two loads; give one of them")
+    if settings.rate is not None and settings.aim in ("throughput", "cost"):
+        raise PlanError(f"--goal {settings.aim}: --rate sets the throughput of every server; use --goal latency")
+    if settings.aim == "cost" and settings.price is None:
+        raise PlanError("--goal cost needs --price, the price of the machine per hour")
+    if settings.aim == "energy" and not gpu:
+        raise PlanError("--goal energy needs an NVIDIA GPU, and this machine has none; use --goal throughput")
+    if settings.sequence_length is not None and "," in settings.sequence_length:
+        raise PlanError("--sequence-length: a tuning has one load; give one length, or text")
+    for name in parse_limits(settings.limit) if settings.limit and not settings.is_language else ():
+        if f"{name}_ms" in _OF_TOKENS:
+            raise PlanError(f"--limit {name} is for language models, and {settings.model} is not one; use p99")

@@ -1,0 +1,101 @@
+"""A screening goes on without arms that fail before the load, and says which arm failed under it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from loadgen.records.probes import AnswersCompared, CacheProbe
+from loadgen.records.run import ArmRequest, Experiment, ParityRecord, Workload
+from loadgen.run.preparation import Prepared
+from loadgen.run.progress import RunProgress
+from loadgen.run.runner import ANSWERS_OF_SCREENING, run_experiment
+from loadgen.verdict.checks.registry import invalidating
+from loadgen.verdict.result import analyse
+from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, descendants, make_experiment, stored
+
+LOAD = Workload(scenario="concurrent", batch_size=1, concurrency=4, requests=40, seconds=0.1, max_seconds=5.0, rounds=2)
+
+
+def contender(label: str, **settings: str) -> ArmRequest:
+    return ArmRequest(label=label, target="native", settings={k.replace("_", "-"): v for k, v in settings.items()})
+
+
+def screening(*arms: ArmRequest) -> Experiment:
+    first, *others = arms
+    return make_experiment(
+        a=contender("anchor"), b=first, others=others, workloads=(LOAD,), screening=True, processes=1
+    )
+
+
+def run(experiment: Experiment, out: Path, prepared: Prepared | None = None):
+    before = descendants()
+    state = run_experiment(experiment, out, RunProgress(), abserve=FAKE_ABSERVE, prepared=prepared)
+    assert descendants() <= before
+    return state
+
+
+def test_arms_that_fail_before_the_load_cost_only_themselves(tmp_path: Path) -> None:
+    asked = screening(
+        contender("crash", crash="true"),
+        contender("wrong", wrong="true"),
+        contender("empty", empty="true"),
+        contender("refusing", error_every="1"),
+        contender("good"),
+    )
+    state = run(asked, tmp_path / "run")
+    assert state.state == "finished", state
+    experiment = stored(tmp_path / "run" / "experiment.json", Experiment)
+    assert experiment.labels == ("anchor", "good")
+    assert "cannot open the model" in experiment.failed_arms["crash"]
+    assert "other answers" in experiment.failed_arms["wrong"]
+    assert "503" in experiment.failed_arms["refusing"]
+    assert set(experiment.failed_arms) == {"crash", "wrong", "empty", "refusing"}
+    parity = stored(tmp_path / "run" / "parity.json", ParityRecord)
+    assert parity.ok
+    assert {case.label for case in parity.cases} == {"anchor", "good"}
+    assert {(block.label, block.round) for block in blocks(tmp_path / "run")} == {
+        (label, number) for label in ("anchor", "good") for number in (0, 1)
+    }
+    compared = stored(tmp_path / "run" / "answers.json", tuple[AnswersCompared, ...])
+    assert {record.answers for record in compared} == {ANSWERS_OF_SCREENING}
+    assert not (tmp_path / "run" / CacheProbe.FILE).exists()
+    assert analyse(tmp_path / "run").experiment.labels == ("anchor", "good")
+
+
+def test_a_comparison_still_ends_with_the_failure_of_an_arm(tmp_path: Path) -> None:
+    asked = msgspec.structs.replace(screening(contender("wrong", wrong="true"), contender("good")), screening=False)
+    state = run(asked, tmp_path / "run")
+    assert state.state == "failed"
+    assert "same answers" in str(state.error)
+
+
+def test_an_arm_that_dies_under_load_is_named(tmp_path: Path) -> None:
+    state = run(screening(contender("dying", die_after="75"), contender("good")), tmp_path / "run")
+    assert (state.state, state.failed_arm) == ("failed", "dying")
+
+
+def test_wrong_answers_under_load_are_blamed_on_their_arm(tmp_path: Path) -> None:
+    """Its parity is right: 6 inputs alone, and each of them again in mixed batches, which are not merged."""
+    asked = screening(contender("hollow", hollow_every="2", good_first="70"), contender("good"))
+    state = run(asked, tmp_path / "run")
+    assert state.state == "finished", state
+    blamed = {check.arms for check in invalidating(analyse(tmp_path / "run").checks) if check.arms}
+    assert blamed == {("hollow",)}
+
+
+def test_without_an_arm_that_is_left_the_run_fails(tmp_path: Path) -> None:
+    state = run(screening(contender("crash", crash="true"), contender("wrong", wrong="true")), tmp_path / "run")
+    assert state.state == "failed"
+    assert "no arm is left" in str(state.error)
+    assert stored(tmp_path / "run" / "experiment.json", Experiment).failed_arms.keys() == {"crash", "wrong"}
+
+
+def test_the_second_run_uses_the_samples_of_the_first(tmp_path: Path) -> None:
+    prepared = Prepared(tmp_path / "samples")
+    assert run(screening(contender("good")), tmp_path / "1", prepared).state == "finished"
+    made = {path: path.stat().st_mtime_ns for path in prepared.samples.iterdir()}
+    assert made
+    assert run(screening(contender("good")), tmp_path / "2", prepared).state == "finished"
+    assert {path: path.stat().st_mtime_ns for path in prepared.samples.iterdir()} == made
