@@ -145,8 +145,7 @@ class EmbeddedDeployment(Deployment):
             options["grpc-port"] = str(grpc)
         if self._kind == "triton":
             options["metrics-port"] = str(metrics)
-        arguments = [part for name, value in options.items() for part in _option(name, value)]
-        command = [*self._serve_command, self._kind, *arguments, "--print-launch"]
+        command = [*self._serve_command, self._kind, *to_arguments(options), "--print-launch"]
         try:
             done = subprocess.run(command, capture_output=True, check=False, timeout=_PLAN_SECONDS)
         except subprocess.TimeoutExpired:
@@ -168,9 +167,13 @@ class EmbeddedDeployment(Deployment):
         return self._make_plan()
 
 
-def _option(name: str, value: str) -> tuple[str, ...]:
-    """`--name value`; `true` and an empty value make a flag."""
-    return (f"--{name}",) if value in {"", "true"} else (f"--{name}", value)
+def to_arguments(options: Mapping[str, str]) -> tuple[str, ...]:
+    """`--name value` of each; `true` and an empty value make a flag."""
+    return tuple(
+        part
+        for name, value in options.items()
+        for part in ((f"--{name}",) if value in {"", "true"} else (f"--{name}", value))
+    )
 
 
 class PortReservation:

@@ -50,7 +50,7 @@ MEASURING = (
 LOADGEN = (
     "quantities", "documents", "strict_yaml", "headers", "child_process", "records", "stats",
     "experiment", "client", "launch", "locust", "probes.registry", "engine_matrix.records", "run.storage", "metrics",
-    "tune.records", "tune.space", "tune.search", *ANALYSES, "verdict", "tune.outcome", "engine_matrix",
+    "tune.records", "tune.settings", "tune.space", "tune.search", *ANALYSES, "verdict", "tune.outcome", "engine_matrix",
     "ranking.records", "ranking.analyse", "run",
     "engine_matrix.worker_process", "engine_matrix.judging", "engine_matrix.measure",
     "report.document", "report.charts",
@@ -62,7 +62,7 @@ LOADGEN = (
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
     "stats", "records.run", "metrics", "verdict", "experiment.schedule", *ANALYSES,
-    "ranking.analyse", "engine_matrix.analyse", "tune.records", "tune.space", "tune.search",
+    "ranking.analyse", "engine_matrix.analyse", "tune.records", "tune.settings", "tune.space", "tune.search",
 )  # fmt: skip
 IMPURE = {
     "locust",

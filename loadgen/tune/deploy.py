@@ -1,0 +1,161 @@
+"""Files that deploy the best of each target, in DIR/deploy.
+
+    native.sh, triton.sh …      the command line of each target's best
+    triton/models/              Triton's model repository with its config.pbtxt, as the final served it
+    compose.override.yml        the settings of both servers for docker-compose.yml
+    experiment.yaml             repeats the final comparison
+
+Nothing is started. The repository is laid out by `abserve serve triton … --print-launch`, so it is the one that the
+measured server had. Large files in it are links to the exported ones.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from loadgen.child_process import ABSERVE
+from loadgen.documents import write_atomically
+from loadgen.experiment.options import write_content
+from loadgen.launch.deployment import DeploymentError
+from loadgen.launch.embedded import EmbeddedDeployment, to_arguments
+from loadgen.records.payloads import is_language
+from loadgen.report.files import EXPERIMENT_FILE
+from loadgen.run.preparation import serve_options
+from loadgen.tune.outcome import TuningOutcome
+
+FOLDER, COMPOSE_FILE = "deploy", "compose.override.yml"
+REPOSITORY = "triton/models"
+IN_STACK = ("native", "triton")
+"""Targets that docker-compose.yml has."""
+OF_STACK = ("model", "weights", "precision")
+"""Options that its containers take from ABSERVE_MODELS_…, the same for both servers."""
+OF_TRITON_ON_GPU = ("max-batch-size", "max-queue-delay-us")
+"""What the stack's Triton on a GPU, which is NVIDIA's image, takes of the options of `abserve serve triton`."""
+
+
+def best_options(outcome: TuningOutcome) -> dict[str, dict[str, str]]:
+    """The options of `abserve serve` for each target at its best, by target, as the final started it; empty without a
+    final."""
+    if outcome.final is None:
+        return {}
+    arms = {arm.label: arm for arm in outcome.final.experiment.arms}
+    return {
+        target.space.target: serve_options(arm, outcome.final.experiment) | arm.settings
+        for target in outcome.targets
+        if target.best is not None and (arm := arms.get(target.best.name)) is not None
+    }
+
+
+def best_commands(outcome: TuningOutcome) -> dict[str, str]:
+    """The command line of each target at its best."""
+    return {
+        target: shlex.join(["abserve", "serve", target, *to_arguments(options)])
+        for target, options in best_options(outcome).items()
+    }
+
+
+def write_deployment(directory: Path, outcome: TuningOutcome, abserve: Sequence[str] = ABSERVE) -> tuple[str, ...]:
+    """Write the files into DIR/deploy anew. Returns what could not be made, a sentence each. Raises `OSError`."""
+    folder = directory / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    options = best_options(outcome)
+    if not options or outcome.final is None:
+        return ()
+    folder.mkdir(parents=True)
+    for target, command in best_commands(outcome).items():
+        script = folder / f"{target}.sh"
+        write_atomically(script, _script(target, command).encode())
+        script.chmod(0o755)
+    problems = []
+    if "triton" in options and (problem := _write_repository(folder, options["triton"], abserve)):
+        problems.append(f"no model repository: {problem}")
+    if problem := no_compose_file(options):
+        problems.append(f"no compose file: {problem}")
+    else:
+        write_atomically(folder / COMPOSE_FILE, compose_override(options).encode())
+    settings, sha256 = outcome.final.experiment.settings, outcome.final.experiment.settings_sha256
+    if settings is not None and sha256 is not None:
+        write_atomically(folder / EXPERIMENT_FILE, write_content(settings, sha256).encode())
+    return tuple(problems)
+
+
+def deployed_files(directory: Path) -> dict[str, str]:
+    """The files in DIR/deploy as paths relative to DIR, and what each is."""
+    words = {
+        **{
+            f"{script.name}": f"starts {script.stem} at its best" for script in sorted(directory.glob(f"{FOLDER}/*.sh"))
+        },
+        REPOSITORY: "Triton's model repository; copy it with cp -rL",
+        COMPOSE_FILE: f"docker compose -f docker-compose.yml -f {COMPOSE_FILE} up --wait",
+        EXPERIMENT_FILE: f"abserve compare {EXPERIMENT_FILE} repeats the final",
+    }
+    return {f"{FOLDER}/{name}": what for name, what in words.items() if (directory / FOLDER / name).exists()}
+
+
+def _script(target: str, command: str) -> str:
+    """Further options, such as --http-port, follow the script's name."""
+    return f'#!/bin/sh\n# {target} at its best; add options such as --host and --http-port.\nexec {command} "$@"\n'
+
+
+def _write_repository(folder: Path, options: Mapping[str, str], abserve: Sequence[str]) -> str | None:
+    """Lay the repository out and keep its models. Returns why that failed, without a full stop."""
+    if "triton-repository" in options:
+        return "the models are those of your own repository"
+    work = folder / Path(REPOSITORY).parent
+    deployment = EmbeddedDeployment(
+        "triton", {**options, "work-dir": str(work)}, folder / "triton.log", abserve=abserve
+    )
+    try:
+        deployment.check(options["model"])
+    except DeploymentError as exc:
+        shutil.rmtree(work, ignore_errors=True)
+        return str(exc)
+    for path in work.iterdir():
+        if path.name == Path(REPOSITORY).name:
+            continue
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return None
+
+
+def no_compose_file(options: Mapping[str, Mapping[str, str]]) -> str | None:
+    """Why the stack of docker-compose.yml cannot run these servers, without a full stop; None if it can."""
+    model = next(iter(options.values()))["model"]
+    if is_language(model):
+        return "its containers serve no language models"
+    if model.endswith(".onnx") or ".py:" in model or Path(model).expanduser().exists():
+        return f"its containers do not have {model}"
+    if not set(options) & set(IN_STACK):
+        return f"it has {' and '.join(IN_STACK)} only"
+    for name in OF_STACK:
+        if len({own.get(name) for target, own in options.items() if target in IN_STACK}) > 1:
+            return f"its servers share one {name}, and the best of each differ in it"
+    return None
+
+
+def compose_override(options: Mapping[str, Mapping[str, str]]) -> str:
+    """An override of docker-compose.yml: the containers that plan the servers get their settings as variables."""
+    environment: dict[str, str] = {}
+    ignored: list[str] = []
+    for target in IN_STACK:
+        for name, value in options.get(target, {}).items():
+            if name in OF_STACK:
+                environment[f"ABSERVE_MODELS_{_variable(name)}"] = value
+                continue
+            environment[f"ABSERVE_{target.upper()}_{_variable(name)}"] = value or "true"
+            if target == "triton" and name == "backend" and value in ("onnxruntime", "tensorrt"):
+                environment["ABSERVE_MODELS_TRITON_BACKENDS"] = value
+            elif target == "triton" and name not in OF_TRITON_ON_GPU:
+                ignored.append(name)
+    services = {service: {"environment": environment} for service in ("models", "models-cpu")}
+    note = f"# On a GPU, Triton is NVIDIA's image, which takes nothing of: {', '.join(ignored)}\n" if ignored else ""
+    body = yaml.safe_dump({"services": services}, sort_keys=False, default_flow_style=False, width=120)
+    return f"# docker compose -f docker-compose.yml -f {COMPOSE_FILE} up --wait\n{note}{body}"
+
+
+def _variable(option: str) -> str:
+    return option.upper().replace("-", "_")

@@ -1,0 +1,219 @@
+"""What a tuning tells: the answer comes from the final alone, and every claim is as certain as its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import msgspec
+import pytest
+
+from loadgen.metrics.comparisons import log_lead
+from loadgen.tune.outcome import TuningOutcome, cost_of_defaults, outcome_of, percent
+from loadgen.tune.records import Tuning, TuningRun
+from loadgen.verdict.headline import MOST_WORDS, word_count
+from loadgen.verdict.result import Result
+from tests.golden.synthetic_run import SimulatedArm
+from tests.synthetic_tuning import FINAL_ARMS, PlantedTuning, final, tuning
+
+EQUAL = {name: SimulatedArm(5.0, 7.0, 1.0) for name in FINAL_ARMS}
+WORSE = FINAL_ARMS | {"native-3": SimulatedArm(7.0, 10.0, 1.0)}
+
+
+@pytest.fixture(scope="module")
+def final_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
+    """The result of a final with arms of these speeds, made once."""
+    planted = {"planted": FINAL_ARMS, "equal": EQUAL, "worse": WORSE}
+
+    @cache
+    def final_of(name: str) -> Result:
+        return final(tmp_path_factory.mktemp(name), PlantedTuning(arms=planted[name]))
+
+    return final_of
+
+
+@pytest.fixture
+def outcome(final_of: Callable[[str], Result]) -> TuningOutcome:
+    return outcome_of(tuning(), final_of("planted"))
+
+
+def test_the_headline_has_the_winners_and_the_defaults_in_25_words(outcome: TuningOutcome) -> None:
+    text = outcome.headline
+    assert text.startswith("Triton at its best serves 1.1")
+    assert "of native at its best (95 % interval" in text
+    assert "; at their defaults native leads 1.2" in text
+    assert word_count(text) <= MOST_WORDS
+
+
+def test_the_answer_does_not_change_with_the_scores(outcome: TuningOutcome) -> None:
+    """Scores chose; they are no part of the answer."""
+    flattered = msgspec.structs.replace(
+        outcome.tuning,
+        runs=tuple(
+            msgspec.structs.replace(
+                run, scores=tuple(msgspec.structs.replace(s, value=99.0 * s.value, p99_ms=1.0) for s in run.scores)
+            )
+            for run in outcome.tuning.runs
+        ),
+    )
+    again = outcome_of(flattered, outcome.final)
+    assert again.headline == outcome.headline
+    assert [target.figures for target in again.targets] == [target.figures for target in outcome.targets]
+
+
+def test_the_cost_of_the_defaults_is_a_share_of_what_the_best_serves(outcome: TuningOutcome) -> None:
+    for target in outcome.targets:
+        cost = cost_of_defaults(target)
+        assert cost is not None
+        share, interval = cost
+        best, default = (target.figures[c.name].value for c in (target.winner, target.default) if c is not None)
+        assert best is not None
+        assert default is not None
+        assert share == pytest.approx(1.0 - default / best, abs=1e-6)
+        assert interval is not None
+        assert interval[0] < share < interval[1]
+
+
+def test_equal_arms_have_no_winner_and_a_cost_that_includes_nothing(final_of: Callable[[str], Result]) -> None:
+    outcome = outcome_of(tuning(), final_of("equal"))
+    assert outcome.headline.startswith("No winner between native and Triton at their best")
+    for target in outcome.targets:
+        cost = cost_of_defaults(target)
+        assert cost is not None
+        assert cost[1] is not None
+        assert cost[1][0] < 0.0 < cost[1][1] or abs(cost[0]) < 0.02
+
+
+def test_defaults_that_are_better_in_the_final_are_kept(final_of: Callable[[str], Result]) -> None:
+    """The winner of the finalists may have been lucky; the final has the last word."""
+    outcome = outcome_of(tuning(), final_of("worse"))
+    native, triton = outcome.targets
+    assert native.winner is not None
+    assert native.best == native.default
+    assert triton.best == triton.winner
+    assert {outcome.between_best[0].baseline, outcome.between_best[0].arm} == {"native-0", "triton-2"}
+    lead = log_lead(native.lead, native.winner.name)
+    assert lead is not None
+    assert lead[2] < 0.0
+    assert "native at its defaults" in outcome.headline
+
+
+def test_without_a_final_nothing_is_claimed(outcome: TuningOutcome) -> None:
+    stopped = outcome_of(tuning(PlantedTuning(stages=("screening",), state="interrupted")), None)
+    assert stopped.headline.startswith("No verdict: the tuning was interrupted after 11 ")
+    assert stopped.between_best == ()
+    for target in stopped.targets:
+        gain = target.gain_so_far
+        assert gain is not None
+        assert gain[1][0] < gain[0] < gain[1][1]
+        assert not target.figures
+        assert target.best is None
+
+
+def test_settings_put_back_say_what_matters(outcome: TuningOutcome) -> None:
+    native, triton = ({effect.setting: effect for effect in target.effects} for target in outcome.targets)
+    assert set(native) == {"engine", "max-batch-size"}
+    assert native["engine"].matters
+    assert (native["engine"].default, native["engine"].best) == ("torch", "onnxruntime")
+    assert triton["max-batch-size"].matters
+    assert not triton["max-queue-delay-us"].matters, "planted without an effect"
+
+
+def test_a_setting_that_was_not_put_back_has_no_worth() -> None:
+    stopped = outcome_of(tuning(PlantedTuning(stages=("screening", "finalists"))), None)
+    assert [effect.factor for target in stopped.targets for effect in target.effects] == [None] * 4
+    assert not any(effect.matters for target in stopped.targets for effect in target.effects)
+
+
+def test_who_is_out_is_counted_and_named(outcome: TuningOutcome) -> None:
+    native, triton = outcome.targets
+    assert (native.tried, triton.tried) == (7, 5)
+    ((contender, why),) = native.out
+    assert contender.name == "native-4"
+    assert "cosine 0.93" in why
+    assert triton.out == ()
+
+
+def test_a_run_that_counts_for_nothing_changes_nothing(outcome: TuningOutcome) -> None:
+    scores = tuple(msgspec.structs.replace(score, log_ratio=3.0) for score in outcome.tuning.runs[0].scores)
+    useless = TuningRun(folder="09-screening", stage="screening", scores=scores, problem="The machine was busy.")
+    again = outcome_of(msgspec.structs.replace(outcome.tuning, runs=(*outcome.tuning.runs, useless)), outcome.final)
+    assert [target.gain_so_far for target in again.targets] == [target.gain_so_far for target in outcome.targets]
+
+
+def test_a_limit_is_judged_by_the_final(final_of: Callable[[str], Result]) -> None:
+    held = outcome_of(tuning(PlantedTuning(limit_ms=150.0)), final_of("planted"))
+    assert "within p99 ≤ 150 ms" in held.headline
+    states = {name: f.limits[0].state for t in held.targets for name, f in t.figures.items()}
+    assert states == {"native-0": "exceeded", "native-3": "kept", "triton-0": "exceeded", "triton-2": "kept"}
+    lucky = measured(tuning(PlantedTuning(limit_ms=125.0)), ("native", "triton"), (0.95, 0.92, 0.98))
+    missed = outcome_of(lucky, final_of("planted"))
+    assert missed.headline.startswith("Native missed p99 ≤ 125 ms in the final; ")
+    assert word_count(missed.headline) <= MOST_WORDS
+
+
+def measured(stored: Tuning, targets: tuple[str, ...], limit: tuple[float, float, float]) -> Tuning:
+    """The tuning whose contenders of these targets had this share of the limit."""
+    runs = [
+        msgspec.structs.replace(
+            run,
+            scores=tuple(
+                msgspec.structs.replace(score, limit=limit) if score.contender.startswith(targets) else score
+                for score in run.scores
+            ),
+        )
+        for run in stored.runs
+    ]
+    return msgspec.structs.replace(stored, runs=tuple(runs))
+
+
+def test_a_target_that_nothing_brings_within_the_limit_is_named(final_of: Callable[[str], Result]) -> None:
+    """Its nearest runs in the final, too, but cannot be the answer."""
+    stored = measured(tuning(PlantedTuning(limit_ms=125.0)), ("native",), (1.4, 1.3, 1.5))
+    outcome = outcome_of(stored, final_of("planted"))
+    assert outcome.between_best == ()
+    assert outcome.headline.startswith("Native cannot meet p99 ≤ 125 ms; Triton at its best serves 1.7")
+    hopeless = measured(tuning(PlantedTuning(limit_ms=100.0)), ("native", "triton"), (1.4, 1.3, 1.5))
+    nothing = outcome_of(hopeless, final_of("planted"))
+    assert nothing.headline == "Nothing that was tried meets p99 ≤ 100 ms; Triton comes nearest with 119 ms."
+
+
+def test_a_goal_that_does_not_lead_is_compared_between_any_two_arms(final_of: Callable[[str], Result]) -> None:
+    """Of the median latency a run stores the comparisons with its baseline only."""
+    outcome = outcome_of(tuning(PlantedTuning(settings={"goal": "latency"})), final_of("planted"))
+    (best,) = outcome.between_best
+    assert (best.metric, {best.baseline, best.arm}) == ("latency_p50", {"native-3", "triton-2"})
+    assert best.winner == "triton-2"
+    assert "lower p50 latency than native" in outcome.headline
+    assert word_count(outcome.headline) <= MOST_WORDS
+
+
+def test_an_invalid_final_gives_no_winner(final_of: Callable[[str], Result]) -> None:
+    result = final_of("planted")
+    refused = tuple(msgspec.structs.replace(c, verdict="invalid", reason="busy") for c in result.comparisons)
+    verdict = msgspec.structs.replace(result.verdict, headline="No verdict: other programs used the CPU.")
+    outcome = outcome_of(tuning(), msgspec.structs.replace(result, comparisons=refused, verdict=verdict, valid=False))
+    assert outcome.headline == "No verdict: other programs used the CPU."
+
+
+def test_shares_read_as_one_number_with_its_interval() -> None:
+    assert percent(0.312, (0.28, 0.34)) == "31 % (28–34)"
+    assert percent(0.012, (-0.01, 0.034)) == "1.2 % (−1.0 to 3.4)"
+    assert percent(-0.05, None) == "−5.0 %"
+
+
+def test_one_target_is_told_beside_its_own_defaults(final_of: Callable[[str], Result]) -> None:
+    stored = tuning()
+    alone = msgspec.structs.replace(
+        stored,
+        spaces=stored.spaces[:1],
+        contenders=tuple(c for c in stored.contenders if c.target == "native"),
+        runs=tuple(
+            msgspec.structs.replace(run, scores=tuple(s for s in run.scores if s.contender.startswith("native")))
+            for run in stored.runs
+        ),
+        winners=("native-3",),
+    )
+    outcome = outcome_of(alone, final_of("planted"))
+    assert outcome.headline.startswith("Native at its best serves 1.2")
+    assert "the images/s of its defaults (95 % interval" in outcome.headline
