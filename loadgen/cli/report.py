@@ -20,7 +20,8 @@ HELP_GROUP = "Compare"
 
 def report(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The folder that `abserve compare` or `abserve engines` wrote to.")
+        Path,
+        typer.Argument(metavar="DIR", help="The folder of `abserve compare`, `engines` or `tune`."),
     ],
     open_report: Annotated[bool, typer.Option("--open", help="Open report.html in the web browser.")] = False,
     output: Annotated[
@@ -29,7 +30,7 @@ def report(
             "--format",
             metavar="FORMAT",
             help="Print csv, csv-blocks, json, junit or markdown, and write no file. Of an engine matrix: csv, json or "
-            "markdown.",
+            "markdown; of a tuning: json or markdown.",
         ),
     ] = None,
     mlflow: Annotated[
@@ -40,7 +41,8 @@ def report(
     """Make result.json, report.html and summary.md again from the records in DIR, also after an interrupted run.
 
     A published folder without raw samples is reported from its result.json. Of an engine matrix: matrix.json,
-    report.html, summary.md, cells.csv and cells.parquet, from its visits or, without those, its matrix.json.
+    report.html, summary.md, cells.csv and cells.parquet, from its visits or, without those, its matrix.json. Of a
+    tuning: report.html and summary.md, from its tuning.json and its final comparison.
 
     Exit status: 0 the reports were made, whatever the verdict; 1 they cannot be written, or the export to MLflow
     failed; 2 DIR holds no readable run, the format is unknown, or MLflow is not installed.
@@ -53,6 +55,7 @@ def report(
     from loadgen.report.mlflow import MlflowExportError, check_mlflow
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
+    from loadgen.tune.files import is_tuning
     from loadgen.verdict.result import readable
 
     if mlflow is not None and output is not None:
@@ -61,7 +64,10 @@ def report(
     try:
         check_mlflow(mlflow)
         with readable(directory):
-            stored = _stored_matrix(directory) if is_matrix(directory) else _stored_comparison(directory)
+            if is_tuning(directory):
+                stored = _stored_tuning(directory)
+            else:
+                stored = _stored_matrix(directory) if is_matrix(directory) else _stored_comparison(directory)
             if output is not None:
                 if output not in stored.formats:
                     fail(unknown("--format", output, list(stored.formats)))
@@ -122,3 +128,21 @@ def _stored_matrix(directory: Path) -> StoredResult:
     write = partial(files.write_reports, directory, matrix)
     export = partial(export_matrix, matrix=matrix, folder=directory)
     return StoredResult(matrix_document(matrix), files.formats(matrix), write, export, notes)
+
+
+def _stored_tuning(directory: Path) -> StoredResult:
+    """MLflow gets its final comparison, which is the answer."""
+    from loadgen.report.mlflow import MlflowExportError, export_result
+    from loadgen.tune.files import document_of, formats, read_tuning, stored_outcome, write_reports
+    from loadgen.tune.race import FINAL
+
+    tuning = read_tuning(directory)
+    outcome = stored_outcome(directory, tuning)
+    document = document_of(directory, outcome)
+
+    def export(uri: str) -> str:
+        if outcome.final is None:
+            raise MlflowExportError(f"{directory} has no final comparison to export")
+        return export_result(uri, result=outcome.final, folder=directory / FINAL)
+
+    return StoredResult(document, formats(tuning, document), partial(write_reports, directory, document), export)

@@ -22,7 +22,7 @@ from loadgen.cli.compare import (
     plan_experiment,
     run_and_report,
 )
-from loadgen.cli.output import CHECKING, announce, complain, default_out, fail
+from loadgen.cli.output import CHECKING, analysis_of, announce, complain, default_out, fail
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.experiment.options import (
     SettingOption,
@@ -37,7 +37,8 @@ from loadgen.experiment.settings import MAIN, ArmSettings, ExperimentSettings
 from loadgen.quantities import counted, join
 from loadgen.records.run import Experiment, Label, RunState
 from loadgen.run.storage import StorageError, StoredRunError, is_running
-from loadgen.tune.race import Measuring, forecast, read_tuning
+from loadgen.tune.files import read_tuning
+from loadgen.tune.race import Measuring, forecast
 from loadgen.tune.race import tune as run_tuning
 from loadgen.tune.records import ANCHOR, Space, Tuning
 from loadgen.tune.settings import TuneSettings, check_tuning, screening_settings
@@ -225,6 +226,7 @@ def _run(
         return EXIT_INVALID
     if tuning.error is not None:
         complain(tuning.error)
+    _report(folder, tuning)
     again = f"abserve tune --resume {shlex.quote(str(folder))}"
     if tuning.state == "interrupted":
         complain(f"interrupted; what was measured is in {folder}; go on with: {again}", style="bold yellow")
@@ -233,3 +235,25 @@ def _run(
         complain(f"what was measured is in {folder}; go on with: {again}")
         return EXIT_INVALID
     return statuses[-1] if statuses else EXIT_VALID
+
+
+def _report(folder: Path, tuning: Tuning) -> None:
+    """Write the report and the files that deploy the best, and print what was found so far."""
+    from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.tune.deploy import write_deployment
+    from loadgen.tune.files import document_of, stored_outcome, write_reports
+
+    console = make_console(sys.stdout)
+    with analysis_of(folder, "abserve report"):
+        outcome = stored_outcome(folder, tuning)
+        try:
+            for problem in write_deployment(folder, outcome):
+                complain(problem, style="yellow", kind="note")
+            document = document_of(folder, outcome)
+            report, *_ = write_reports(folder, document)
+        except OSError as exc:  # a full disk: what was measured is shown all the same
+            complain(f"no reports: {exc.strerror or exc}; free some space, then: abserve report {folder}")
+            print_document(document_of(folder, outcome), console)
+            return
+        print_document(document, console)
+        console.print(f"report: {report}", soft_wrap=True)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
 import loadgen.report.document as doc
-from loadgen.documents import DocumentError, is_stored, read_record, read_stored, write_atomically
+from loadgen.documents import is_stored, write_atomically
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
-from loadgen.run.storage import StoredRunError
+from loadgen.run.storage import StoredRunError, read_one
 from loadgen.tune.deploy import best_commands, deployed_files
 from loadgen.tune.outcome import TuningOutcome, outcome_of
+from loadgen.tune.race import FINAL
 from loadgen.tune.records import Tuning
 from loadgen.tune.sections import tuning_document
 from loadgen.verdict.result import Result, stored_result
-
-FINAL = "final"
-"""The folder of the comparison whose verdict is the answer."""
 
 
 def is_tuning(directory: Path) -> bool:
@@ -34,12 +31,13 @@ def encode_tuning(tuning: Tuning) -> bytes:
 
 
 def read_tuning(directory: Path) -> Tuning:
-    """The tuning as far as it got. Raises `StoredRunError`."""
-    path = directory / Tuning.FILE
-    try:
-        return cast("Tuning", read_record(read_stored(path), Tuning))
-    except (OSError, DocumentError) as exc:
-        raise StoredRunError(f"{path} is not a tuning of this version of abserve: {exc}") from exc
+    """The tuning in a folder, as far as it got. Raises `StoredRunError`."""
+    tuning = read_one(directory, Tuning)
+    if tuning is None:
+        raise StoredRunError(
+            f"{directory} holds no tuning: {Tuning.FILE} is missing; give the folder of `abserve tune`"
+        )
+    return tuning
 
 
 def stored_outcome(directory: Path, tuning: Tuning) -> TuningOutcome:

@@ -162,14 +162,6 @@ def tune(
     return race.tuning
 
 
-def read_tuning(folder: Path) -> Tuning:
-    """The tuning in a folder. Raises `StoredRunError`."""
-    tuning = read_one(folder, Tuning)
-    if tuning is None:
-        raise StoredRunError(f"{folder} holds no tuning: {Tuning.FILE} is missing; give the folder of `abserve tune`")
-    return tuning
-
-
 def leads_of(search: Search) -> list[Lead]:
     """Where the race stands, one line per target."""
     leads = []

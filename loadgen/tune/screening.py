@@ -20,7 +20,7 @@ import numpy as np
 
 from loadgen.child_process import ABSERVE
 from loadgen.documents import one_line
-from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, THROUGHPUT, TPOT, Metric, measured_answers
+from loadgen.metrics.registry import METRICS, Metric, measured_answers
 from loadgen.metrics.summaries import BlockSummary, figure_of
 from loadgen.metrics.tokens import samples_of
 from loadgen.probes.gpu.analysis import GpuFound
@@ -32,6 +32,7 @@ from loadgen.run.runner import run_experiment
 from loadgen.run.storage import StoredRun, read_run
 from loadgen.stats.ratios import critical_t
 from loadgen.stats.tails import percentile_of_rounds
+from loadgen.tune.outcome import goal_metrics
 from loadgen.tune.records import ANCHOR, Score
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.checks.registry import fault_of, invalidating
@@ -100,13 +101,6 @@ def judge(run: StoredRun, result: Result, settings: TuneSettings, *, anyway: boo
     scores = score_run(run, result, settings)
     left = tuple(score for score in scores if score.contender not in out)
     return Judged(left, out, None if left or out else "No round is complete.")
-
-
-def goal_metrics(settings: TuneSettings) -> tuple[Metric, ...]:
-    """The metrics that the goal may be measured by, the best first: that of which every block has a figure counts."""
-    if settings.aim == "latency":
-        return (TPOT,) if settings.is_language else (METRICS["latency_p50"], METRICS["latency_mean"])
-    return (OUTPUT_TOKENS,) if settings.is_language else (THROUGHPUT,)
 
 
 def score_run(run: StoredRun, result: Result, settings: TuneSettings) -> tuple[Score, ...]:

@@ -1,4 +1,4 @@
-"""The files that deploy a tuning's winners are used as their readers use them: by the shell, compose, compare, Triton."""
+"""The files that deploy a tuning's winners do what they are for: in a shell, in compose, in compare and in Triton."""
 
 from __future__ import annotations
 

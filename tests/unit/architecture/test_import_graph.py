@@ -63,6 +63,7 @@ LOADGEN = (
 PURE = (
     "stats", "records.run", "metrics", "verdict", "experiment.schedule", *ANALYSES,
     "ranking.analyse", "engine_matrix.analyse", "tune.records", "tune.settings", "tune.space", "tune.search",
+    "tune.outcome",
 )  # fmt: skip
 IMPURE = {
     "locust",
