@@ -168,11 +168,12 @@ class EmbeddedDeployment(Deployment):
 
 
 def to_arguments(options: Mapping[str, str]) -> tuple[str, ...]:
-    """`--name value` of each; `true` and an empty value make a flag."""
+    """`--name value` of each; `true` and an empty value make a flag, and `false` the one that switches it off."""
+    flags = {"": "--{}", "true": "--{}", "false": "--no-{}"}
     return tuple(
         part
         for name, value in options.items()
-        for part in ((f"--{name}",) if value in {"", "true"} else (f"--{name}", value))
+        for part in ((flags[value].format(name),) if value in flags else (f"--{name}", value))
     )
 
 

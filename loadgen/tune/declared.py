@@ -14,6 +14,7 @@ import msgspec
 from loadgen.child_process import ABSERVE
 from loadgen.documents import last_line
 from loadgen.experiment.plan import PlanError
+from loadgen.launch.embedded import to_arguments
 from loadgen.tune.records import Space, TunableSetting
 from loadgen.tune.space import FIX, TUNE, by_target, declared, for_load, narrowed
 
@@ -65,8 +66,7 @@ def read_spaces(
 
 
 def _read(target: str, options: Mapping[str, str], abserve: Sequence[str]) -> Space:
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    command = [*abserve, "serve", target, *arguments, "--print-space"]
+    command = [*abserve, "serve", target, *to_arguments(options), "--print-space"]
     try:
         done = subprocess.run(command, capture_output=True, check=False, timeout=_READ_SECONDS)
     except subprocess.TimeoutExpired:

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from servers.cli import defaults
+from servers.cli import defaults, search
 from servers.cli.defaults import ALL, OptionError, chosen_tuning
 from servers.engines.padding import pad_to_text, parse_pad_to
 from servers.engines.settings import EngineSettings, parse_spinning
@@ -30,6 +30,7 @@ PadTo = Annotated[
         description="Sizes of the model's variable axis, such as 32,64,128: requests of any size share a batch padded "
         "to one of them; empty: only requests of equal shapes do.",
     ),
+    search.PAD_TO,
 ]
 
 Tuning = Annotated[
@@ -77,13 +78,21 @@ class EngineOptions(ModelOptions):
     """The engine and how it executes the model."""
 
     engine: str = Field("torch", title="Engine", description=f"{defaults.ENGINES}.")
-    precision: str = Field(defaults.PRECISION, title="Engine", description=defaults.PRECISIONS)
-    mode: str = Field(defaults.MODE, title="Engine", description="auto or a mode of the engine.")
+    precision: Annotated[str, search.PRECISION] = Field(
+        defaults.PRECISION, title="Engine", description=defaults.PRECISIONS
+    )
+    mode: Annotated[str, search.MODE] = Field(
+        defaults.MODE, title="Engine", description="auto or a mode of the engine."
+    )
     device: str = Field(
         defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N; auto uses a GPU if there is one."
     )
-    threads: int = Field(0, ge=0, title="Engine", description="Intra-op threads on the CPU; 0 uses all cores.")
-    spinning: Literal["auto", "on", "off"] = Field("auto", title="Engine", description=defaults.SPINNING)
+    threads: Annotated[int, search.THREADS] = Field(
+        0, ge=0, title="Engine", description="Intra-op threads on the CPU; 0 uses all cores."
+    )
+    spinning: Annotated[Literal["auto", "on", "off"], search.SPINNING] = Field(
+        "auto", title="Engine", description=defaults.SPINNING
+    )
 
     def engine_settings(self, max_batch_size: int) -> EngineSettings:
         """The options as an engine takes them."""
@@ -101,7 +110,7 @@ class EngineOptions(ModelOptions):
 class GenerationOptions(BaseSettings):
     """What every server of a language model is told."""
 
-    slots: int = Field(
+    slots: Annotated[int, search.SLOTS] = Field(
         0, ge=0, le=4096, title="Language models", description="Requests generated at once; 0: the engine's default."
     )
     max_length: int = Field(
@@ -121,14 +130,16 @@ class GenerationOptions(BaseSettings):
 class GeneratingOptions(GenerationOptions):
     """How one of abserve's engines generates tokens."""
 
-    prefill_chunk: int = Field(
+    prefill_chunk: Annotated[int, search.PREFILL_CHUNK] = Field(
         0,
         ge=0,
         le=2**24,
         title="Language models",
         description="Most prompt tokens per step, beside the running answers; 0: the engine's default.",
     )
-    graphs: bool = Field(True, title="Language models", description="Replay CUDA graphs on a GPU.")
+    graphs: Annotated[bool, search.GRAPHS] = Field(
+        True, title="Language models", description="Replay CUDA graphs on a GPU."
+    )
 
     def generation_settings(self, engine: str, device: str, precision: str, threads: int) -> GenerationSettings:
         """The options as a generating engine takes them. Raises `EngineError` for a value that is wrong everywhere."""
@@ -172,6 +183,12 @@ def checked(kind: type[S], options: Mapping[str, Any]) -> S:
         fail(validation_sentence(exc), exc, status=2)
 
 
+def given_options(context: Any, options: Mapping[str, object]) -> frozenset[str]:
+    """Those of a command's options that the command line or a variable sets; `context` is typer's."""
+    sources = {name: context.get_parameter_source(name) for name in options}
+    return frozenset(name for name, source in sources.items() if source.name in ("COMMANDLINE", "ENVIRONMENT"))
+
+
 def tuning_of(settings: BaseSettings) -> dict[str, str]:
     """The options that tune the server and differ from its defaults, with their values."""
     return {
@@ -212,7 +229,7 @@ def validation_sentence(error: ValidationError) -> str:
 
 def flag_of(name: str) -> str:
     """The option of a field."""
-    return f"--{name.replace('_', '-')}"
+    return f"--{search.option_name(name)}"
 
 
 def counted(count: int, noun: str) -> str:

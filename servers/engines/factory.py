@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from servers.engines.interface import Engine, export_command
-from servers.engines.settings import EngineError, EngineSettings, engine_kind
+from servers.engines.settings import EngineError, EngineSettings, engine_kind, engine_names
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 
@@ -34,6 +37,33 @@ def check_engine(specification: ModelSpecification, settings: EngineSettings) ->
         raise EngineError(
             f"no engine decodes images; use {specification.executed.name} instead of {specification.name}"
         )
+
+
+class EnginesHere(NamedTuple):
+    """The engines that execute one model on this machine's device."""
+
+    installed: tuple[str, ...]
+    elsewhere: tuple[str, ...]
+    """In the second environment."""
+    missing: tuple[str, ...]
+    """Not installed."""
+
+
+def engines_here(specification: ModelSpecification, settings: EngineSettings) -> EnginesHere:
+    """The engines that take the settings except for the kind; the engine null executes no model. Loads no library."""
+    places: dict[str, list[str]] = {"installed": [], "elsewhere": [], "missing": []}
+    for name in engine_names():
+        candidate = replace(settings, kind=name)
+        with suppress(EngineError):
+            check_engine(specification, candidate)
+            candidate.check_here()
+            try:
+                place = "installed" if environment_of(name) is None else "elsewhere"
+            except EngineError:
+                place = "missing"
+            if name != "null":
+                places[place].append(name)
+    return EnginesHere(**{place: tuple(names) for place, names in places.items()})
 
 
 def why_not_through_jax(specification: ModelSpecification) -> str | None:

@@ -43,6 +43,8 @@ GENERATE_OUTPUTS = (
 """The tensors of a language model in Triton's generate extension, without a batch dimension."""
 MAX_LENGTH = 4096
 """Where no length is asked for: a model may allow far more, but memory is reserved for every slot."""
+SLOTS = {"cpu": 16, "cuda": 64}
+"""Where no number of slots is asked for."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 

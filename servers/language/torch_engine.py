@@ -16,6 +16,7 @@ from servers.engines.settings import EngineError
 from servers.engines.torch.device import probe_kernels, resolve_device, set_fp32_products
 from servers.language.engine import (
     MAX_LENGTH,
+    SLOTS,
     GeneratingEngine,
     GenerationRequest,
     GenerationSettings,
@@ -23,8 +24,6 @@ from servers.language.engine import (
 )
 from servers.language.specification import LanguageModel
 from servers.language.weights import weights_sha256
-
-SLOTS = {"cpu": 16, "cuda": 64}
 
 
 class TorchGeneratingEngine:

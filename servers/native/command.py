@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,16 +14,26 @@ from pydantic import ValidationError
 
 from servers.cli.defaults import ARTEFACTS, OptionError
 from servers.cli.launch import LaunchPlan, bind, check_free, host_in_url
-from servers.cli.options import fail, takes_settings, to_argument, tuning_of, validation_sentence, with_tuning
+from servers.cli.options import (
+    fail,
+    given_options,
+    takes_settings,
+    to_argument,
+    tuning_of,
+    validation_sentence,
+    with_tuning,
+)
+from servers.cli.search import PRINT_SPACE, generating_engines, language_context, space_json, tensor_context
 from servers.engines.factory import check_engine, enter, enter_environment_of
 from servers.engines.interface import EngineError
-from servers.engines.padding import padding_of
+from servers.engines.padding import pad_to_text, padding_of
 from servers.engines.settings import engine_kind
 from servers.export.manifest import ExportError
-from servers.language.engine import generating_environment
-from servers.language.specification import is_language_model, language_model
+from servers.language.engine import SLOTS, generating_environment
+from servers.language.specification import LanguageModel, is_language_model, language_model
 from servers.language.weights import pin_language_weights
 from servers.models.files import FolderError
+from servers.models.images import DecodingSettings
 from servers.models.registry import UnknownModelError, get_variants
 from servers.models.sources import module_file
 from servers.models.specification import ModelSpecification
@@ -75,19 +85,30 @@ class NativeLaunch:
         )
 
 
-def check(options: Mapping[str, Any]) -> NativeLaunch:
-    """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
-    requested = NativeSettings(**{name: value for name, value in options.items() if value is not None})
+def _requested(options: Mapping[str, Any]) -> NativeSettings:
+    return NativeSettings(**{name: value for name, value in options.items() if value is not None})
+
+
+def _resolved(requested: NativeSettings) -> tuple[NativeSettings, tuple[ModelSpecification, ...]]:
+    """The settings in effect for a model of tensors. Raises for an option that the server cannot honour."""
     requested.check_for_tensors()
-    requested = with_tuning(requested, requested.tuning)
     specifications = get_variants(requested.model, requested.payloads)
     first = specifications[0]
     settings = requested.resolved(first)
     for engine in settings.of_engines():
         engine.engine_settings().check_here()
     check_engine(first.executed, settings.engine_settings())
-    enter_environment_of(settings.engine)
     padding_of(first, settings.pad_sizes)
+    return settings, specifications
+
+
+def check(options: Mapping[str, Any]) -> NativeLaunch:
+    """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
+    requested = _requested(options)
+    requested = with_tuning(requested, requested.tuning)
+    settings, specifications = _resolved(requested)
+    first = specifications[0]
+    enter_environment_of(settings.engine)
     weights = pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
     if settings.engine == "torch" and module_file.takes(first.reference):
         first.load_module(weights)  # runs two items: a module that is not as described starts no server
@@ -99,14 +120,19 @@ def check(options: Mapping[str, Any]) -> NativeLaunch:
     return NativeLaunch(settings, specifications, weights, tuning_of(requested))
 
 
-def check_language(options: Mapping[str, Any]) -> LaunchPlan:
-    """The launch of a language model. Raises an error whose message is one sentence."""
-    requested = NativeSettings(**{name: value for name, value in options.items() if value is not None})
+def _resolved_language(requested: NativeSettings) -> tuple[NativeSettings, LanguageModel]:
+    """As `_resolved`, for a language model."""
     if requested.max_batch_size != NativeSettings.model_fields["max_batch_size"].default:
         raise OptionError("--max-batch-size is for models of tensors; a language model has --slots")
-    requested = with_tuning(requested, requested.tuning)
     model = language_model(requested.model, requested.weights)
-    settings = requested.resolved_for(model)
+    return requested.resolved_for(model), model
+
+
+def check_language(options: Mapping[str, Any]) -> LaunchPlan:
+    """The launch of a language model. Raises an error whose message is one sentence."""
+    requested = _requested(options)
+    requested = with_tuning(requested, requested.tuning)
+    settings, model = _resolved_language(requested)
     enter(generating_environment(settings.engine))
     bind(settings.host, settings.http_port).close()
     check_free(settings.host, settings.grpc_port, "--grpc-port")
@@ -129,8 +155,34 @@ def check_language(options: Mapping[str, Any]) -> LaunchPlan:
     )
 
 
+def space(options: Mapping[str, Any], given: Collection[str]) -> bytes:
+    """What can be tuned, as `--print-space` prints it. Raises as `check` does; ports do not matter."""
+    requested = _requested(options)
+    in_effect: dict[str, object]
+    if is_language_model(requested.model):
+        settings, _ = _resolved_language(requested)
+        engines, not_searched = generating_engines()
+        here = language_context(settings.language_engine(), len(os.sched_getaffinity(0)), engines)
+        in_effect = {"slots": settings.slots or SLOTS[here.device]}
+    else:
+        settings, specifications = _resolved(requested)
+        first, engine = specifications[0], settings.engine_settings()
+        parse_weights(settings.weights, first.default_weights)
+        cores = len(os.sched_getaffinity(0)) // len(settings.devices)
+        here, not_searched = tensor_context(first, engine, max(1, cores))
+        in_effect = {"decode_threads": DecodingSettings(settings.decode_threads).thread_count}
+    in_effect = {
+        "threads": settings.of_engines()[0].threads or here.cores,
+        "spinning": "on" if settings.spinning == "auto" else settings.spinning,
+        "pad_to": pad_to_text(settings.pad_sizes),
+        **in_effect,
+    }
+    return space_json("native", settings, here, in_effect, given, not_searched)
+
+
 @takes_settings(NativeSettings)
 def serve_native(
+    context: typer.Context,
     artefacts: Annotated[
         Path,
         typer.Option(envvar="ABSERVE_NATIVE_ARTEFACTS", help="Folder of exported files; created if missing."),
@@ -138,10 +190,14 @@ def serve_native(
     print_launch: Annotated[
         bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
     ] = False,
+    print_space: Annotated[bool, typer.Option(help=PRINT_SPACE)] = False,
     **options: object,
 ) -> None:
     """Serve a model over the Open Inference Protocol, with PyTorch, ONNX Runtime or TensorRT inside."""
     try:
+        if print_space:
+            sys.stdout.buffer.write(space(options, given_options(context, options)))
+            return
         if is_language_model(str(options.get("model"))):
             plan = check_language(options)
         else:

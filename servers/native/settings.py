@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from servers.cli import defaults
+from servers.cli import defaults, search
 from servers.cli.defaults import ALL, OptionError
 from servers.cli.options import GeneratingOptions, OptionTraits, PadTo, Tuning, flag_of, settings_of
 from servers.engines.padding import parse_pad_to
@@ -32,6 +32,15 @@ DEFAULT_SLOTS = 256
 """Statistics count the steps of up to so many rows, where the engine chooses how many slots it has."""
 MAX_TIMEOUT_US = 3_600_000_000
 """Longest timeout in the queue that the server or a request may set."""
+SEARCHED_FRONTS = search.Searched(
+    lambda here: [
+        count
+        for count in ((0, 1, 2, 4, 8) if here.device == "cuda" and not here.language else (0, 1, 2))
+        if count < max(2, here.cores // (1 if here.device == "cuda" else 4))
+    ],
+    ordered=True,
+)
+"""On a CPU they take cores from the engine."""
 
 
 class NativeSettings(GeneratingOptions):
@@ -49,14 +58,16 @@ class NativeSettings(GeneratingOptions):
     host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
     http_port: int = Field(8100, ge=1, le=65535, title="Target", description="Port of HTTP.")
     grpc_port: int = Field(8101, ge=0, le=65535, title="Target", description="Port of gRPC; 0: no gRPC.")
-    engine: str = Field(
+    engine: Annotated[str, search.ENGINE] = Field(
         "auto",
         title="Engine",
         description=f"{defaults.ENGINES}; of a language model: {', '.join(GENERATING_ENGINES)}. auto: torch, "
         f"onnxruntime for a model that is an ONNX file, {DEFAULT_ENGINE} for a language model.",
     )
-    precision: str = Field(defaults.PRECISION, title="Engine", description=defaults.PRECISIONS)
-    mode: str = Field(
+    precision: Annotated[str, search.PRECISION] = Field(
+        defaults.PRECISION, title="Engine", description=defaults.PRECISIONS
+    )
+    mode: Annotated[str, search.MODE] = Field(
         defaults.MODE,
         title="Engine",
         description="How the engine executes: auto, or a mode it offers (tuned, eager, traced, graph).",
@@ -67,14 +78,14 @@ class NativeSettings(GeneratingOptions):
         description="auto, cpu or cuda:N. A list such as cuda:0,cuda:1 starts one engine process for each entry: "
         "different GPUs, or cpu several times.",
     )
-    threads: int = Field(
+    threads: Annotated[int, search.THREADS] = Field(
         0,
         ge=0,
         title="Engine",
         description="Intra-op threads on the CPU, for each engine process; 0: all cores that the server may use, "
         "divided between them.",
     )
-    spinning: Literal["auto", "on", "off"] = Field(
+    spinning: Annotated[Literal["auto", "on", "off"], search.SPINNING] = Field(
         "auto", title="Engine", description=f"{defaults.SPINNING} Of a language model, auto is off."
     )
     artefact: Annotated[Path | None, OptionTraits(offered=False)] = Field(
@@ -83,14 +94,14 @@ class NativeSettings(GeneratingOptions):
     artefact_uint8: Annotated[Path | None, OptionTraits(offered=False)] = Field(
         None, title="Engine", description="The file of UINT8 pixels, for engines that execute one."
     )
-    max_batch_size: Annotated[int, OptionTraits(of_model=True)] = Field(
+    max_batch_size: Annotated[int, OptionTraits(of_model=True), search.MAX_BATCH_SIZE] = Field(
         defaults.MAX_BATCH_SIZE,
         ge=1,
         le=4096,
         title="Batching",
         description="Largest batch that is executed or accepted; default: the model's.",
     )
-    max_queue_delay_us: Annotated[int, OptionTraits(tunes=True)] = Field(
+    max_queue_delay_us: Annotated[int, OptionTraits(tunes=True), search.MAX_QUEUE_DELAY_US] = Field(
         defaults.MAX_QUEUE_DELAY_US,
         ge=0,
         le=10_000_000,
@@ -151,7 +162,7 @@ class NativeSettings(GeneratingOptions):
     keep_alive_timeout_s: float = Field(
         75, gt=0, title="Limits", description="How long an idle connection stays open, HTTP or gRPC."
     )
-    decode_threads: Annotated[int, OptionTraits(tunes=True)] = Field(
+    decode_threads: Annotated[int, OptionTraits(tunes=True), search.DECODE_THREADS] = Field(
         0, ge=0, le=256, title="Limits", description="Threads that decode JPEG files; 0: one per core, up to four."
     )
     max_image_pixels: int = Field(
@@ -166,7 +177,7 @@ class NativeSettings(GeneratingOptions):
     shutdown_timeout_s: float = Field(
         30, gt=0, le=3600, title="Access and process", description="Time to finish accepted work after SIGTERM (s)."
     )
-    fronts: Annotated[int | None, OptionTraits(tunes=True)] = Field(
+    fronts: Annotated[int | None, OptionTraits(tunes=True), SEARCHED_FRONTS] = Field(
         None,
         ge=0,
         le=64,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -11,36 +12,58 @@ import typer
 
 from servers.cli.defaults import OptionError
 from servers.cli.launch import LaunchPlan, bind, host_in_url
-from servers.cli.options import checked, fail, flag_of, takes_settings, to_argument, tuning_of, with_tuning
+from servers.cli.options import (
+    checked,
+    fail,
+    flag_of,
+    given_options,
+    takes_settings,
+    to_argument,
+    tuning_of,
+    with_tuning,
+)
+from servers.cli.search import PRINT_SPACE, language_context, plain_context, space_json
 from servers.engines.settings import EngineError, EngineSettings
 from servers.language.engine import GenerationSettings, generation_precision
-from servers.language.specification import is_language_model, language_model
+from servers.language.specification import LanguageModel, is_language_model, language_model
 from servers.language.weights import pin_language_weights
 from servers.models.registry import UnknownModelError
+from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, parse_weights, pin
 from servers.plain.settings import PlainSettings
 
 PrintLaunch = Annotated[
     bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
 ]
+PrintSpace = Annotated[bool, typer.Option(help=PRINT_SPACE)]
 
 
 @takes_settings(PlainSettings)
-def serve_fastapi(print_launch: PrintLaunch = False, **options: object) -> None:
+def serve_fastapi(
+    context: typer.Context, print_launch: PrintLaunch = False, print_space: PrintSpace = False, **options: object
+) -> None:
     """Serve a model with FastAPI, uvicorn and torch, as most people write it."""
-    _serve("fastapi", "FastAPI", checked(PlainSettings, options), print_launch)
+    given = given_options(context, options) if print_space else None
+    _serve("fastapi", "FastAPI", checked(PlainSettings, options), print_launch, given)
 
 
 @takes_settings(PlainSettings)
-def serve_litserve(print_launch: PrintLaunch = False, **options: object) -> None:
+def serve_litserve(
+    context: typer.Context, print_launch: PrintLaunch = False, print_space: PrintSpace = False, **options: object
+) -> None:
     """Serve a model with LitServe and torch; needs the extra litserve."""
     if find_spec("litserve") is None:
         fail("LitServe is not installed; run: pip install 'abserve[servers,litserve]'")
-    _serve("litserve", "LitServe", checked(PlainSettings, options), print_launch)
+    given = given_options(context, options) if print_space else None
+    _serve("litserve", "LitServe", checked(PlainSettings, options), print_launch, given)
 
 
-def _serve(kind: str, title: str, requested: PlainSettings, print_launch: bool) -> None:
+def _serve(kind: str, title: str, requested: PlainSettings, print_launch: bool, given: Collection[str] | None) -> None:
+    """Start the server or print its plan; with `given`, the options that are set, print its space."""
     try:
+        if given is not None:
+            sys.stdout.buffer.write(_space(kind, requested, given))
+            return
         if is_language_model(requested.model):
             _start(_language_plan(kind, title, requested), print_launch)
             return
@@ -73,12 +96,18 @@ def _start(plan: LaunchPlan, print_launch: bool) -> None:
     os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})
 
 
-def _resolved(requested: PlainSettings) -> tuple[PlainSettings, str]:
-    """The settings with device, weights and largest batch chosen, and the model's name. Raises for what is wrong."""
+def _engine(requested: PlainSettings) -> tuple[ModelSpecification, EngineSettings]:
     specification = requested.specification()
     largest = specification.max_batch_size
     engine = EngineSettings("torch", requested.precision, "eager", requested.device, requested.threads, largest)
     engine.check_here()
+    return specification, engine
+
+
+def _resolved(requested: PlainSettings) -> tuple[PlainSettings, str]:
+    """The settings with device, weights and largest batch chosen, and the model's name. Raises for what is wrong."""
+    specification, engine = _engine(requested)
+    largest = engine.max_batch_size
     weights = pin(parse_weights(requested.weights, specification.default_weights), specification.find_pretrained)
     bind(requested.host, requested.http_port).close()
     # A path is absolute: a supervisor may start the server from another folder.
@@ -93,8 +122,8 @@ def _resolved(requested: PlainSettings) -> tuple[PlainSettings, str]:
     return requested.model_copy(update=chosen), specification.name
 
 
-def _language_plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
-    """The launch of a language model with generate(). Raises for what is wrong."""
+def _language(kind: str, requested: PlainSettings) -> tuple[LanguageModel, str]:
+    """The model and the device. Raises for what is wrong."""
     if kind != "fastapi":
         raise OptionError(f"abserve serve {kind} serves no language models; use fastapi, native, triton or vllm")
     for option in ("max_batch_size", "payloads", "max_queue_delay_us"):
@@ -106,6 +135,12 @@ def _language_plan(kind: str, title: str, requested: PlainSettings) -> LaunchPla
     GenerationSettings(precision=requested.precision).check()
     requested.check_length(model)
     device = EngineSettings("torch", "fp32", "eager", requested.device).device_here()
+    return model, device
+
+
+def _language_plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
+    """The launch of a language model with generate(). Raises for what is wrong."""
+    model, device = _language(kind, requested)
     bind(requested.host, requested.http_port).close()
     settings = requested.model_copy(
         update={
@@ -125,6 +160,26 @@ def _language_plan(kind: str, title: str, requested: PlainSettings) -> LaunchPla
         max_batch_size=None,
         cannot_pad="generate() runs one request at a time",
     )
+
+
+def _space(kind: str, requested: PlainSettings, given: Collection[str]) -> bytes:
+    """What can be tuned, as `--print-space` prints it. Raises for what is wrong; ports do not matter."""
+    cores = len(os.sched_getaffinity(0))
+    if is_language_model(requested.model):
+        _, device = _language(kind, requested)
+        precision = generation_precision(requested.precision, device)
+        generation = GenerationSettings("generate", device, precision)
+        here = language_context(generation, cores)
+        in_effect: dict[str, object] = {"precision": precision}
+    else:
+        specification, engine = _engine(requested)
+        parse_weights(requested.weights, specification.default_weights)
+        here = plain_context(engine, cores)
+        in_effect = {"precision": engine.precision, "max_batch_size": engine.max_batch_size}
+    import torch  # not above: it takes seconds
+
+    in_effect["threads"] = requested.threads or torch.get_num_threads()
+    return space_json(kind, requested, here, in_effect, given)
 
 
 def _url(settings: PlainSettings) -> str:

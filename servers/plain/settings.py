@@ -8,11 +8,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from servers.cli import defaults
+from servers.cli import defaults, search
 from servers.cli.defaults import ALL
 from servers.cli.options import GenerationOptions, OptionTraits, Tuning, from_argument, settings_of
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
+
+SEARCHED_QUEUE_DELAY = search.Searched(
+    lambda here: here.by_device((0, 1000, 5000, 20_000), (0, 200, 1000, 5000)), ordered=True
+)
 
 
 class PlainSettings(GenerationOptions):
@@ -27,19 +31,21 @@ class PlainSettings(GenerationOptions):
     )
     host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
     http_port: int = Field(8100, ge=1, le=65535, title="Target", description="Port of HTTP; there is no gRPC.")
-    precision: str = Field(
+    precision: Annotated[str, search.PRECISION] = Field(
         defaults.PRECISION, title="Engine", description="auto (fp16 on a GPU, fp32 on a CPU), fp32, tf32, fp16 or bf16."
     )
     device: str = Field(defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N.")
-    threads: int = Field(0, ge=0, title="Engine", description="Intra-op threads on the CPU; 0: torch's default.")
-    max_batch_size: int | None = Field(
+    threads: Annotated[int, search.THREADS] = Field(
+        0, ge=0, title="Engine", description="Intra-op threads on the CPU; 0: torch's default."
+    )
+    max_batch_size: Annotated[int | None, search.MAX_BATCH_SIZE] = Field(
         None, ge=1, le=4096, title="Batching", description="Largest batch; default: the model's."
     )
     slots: Annotated[int, OptionTraits(hidden=True)] = Field(
         0, ge=0, title="Language models", description="Without effect: generate() runs every request at once."
     )
     tuning: Tuning = ALL
-    max_queue_delay_us: Annotated[int, OptionTraits(tunes=True)] = Field(
+    max_queue_delay_us: Annotated[int, OptionTraits(tunes=True), SEARCHED_QUEUE_DELAY] = Field(
         defaults.MAX_QUEUE_DELAY_US,
         ge=0,
         le=10_000_000,

@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -16,14 +17,26 @@ from rich.console import Console
 
 from servers.cli.defaults import OptionError
 from servers.cli.launch import LaunchPlan
-from servers.cli.options import checked, fail, takes_settings
+from servers.cli.options import checked, fail, given_options, takes_settings
+from servers.cli.search import (
+    PRINT_SPACE,
+    empty_space_json,
+    generating_engines,
+    language_context,
+    space_json,
+    tensor_context,
+)
 from servers.engines.interface import EngineError
+from servers.engines.settings import EngineSettings
 from servers.export.manifest import ExportError, Manifest
-from servers.language.specification import is_language_model
+from servers.language.engine import SLOTS
+from servers.language.specification import is_language_model, language_model
 from servers.models.files import FolderError
 from servers.models.registry import UnknownModelError, get_variants
-from servers.models.weights import WeightsError, parse_weights, pin
-from servers.triton.installation import TritonDiedError, TritonError
+from servers.models.specification import ModelSpecification
+from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
+from servers.triton.config import NATIVE_BACKENDS
+from servers.triton.installation import Installation, TritonDiedError, TritonError
 from servers.triton.launch import (
     assert_python,
     assert_ready,
@@ -31,6 +44,7 @@ from servers.triton.launch import (
     does_not_pad,
     find_installation,
     is_loopback,
+    language_backend,
     prepare,
     prepare_language,
     prepare_repository,
@@ -45,6 +59,7 @@ HEALTH_SECONDS = 0.5
 
 @takes_settings(TritonSettings)
 def serve_triton(
+    context: typer.Context,
     print_launch: Annotated[
         bool,
         typer.Option(
@@ -54,6 +69,7 @@ def serve_triton(
             rich_help_panel="Output",
         ),
     ] = False,
+    print_space: Annotated[bool, typer.Option(help=PRINT_SPACE, rich_help_panel="Output")] = False,
     **options: object,
 ) -> None:
     """Run a real tritonserver: one installed here, as in NVIDIA's images, or that of the wheel nvidia-pytriton."""
@@ -61,6 +77,9 @@ def serve_triton(
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     with _stdout_for_results() as results:
         try:
+            if print_space:
+                results.write(_space(settings, given_options(context, options), console))
+                return
             plan = _plan(settings, console)
             if print_launch:
                 results.write(plan.to_json())
@@ -77,10 +96,9 @@ def serve_triton(
 
 def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     """Check the options and the machine, export the model if its file is missing, and lay out the repository."""
-    from servers.engines.factory import check_engine, environment_of
-    from servers.engines.padding import padding_of, parse_pad_to
-    from servers.engines.settings import engine_kind, precision_on
-    from servers.export.artefacts import current_plan, executed_file
+    from servers.engines.padding import parse_pad_to
+    from servers.engines.settings import engine_kind
+    from servers.export.artefacts import executed_file
     from servers.export.tensorrt import library_version
 
     installation = find_installation(settings, announce=console.print)
@@ -97,28 +115,8 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     requested = parse_weights(settings.weights, specifications[0].default_weights)
     weights = pin(requested, specifications[0].find_pretrained)
 
-    def has_plan() -> bool:
-        precision, release = precision_on("cuda", settings.precision), library_version()
-        batch = settings.max_batch_size or specifications[0].max_batch_size
-        return all(
-            current_plan(precision, specification.executed, weights, settings.artefacts, batch, release)
-            for specification in specifications
-        )
-
-    backend = choose_backend(settings, installation, has_plan)
-    try:
-        engine = settings.resolved_engine(backend)
-        check_engine(specifications[0].executed, engine)
-        padding_of(specifications[0], parse_pad_to(settings.pad_to))
-        engine.check_here()
-        elsewhere = backend == "python" and environment_of(engine.kind) is not None
-    except EngineError as exc:
-        raise OptionError(str(exc)) from exc
-    if elsewhere:
-        raise OptionError(
-            f"Triton's python backend executes in this environment, and the libraries of the {engine.kind} engine "
-            "are in another one; use abserve serve native"
-        )
+    backend = _choose_backend(settings, installation, specifications, weights)
+    engine = _checked_engine(settings, specifications[0], backend)
     if backend != "python":
         if any(specification.payload == "jpeg" for specification in specifications):
             assert_python(installation, "decoding JPEG", "send another payload")
@@ -151,6 +149,117 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
         path, manifest = files[executed.name]
         models.append(PlacedModel(specification, path, None if manifest is None else manifest.to_dict()))
     return prepare(settings, models, weights, installation, backend)
+
+
+def _choose_backend(
+    settings: TritonSettings,
+    installation: Installation,
+    specifications: Sequence[ModelSpecification],
+    weights: WeightsSource,
+) -> str:
+    from servers.engines.settings import precision_on
+    from servers.export.artefacts import current_plan
+    from servers.export.tensorrt import library_version
+
+    def has_plan() -> bool:
+        precision, release = precision_on("cuda", settings.precision), library_version()
+        batch = settings.max_batch_size or specifications[0].max_batch_size
+        return all(
+            current_plan(precision, specification.executed, weights, settings.artefacts, batch, release)
+            for specification in specifications
+        )
+
+    return choose_backend(settings, installation, has_plan)
+
+
+def _checked_engine(settings: TritonSettings, specification: ModelSpecification, backend: str) -> EngineSettings:
+    """The engine's settings. Raises `OptionError` for what this machine or this environment cannot do."""
+    from servers.engines.factory import check_engine, environment_of
+    from servers.engines.padding import padding_of, parse_pad_to
+
+    try:
+        engine = settings.resolved_engine(backend)
+        check_engine(specification.executed, engine)
+        padding_of(specification, parse_pad_to(settings.pad_to))
+        engine.check_here()
+        elsewhere = backend == "python" and environment_of(engine.kind) is not None
+    except EngineError as exc:
+        raise OptionError(str(exc)) from exc
+    if elsewhere:
+        raise OptionError(
+            f"Triton's python backend executes in this environment, and the libraries of the {engine.kind} engine "
+            "are in another one; use abserve serve native"
+        )
+    return engine
+
+
+def _space(settings: TritonSettings, given: Collection[str], console: Console) -> bytes:
+    """What can be tuned, as `--print-space` prints it. Raises as `_plan` does; ports and folders do not matter."""
+    from servers.engines.padding import pad_to_text, parse_pad_to
+
+    installation = find_installation(settings, announce=console.print)
+    if settings.triton_repository is not None:
+        return empty_space_json("triton", "your own model repository is served unchanged")
+    cores = len(os.sched_getaffinity(0))
+    in_effect: dict[str, object]
+    if is_language_model(settings.model):
+        backend = language_backend(settings, installation)
+        settings.check_length(language_model(settings.model, settings.weights))
+        generation = settings.resolved_generation()
+        engines, not_searched = generating_engines()
+        here = language_context(generation, cores, engines)
+        in_effect = {
+            "engine": generation.engine,
+            "precision": generation.precision,
+            "spinning": "off" if settings.spinning == "auto" else settings.spinning,
+            "slots": settings.slots or SLOTS[here.device],
+        }
+    else:
+        specifications = get_variants(settings.model, settings.payloads)
+        first = specifications[0]
+        weights = parse_weights(settings.weights, first.default_weights)
+        backend = _choose_backend(settings, installation, specifications, weights)
+        engine = _checked_engine(settings, first, backend)
+        backends = [name for name in ("python", *NATIVE_BACKENDS) if _serves(settings, installation, first, name)]
+        usual = settings.resolved_engine("python") if "python" in backends else engine
+        here, not_searched = tensor_context(first, replace(usual, mode=settings.mode), cores, backends)
+        in_effect = {
+            "engine": usual.kind,
+            "precision": engine.precision,
+            "spinning": "on" if settings.spinning == "auto" else settings.spinning,
+            "max_batch_size": engine.max_batch_size,
+            "decode_threads": settings.decoding.thread_count,
+        }
+        not_searched.append(
+            "preferred batch sizes: Triton recommends them for TensorRT plans with several profiles alone; try them "
+            "with merge-config"
+        )
+    in_effect |= {
+        "backend": backend,
+        "threads": settings.threads or cores,
+        "pad_to": pad_to_text(parse_pad_to(settings.pad_to)),
+    }
+    return space_json("triton", settings, here, in_effect, given, not_searched)
+
+
+def _serves(
+    settings: TritonSettings, installation: Installation, specification: ModelSpecification, backend: str
+) -> bool:
+    """Whether the installation can serve the model by this backend with the other options."""
+    from servers.engines.padding import parse_pad_to
+    from servers.export.tensorrt import library_version
+
+    chosen = settings.model_copy(update={"backend": backend})
+    try:
+        choose_backend(chosen, installation, lambda: False)
+        _checked_engine(chosen, specification, backend)
+        if specification.payload == "jpeg":
+            assert_python(installation, "decoding JPEG", "send another payload")
+    except (OptionError, EngineError):
+        return False
+    return backend == "python" or not (
+        parse_pad_to(settings.pad_to) or (backend == "tensorrt" and library_version() is None)
+    )
 
 
 def _run(plan: LaunchPlan, log_file: Path, console: Console) -> None:

@@ -110,22 +110,24 @@ def onnxruntime_config(
     batching: str = BATCHING,
     device: str = "cuda:0",
     parameters: Mapping[str, str] = NO_PARAMETERS,
+    instances: int = 1,
 ) -> str:
     """`<model>_onnx`: the native onnxruntime backend on `device`, cpu or cuda:N. Inputs and outputs have the model's
     datatypes in every precision, which is a property of the file.
 
-    `parameters` are the settings of a launch (precision, weights …), which the config shows to clients.
+    `parameters` are the settings of a launch (precision, weights …), which the config shows to clients. Each of the
+    `instances` executes with its own threads.
     """
     largest = specification.max_batch_size
     if device == "cpu":
-        where = f"""instance_group [ {{ kind: KIND_CPU count: 1 }} ]
+        where = f"""instance_group [ {{ kind: KIND_CPU count: {instances} }} ]
 parameters {{ key: "intra_op_thread_count" value: {{ string_value: {quote(parameters.get("threads", "0"))} }} }}"""
         warm = _warmup(specification, warm_up_sizes(largest), (None,), count=1)
     else:
         tf32 = int(parameters.get("precision") == "tf32")
         where = f"""\
 # KIND_GPU, written out: without it Triton falls back to the CPU without a message where it cannot use the GPU.
-{_gpu_group(device)}
+{_gpu_group(device, instances)}
 # Only as a top-level parameter: Triton's own defaults overwrite this key inside the accelerator block below.
 # 1 is HEURISTIC. Triton's default 0, EXHAUSTIVE, searches again at each new batch size.
 parameters {{ key: "cudnn_conv_algo_search" value: {{ string_value: "1" }} }}
@@ -152,6 +154,7 @@ def tensorrt_config(
     batching: str = BATCHING,
     device: str = "cuda:0",
     parameters: Mapping[str, str] = NO_PARAMETERS,
+    instances: int = 1,
 ) -> str:
     """`<model>_tensorrt`: the native tensorrt backend on `device` with a CUDA graph for every batch size.
 
@@ -165,7 +168,7 @@ backend: "tensorrt"
 default_model_filename: {quote(artefact_name(specification, "plan"))}
 {_signature(specification)}
 # One optimisation profile, 1 to {specification.max_batch_size}; so there is no batch size to prefer, see below.
-{_gpu_group(device, ' profile: [ "0" ]')}
+{_gpu_group(device, instances, ' profile: [ "0" ]')}
 {batching}
 {_parameter_lines(parameters)}optimization {{ cuda {{
   graphs: true
@@ -261,6 +264,7 @@ def python_config(
     device: str,
     parameters: Mapping[str, str],
     *,
+    instances: int = 1,
     ragged: bool = False,
 ) -> str:
     """`<model>`: the python backend executing `servers.triton.python_backend`.
@@ -270,12 +274,13 @@ def python_config(
     With `ragged`, requests of different sizes along the padded axis share a batch, which the model pads.
     """
     index = cuda_index(device)
-    group = "kind: KIND_CPU count: 1" if index is None else f"kind: KIND_GPU count: 1 gpus: [ {index} ]"
+    kind = "KIND_CPU" if index is None else "KIND_GPU"
+    gpus = "" if index is None else f" gpus: [ {index} ]"
     return f"""{_header(specification, parameters)}name: {quote(specification.name)}
 backend: "python"
 {_signature(specification, ragged=ragged)}
-# One instance is one process with one engine; several would compete for the same cores or GPU.
-instance_group [ {{ {group} }} ]
+# One instance is one process with one engine; several compete for the same cores or GPU.
+instance_group [ {{ kind: {kind} count: {instances}{gpus} }} ]
 {batching}
 # The model compares these with the settings of its engine. No model_warmup: the model warms its engine itself.
 {_parameter_lines(parameters)}"""
@@ -337,8 +342,8 @@ def _header(specification: ModelSpecification, parameters: Mapping[str, str] = N
     return HEADER.format("" if specification.reference == DEFAULT_MODEL else f" --model {specification.label}")
 
 
-def _gpu_group(device: str, more: str = "") -> str:
-    return f"instance_group [ {{ kind: KIND_GPU count: 1 gpus: [ {cuda_index(device)} ]{more} }} ]"
+def _gpu_group(device: str, instances: int, more: str = "") -> str:
+    return f"instance_group [ {{ kind: KIND_GPU count: {instances} gpus: [ {cuda_index(device)} ]{more} }} ]"
 
 
 def _parameter_lines(parameters: Mapping[str, str]) -> str:

@@ -180,9 +180,9 @@ def prepare(
     installation = installation or find_wheel()
     _clean_up()
     shared_bytes = max(region_bytes(model.specification, engine.max_batch_size) for model in models)
-    assert_space(shared_bytes * len(models))
+    assert_space(shared_bytes * len(models) * settings.instances)
     delay_us, queue_size = settings.max_queue_delay_us, settings.queue_size
-    serving = Serving(engine, weights, delay_us, queue_size, settings.decoding, backend)
+    serving = Serving(engine, weights, delay_us, queue_size, settings.decoding, backend, settings.instances)
     lay_out(settings.folder, installation, models, serving)
     first, repository = models[0], settings.folder / MODELS
     if settings.merge_config:
@@ -228,8 +228,9 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     if not model.is_dir():
         raise OptionError(f"--triton-repository {folder} has no model {settings.model}; {_listed(folder)}")
     _assert_name(settings.model)
-    if settings.merge_config:
-        raise OptionError("--merge-config changes generated configs; edit the one in your own repository")
+    for option, value in {"merge_config": settings.merge_config, "instances": settings.instances > 1}.items():
+        if value:
+            raise OptionError(f"{flag_of(option)} changes generated configs; edit the one in your own repository")
     assert_ready(settings)
     _clean_up()
     lay_out(settings.folder, installation)
@@ -255,19 +256,15 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     )
 
 
-def prepare_language(
-    settings: TritonSettings, installation: Installation, announce: Callable[[str], None] = lambda _message: None
-) -> LaunchPlan:
-    """A launch of a language model: one of abserve's engines behind the python backend, or Triton's vLLM backend.
-
-    Raises `OptionError`, `TritonError`, `EngineError`, and `UnknownModelError` and `WeightsError` for the model.
-    """
+def language_backend(settings: TritonSettings, installation: Installation) -> str:
+    """The backend that generates tokens. Raises `OptionError` for one that cannot, and for options without effect."""
     backend = "python" if settings.backend == "auto" else settings.backend
     without_effect = {
         "payloads": settings.payloads,
         "max_batch_size": settings.max_batch_size,
         "max_queue_delay_us": settings.max_queue_delay_us,
         "pad_to": parse_pad_to(settings.pad_to),
+        "instances": settings.instances > 1,
     }
     for option, value in without_effect.items():
         if value:
@@ -282,6 +279,17 @@ def prepare_language(
             f"{', '.join(installation.backends) or 'none'}"
         )
     assert_python(installation, f"the {backend} backend", "use a server of NVIDIA's images for this Python")
+    return backend
+
+
+def prepare_language(
+    settings: TritonSettings, installation: Installation, announce: Callable[[str], None] = lambda _message: None
+) -> LaunchPlan:
+    """A launch of a language model: one of abserve's engines behind the python backend, or Triton's vLLM backend.
+
+    Raises `OptionError`, `TritonError`, `EngineError`, and `UnknownModelError` and `WeightsError` for the model.
+    """
+    backend = language_backend(settings, installation)
     assert_ready(settings)
     model = language_model(settings.model, settings.weights)
     model = replace(model, weights=pin_language_weights(model.weights, model.fields))

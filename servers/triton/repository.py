@@ -76,6 +76,7 @@ class Serving:
     queue_size: int = 0
     decoding: DecodingSettings = DECODING
     backend: str = "python"
+    instances: int = 1
 
     def name(self, specification: ModelSpecification) -> str:
         """The name under which Triton serves it."""
@@ -158,7 +159,11 @@ def _place_python(models: Path, model: PlacedModel, serving: Serving) -> None:
         openmp_sleeps = engine.kind == "torch" and openmp_spinning(engine.threads) == "off"  # by a variable of the user
         sleeps = engine.threads == 1 or engine.spinning is False or openmp_sleeps
         parameters["spinning"] = "off" if sleeps else "on"
-    config = python_config(specification, serving.batching, engine.device, parameters, ragged=bool(engine.pad_to))
+    config = python_config(
+        *(specification, serving.batching, engine.device, parameters),
+        instances=serving.instances,
+        ragged=bool(engine.pad_to),
+    )
     private = {
         "model": specification.reference,  # the config's parameter `payload` names the variant
         "weights": serving.weights.text,
@@ -180,7 +185,7 @@ def _place_native(models: Path, model: PlacedModel, serving: Serving) -> None:
     executed = replace(specification.executed, max_batch_size=specification.max_batch_size)
     assert model.artefact is not None
     backend, parameters = NATIVE_BACKENDS[serving.backend], _parameters(model, serving, executed)
-    config = backend.config(executed, serving.batching, serving.engine.device, parameters)
+    config = backend.config(executed, serving.batching, serving.engine.device, parameters, serving.instances)
     folder = models / serving.name(executed)
     write_model(folder, config, {})
     artefact = folder / "1" / artefact_name(executed, backend.suffix)

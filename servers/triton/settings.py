@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from servers.cli import defaults
+from servers.cli import defaults, search
 from servers.cli.defaults import ALL
 from servers.cli.options import EngineOptions, GeneratingOptions, PadTo, Tuning, settings_of
 from servers.engines.padding import parse_pad_to
@@ -20,6 +21,20 @@ from servers.models.registry import get_variants
 from servers.triton.config import NATIVE_BACKENDS
 
 DECODING = DecodingSettings()
+IN_PYTHON: dict[str, Callable[[search.SearchContext, str, str], bool]] = {
+    "backend": lambda _here, _value, backend: backend == "python"
+}
+"""What applies to an engine behind the python backend alone."""
+OF_BACKEND: dict[str, Callable[[search.SearchContext, str, str], bool]] = {
+    "backend": lambda here, precision, backend: backend == "python" or precision in here.precisions.get(backend, ())
+}
+"""Which precisions apply to a backend; behind the python backend the engine may still refuse one."""
+SEARCHED_QUEUE_DELAY = search.Searched(lambda here: here.by_device((0, 5000), (0, 100, 500, 2000)), ordered=True)
+SEARCHED_INSTANCES = search.Searched(
+    lambda here: here.by_device((1, 2, 4), (1, 2)),
+    ordered=True,
+    applies={"threads": lambda here, count, threads: here.device == "cuda" or int(count) * int(threads) <= here.cores},
+)
 
 
 class TritonSettings(EngineOptions, GeneratingOptions):
@@ -27,11 +42,14 @@ class TritonSettings(EngineOptions, GeneratingOptions):
 
     model_config = settings_of("ABSERVE_TRITON_")
 
-    engine: str = Field(
+    engine: Annotated[str, replace(search.ENGINE, applies=IN_PYTHON)] = Field(
         "auto",
         title="Engine",
         description=f"Of the python backend: {defaults.ENGINES}; auto: torch on a GPU and onnxruntime on a CPU, "
         "the faster one of these.",
+    )
+    precision: Annotated[str, replace(search.PRECISION, applies=OF_BACKEND)] = Field(
+        defaults.PRECISION, title="Engine", description=defaults.PRECISIONS
     )
     tritonserver: Path | None = Field(
         None,
@@ -39,7 +57,9 @@ class TritonSettings(EngineOptions, GeneratingOptions):
         description="Folder of an installed tritonserver; default: the one on PATH or in /opt/tritonserver, else the "
         "wheel's.",
     )
-    backend: Literal["auto", "tensorrt", "onnxruntime", "python", "vllm"] = Field(
+    backend: Annotated[
+        Literal["auto", "tensorrt", "onnxruntime", "python", "vllm"], search.Searched(lambda here: here.backends)
+    ] = Field(
         "auto",
         title="Engine",
         description="Triton's backend; auto: tensorrt if it is installed and its plan is there, else onnxruntime if it "
@@ -53,14 +73,23 @@ class TritonSettings(EngineOptions, GeneratingOptions):
     http_port: int = Field(8000, ge=1, le=65535, title="Target", description="HTTP port.")
     grpc_port: int = Field(8001, ge=1, le=65535, title="Target", description="gRPC port.")
     metrics_port: int = Field(8002, ge=1, le=65535, title="Target", description="Port of the Prometheus metrics.")
-    max_batch_size: int | None = Field(None, ge=1, title="Batching", description="Largest batch; default: the model's.")
-    max_queue_delay_us: int = Field(
+    max_batch_size: Annotated[int | None, search.MAX_BATCH_SIZE] = Field(
+        None, ge=1, title="Batching", description="Largest batch; default: the model's."
+    )
+    instances: Annotated[int, SEARCHED_INSTANCES] = Field(
+        1,
+        ge=1,
+        le=64,
+        title="Engine",
+        description="Instances of the executed model, each with its own engine and threads.",
+    )
+    max_queue_delay_us: Annotated[int, SEARCHED_QUEUE_DELAY] = Field(
         defaults.MAX_QUEUE_DELAY_US,
         ge=0,
         title="Batching",
         description="Maximum time a batch waits for more requests (µs).",
     )
-    pad_to: PadTo = ""
+    pad_to: Annotated[PadTo, replace(search.PAD_TO, applies=IN_PYTHON)] = ""
     merge_config: str = Field(
         "",
         title="Batching",
@@ -74,7 +103,9 @@ class TritonSettings(EngineOptions, GeneratingOptions):
         title="Limits",
         description="Most waiting requests, more get 503; 0: no limit, since a limit makes Triton's batcher slow.",
     )
-    decode_threads: int = Field(DECODING.threads, ge=0, title="Limits", description="JPEG decoder threads; 0: up to 4.")
+    decode_threads: Annotated[int, search.DECODE_THREADS] = Field(
+        DECODING.threads, ge=0, title="Limits", description="JPEG decoder threads; 0: up to 4."
+    )
     max_image_pixels: int = Field(DECODING.max_pixels, ge=1, title="Limits", description="Largest JPEG, in pixels.")
     work_dir: Path | None = Field(
         None, title="Output", description="Folder for the model repository; default: ARTEFACTS/triton/HTTP_PORT."

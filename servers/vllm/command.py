@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +21,8 @@ import typer
 
 from servers.cli.defaults import OptionError
 from servers.cli.launch import LaunchPlan, bind, host_in_url
-from servers.cli.options import checked, fail, takes_settings
+from servers.cli.options import checked, fail, given_options, takes_settings
+from servers.cli.search import PRINT_SPACE, language_context, space_json
 from servers.engines.processors import cuda_index
 from servers.engines.settings import EngineError, EngineSettings
 from servers.language.engine import GenerationSettings, generation_precision
@@ -46,14 +47,19 @@ CAUSES = (
 
 @takes_settings(VllmSettings)
 def serve_vllm(
+    context: typer.Context,
     print_launch: Annotated[
         bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
     ] = False,
+    print_space: Annotated[bool, typer.Option(help=PRINT_SPACE)] = False,
     **options: object,
 ) -> None:
     """Serve a language model with vLLM, which must be installed; it speaks OpenAI's protocol."""
     settings = checked(VllmSettings, options)
     try:
+        if print_space:
+            sys.stdout.buffer.write(_space(settings, given_options(context, options)))
+            return
         plan = launch_plan(settings, lambda step: typer.echo(step, err=True))
     except (OptionError, UnknownModelError, WeightsError, EngineError) as exc:
         fail(str(exc), exc, status=2)
@@ -67,14 +73,29 @@ def serve_vllm(
     os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})
 
 
-def launch_plan(settings: VllmSettings, announce: Callable[[str], None]) -> LaunchPlan:
-    """How to start vLLM, after everything that can be checked before: the options, the port, the installation."""
+def _resolved(settings: VllmSettings) -> tuple[LanguageModel, str, str]:
+    """The model, the device and the precision. Raises for options that are wrong."""
     model = language_model(settings.model, settings.weights)
-    model = replace(model, weights=pin_language_weights(model.weights, model.fields))
     GenerationSettings(precision=settings.precision).check()
     device = EngineSettings("torch", "fp32", "eager", settings.device).device_here()
-    precision = generation_precision(settings.precision, device)
     settings.check_length(model)
+    return model, device, generation_precision(settings.precision, device)
+
+
+def _space(settings: VllmSettings, given: Collection[str]) -> bytes:
+    """What can be tuned, as `--print-space` prints it. Raises as `launch_plan` does; ports do not matter."""
+    _, device, precision = _resolved(settings)
+    find_vllm(settings.python)
+    here = language_context(GenerationSettings("vllm", device, precision), len(os.sched_getaffinity(0)))
+    in_effect = {"precision": precision, "fronts": settings.fronts or 1}
+    not_searched = ["gpu-memory-utilization: other servers need the rest of the memory"]
+    return space_json("vllm", settings, here, in_effect, given, not_searched)
+
+
+def launch_plan(settings: VllmSettings, announce: Callable[[str], None]) -> LaunchPlan:
+    """How to start vLLM, after everything that can be checked before: the options, the port, the installation."""
+    model, device, precision = _resolved(settings)
+    model = replace(model, weights=pin_language_weights(model.weights, model.fields))
     bind(settings.host, settings.http_port).close()
     python, release = find_vllm(settings.python)
     folder = served_folder(model, precision, device, settings.artefacts, announce)

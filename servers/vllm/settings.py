@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
-from servers.cli import defaults
+from servers.cli import defaults, search
 from servers.cli.options import GenerationOptions, ModelOptions, settings_of
 
 
@@ -22,21 +23,25 @@ class VllmSettings(ModelOptions, GenerationOptions):
         title="Target",
         description="The Python of an environment that has vLLM; default: the one that runs abserve.",
     )
-    precision: str = Field(
+    precision: Annotated[str, search.PRECISION] = Field(
         defaults.PRECISION, title="Engine", description="auto (bf16 on a GPU, fp32 on a CPU), fp32, bf16 or fp16."
     )
     device: str = Field(defaults.DEVICE, title="Engine", description="auto, cpu or cuda:N.")
-    fronts: int = Field(
+    fronts: Annotated[
+        int, search.Searched(lambda here: [count for count in (1, 2, 4) if count < max(2, here.cores)], ordered=True)
+    ] = Field(
         0,
         ge=0,
         le=64,
         title="Access and process",
         description="Processes of vLLM that speak HTTP, its --api-server-count; 0: vLLM's default, which is 1.",
     )
-    graphs: bool = Field(
+    graphs: Annotated[bool, search.GRAPHS] = Field(
         True, title="Language models", description="Replay CUDA graphs on a GPU; without them --enforce-eager."
     )
-    threads: int = Field(0, ge=0, title="Engine", description="Threads on the CPU; 0: vLLM's default.")
+    threads: Annotated[int, search.THREADS] = Field(
+        0, ge=0, title="Engine", description="Threads on the CPU; 0: vLLM's default."
+    )
     gpu_memory_utilization: float = Field(
         0.4,
         gt=0,

@@ -28,7 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "triton": {"protocol", "models", "engines", "export", "language"},
     "vllm": {"models", "engines", "language"},
 }
-SHARED = {"servers.cli.defaults", "servers.cli.launch", "servers.cli.options"}
+SHARED = {"servers.cli.defaults", "servers.cli.launch", "servers.cli.options", "servers.cli.search"}
 ENTRY_MODULES = {"command", "worker"}
 
 ANALYSES = (

@@ -1,0 +1,312 @@
+"""What a search for the fastest settings tries: declared next to each setting, resolved for a model on this machine.
+
+A settings class annotates a field with `Searched`. `abserve serve TARGET … --print-space` prints the resolved space:
+
+    target         native, triton, …
+    settings       name, default (the value in effect), values, when, values_when; each after those that it depends on
+    on_request     the same, of settings that change the answers: searched only if the user asks for it
+    fixed          searched settings that are given as options, with the values in effect
+    not_searched   what could change the speed and is not tried, a clause each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from typing import Any, Literal
+
+import msgspec
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+from servers.cli import defaults
+from servers.engines.factory import engines_here
+from servers.engines.padding import pad_to_text
+from servers.engines.settings import SPINS, EngineError, EngineSettings, engine_kind
+from servers.language.engine import GENERATING_ENGINES, PRECISIONS, GenerationSettings, generating_environment
+from servers.models.specification import ModelSpecification
+
+PRINT_SPACE = "Print what a search for the fastest settings tries here, as one line of JSON, and exit."
+"""The help of the option."""
+Conditions = dict[str, tuple[str, ...]]
+"""By the name of a setting, the values with which something applies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchContext:
+    """The model and the machine, on which it depends what is tried."""
+
+    device: Literal["cpu", "cuda"]
+    cores: int
+    """Those of one engine process."""
+    language: bool = False
+    payload: str = "tensors"
+    largest_axis: int | None = None
+    """The largest size of the axis along which batches may be padded; None without one."""
+    engines: tuple[str, ...] = ()
+    """Those that execute the model here, in this environment."""
+    modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By engine, besides the one that `auto` selects."""
+    precisions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By engine."""
+    backends: tuple[str, ...] = ()
+    """Those of Triton that serve the model here."""
+
+    @property
+    def thread_counts(self) -> tuple[int, ...]:
+        """All cores, all but one, a half and a quarter of them."""
+        return (max(1, self.cores // 4), max(1, self.cores // 2), max(1, self.cores - 1), self.cores)
+
+    def by_device(self, cpu: Iterable[object], cuda: Iterable[object]) -> Iterable[object]:
+        """Of a model of tensors, the values for the device."""
+        return () if self.language else cuda if self.device == "cuda" else cpu
+
+    def of_language(self, cpu: Iterable[object], cuda: Iterable[object]) -> Iterable[object]:
+        """Of a language model, the values for the device."""
+        return () if not self.language else cuda if self.device == "cuda" else cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """Annotates a field of a settings class whose values a search tries."""
+
+    values: Callable[[SearchContext], Iterable[object]]
+    """Here, besides the default; none: it is not searched here."""
+    ordered: bool = False
+    """Whether the values are numbers in whose order the speed may change."""
+    applies: Mapping[str, Callable[[SearchContext, str, str], bool]] = field(default_factory=dict)
+    """By the field of another option, whether a value (the second argument) changes anything beside a value of that
+    option (the third). The default always applies."""
+    on_request: bool = False
+    """Whether it changes the answers too."""
+
+
+def padded_sizes(largest: int | None) -> Sequence[str]:
+    """Values of --pad-to for an axis of this largest size: none, few sizes, many."""
+    if largest is None:
+        return ()
+    last = min(largest, 512)
+    many = [size for size in (32, 64, 128, 256) if size < last]
+    return ("none", pad_to_text((*many[1::2], last)), pad_to_text((*many, last)))
+
+
+def each(values_by_engine: Mapping[str, Iterable[str]]) -> Iterable[str]:
+    """The values of all engines, each once."""
+    return dict.fromkeys(value for values in values_by_engine.values() for value in values)
+
+
+ENGINE = Searched(lambda here: here.engines)
+MODE = Searched(
+    lambda here: (defaults.MODE, *each(here.modes)),
+    applies={"engine": lambda here, mode, engine: mode in (defaults.MODE, *here.modes.get(engine, ()))},
+)
+PRECISION = Searched(
+    lambda here: each(here.precisions),
+    applies={"engine": lambda here, precision, engine: precision in here.precisions.get(engine, ())},
+    on_request=True,
+)
+THREADS = Searched(lambda here: here.thread_counts if here.device == "cpu" else (), ordered=True)
+SPINNING = Searched(
+    lambda here: ("on", "off") if here.device == "cpu" else (),
+    applies={
+        "engine": lambda here, _spinning, engine: here.language or engine in SPINS,
+        "threads": lambda _here, _spinning, threads: int(threads) > 1,  # a single one never waits
+    },
+)
+MAX_BATCH_SIZE = Searched(lambda here: here.by_device((4, 8, 16, 32), (8, 16, 32, 64, 128)), ordered=True)
+MAX_QUEUE_DELAY_US = Searched(lambda here: here.by_device((0, 5000), (0, 200, 1000)), ordered=True)
+PAD_TO = Searched(lambda here: padded_sizes(here.largest_axis))
+DECODE_THREADS = Searched(
+    lambda here: (count for count in (1, 2, 4, 8) if here.payload == "jpeg" and count <= here.cores), ordered=True
+)
+SLOTS = Searched(lambda here: here.of_language((4, 8, 16, 32), (16, 32, 64, 128, 256)), ordered=True)
+PREFILL_CHUNK = Searched(lambda here: here.of_language((0, 16, 64, 256), (0, 64, 256, 512)))
+"""0 is what the engine chooses, which is no number in the order of the others."""
+GRAPHS = Searched(lambda here: here.of_language((), (True, False)))
+
+
+LEFT_OUT = {"generate": "only prompts of equal lengths share a batch, and new ones wait for its end"}
+"""Engines of language models that are not tried, and why."""
+TRIED_MODES = {"cpu": ("eager", "traced"), "cuda": ("compile",)}
+"""Modes of torch besides the first; the others of a GPU launch every kernel by itself, and `scripted` is like `traced`
+and refuses many models."""
+
+
+def tensor_context(
+    specification: ModelSpecification, settings: EngineSettings, cores: int, backends: Iterable[str] = ()
+) -> tuple[SearchContext, list[str]]:
+    """The context of a model of tensors whose engine has these settings, and what is not searched."""
+    device = _device_kind(settings.device_here())
+    engines = engines_here(specification.executed, settings)
+    kinds = {name: engine_kind(name) for name in dict.fromkeys((*engines.installed, *backends)) if name != "python"}
+    modes = {name: kind.modes[device][1:] for name, kind in kinds.items() if settings.mode == defaults.MODE}
+    modes = {
+        name: tuple(m for m in some if name != "torch" or m in TRIED_MODES[device]) for name, some in modes.items()
+    }
+    axis = specification.padded_axis
+    here = SearchContext(
+        device=device,
+        cores=cores,
+        payload=specification.payload,
+        largest_axis=None if axis is None else axis.largest,
+        engines=engines.installed,
+        modes=modes,
+        precisions={name: kind.precisions[device] for name, kind in kinds.items()},
+        backends=tuple(backends),
+    )
+    not_searched = []
+    if engines.missing:
+        not_searched.append(f"engine {' and '.join(engines.missing)}: not installed here")
+    if engines.elsewhere:
+        not_searched.append(f"engine {' and '.join(engines.elsewhere)}: in another environment, and slow to start")
+    return here, not_searched
+
+
+def _device_kind(device: str) -> Literal["cpu", "cuda"]:
+    return "cpu" if device == "cpu" else "cuda"
+
+
+def plain_context(settings: EngineSettings, cores: int) -> SearchContext:
+    """The context of a server that has no choice of engines and modes."""
+    device = _device_kind(settings.device_here())
+    return SearchContext(
+        device=device, cores=cores, precisions={settings.kind: engine_kind(settings.kind).precisions[device]}
+    )
+
+
+def language_context(settings: GenerationSettings, cores: int, engines: Iterable[str] = ()) -> SearchContext:
+    """The context of a language model whose engine has these settings, with the engines that a server tries."""
+    return SearchContext(
+        device=_device_kind(settings.device),
+        cores=cores,
+        language=True,
+        engines=tuple(engines),
+        precisions=dict.fromkeys((settings.engine, *engines), PRECISIONS),
+    )
+
+
+def generating_engines() -> tuple[tuple[str, ...], list[str]]:
+    """The engines of language models that are tried in this environment, and what is not searched."""
+    tried = []
+    for name in GENERATING_ENGINES:
+        with suppress(EngineError):
+            if name not in LEFT_OUT and generating_environment(name) is None:
+                tried.append(name)
+    return tuple(tried), [f"engine {name}: {why}" for name, why in LEFT_OUT.items()]
+
+
+def searched_of(field_info: FieldInfo) -> Searched | None:
+    """The annotation of a field; None if a search never tries other values."""
+    return next((item for item in reversed(field_info.metadata) if isinstance(item, Searched)), None)
+
+
+def space_json(
+    target: str,
+    settings: BaseSettings,
+    here: SearchContext,
+    in_effect: Mapping[str, object],
+    given: Collection[str],
+    not_searched: Sequence[str] = (),
+) -> bytes:
+    """The space of a target as one line of JSON.
+
+    `in_effect` are the values that the server takes by default, by field, where they are not those of `settings`;
+    `given` are the fields that the user has set, which are not searched.
+    """
+    fields = type(settings).model_fields
+    declared = {name: searched for name, info in fields.items() if (searched := searched_of(info)) is not None}
+    space = _Resolution(here, {name: _text(in_effect.get(name, getattr(settings, name))) for name in fields})
+    graph = {name: [other for other in searched.applies if other in declared] for name, searched in declared.items()}
+    for name in TopologicalSorter(graph).static_order():
+        if name not in given:
+            space.add(name, declared[name], fields[name].description or "")
+    return _line(
+        target=target,
+        settings=[entry for name, entry in space.entries.items() if not declared[name].on_request],
+        on_request=[entry for name, entry in space.entries.items() if declared[name].on_request],
+        fixed={option_name(name): space.defaults[name] for name in declared if name in given},
+        not_searched=not_searched,
+    )
+
+
+def empty_space_json(target: str, why: str) -> bytes:
+    """The space of a server of which nothing can be tuned."""
+    return _line(target=target, settings=[], not_searched=[why])
+
+
+def _line(**content: object) -> bytes:
+    return msgspec.json.encode(content) + b"\n"
+
+
+class _Resolution:
+    """The settings resolved so far. A setting that has no other value than its default here is not in `entries`."""
+
+    def __init__(self, here: SearchContext, defaults: Mapping[str, str]) -> None:
+        self.here, self.defaults = here, defaults
+        self.entries: dict[str, dict[str, Any]] = {}
+        self._inapplicable: set[str] = set()
+
+    def add(self, name: str, searched: Searched, about: str) -> None:
+        """Resolve one setting, after those that it depends on."""
+        default = self.defaults[name]
+        if self._conditions(searched, default) is None:
+            self._inapplicable.add(name)
+            return
+        values = list(dict.fromkeys(map(_text, searched.values(self.here))))
+        if not values:
+            return
+        if default not in values:
+            values.insert(0, default)
+        if searched.ordered:
+            values.sort(key=int)
+        open_conditions = {value: self._conditions(searched, value) for value in values if value != default}
+        applying = {value: conditions for value, conditions in open_conditions.items() if conditions is not None}
+        if not applying:
+            return
+        when = _common(list(applying.values()))
+        self.entries[name] = {
+            "name": option_name(name),
+            "default": default,
+            "values": [value for value in values if value == default or value in applying],
+            "ordered": searched.ordered,
+            "when": when,
+            "values_when": {
+                value: more
+                for value, conditions in applying.items()
+                if (more := {other: some for other, some in conditions.items() if when.get(other) != some})
+            },
+            "about": about,
+        }
+
+    def _conditions(self, searched: Searched, value: str) -> Conditions | None:
+        """With which values of other settings this one applies; without those of which all do. None: it never does."""
+        conditions: Conditions = {}
+        for other, applies in searched.applies.items():
+            if other not in self.defaults:  # this server has no such option
+                continue
+            entry = self.entries.get(other)
+            possible = (self.defaults[other],) if entry is None else tuple(entry["values"])
+            some = tuple(beside for beside in possible if applies(self.here, value, beside))
+            if not some or other in self._inapplicable:
+                return None
+            if entry is not None and (len(some) < len(possible) or entry["when"]):
+                conditions[option_name(other)] = some
+        return conditions
+
+
+def _common(conditions: Sequence[Conditions]) -> Conditions:
+    """What must hold for any of the values: the conditions that all have, each with the values of any."""
+    names = [name for name in conditions[0] if all(name in other for other in conditions)]
+    return {name: tuple(dict.fromkeys(value for some in conditions for value in some[name])) for name in names}
+
+
+def option_name(name: str) -> str:
+    """The option of a field, without the leading dashes."""
+    return name.replace("_", "-")
+
+
+def _text(value: object) -> str:
+    """As `abserve serve` takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
