@@ -141,7 +141,7 @@ def plain_options(settings: type[Settings], prefix: str) -> tuple[SettingOption,
             field=field,
         )
         for name, field in settings.model_fields.items()
-        if name != "arms"
+        if field.annotation != dict[str, ArmSettings]
     )
 
 
