@@ -78,7 +78,7 @@ class SettingOption:
     def as_parameter(self, arms: str, default: Any) -> inspect.Parameter:
         """A parameter in the signature of a command that shows these arms; `default`, if given, replaces the setting's.
         The settings check every value, so that the command line takes text."""
-        arm = self.path[1] if self.path[0] == "arms" else ""
+        arm = self.path[1] if len(self.path) > 1 else ""
         default = self.field.get_default() if default is None else default
         if arm and self.path[-1] == "target":
             default = DEFAULT_TARGETS.get(arm)
