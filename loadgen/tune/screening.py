@@ -45,6 +45,8 @@ NOT_KNOWN = 1e6
 LEAST_FOR_P99 = 100
 SIGNIFICANCE = 0.05
 _Z95 = 1.96
+_MOST_WORDS = 600
+"""Characters of why a contender is out: a check may name several."""
 _TOLERATED = ("unfair configuration", "overloaded load generator")
 """Faults that keep a choice from nothing: contenders differ on purpose, and a busy generator limits the fast ones
 alike. The final comparison has both checks again."""
@@ -79,23 +81,23 @@ class Judged:
 
 def judge(run: StoredRun, result: Result, settings: TuneSettings, *, anyway: bool = False) -> Judged:
     """Who is out, why the run counts for nothing, or else the scores. `anyway`: a busy machine does not matter."""
-    out = {label: sentence(one_line(why)) for label, why in run.experiment.failed_arms.items()}
+    out = {label: sentence(one_line(why, _MOST_WORDS)) for label, why in run.experiment.failed_arms.items()}
     problem: str | None = None
     state = run.state
     if state is None or state.state != "finished":
         why = "the run did not finish" if state is None or state.error is None else state.error
         failed = None if state is None else state.failed_arm
         if failed is not None and failed != ANCHOR:
-            out[failed] = sentence(one_line(why))
-        return Judged((), out, sentence(one_line(why)))
+            out[failed] = sentence(one_line(why, _MOST_WORDS))
+        return Judged((), out, sentence(one_line(why, _MOST_WORDS)))
     for check in invalidating(result.checks):
         fault, contenders = fault_of(check), set(check.arms) - {ANCHOR}
         if fault in _TOLERATED or (anyway and fault == "busy machine"):
             continue
         if contenders and ANCHOR not in check.arms:
-            out |= {label: sentence(one_line(check.detail)) for label in contenders if label not in out}
+            out |= {label: sentence(one_line(check.detail, _MOST_WORDS)) for label in contenders if label not in out}
         else:
-            problem = problem or sentence(one_line(check.detail))
+            problem = problem or sentence(one_line(check.detail, _MOST_WORDS))
     if problem is not None:
         return Judged((), out, problem)
     scores = score_run(run, result, settings)
