@@ -18,7 +18,8 @@ from loadgen.records.run import BlockRecord, Experiment, RunState
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.tune.declared import read_spaces
-from loadgen.tune.race import Lead, Measuring, RaceProgress, read_tuning, tune
+from loadgen.tune.files import read_tuning
+from loadgen.tune.race import Lead, Measuring, RaceProgress, tune
 from loadgen.tune.records import Tuning, TuningRun
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.result import analyse

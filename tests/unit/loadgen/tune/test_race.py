@@ -1,0 +1,225 @@
+"""The whole procedure with simulated runs and a clock that they move: stages, time, failures, interruptions."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadgen.cli.compare import plan_experiment
+from loadgen.records.run import Experiment, Label, RunState
+from loadgen.run.storage import RunStore
+from loadgen.tune import race
+from loadgen.tune.files import read_tuning
+from loadgen.tune.race import Measuring, RaceProgress, Shares, forecast, tune
+from loadgen.tune.records import ANCHOR, Score, Space, Tuning
+from loadgen.tune.screening import Judged
+from loadgen.tune.settings import TuneSettings
+from tests.truth import tuned_server
+from tests.truth.tuned_server import right, time_ms
+
+SPACES = tuple(msgspec.convert(tuned_server.space(target), Space) for target in ("native", "triton"))
+NOISE = 0.01
+
+
+class Machine:
+    """Runs take 10 s and 9 s per arm; the final as long as it may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, slower: float = 1.0) -> None:
+        self.now_s, self.slower = 1000.0, slower
+        self.experiments: list[Experiment] = []
+        self.finals: list[Experiment] = []
+        self.before_run: Callable[[Experiment], tuple[Judged, RunState] | None] = lambda _: None
+        self.final_state = "finished"
+        monkeypatch.setattr(race, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(race, "screen", self.screen)
+
+    def screen(self, experiment: Experiment, folder: Path, *_: object, **__: object) -> tuple[Judged, RunState]:
+        assert experiment.screening
+        assert experiment.labels[0] == ANCHOR
+        RunStore(folder).write(msgspec.structs.replace(experiment, processes=3))
+        self.experiments.append(experiment)
+        self.now_s += self.slower * (10.0 + 9.0 * len(experiment.arms))
+        if (planned := self.before_run(experiment)) is not None:
+            return planned
+        rng = random.Random(str((experiment.seed, experiment.labels)))
+        out = {arm.label: "It is wrong." for arm in experiment.arms if not right(arm.settings)}
+        scores = [
+            Score(contender=arm.label, log_ratio=lead(arm.target, arm.settings) + rng.gauss(0.0, NOISE), error=NOISE,
+                  value=1.0)
+            for arm in experiment.arms[1:] if arm.label not in out
+        ]  # fmt: skip
+        return Judged(tuple(scores), out, None), RunState(state="finished", phase="finished")
+
+    def compare(self, experiment: Experiment, folder: Path) -> RunState | None:
+        RunStore(folder).write(experiment)
+        assert not experiment.screening
+        self.finals.append(experiment)
+        self.now_s += 60.0 * (experiment.minutes or 0.0)
+        return RunState(state=self.final_state, phase="finished")  # type: ignore[arg-type]
+
+    @property
+    def measuring(self) -> Measuring:
+        return Measuring(lambda settings: plan_experiment(settings).runs[0][1], self.compare)
+
+
+def lead(target: str, given: Mapping[str, str]) -> float:
+    return math.log(time_ms("native", {}) / time_ms(target, given))
+
+
+def settings(minutes: float = 30.0, **more: object) -> TuneSettings:
+    return TuneSettings.model_validate({"model": "planted", "minutes": minutes, **more})
+
+
+def run(machine: Machine, folder: Path, asked: TuneSettings | None = None, resume: Tuning | None = None) -> Tuning:
+    asked = asked or settings()
+    tuning = tune(asked, SPACES, folder, RaceProgress(), machine.measuring, resume=resume)
+    assert read_tuning(folder) == tuning
+    return tuning
+
+
+def chosen(tuning: Tuning) -> dict[str, dict[str, str]]:
+    return {c.target: c.settings for c in tuning.contenders if c.name in tuning.winners}
+
+
+@pytest.mark.parametrize("minutes", [12.0, 30.0, 60.0])
+@pytest.mark.parametrize("slower", [0.6, 1.0, 2.0])
+def test_the_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: float, slower: float) -> None:
+    machine = Machine(monkeypatch, slower=slower)
+    began_s = machine.now_s
+    tuning = run(machine, tmp_path / "t", settings(minutes))
+    assert tuning.state == "finished", tuning.error
+    assert machine.now_s - began_s == pytest.approx(60.0 * minutes, rel=0.1)
+    assert (machine.finals[0].minutes or 0.0) * 60.0 >= 0.9 * Shares.of(minutes).final
+
+
+def test_what_is_chosen_is_measured_freshly_and_compared_with_the_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
+    tuning = run(machine, tmp_path / "t", settings(60.0))
+    stages = [entry.stage for entry in tuning.runs]
+    assert stages == sorted(stages, key=["screening", "finalists", "settings", "final"].index)
+    assert set(stages) == {"screening", "finalists", "settings", "final"}
+    measured = {score.contender for entry in tuning.runs if entry.stage == "finalists" for score in entry.scores}
+    assert set(tuning.winners) <= measured
+    (final,) = machine.finals
+    assert set(final.labels) == {"native-0", "triton-0", *tuning.winners}
+    for target, found in chosen(tuning).items():
+        assert right(found)
+        assert time_ms(target, found) < time_ms(target, {})
+    seeds = [experiment.seed for experiment in machine.experiments]
+    assert len(set(seeds)) == len(seeds)
+    assert [experiment.processes for experiment in machine.experiments[:2]] == [0, 3]
+
+
+def test_a_contender_that_is_out_never_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    tuning = run(machine, tmp_path / "t")
+    gone: set[Label] = set()
+    for entry, experiment in zip(tuning.runs, machine.experiments, strict=False):
+        assert not gone & set(experiment.labels)
+        gone |= entry.out.keys()
+    assert gone
+    assert not gone & set(machine.finals[0].labels)
+
+
+def test_a_tuning_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(Machine(monkeypatch), tmp_path / "whole")
+    machine = Machine(monkeypatch)
+
+    def interrupt(_: Experiment) -> None:
+        if len(machine.experiments) == 4:
+            raise KeyboardInterrupt
+
+    machine.before_run = interrupt
+    part = run(machine, tmp_path / "part")
+    assert part.state == "interrupted"
+    assert len(part.runs) == 3
+    machine.before_run = lambda _: None
+    again = run(machine, tmp_path / "part", resume=part)
+    assert again.state == "finished"
+    for one, other in zip(again.runs[:3], whole.runs[:3], strict=True):
+        assert one == other
+    assert again.contenders[:10] == whole.contenders[:10]
+    assert len({entry.folder for entry in again.runs}) == len(again.runs)
+
+
+def test_a_final_that_was_interrupted_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.final_state = "interrupted"
+    part = run(machine, tmp_path / "t")
+    assert part.state == "interrupted"
+    assert part.winners
+    before = len(machine.experiments)
+    machine.final_state = "finished"
+    again = run(machine, tmp_path / "t", resume=part)
+    assert again.state == "finished"
+    assert len(machine.experiments) == before
+    assert machine.finals[0].arms == machine.finals[1].arms
+    assert (tmp_path / "t" / "final-2" / "experiment.json").exists()
+
+
+def busy(experiment: Experiment) -> tuple[Judged, RunState]:
+    return Judged((), {}, "Other programs used the CPU."), RunState(state="finished", phase="finished")
+
+
+def test_a_run_on_a_busy_machine_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.before_run = lambda experiment: busy(experiment) if len(machine.experiments) == 2 else None
+    tuning = run(machine, tmp_path / "t")
+    assert tuning.state == "finished"
+    assert tuning.runs[1].problem is not None
+    assert set(machine.experiments[1].labels) & set(machine.experiments[2].labels) > {ANCHOR}
+
+
+def test_a_machine_that_stays_busy_ends_the_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.before_run = busy
+    tuning = run(machine, tmp_path / "t")
+    assert tuning.state == "failed"
+    assert "Other programs used the CPU" in (tuning.error or "")
+    assert len(tuning.runs) == race.TRIES
+
+
+def test_contenders_that_are_never_measured_do_not_hold_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every contender but the defaults is out."""
+    machine = Machine(monkeypatch)
+
+    def only_defaults(experiment: Experiment) -> tuple[Judged, RunState]:
+        out = {arm.label: "It did not start." for arm in experiment.arms[1:] if arm.settings}
+        scores = [
+            Score(contender=arm.label, log_ratio=0.0, error=NOISE, value=1.0)
+            for arm in experiment.arms[1:] if not arm.settings
+        ]  # fmt: skip
+        return Judged(tuple(scores), out, None), RunState(state="finished", phase="finished")
+
+    machine.before_run = only_defaults
+    tuning = run(machine, tmp_path / "t")
+    assert tuning.state == "finished", tuning.error
+    assert set(tuning.winners) == {"native-0", "triton-0"}
+    assert machine.finals[0].labels == ("native-0", "triton-0")
+
+
+def test_nothing_that_can_be_measured_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+
+    def none(experiment: Experiment) -> tuple[Judged, RunState]:
+        out = {arm.label: "It did not start." for arm in experiment.arms[1:]}
+        return Judged((), out, "No arm is left."), RunState(state="failed", phase="starting", error="no arm is left")
+
+    machine.before_run = none
+    tuning = run(machine, tmp_path / "t", settings(8.0))
+    assert tuning.state == "failed"
+    assert "It did not start." in (tuning.error or "")
+
+
+def test_a_forecast_counts_screenings() -> None:
+    few, many = forecast(12.0, 5), forecast(60.0, 5)
+    assert few[0] >= 1
+    assert many[0] > 2 * few[0]
+    assert many[1] == 5 * many[0]
