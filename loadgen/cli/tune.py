@@ -35,7 +35,7 @@ from loadgen.experiment.options import (
 from loadgen.experiment.plan import PlanError, expects_gpu, make_arms
 from loadgen.experiment.settings import MAIN, ArmSettings, ExperimentSettings
 from loadgen.quantities import counted, join
-from loadgen.records.run import Experiment, Label, RunState
+from loadgen.records.run import Environment, Experiment, Label, RunState
 from loadgen.run.storage import StorageError, StoredRunError, is_running
 from loadgen.tune.files import read_tuning
 from loadgen.tune.race import Measuring, forecast
@@ -120,7 +120,8 @@ def _stored(folder: Path, file: Path | None, chosen: dict[SettingOption, object]
         raise PlanError(f"--resume {folder}: a process still runs it")
     if tuning.state == "finished":
         raise PlanError(f"--resume {folder}: it is finished; start another one without --resume")
-    asked = TuneSettings.model_validate(tuning.settings)
+    asked = checked_settings(TuneSettings, dict(tuning.settings), folder / Tuning.FILE, {})
+    _check_machine(folder, tuning)
     if file is None and not chosen:
         return asked, tuning
     before = asked.model_dump()
@@ -131,6 +132,23 @@ def _stored(folder: Path, file: Path | None, chosen: dict[SettingOption, object]
     if differs:
         raise PlanError(f"--resume {folder}: it has other values of {join(differs)}; leave them out, or use --out")
     return again, msgspec.structs.replace(tuning, settings=again.content())
+
+
+def _check_machine(folder: Path, tuning: Tuning) -> None:
+    """Raises `PlanError` if the runs so far are of another machine or of other versions."""
+    from loadgen.run.machine import fingerprint, read_environment
+    from loadgen.run.storage import read_one
+
+    try:
+        stored = (read_one(folder / run.folder, Environment) for run in tuning.runs)
+        before = next((environment for environment in stored if environment is not None), None)
+    except StoredRunError as exc:
+        raise PlanError(f"--resume {folder}: {exc}") from exc
+    if before is None:
+        return
+    now = read_environment({}, {})
+    if fingerprint(before.host, before.packages, {}) != fingerprint(now.host, now.packages, {}):
+        raise PlanError(f"--resume {folder}: it was begun on another machine or with other versions; start another one")
 
 
 def _check(settings: TuneSettings, out: Path | None) -> Experiment:
