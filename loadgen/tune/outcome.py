@@ -14,11 +14,14 @@ from typing import Literal
 
 import msgspec
 
-from loadgen.metrics.comparisons import Comparison, advantage, compare_all, leading_comparisons, log_lead
+from loadgen.metrics.claims import verdict_words
+from loadgen.metrics.comparisons import Comparison, advantage, compare_all, judge, leading_comparisons, log_lead
 from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, THROUGHPUT, TPOT, Metric
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
+from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.quantities import Interval, join, number, ratio, ratio_interval, share
 from loadgen.records.run import Label, item_of
+from loadgen.stats.ratios import SIGNIFICANCE, critical_t
 from loadgen.tune.records import Contender, Space, Tuning
 from loadgen.tune.search import Choice, Search, Standing
 from loadgen.tune.settings import TuneSettings
@@ -28,6 +31,8 @@ from loadgen.verdict.result import Result
 TITLES: Mapping[str, str] = {"triton": "Triton", "fastapi": "FastAPI", "litserve": "LitServe", "vllm": "vLLM"}
 """How a target is called in a sentence, if not by its name."""
 Z95 = 1.96
+ENERGY = Metric("joules_per_item", "energy per item", "J", higher_is_better=False, measured_in=lambda _: False)
+"""Of the GPU, over all rounds of the final; no metric of a comparison, which has figures of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +180,26 @@ class TuningOutcome:
         """The answer in at most 25 words."""
         return _headline(self)
 
+    def relation(self, comparison: Comparison, factor: str) -> str:
+        """ "serves 1.12× the images/s of", "has 1.12× lower p50 latency than" """
+        if comparison.higher_is_better:
+            return f"serves {factor} the {comparison.unit} of"
+        return f"has {factor} lower {'' if self.metric is None else self.metric.title} than"
+
+    def claim(self, comparison: Comparison) -> str:
+        """What the final says of two of its arms, with the interval."""
+        lead, names = advantage(comparison), self.names
+        if comparison.verdict == "invalid" or lead is None:
+            return f"no verdict on {' and '.join(names[label] for label in comparison.pairing)}: {comparison.reason}"
+        factor, interval = ratio(lead.factor, lead.ci95), f"95 % interval {ratio_interval(lead.ci95)}"
+        if comparison.winner is None or comparison.loser is None:
+            assert self.final is not None
+            words = verdict_words(comparison.verdict, comparison.pairing, self.final.experiment.equivalence_margin)
+            better = "" if lead.better is None else f" in favour of {names[lead.better]}"
+            pair = " and ".join(names[label] for label in comparison.pairing)
+            return f"{words} between {pair} ({factor}{better}, {interval})"
+        return f"{names[comparison.winner]} {self.relation(comparison, factor)} {names[comparison.loser]} ({interval})"
+
 
 def outcome_of(tuning: Tuning, final: Result | None) -> TuningOutcome:
     """`final` is the result of the folder `final`, if that comparison has run."""
@@ -182,7 +207,9 @@ def outcome_of(tuning: Tuning, final: Result | None) -> TuningOutcome:
     is_chosen = any(run.stage == "finalists" and run.problem is None for run in tuning.runs)
     choices = {choice.target: choice for choice in search.winners()} if is_chosen else {}
     metric = None if final is None else goal_metric(settings_of(tuning), final)
-    compared = _Compared(final, metric)
+    by_energy = settings_of(tuning).aim == "energy"
+    compared = _Compared(final, metric, by_energy=by_energy)
+    metric = ENERGY if metric is not None and by_energy else metric
     targets = tuple(_target(tuning, space, choices.get(space.target), search, compared) for space in tuning.spaces)
     pairs = sorted(
         combinations([target for target in targets if target.best is not None and target.meets_limit], 2),
@@ -215,7 +242,8 @@ def goal_metric(settings: TuneSettings, final: Result) -> Metric | None:
 
 
 def goal_metrics(settings: TuneSettings) -> tuple[Metric, ...]:
-    """The metrics that the goal may be measured by, the best first: that of which every block has a figure counts."""
+    """The metrics of blocks that the goal may be measured by, the best first: that of which every block has a figure
+    counts. Of the goal energy it is that of the throughput, whose scatter is the energy's."""
     if settings.aim == "latency":
         return (TPOT,) if settings.is_language else (METRICS["latency_p50"], METRICS["latency_mean"])
     return (OUTPUT_TOKENS,) if settings.is_language else (THROUGHPUT,)
@@ -224,8 +252,8 @@ def goal_metrics(settings: TuneSettings) -> tuple[Metric, ...]:
 class _Compared:
     """Finds the comparison of two contenders in the final."""
 
-    def __init__(self, final: Result | None, metric: Metric | None) -> None:
-        self.final, self.metric = final, metric
+    def __init__(self, final: Result | None, metric: Metric | None, *, by_energy: bool) -> None:
+        self.final, self.metric, self.by_energy = final, metric, by_energy
 
     def of(self, one: Contender | None, other: Contender | None) -> Comparison | None:
         """By the metric of the goal; None for a contender beside itself, or one that the final does not have."""
@@ -235,7 +263,47 @@ class _Compared:
         if not pair <= set(self.final.experiment.labels):
             return None
         stored = (c for c in self.final.comparisons if c.metric == self.metric.name and {c.baseline, c.arm} == pair)
-        return next(stored, None) or self._beside(one.name, other.name)
+        comparison = next(stored, None) or self._beside(one.name, other.name)
+        return self._of_energy(comparison) if self.by_energy and comparison is not None else comparison
+
+    def _joules(self, label: Label, workload: str) -> float | None:
+        assert self.final is not None
+        return self.final.of(GpuFound).joules_per_item(label, workload)
+
+    def _of_energy(self, comparison: Comparison) -> Comparison:
+        """The same arms by the energy per item, which is known over all rounds only. Its error is that of the
+        throughput: at a nearly constant power the energy per item varies as the time per item does. A winner is named
+        after Bonferroni's correction for all pairs of arms."""
+        assert self.final is not None
+        baseline, arm = (self._joules(label, comparison.scenario) for label in comparison.pairing)
+        by_energy = msgspec.structs.replace(
+            comparison,
+            metric=ENERGY.name,
+            unit=ENERGY.unit,
+            higher_is_better=False,
+            baseline_value=baseline,
+            arm_value=arm,
+            ratio=None,
+            ci95=None,
+            verdict="invalid" if comparison.verdict == "invalid" else "inconclusive",
+            reason=comparison.reason or "the energy of an arm is not known",
+        )
+        error = comparison.error_log
+        if not baseline or not arm or error is None:
+            return by_energy
+        log, pairs = math.log(arm / baseline), math.comb(len(self.final.experiment.arms), 2)
+        half = critical_t(comparison.degrees, SIGNIFICANCE) * error
+        ci95 = math.exp(log - half), math.exp(log + half)
+        is_apart = abs(log) > critical_t(comparison.degrees, SIGNIFICANCE / pairs) * error
+        margin = self.final.experiment.equivalence_margin
+        verdict = judge(ci95, 0.0 if is_apart else 1.0, margin, higher_is_better=False)
+        return msgspec.structs.replace(
+            by_energy,
+            ratio=arm / baseline,
+            ci95=ci95,
+            verdict="invalid" if comparison.verdict == "invalid" else verdict,
+            reason=comparison.reason,
+        )
 
     def _beside(self, baseline: Label, arm: Label) -> Comparison | None:
         """A metric that does not lead is stored beside the run's baseline only: compare its blocks as if these two arms
@@ -269,8 +337,8 @@ class _Compared:
         kept = tuple(self._limit(summary, metric, limit_ms) for metric, limit_ms in limits.items())
         return ArmFigures(
             contender=contender,
-            value=figure_of(summary, self.metric),
-            ci95=self._interval(summary, self.metric),
+            value=self._joules(contender.name, summary.workload) if self.by_energy else figure_of(summary, self.metric),
+            ci95=None if self.by_energy else self._interval(summary, self.metric),
             p99_ms=summary.latency.p99_ms,
             limits=kept,
         )
@@ -426,9 +494,7 @@ def _best_against_best(outcome: TuningOutcome, within: str) -> Alternatives:
         return (f"no winner between {names} at their best{under}: {what}", f"no winner between {names}: {what}")
     winner, loser = outcome.names[main.winner], outcome.names[main.loser]
     factor, interval = ratio(lead.factor, lead.ci95), ratio_interval(lead.ci95)
-    serves = f"serves {factor} the {main.unit} of"
-    if not main.higher_is_better:
-        serves = f"has {factor} lower {METRICS[main.metric].title} than"
+    serves = outcome.relation(main, factor)
     after = f", the next of {len(outcome.targets)}" if len(outcome.targets) > 2 else ""
     return (
         f"{winner} {serves} {loser}{after}{under} (95 % interval {interval})",
@@ -467,10 +533,7 @@ def _gain(target: TargetOutcome, outcome: TuningOutcome) -> Alternatives:
     interval, factor = ratio_interval(lead.ci95), ratio(lead.factor, lead.ci95)
     names = outcome.names
     better, other = names[comparison.winner], names[comparison.loser or ""].removeprefix(f"{target.title} at ")
-    if comparison.higher_is_better:
-        text = f"{better} serves {factor} the {comparison.unit} of {other}"
-    else:
-        text = f"{better} has {factor} lower {METRICS[comparison.metric].title} than {other}"
+    text = f"{better} {outcome.relation(comparison, factor)} {other}"
     return (f"{text} (95 % interval {interval})", f"{text} ({interval})")
 
 

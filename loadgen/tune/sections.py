@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.metrics.claims import claim
+from loadgen.metrics.registry import SERVED
 from loadgen.quantities import (
     Interval,
     counted,
@@ -150,9 +150,11 @@ def _best_and_defaults(outcome: TuningOutcome) -> doc.Section | None:
     if outcome.final is None or outcome.metric is None:
         return None
     limits = outcome.settings.limits
+    price = outcome.settings.price if outcome.metric.name in SERVED else None
     columns = (
         *doc.names("target", "settings"),
         *doc.numbers(outcome.unit),
+        *([] if price is None else doc.numbers("per million")),
         doc.Column("p99, ms", "number", on=doc.PAGES if "latency_p99" in limits else doc.READ),
         doc.Column("defaults cost", "number"),
         *(doc.Column(limit_in_words(name, limit_ms)) for name, limit_ms in limits.items()),
@@ -167,21 +169,24 @@ def _best_and_defaults(outcome: TuningOutcome) -> doc.Section | None:
                     doc.Cell(target.title, target_style(outcome, target)),
                     _named(target, figures.contender),
                     _with_interval(figures.value, figures.ci95),
+                    *([] if price is None else [_cost_per_million(price, figures.value)]),
                     "–" if figures.p99_ms is None else number(figures.p99_ms),
                     percent(*cost) if cost is not None and is_winner else "",
                     *map(_limit_cell, figures.limits),
                 )
             )
-    claims = [
-        claim(comparison, outcome.names, margin=outcome.final.experiment.equivalence_margin)
-        for comparison in (*outcome.between_best, *outcome.between_defaults)
-    ]
+    claims = map(outcome.claim, (*outcome.between_best, *outcome.between_defaults))
     return doc.section(
         "Best and defaults",
         doc.Table(columns, rows, grouped=True),
         doc.Items([doc.Item(sentence(text)) for text in claims]),
         on=doc.READ,
     )
+
+
+def _cost_per_million(price_per_hour: float, items_per_second: float | None) -> str:
+    """Of items or output tokens, if the machine is never idle."""
+    return "–" if not items_per_second else number(price_per_hour / 3600.0 / items_per_second * 1e6)
 
 
 def _with_interval(value: float | None, ci95: Interval | None) -> str:
@@ -380,7 +385,7 @@ def _stage_names(stages: Sequence[Stage]) -> Iterator[doc.Figure]:
 
 AXES: Mapping[str, tuple[str, bool]] = {
     "throughput": ("throughput, per second", True),
-    "cost": ("cost per million", False),
+    "cost": ("throughput, per second", True),
     "energy": ("energy per item, J", False),
 }
 """The axis of each goal that can be traded for latency, and whether more is better."""
@@ -443,7 +448,7 @@ def _trade_off(outcome: TuningOutcome) -> doc.Section | None:
     ]  # fmt: skip
     chart = doc.Chart(
         "trade-off",
-        "Latency and throughput" if goal == "throughput" else f"Latency and {goal}",
+        "Latency and energy" if goal == "energy" else "Latency and throughput",
         "Up and left is better. The line joins the contenders of a target that no other one of it beats in both, by "
         "the mean of their runs.",
         data,
@@ -451,9 +456,7 @@ def _trade_off(outcome: TuningOutcome) -> doc.Section | None:
             "height": 400,
             "legend": charts.LEGEND_ABOVE,
             "xaxis": charts.axis("p99 latency, ms", **charts.log_axis([*latencies, *([limit] if limit else [])])),
-            "yaxis": charts.axis(
-                title if not outcome.unit or goal != "throughput" else outcome.unit, **charts.log_axis(values)
-            ),
+            "yaxis": charts.axis(outcome.unit or title, **charts.log_axis(values)),
             "shapes": shapes,
             "annotations": notes,
         },

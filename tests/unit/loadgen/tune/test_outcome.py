@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from loadgen.metrics.comparisons import log_lead
+from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.tune.outcome import TuningOutcome, cost_of_defaults, outcome_of, percent
 from loadgen.tune.records import Tuning, TuningRun
 from loadgen.verdict.headline import MOST_WORDS, word_count
@@ -217,3 +218,32 @@ def test_one_target_is_told_beside_its_own_defaults(final_of: Callable[[str], Re
     outcome = outcome_of(alone, final_of("planted"))
     assert outcome.headline.startswith("Native at its best serves 1.2")
     assert "the images/s of its defaults (95 % interval" in outcome.headline
+
+
+def test_energy_is_compared_by_the_joules_of_the_final(
+    final_of: Callable[[str], Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target that serves more is not the one that needs less energy."""
+    joules = {"native-0": 2.0, "triton-0": 2.0, "native-3": 1.0, "triton-2": 1.5}
+    monkeypatch.setattr(GpuFound, "joules_per_item", lambda _self, label, _workload: joules[label])
+    outcome = outcome_of(tuning(PlantedTuning(settings={"goal": "energy"})), final_of("planted"))
+    assert outcome.headline.startswith("Native at its best has 1.50")
+    assert "lower energy per item than Triton at its best (95 % interval 1.4" in outcome.headline
+    (defaults,) = outcome.between_defaults
+    assert defaults.verdict == "no_difference"
+    costs = [cost_of_defaults(target) for target in outcome.targets]
+    assert [round(cost[0], 3) for cost in costs if cost is not None] == [1.0, 0.333]
+    assert outcome.unit == "J"
+    monkeypatch.setattr(GpuFound, "joules_per_item", lambda _self, _label, _workload: None)
+    unknown = outcome_of(outcome.tuning, outcome.final)
+    assert unknown.headline.startswith("No winner between native and Triton at their best: inconclusive")
+
+
+def test_every_claim_names_both_sides_with_its_interval(final_of: Callable[[str], Result]) -> None:
+    decided, equal = (outcome_of(tuning(), final_of(name)) for name in ("planted", "equal"))
+    assert decided.claim(decided.between_defaults[0]).startswith(
+        "native at its defaults serves 1.228× the images/s of Triton at its defaults (95 % interval 1.2"
+    )
+    text = equal.claim(equal.between_best[0])
+    assert text.startswith(("no meaningful difference", "inconclusive"))
+    assert "between native at its best and Triton at its best (1.0" in text

@@ -115,3 +115,12 @@ def test_nothing_measured_is_a_report_too(tmp_path: Path) -> None:
     page = render_html(tuning_document(outcome_of(empty, None)))
     assert "No verdict: the tuning failed" in page
     assert "No server started." in page
+
+
+def test_a_price_is_told_in_money(result: Result) -> None:
+    priced = outcome_of(tuning(PlantedTuning(settings={"goal": "cost", "price": 3.6})), result)
+    (table,) = [t for t in tuning_document(priced).tables if any(c.title == "per million" for c in t.columns)]
+    place = [column.title for column in table.columns].index("per million")
+    best = priced.targets[0].figures["native-3"].value
+    assert best is not None
+    assert table.rows[0][place] == f"{3.6 / 3600 / best * 1e6:.2f}"
