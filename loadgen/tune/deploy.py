@@ -40,8 +40,8 @@ OF_TRITON_ON_GPU = ("max-batch-size", "max-queue-delay-us")
 
 def best_options(outcome: TuningOutcome) -> dict[str, dict[str, str]]:
     """The options of `abserve serve` for each target at its best, by target, as the final started it; empty without a
-    final."""
-    if outcome.final is None:
+    valid final, since what was wrong there may be wrong in use."""
+    if outcome.final is None or not outcome.final.valid:
         return {}
     arms = {arm.label: arm for arm in outcome.final.experiment.arms}
     return {
@@ -61,12 +61,16 @@ def best_commands(outcome: TuningOutcome) -> dict[str, str]:
 
 def write_deployment(directory: Path, outcome: TuningOutcome, abserve: Sequence[str] = ABSERVE) -> tuple[str, ...]:
     """Write the files into DIR/deploy anew. Returns what could not be made, a sentence each. Raises `OSError`."""
-    folder = directory / FOLDER
+    folder, options = directory / FOLDER, best_options(outcome)
     shutil.rmtree(folder, ignore_errors=True)
-    options = best_options(outcome)
-    if not options or outcome.final is None:
+    if outcome.final is None:
         return ()
     folder.mkdir(parents=True)
+    settings, sha256 = outcome.final.experiment.settings, outcome.final.experiment.settings_sha256
+    if settings is not None and sha256 is not None:
+        write_atomically(folder / EXPERIMENT_FILE, write_content(settings, sha256).encode())
+    if not options:
+        return ("the final is not valid, so no file starts a server; repeat it with the experiment in deploy",)
     for target, command in best_commands(outcome).items():
         script = folder / f"{target}.sh"
         write_atomically(script, _script(target, command).encode())
@@ -78,9 +82,6 @@ def write_deployment(directory: Path, outcome: TuningOutcome, abserve: Sequence[
         problems.append(f"no compose file: {problem}")
     else:
         write_atomically(folder / COMPOSE_FILE, compose_override(options).encode())
-    settings, sha256 = outcome.final.experiment.settings, outcome.final.experiment.settings_sha256
-    if settings is not None and sha256 is not None:
-        write_atomically(folder / EXPERIMENT_FILE, write_content(settings, sha256).encode())
     return tuple(problems)
 
 

@@ -502,7 +502,7 @@ def _deploy(outcome: TuningOutcome, commands: Mapping[str, str], files: Mapping[
             blocks += [doc.Text(f"{outcome.names[(target.best or target.default).name]}:"), doc.Text(command, "code")]
     blocks += [doc.Link(f"{path}: {what}", path) for path, what in files.items()]
     blocks.append(doc.Items([doc.Item(what, lead=path) for path, what in files.items()], on=doc.TERMINAL))
-    return doc.section("How to deploy the best", *blocks, on=doc.READ) if commands else None
+    return doc.section("How to deploy the best", *blocks, on=doc.READ)
 
 
 def _counts(outcome: TuningOutcome) -> doc.Section | None:

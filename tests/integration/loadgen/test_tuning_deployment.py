@@ -166,6 +166,15 @@ def test_the_override_says_what_the_image_of_nvidia_ignores() -> None:
     assert environment["ABSERVE_MODELS_TRITON_BACKENDS"] == "onnxruntime"
 
 
+def test_an_invalid_final_deploys_nothing_but_can_be_repeated(outcome: TuningOutcome, tmp_path: Path) -> None:
+    """Its winner may give wrong answers."""
+    assert outcome.final is not None
+    invalid = outcome_of(tuning(), msgspec.structs.replace(outcome.final, valid=False))
+    (problem,) = write_deployment(tmp_path, invalid)
+    assert "not valid" in problem
+    assert [path.name for path in (tmp_path / "deploy").iterdir()] == ["experiment.yaml"]
+
+
 def test_the_reports_are_made_from_what_is_stored(folder: Path, outcome: TuningOutcome) -> None:
     assert is_tuning(folder)
     stored = stored_outcome(folder, read_tuning(folder))
