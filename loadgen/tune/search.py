@@ -3,32 +3,51 @@
 What comes next is a function of the seed, the contenders named so far and the runs told so far. So a tuning that
 resumes gives those to a new `Search` and goes on as if nothing had happened.
 
-**Scores.** The log ratio of a contender in a run is what it is, plus what the starts of its server and of the anchor
-changed, plus the error within the run. The anchor's share is the same for all contenders of the run. With τ² the
-variance of a start, two scores of a run have the variance 2τ² + error² and the covariance τ² + error²/2; the pooled
-score is the generalised least squares estimate.
+**Suggestions.** The first contenders of a target are those that show most values of settings together that no contender
+had before, three at a time, so that settings which pay only together are seen. The next are those that are
+expected to improve most on the best, by a regression of all scores (`loadgen.stats.regression`). Once all contenders
+are measured, those that may be the best are measured again.
+
+**Standings.** A contender races as long as the upper end of its interval reaches the lower end of another of its
+target. The finalists are the best that race. Their fresh runs alone choose the winner, by generalised least squares:
+with τ the spread between starts, two scores of a run have the variance 2τ² + e² and the covariance τ² + e²/2, since
+they share the anchor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
+import scipy
 
 from loadgen.quantities import Interval
 from loadgen.records.run import Label
+from loadgen.stats.ratios import Values
+from loadgen.stats.regression import Codes, Grid, Observations, Regression, expected_gain
 from loadgen.tune.records import Contender, Score, Space, Stage, TuningRun
+from loadgen.tune.space import canonical, every_contender, size
 
-Settings = Mapping[str, str]
 START_SPREAD = 0.02
-"""Standard deviation of the log of what a start of a server changes."""
+"""Standard deviation of the log of what a start of a server changes, before the tuning has seen some."""
+FIRST = 10
+"""Contenders of a target before the regression suggests."""
+TOGETHER = 3
+"""Settings whose values the first contenders combine."""
 CHOICE_MARGIN = 0.01
 """Finalists whose measured difference to the best is below this are equal; the one nearest to the defaults wins."""
+TYPICAL_ERROR = 0.03
+"""Standard error of a score within a run, for contenders that are about to be measured."""
+OUT_ERROR = 0.05
+"""Spread about the worst score at which the regression places contenders that are out."""
+EXACT = 1e-4
+MOST_LISTED = 4096
+"""Contenders of a space that are considered; of a larger space so many are drawn."""
+WIDEST_LIMIT = 1e3
 Z95 = 1.96
-MOST_LISTED = 5000
-"""Contenders of a space that are listed; of larger spaces so many are drawn."""
 
 
 class SearchError(Exception):
@@ -43,7 +62,8 @@ class Standing:
     times: int
     """Runs that measured it."""
     log_ratio: float | None = None
-    """log of how many times better than the anchor it is; None if no run measured it."""
+    """log of how many times better than the anchor it is; None if no run measured it. In screenings it is what the
+    scores of all contenders of the target together make likely, so that the best of many does not look too good."""
     error: float = math.inf
     """Standard error of that, with what a start of the servers changes."""
     limit: tuple[float, float, float] | None = None
@@ -59,6 +79,11 @@ class Standing:
         if self.log_ratio is None:
             return None
         return math.exp(self.log_ratio - Z95 * self.error), math.exp(self.log_ratio + Z95 * self.error)
+
+    @property
+    def may_win(self) -> bool:
+        """Whether neither a fault nor the limit excludes it."""
+        return self.out is None and not self.beyond_limit
 
     @property
     def beyond_limit(self) -> bool:
@@ -82,7 +107,7 @@ class Choice:
 
 
 class Search:
-    """The search over the spaces of all targets. Every run measures the anchor, which is the default of native."""
+    """The search over the spaces of all targets. Every run measures the anchor, which is the default of the first."""
 
     def __init__(
         self,
@@ -91,15 +116,15 @@ class Search:
         *,
         contenders: Sequence[Contender] = (),
         runs: Sequence[TuningRun] = (),
-        again: int = 1,
     ) -> None:
-        """`contenders` and `runs` are those of a tuning that is resumed; at most `again` survivors of a target are
-        measured again in a screening."""
+        """`contenders` and `runs` are those of a tuning that is resumed."""
         self.spaces = {space.target: space for space in spaces}
-        self.seed, self.again = seed, again
+        self._fields = {space.target: _Field(space, seed) for space in spaces}
+        self._anchor = f"{spaces[0].target}-0"
         self._contenders: dict[Label, Contender] = {}
-        self._named: dict[tuple[str, tuple[tuple[str, str], ...]], Contender] = {}
+        self._by_settings: dict[tuple[str, _Settings], Contender] = {}
         self._runs: list[TuningRun] = []
+        self._outlooks: dict[str, _Outlook] = {}
         for space in spaces:
             self._name(space.target, {})
         for contender in contenders:
@@ -115,154 +140,281 @@ class Search:
     def tell(self, run: TuningRun) -> None:
         """Add a run of any stage. Of a run with a `problem` only `out` counts."""
         self._runs.append(run)
+        self._outlooks.clear()
 
     def next_screening(self, places: int) -> list[Contender]:
-        """At most so many contenders besides the anchor: first those that were named and never measured, then survivors
-        again and new ones, the targets in turn. Empty if every contender is measured and none is worth measuring
-        again."""
-        out, measured = self._out(), {score.contender for score in self._scores("screening")}
-        waiting = [c for c in self.contenders if c.name not in measured and c.name not in out]
-        chosen = waiting[:places]
-        turns = [self._turn(target) for target in self.spaces]
-        rest = places - len(chosen)
-        while rest > 0 and turns:
+        """At most so many contenders besides the anchor: first those that were named and not measured, then of the
+        targets in turn what promises most. Empty if everything is measured and nothing is worth measuring again."""
+        measured = {score.contender for score in self._scores("screening")} | self._out.keys()
+        chosen = [contender for contender in self.contenders if contender.name not in measured][:places]
+        tried = {target: sum(c.target == target for c in self.contenders) for target in self.spaces}
+        turns = [self._suggestions(target) for target in sorted(self.spaces, key=lambda target: tried[target])]
+        while turns and len(chosen) < places:
             turn = turns.pop(0)
-            contender = next(turn, None)
+            contender = next((c for c in turn if c not in chosen), None)
             if contender is not None:
                 chosen.append(contender)
                 turns.append(turn)
-                rest -= 1
         return chosen
 
-    def _turn(self, target: str) -> Iterator[Contender]:
-        """What to measure next of a target, best idea first."""
-        standings = self.standings(target)
-        survivors = [s for s in standings if s.racing and s.times]
-        for standing in survivors[: self.again]:
-            yield standing.contender
-        space = self.spaces[target]
-        taken = {settings for named, settings in self._named if named == target}
-        rng = np.random.default_rng([self.seed, len(taken), len(self._runs), *target.encode()])
-        fresh = [settings for settings in contenders_of(space) if key(settings) not in taken]
-        for place in rng.permutation(len(fresh)):
-            yield self._name(target, fresh[place])
-
     def standings(self, target: str, stage: Stage = "screening") -> list[Standing]:
-        """Best first; then those beyond the limit, then those that are out."""
-        out = self._out()
-        pooled = pool(self._scores(stage))
+        """Best first; then those beyond the limit, those that were not measured, and those that are out."""
+        if stage == "screening":
+            estimates = self._outlook(target).estimates()
+        else:
+            estimates = least_squares(self._that_count(stage), START_SPREAD)
+        scores, out = self._scores(stage), self._out
         standings = []
         for contender in self.contenders:
-            if contender.target != target:
-                continue
-            times, log_ratio, error, limit = pooled.get(contender.name, (0, None, math.inf, None))
-            standings.append(Standing(contender, times, log_ratio, error, limit, out.get(contender.name)))
-        able = [s for s in standings if s.out is None and s.log_ratio is not None and not s.beyond_limit]
-        floor = max((s.log_ratio - Z95 * s.error for s in able if s.log_ratio is not None), default=-math.inf)
-        return sorted(
-            (
-                Standing(
-                    s.contender, s.times, s.log_ratio, s.error, s.limit, s.out,
-                    s in able and s.log_ratio is not None and s.log_ratio + Z95 * s.error >= floor,
-                )
-                for s in standings
-            ),
-            key=lambda s: (s.out is not None, s.beyond_limit, -(s.log_ratio if s.log_ratio is not None else -math.inf)),
-        )  # fmt: skip
+            if contender.target == target:
+                name = contender.name
+                times = sum(score.contender == name for score in scores)
+                known = estimates.get(name) if times else None
+                if known is not None and name == self._anchor:
+                    known = 0.0, EXACT
+                log_ratio, error = known or (None, math.inf)
+                limit = pooled_limit([score for score in scores if score.contender == name])
+                standings.append(Standing(contender, times, log_ratio, error, limit, out.get(name)))
+        lows = [s.log_ratio - Z95 * s.error for s in standings if s.log_ratio is not None and s.may_win]
+        reached = max(lows, default=-math.inf)
+        raced = [
+            replace(s, racing=s.may_win and s.log_ratio is not None and s.log_ratio + Z95 * s.error >= reached)
+            for s in standings
+        ]
+        return sorted(raced, key=_rank)
 
     def finalists(self, each: int = 3) -> list[Contender]:
         """The best so many of every target, for fresh runs of the stage `finalists`."""
-        return [s.contender for target in self.spaces for s in [s for s in self.standings(target) if s.racing][:each]]
+        racing = ([s.contender for s in self.standings(target) if s.racing] for target in self.spaces)
+        return [contender for of_target in racing for contender in of_target[:each]]
 
     def winners(self) -> tuple[Choice, ...]:
         """One per target, in the order of the spaces, from the runs of the stage `finalists` alone."""
         return tuple(self._choice(target) for target in self.spaces)
 
-    def _choice(self, target: str) -> Choice:
-        measured = [s for s in self.standings(target, "finalists") if s.times and s.out is None]
-        able = [s for s in measured if s.limit is None or s.limit[2] <= 1.0]
-        certain = bool(able)
-        able = able or [s for s in measured if s.limit is not None and s.limit[0] <= 1.0]
-        if not able:
-            nearest = min(measured, key=lambda s: s.limit[0] if s.limit else 0.0, default=None)
-            return Choice(target, nearest=None if nearest is None else nearest.contender)
-        best = max(s.log_ratio or 0.0 for s in able)
-        equal = [s for s in able if (s.log_ratio or 0.0) >= best - CHOICE_MARGIN]
-        winner = min(equal, key=lambda s: (len(s.contender.settings), -(s.log_ratio or 0.0))).contender
-        return Choice(target, winner, tuple(s.contender for s in equal if s.contender != winner), certain)
-
     def put_back(self, contender: Contender) -> dict[str, Contender]:
         """The contender with one of its settings at the default each, by the name of that setting, for runs of the
         stage `settings`."""
         space = self.spaces[contender.target]
-        return {
-            name: self._name(space.target, canonical_settings(space, without(contender.settings, name)))
-            for name in contender.settings
-        }
+        lesser = {name: {n: v for n, v in contender.settings.items() if n != name} for name in contender.settings}
+        return {name: self._name(space.target, canonical(space, settings)) for name, settings in lesser.items()}
 
+    def _choice(self, target: str) -> Choice:
+        measured = [s for s in self.standings(target, "finalists") if s.log_ratio is not None and s.out is None]
+        able = [s for s in measured if s.limit is None or s.limit[2] <= 1.0]
+        certain = bool(able)
+        if not able:
+            able = [s for s in measured if s.limit is not None and s.limit[0] <= 1.0]
+        if not able:
+            nearest = min(measured, key=lambda s: s.limit[0] if s.limit else math.inf, default=None)
+            return Choice(target, nearest=None if nearest is None else nearest.contender)
+        best = max(_value(s) for s in able)
+        equal = [s for s in able if _value(s) >= best - CHOICE_MARGIN]
+        winner = min(equal, key=lambda s: (len(s.contender.settings), -_value(s))).contender
+        return Choice(target, winner, tuple(s.contender for s in equal if s.contender != winner), certain)
+
+    def _suggestions(self, target: str) -> Iterator[Contender]:
+        """Of one target, what promises most first. Each counts as measured for the next."""
+        field, outlook = self._fields[target], self._outlook(target)
+        while (row := outlook.next_new()) is not None:
+            yield self._name(target, field.settings[row])
+        racing = [s for s in self.standings(target) if s.racing and s.contender.name != self._anchor]
+        if len(racing) > 1:
+            yield from (s.contender for s in sorted(racing, key=lambda s: -_value(s) - s.error))
+
+    def _outlook(self, target: str) -> _Outlook:
+        """What is known of one target; made anew after every run."""
+        if target not in self._outlooks:
+            rows = {
+                contender.name: row
+                for contender in self.contenders
+                if contender.target == target
+                and (row := self._fields[target].rows.get(_settings(contender.settings))) is not None
+            }
+            anchor = rows.get(self._anchor)
+            outlook = _Outlook(self._fields[target], rows, self._that_count("screening"), self._out, anchor)
+            self._outlooks[target] = outlook
+        return self._outlooks[target]
+
+    @property
     def _out(self) -> dict[Label, str]:
         return {name: why for run in self._runs for name, why in run.out.items()}
 
-    def _scores(self, stage: Stage) -> list[Score]:
-        return [score for run in self._runs if run.stage == stage and run.problem is None for score in run.scores]
+    def _that_count(self, stage: Stage) -> list[TuningRun]:
+        return [run for run in self._runs if run.stage == stage and run.problem is None]
 
-    def _name(self, target: str, settings: Settings) -> Contender:
+    def _scores(self, stage: Stage) -> list[Score]:
+        return [score for run in self._that_count(stage) for score in run.scores]
+
+    def _name(self, target: str, settings: Mapping[str, str]) -> Contender:
         """The contender with these settings, which gets a name if it is new."""
-        known = self._named.get((target, key(settings)))
-        if known is not None:
-            return known
-        count = sum(contender.target == target for contender in self._contenders.values())
-        contender = Contender(name=f"{target}-{count}", target=target, settings=dict(settings))
-        self._add(contender)
-        return contender
+        known = self._by_settings.get((target, _settings(settings)))
+        if known is None:
+            count = sum(contender.target == target for contender in self.contenders)
+            known = Contender(name=f"{target}-{count}", target=target, settings=dict(settings))
+            self._add(known)
+        return known
 
     def _add(self, contender: Contender) -> None:
         self._contenders.setdefault(contender.name, contender)
-        self._named.setdefault((contender.target, key(contender.settings)), contender)
+        self._by_settings.setdefault((contender.target, _settings(contender.settings)), contender)
 
 
-def pool(scores: Iterable[Score]) -> dict[Label, tuple[int, float, float, tuple[float, float, float] | None]]:
-    """Of each contender how often it was measured, its pooled log ratio, the error of that, and its pooled limit."""
-    grouped: dict[Label, list[Score]] = {}
-    for score in scores:
-        grouped.setdefault(score.contender, []).append(score)
-    pooled = {}
-    for name, own in grouped.items():
-        weights = [1.0 / (score.error**2 + 2.0 * START_SPREAD**2) for score in own]
-        mean = math.fsum(w * s.log_ratio for w, s in zip(weights, own, strict=True)) / math.fsum(weights)
-        pooled[name] = (len(own), mean, math.fsum(weights) ** -0.5, own[-1].limit)
-    return pooled
+_Settings = frozenset[tuple[str, str]]
 
 
-def key(settings: Settings) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(settings.items()))
+def _settings(settings: Mapping[str, str]) -> _Settings:
+    return frozenset(settings.items())
 
 
-def without(settings: Settings, name: str) -> dict[str, str]:
-    return {other: value for other, value in settings.items() if other != name}
+def _value(standing: Standing) -> float:
+    return -math.inf if standing.log_ratio is None else standing.log_ratio
 
 
-def canonical_settings(space: Space, values: Settings) -> dict[str, str]:
-    """What differs from the defaults, of the settings that apply."""
-    effective: dict[str, str] = {}
-    for setting in space.settings:
-        if all(effective.get(other) in allowed for other, allowed in setting.when.items()):
-            effective[setting.name] = values.get(setting.name, setting.default)
-    defaults = {setting.name: setting.default for setting in space.settings}
-    return {name: value for name, value in effective.items() if value != defaults[name]}
+def _rank(standing: Standing) -> tuple[bool, bool, float]:
+    return standing.out is not None, standing.beyond_limit, -_value(standing)
 
 
-def contenders_of(space: Space) -> list[dict[str, str]]:
-    """The settings of all contenders, each once."""
-    partial: list[dict[str, str]] = [{}]
-    for setting in space.settings:
-        partial = [
-            {**values, setting.name: value}
-            for values in partial
-            for value in (
-                setting.values
-                if all(values.get(other) in allowed for other, allowed in setting.when.items())
-                else ("",)
-            )
+class _Field:
+    """All contenders of a target, one per row."""
+
+    def __init__(self, space: Space, seed: int) -> None:
+        self.target, self.seed = space.target, seed
+        self.settings = _listed(space, seed)
+        self.rows = {_settings(settings): row for row, settings in enumerate(self.settings)}
+        codes = [
+            [s.values.index(settings.get(s.name, s.default)) for s in space.settings] for settings in self.settings
         ]
-    return [canonical_settings(space, values) for values in partial]
+        self.codes: Codes = np.array(codes, dtype=np.int64).reshape(len(codes), len(space.settings))
+        self.grid = Grid(self.codes, [setting.ordered for setting in space.settings])
+        base = int(self.codes.max(initial=0)) + 1
+        self._together = np.array(
+            [
+                self.codes[:, columns] @ base ** np.arange(count)
+                for count in range(1, TOGETHER + 1)
+                for columns in map(list, combinations(range(len(space.settings)), count))
+            ],
+            dtype=np.int64,
+        ).reshape(-1, len(codes))
+
+    def rng(self, number: int) -> np.random.Generator:
+        """For the choice with so many contenders named."""
+        return np.random.default_rng([self.seed, number, *self.target.encode()])
+
+    def unseen(self, taken: Sequence[int]) -> Values:
+        """Of each row, how many of its values, pairs and triples of values no row that is taken has."""
+        new = [~np.isin(values, values[list(taken)]) for values in self._together]
+        return np.asarray(np.sum(new, axis=0), dtype=np.float64)
+
+
+class _Outlook:
+    """What the screenings say of the contenders of a target, and which promise most."""
+
+    def __init__(
+        self, field: _Field, rows: Mapping[Label, int], runs: Sequence[TuningRun], out: Mapping[Label, str],
+        anchor: int | None,
+    ) -> None:  # fmt: skip
+        """`rows` are those of the contenders with a name."""
+        self._field, self._rows = field, rows
+        self.taken = set(rows.values())
+        scores = [
+            (number, rows[s.contender], s) for number, run in enumerate(runs) for s in run.scores if s.contender in rows
+        ]
+        self._measured = sorted({row for _, row, score in scores} - {rows[name] for name in out if name in rows})
+        self._regression: Regression | None = None
+        self._limits: Regression | None = None
+        if self._measured:
+            values = [score.log_ratio for _, _, score in scores]
+            worst = min(values)
+            known = [(row, number, score.log_ratio, score.error) for number, row, score in scores]
+            known += [(rows[name], -1, worst, OUT_ERROR) for name in out if name in rows]
+            known += [] if anchor is None else [(anchor, -1, 0.0, EXACT)]
+            self._regression = Regression(field.grid, _observations(known))
+            limited = [(row, -1, *_log_limit(score)) for _, row, score in scores if score.limit is not None]
+            if limited:
+                self._limits = Regression(field.grid, _observations(limited))
+
+    def estimates(self) -> dict[Label, tuple[float, float]]:
+        """Log ratio and standard error of every contender that was measured."""
+        if self._regression is None:
+            return {}
+        means, spreads, measured = self._regression.means, self._regression.spreads, set(self._measured)
+        return {name: (float(means[row]), float(spreads[row])) for name, row in self._rows.items() if row in measured}
+
+    def next_new(self) -> int | None:
+        """The row of the contender without a name that promises most, None if all have one. It counts as measured
+        for the next."""
+        if len(self.taken) == len(self._field.settings):
+            return None
+        if len(self.taken) < FIRST or self._regression is None:
+            promise = self._field.unseen(sorted(self.taken))
+        else:
+            promise = self._gain(self._regression)
+        promise[list(self.taken)] = -math.inf
+        best = np.flatnonzero(promise >= promise.max() * (1.0 - 1e-6))
+        row = int(self._field.rng(len(self.taken)).choice(best))
+        self.taken.add(row)
+        if self._regression is not None:
+            self._regression.assume(row, math.hypot(TYPICAL_ERROR, math.sqrt(2.0) * self._regression.start_spread))
+        return row
+
+    def _gain(self, regression: Regression) -> Values:
+        """Expected improvement of each row on the best within the limit, times the chance that it keeps the limit
+        (Gardner et al., Bayesian optimization with inequality constraints, ICML 2014)."""
+        if self._limits is None:
+            best = regression.means[self._measured].max()
+            return expected_gain(regression.means, regression.spreads, best)
+        keeps = np.asarray(scipy.special.ndtr(-self._limits.means / self._limits.spreads))
+        within = [row for row in self._measured if keeps[row] >= 0.5]
+        if not within:
+            return keeps
+        return keeps * expected_gain(regression.means, regression.spreads, regression.means[within].max())
+
+
+def _observations(known: Sequence[tuple[int, int, float, float]]) -> Observations:
+    rows, runs, values, errors = zip(*known, strict=True)
+    return Observations(np.array(rows), np.array(runs), np.array(values), np.array(errors), START_SPREAD)
+
+
+def _log_limit(score: Score) -> tuple[float, float]:
+    """The log of the limited metric over its limit, and its standard error with what a start changes."""
+    value, low, high = (min(max(number, 1.0 / WIDEST_LIMIT), WIDEST_LIMIT) for number in score.limit or (1.0, 1.0, 1.0))
+    return math.log(value), math.hypot((math.log(high) - math.log(low)) / (2.0 * Z95), START_SPREAD)
+
+
+def pooled_limit(scores: Sequence[Score]) -> tuple[float, float, float] | None:
+    """The limited metric over its limit by all these scores, weighted by their certainty, with its 95 % interval."""
+    logs = [_log_limit(score) for score in scores if score.limit is not None]
+    if not logs:
+        return None
+    weight = math.fsum(error**-2 for _, error in logs)
+    mean, half = math.fsum(log / error**2 for log, error in logs) / weight, Z95 * weight**-0.5
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def least_squares(runs: Sequence[TuningRun], start_spread: float) -> dict[Label, tuple[float, float]]:
+    """Log ratio and standard error of every contender by the runs' scores alone."""
+    known = [(number, score) for number, run in enumerate(runs) for score in run.scores]
+    names = list(dict.fromkeys(score.contender for _, score in known))
+    if not names:
+        return {}
+    observations = _observations([(names.index(s.contender), number, s.log_ratio, s.error) for number, s in known])
+    within, starts = observations.noise()
+    certainty = np.linalg.inv(within + start_spread**2 * starts)
+    belongs = np.eye(len(names))[observations.rows]
+    covariance = np.linalg.inv(belongs.T @ certainty @ belongs)
+    means, errors = covariance @ belongs.T @ certainty @ observations.values, np.sqrt(np.diag(covariance))
+    return {name: (float(means[place]), float(errors[place])) for place, name in enumerate(names)}
+
+
+def _listed(space: Space, seed: int) -> list[dict[str, str]]:
+    """The settings of all contenders, or of so many at random, the defaults first."""
+    if size(space) <= MOST_LISTED:
+        return list(every_contender(space))
+    rng = np.random.default_rng([seed, *space.target.encode()])
+    drawn: dict[_Settings, dict[str, str]] = {_settings({}): {}}
+    for _ in range(4 * MOST_LISTED):
+        values = {s.name: s.values[rng.integers(len(s.values))] for s in space.settings}
+        settings = canonical(space, values)
+        drawn.setdefault(_settings(settings), settings)
+    return list(drawn.values())[:MOST_LISTED]
