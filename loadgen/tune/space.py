@@ -30,21 +30,21 @@ def for_load(space: Space, outstanding: int) -> Space:
     """The space for a load of at most `outstanding` requests at once, of one item each.
 
     Batch sizes above that are all alike, so that one of them is left: the default if it is one. A language model gets
-    as many slots as there are requests by default, and never needs more.
+    as many slots as there are requests by default and never needs more: the others are a half and a quarter of them.
     """
 
     def adapted(setting: TunableSetting) -> TunableSetting:
-        below = [value for value in setting.values if int(value) < outstanding]
+        default, sizes = int(setting.default), sorted(map(int, setting.values))
+        others = [size for size in sizes if size < outstanding]
         if setting.name == _SLOTS:
-            values, default = [*below, str(outstanding)], str(outstanding)
-        else:
-            default = setting.default
-            above = [value for value in setting.values if int(value) >= outstanding]
-            values = [*below, *([default] if int(default) >= outstanding else above[:1])]
-        return msgspec.structs.replace(setting, values=tuple(values), default=default)
+            default, others = outstanding, [count for count in (outstanding // 4, outstanding // 2) if count]
+        elif default < outstanding:
+            others += [size for size in sizes if size >= outstanding][:1]
+        values = tuple(map(str, sorted({default, *others})))
+        return msgspec.structs.replace(setting, values=values, default=str(default))
 
     settings = tuple(adapted(setting) if setting.name in (_BATCH, _SLOTS) else setting for setting in space.settings)
-    return _simplified(msgspec.structs.replace(space, settings=settings))
+    return msgspec.structs.replace(space, settings=settings)
 
 
 def narrowed(spaces: Sequence[Space], tune: Mapping[str, Sequence[str]], fix: Mapping[str, str]) -> tuple[Space, ...]:
@@ -59,12 +59,17 @@ def narrowed(spaces: Sequence[Space], tune: Mapping[str, Sequence[str]], fix: Ma
             name = min(both)
             raise PlanError(f"{TUNE} {name} and {FIX} {name} contradict each other; give one of them")
     result = tuple(_narrowed(space, tuned[space.target], fixed[space.target]) for space in spaces)
-    for space in result:
-        for name in tuned[space.target]:
-            if name not in {setting.name for setting in space.settings} and len(set(tuned[space.target][name])) > 1:
-                values = ", ".join(f"{key} {value}" for key, value in space.fixed.items())
-                raise PlanError(f"{TUNE} {name} has no effect on {space.target} with {values}; leave one of them out")
+    for before, after in zip(spaces, result, strict=True):
+        searched = {setting.name for setting in after.settings}
+        for name, values in tuned[after.target].items():
+            if name not in searched and set(values) - {declared(before)[name].default}:
+                beside = f" with {_in_words(after.fixed)}" if after.fixed else ""
+                raise PlanError(f"{TUNE} {name} has no effect on {after.target}{beside}; leave it out")
     return result
+
+
+def _in_words(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _narrowed(space: Space, tune: Mapping[str, Sequence[str]], fix: Mapping[str, str]) -> Space:
@@ -77,7 +82,15 @@ def _narrowed(space: Space, tune: Mapping[str, Sequence[str]], fix: Mapping[str,
     asked = [setting for setting in space.on_request if setting.name in tune]
     settings = tuple(limited(setting) for setting in (*space.settings, *asked) if setting.name not in fix)
     left = tuple(setting for setting in space.on_request if setting.name not in {*tune, *fix})
-    return _simplified(msgspec.structs.replace(space, settings=settings, on_request=left, fixed={**fix, **space.fixed}))
+    fixed = {**fix, **space.fixed}
+    simple = _simplified(msgspec.structs.replace(space, settings=settings, on_request=left, fixed=fixed))
+    said = set(map(_on_request, space.on_request))
+    other = (clause for clause in space.not_searched if clause not in said)
+    return msgspec.structs.replace(simple, not_searched=(*other, *map(_on_request, simple.on_request)))
+
+
+def _on_request(setting: TunableSetting) -> str:
+    return f"{setting.name}: it changes the answers; search it with {TUNE} {setting.name}={','.join(setting.values)}"
 
 
 def _sorted(values: Sequence[str], setting: TunableSetting) -> tuple[str, ...]:
@@ -146,7 +159,9 @@ def _simplified(space: Space) -> Space:
             known[simple.name] = simple.default
         else:
             kept[simple.name] = simple
-    on_request = tuple(simple for setting in space.on_request if (simple := simplified(setting)) is not None)
+    on_request = tuple(
+        simple for setting in space.on_request if (simple := simplified(setting)) is not None and len(simple.values) > 1
+    )
     return msgspec.structs.replace(space, settings=tuple(kept.values()), on_request=on_request)
 
 

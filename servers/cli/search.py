@@ -6,7 +6,7 @@ A settings class annotates a field with `Searched`. `abserve serve TARGET … --
     settings       name, default (the value in effect), values, when, values_when; each after those that it depends on
     on_request     the same, of settings that change the answers: searched only if the user asks for it
     fixed          searched settings that are given as options, with the values in effect
-    not_searched   what could change the speed and is not tried, a clause each
+    not_searched   what could change the speed and is not tried, a clause each with its reason
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from servers.models.specification import ModelSpecification
 
 PRINT_SPACE = "Print what a search for the fastest settings tries here, as one line of JSON, and exit."
 """The help of the option."""
+FEW_CORES = 8
+"""With fewer, a core that the engine leaves to the rest of the server is much of the machine."""
 Conditions = dict[str, tuple[str, ...]]
 """By the name of a setting, the values with which something applies."""
 
@@ -56,8 +58,9 @@ class SearchContext:
 
     @property
     def thread_counts(self) -> tuple[int, ...]:
-        """All cores, all but one, a half and a quarter of them."""
-        return (max(1, self.cores // 4), max(1, self.cores // 2), max(1, self.cores - 1), self.cores)
+        """All cores, a half and a quarter of them, and of few cores all but one."""
+        some = (self.cores // 4, self.cores // 2, self.cores - 1 if self.cores < FEW_CORES else 0)
+        return (*(count for count in some if count > 0), self.cores)
 
     def by_device(self, cpu: Iterable[object], cuda: Iterable[object]) -> Iterable[object]:
         """Of a model of tensors, the values for the device."""
@@ -84,12 +87,11 @@ class Searched:
 
 
 def padded_sizes(largest: int | None) -> Sequence[str]:
-    """Values of --pad-to for an axis of this largest size: none, few sizes, many."""
+    """Values of --pad-to for an axis of this largest size: none, and sizes that at most double an item."""
     if largest is None:
         return ()
     last = min(largest, 512)
-    many = [size for size in (32, 64, 128, 256) if size < last]
-    return ("none", pad_to_text((*many[1::2], last)), pad_to_text((*many, last)))
+    return ("none", pad_to_text((*(size for size in (32, 64, 128, 256) if size < last), last)))
 
 
 def each(values_by_engine: Mapping[str, Iterable[str]]) -> Iterable[str]:
@@ -127,11 +129,16 @@ PREFILL_CHUNK = Searched(lambda here: here.of_language((0, 16, 64, 256), (0, 64,
 GRAPHS = Searched(lambda here: here.of_language((), (True, False)))
 
 
-LEFT_OUT = {"generate": "only prompts of equal lengths share a batch, and new ones wait for its end"}
-"""Engines of language models that are not tried, and why."""
-TRIED_MODES = {"cpu": ("eager", "traced"), "cuda": ("compile",)}
-"""Modes of torch besides the first; the others of a GPU launch every kernel by itself, and `scripted` is like `traced`
-and refuses many models."""
+LEFT_OUT = {
+    "aotinductor": "its compiler takes minutes per model",
+    "generate": "only prompts of equal lengths share a batch, and new ones wait for its end",
+}
+"""Engines that are not tried, and why; the second one is of language models."""
+MODES_LEFT_OUT = {
+    "cpu": {"scripted": "it executes the same operators as traced, and refuses many models"},
+    "cuda": dict.fromkeys(("eager", "traced", "scripted"), "it launches each kernel by itself"),
+}
+"""Modes of torch that are not tried, and why."""
 
 
 def tensor_context(
@@ -139,29 +146,35 @@ def tensor_context(
 ) -> tuple[SearchContext, list[str]]:
     """The context of a model of tensors whose engine has these settings, and what is not searched."""
     device = _device_kind(settings.device_here())
-    engines = engines_here(specification.executed, settings)
-    kinds = {name: engine_kind(name) for name in dict.fromkeys((*engines.installed, *backends)) if name != "python"}
-    modes = {name: kind.modes[device][1:] for name, kind in kinds.items() if settings.mode == defaults.MODE}
+    here = engines_here(specification.executed, settings)
+    engines = tuple(name for name in here.installed if name not in LEFT_OUT)
+    kinds = {
+        name: engine_kind(name) for name in dict.fromkeys((settings.kind, *engines, *backends)) if name != "python"
+    }
+    left_out = {"torch": MODES_LEFT_OUT[device]}
     modes = {
-        name: tuple(m for m in some if name != "torch" or m in TRIED_MODES[device]) for name, some in modes.items()
+        name: tuple(mode for mode in kind.modes[device][1:] if mode not in left_out.get(name, ()))
+        for name, kind in kinds.items()
+        if settings.mode == defaults.MODE
     }
     axis = specification.padded_axis
-    here = SearchContext(
+    context = SearchContext(
         device=device,
         cores=cores,
         payload=specification.payload,
         largest_axis=None if axis is None else axis.largest,
-        engines=engines.installed,
+        engines=engines,
         modes=modes,
         precisions={name: kind.precisions[device] for name, kind in kinds.items()},
         backends=tuple(backends),
     )
-    not_searched = []
-    if engines.missing:
-        not_searched.append(f"engine {' and '.join(engines.missing)}: not installed here")
-    if engines.elsewhere:
-        not_searched.append(f"engine {' and '.join(engines.elsewhere)}: in another environment, and slow to start")
-    return here, not_searched
+    not_searched = [f"engine {name}: {why}" for name, why in LEFT_OUT.items() if name in here.installed]
+    if "torch" in modes:
+        not_searched += [f"mode {mode} of torch: {why}" for mode, why in left_out["torch"].items()]
+    for names, why in ((here.missing, "not installed here"), (here.elsewhere, "in another environment")):
+        if names:
+            not_searched.append(f"engine {' and '.join(names)}: {why}")
+    return context, not_searched
 
 
 def _device_kind(device: str) -> Literal["cpu", "cuda"]:
@@ -194,7 +207,7 @@ def generating_engines() -> tuple[tuple[str, ...], list[str]]:
         with suppress(EngineError):
             if name not in LEFT_OUT and generating_environment(name) is None:
                 tried.append(name)
-    return tuple(tried), [f"engine {name}: {why}" for name, why in LEFT_OUT.items()]
+    return tuple(tried), [f"engine {name}: {why}" for name, why in LEFT_OUT.items() if name in GENERATING_ENGINES]
 
 
 def searched_of(field_info: FieldInfo) -> Searched | None:
@@ -213,7 +226,8 @@ def space_json(
     """The space of a target as one line of JSON.
 
     `in_effect` are the values that the server takes by default, by field, where they are not those of `settings`;
-    `given` are the fields that the user has set, which are not searched.
+    `given` are the fields that the user has set, which are not searched. A clause of `not_searched` begins with the
+    option, and is left out if that is given.
     """
     fields = type(settings).model_fields
     declared = {name: searched for name, info in fields.items() if (searched := searched_of(info)) is not None}
@@ -227,7 +241,7 @@ def space_json(
         settings=[entry for name, entry in space.entries.items() if not declared[name].on_request],
         on_request=[entry for name, entry in space.entries.items() if declared[name].on_request],
         fixed={option_name(name): space.defaults[name] for name in declared if name in given},
-        not_searched=not_searched,
+        not_searched=[clause for clause in not_searched if clause.partition(" ")[0] not in map(option_name, given)],
     )
 
 

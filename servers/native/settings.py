@@ -33,14 +33,10 @@ DEFAULT_SLOTS = 256
 MAX_TIMEOUT_US = 3_600_000_000
 """Longest timeout in the queue that the server or a request may set."""
 SEARCHED_FRONTS = search.Searched(
-    lambda here: [
-        count
-        for count in ((0, 1, 2, 4, 8) if here.device == "cuda" and not here.language else (0, 1, 2))
-        if count < max(2, here.cores // (1 if here.device == "cuda" else 4))
-    ],
+    lambda here: [count for count in (0, 1, 2, 4, 8) if count < (2 if here.device == "cpu" else here.cores)],
     ordered=True,
 )
-"""On a CPU they take cores from the engine."""
+"""On a CPU they take cores from the engine, which is slower than one of them."""
 
 
 class NativeSettings(GeneratingOptions):

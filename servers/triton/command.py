@@ -231,8 +231,7 @@ def _space(settings: TritonSettings, given: Collection[str], console: Console) -
             "decode_threads": settings.decoding.thread_count,
         }
         not_searched.append(
-            "preferred batch sizes: Triton recommends them for TensorRT plans with several profiles alone; try them "
-            "with merge-config"
+            "merge-config with preferred_batch_size: NVIDIA recommends it only for TensorRT plans with several profiles"
         )
     in_effect |= {
         "backend": backend,
