@@ -24,7 +24,7 @@ from loadgen.documents import last_line
 from loadgen.launch.deployment import Deployment, DeploymentError, batch_sentence
 from loadgen.records.run import PLAIN, asked_for
 
-_PLAN_SECONDS = 1800.0
+PLAN_SECONDS = 1800.0
 """Includes an export and the building of a TensorRT plan."""
 _STOP_SECONDS = 15.0
 
@@ -62,6 +62,8 @@ class EmbeddedDeployment(Deployment):
         self, kind: str, options: Mapping[str, str], log_path: Path, *, abserve: Sequence[str] = ABSERVE
     ) -> None:
         self._kind = kind
+        self.plan_seconds = PLAN_SECONDS
+        """Time limit of planning a launch."""
         self.completions_only = kind == "vllm"
         self._options = dict(options)
         self._log_path = log_path
@@ -147,9 +149,9 @@ class EmbeddedDeployment(Deployment):
             options["metrics-port"] = str(metrics)
         command = [*self._serve_command, self._kind, *to_arguments(options), "--print-launch"]
         try:
-            done = subprocess.run(command, capture_output=True, check=False, timeout=_PLAN_SECONDS)
+            done = subprocess.run(command, capture_output=True, check=False, timeout=self.plan_seconds)
         except subprocess.TimeoutExpired:
-            raise DeploymentError(f"{serve} printed no launch plan within {_PLAN_SECONDS:g} s") from None
+            raise DeploymentError(f"{serve} printed no launch plan within {self.plan_seconds:g} s") from None
         if done.returncode != 0:
             raise DeploymentError(f"{serve} cannot start: {last_line(done.stderr or done.stdout)}")
         try:

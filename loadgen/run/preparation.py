@@ -37,6 +37,8 @@ from loadgen.run.storage import RunError, RunStore
 
 READY_SECONDS = 300.0
 """Time limit for a launched server to start."""
+PLAN_SECONDS_OF_SCREENING = 300.0
+"""Time limit for making what a server of a screening executes, such as a compiled package: the others wait for it."""
 Inputs = Mapping[str, SampleInputs]
 """Sample inputs by payload, all made from the same pictures."""
 
@@ -64,6 +66,8 @@ def make_deployment(
     compose stack is not up."""
     deployment = _deployment(arm, experiment, store, work, abserve)
     deployment.largest_batch = experiment.largest_batch
+    if experiment.screening and isinstance(deployment, EmbeddedDeployment):
+        deployment.plan_seconds = PLAN_SECONDS_OF_SCREENING
     return deployment
 
 

@@ -69,8 +69,9 @@ ANSWERS_OF_SMOKE = 16
 ANSWERS_OF_SCREENING = 16
 """Answers that a screening keeps per arm: it finds wrong ones, if they are a sixth of all, with 95 % probability. The
 comparison that follows it keeps as many as every other."""
-READY_SECONDS_OF_SCREENING = 180.0
-"""Time limit for a launched server to start in a screening, which must leave time for the others."""
+READY_SECONDS_OF_SCREENING, SLOWEST_START = 180.0, 3.0
+"""Time limit for a launched server to start in a screening once the baseline has started, which must leave time for
+the others; it is longer on a machine where those before it took more than a third of it."""
 CACHES_SECONDS = 5.0
 """Of looking for a cache of prompts on one arm, for planning."""
 REFERENCE_START_S, REFERENCE_SHARE = 16.0, 0.2
@@ -351,8 +352,14 @@ def start_servers(context: RunContext) -> None:
         context.progress.now(f"{shown(label)}: {arm.request.target}")
         _unless_left_out(context, label, arm.deployment.start)
     require_one_way([arm.deployment for arm in context.arms.values()])
-    awaited = [_unless_left_out(context, label, partial(_await, context, label)) for label in tuple(context.arms)]
-    context.records = [record for record in awaited if record is not None]
+    ready_s, began, records = READY_SECONDS, monotonic(), []
+    for label in tuple(context.arms):
+        record = _unless_left_out(context, label, partial(_await, context, label, ready_s))
+        if record is not None:
+            records.append(record)
+        if context.experiment.screening:
+            ready_s = max(READY_SECONDS_OF_SCREENING, SLOWEST_START * (monotonic() - began))
+    context.records = records
     context.store.write_all(ArmRecord, context.records)
     _require_batch_sizes(context)
     if context.prompts is None:
@@ -395,10 +402,9 @@ def _leave_out(context: RunContext, label: Label, why: str) -> None:
     context.progress.arm_left_out(label, why)
 
 
-def _await(context: RunContext, label: Label) -> ArmRecord:
+def _await(context: RunContext, label: Label, ready_s: float) -> ArmRecord:
     arm = context.arms[label]
     context.progress.now(f"waiting until {shown(label)} ({arm.request.target}) is ready")
-    ready_s = READY_SECONDS_OF_SCREENING if context.experiment.screening else READY_SECONDS
     try:
         if isinstance(arm.deployment, ComposeDeployment):
             model = arm.deployment.await_model(arm.model, READY_SECONDS)

@@ -1,0 +1,35 @@
+"""Planning a launch has a time limit, which a screening shortens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadgen.launch.deployment import DeploymentError
+from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.run.preparation import PLAN_SECONDS_OF_SCREENING, make_deployment
+from loadgen.run.storage import RunStore
+from tests.integration.loadgen.conftest import make_experiment
+
+
+def test_a_plan_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
+    planner = (sys.executable, "-c", "import time; time.sleep(60)")
+    deployment = EmbeddedDeployment("native", {}, tmp_path / "log", abserve=planner)
+    deployment.plan_seconds = 0.2
+    with pytest.raises(DeploymentError, match="printed no launch plan within 0.2 s"):
+        deployment.start()
+    deployment.stop()
+
+
+def test_a_screening_waits_less_for_a_plan(tmp_path: Path) -> None:
+    experiment = make_experiment()
+    limits = []
+    for screening in (False, True):
+        asked = msgspec.structs.replace(experiment, screening=screening)
+        deployment = make_deployment(asked.arms[0], asked, RunStore(tmp_path / str(screening)), tmp_path)
+        assert isinstance(deployment, EmbeddedDeployment)
+        limits.append(deployment.plan_seconds)
+    assert limits[1] == PLAN_SECONDS_OF_SCREENING < limits[0]
