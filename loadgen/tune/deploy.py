@@ -116,7 +116,7 @@ def _write_repository(folder: Path, options: Mapping[str, str], abserve: Sequenc
     except DeploymentError as exc:
         shutil.rmtree(work, ignore_errors=True)
         return str(exc)
-    for path in work.iterdir():
+    for path in work.glob("*"):
         if path.name == Path(REPOSITORY).name:
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -129,7 +129,7 @@ class TargetOutcome:
     @property
     def meets_limit(self) -> bool:
         """Whether a finalist met the limit, or the best does in the final; true without one."""
-        return self.met_before or all(limit.state == "kept" for limit in self.limits)
+        return self.met_before or (bool(self.limits) and all(limit.state == "kept" for limit in self.limits))
 
     @property
     def leader(self) -> Standing | None:
@@ -164,6 +164,12 @@ class TuningOutcome:
     @property
     def settings(self) -> TuneSettings:
         return settings_of(self.tuning)
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether the final gives one: not without a final, nor where a check took it away."""
+        leading = () if self.final is None else leading_comparisons(self.final.comparisons)
+        return any(comparison.verdict != "invalid" for comparison in leading)
 
     @property
     def names(self) -> dict[Label, str]:
@@ -448,11 +454,10 @@ def _headline(outcome: TuningOutcome) -> str:
     if final is None:
         return _unfinished(outcome)
     within = limits_in_words(limits)
-    leading = leading_comparisons(final.comparisons)
+    if not outcome.has_verdict:
+        return final.headline
     if not any(target.meets_limit for target in outcome.targets):
         return fit([(f"Nothing that was tried meets {within}",), _nearest(outcome), (".",)])
-    if not leading or all(comparison.verdict == "invalid" for comparison in leading):
-        return final.headline
     failing = [target.title for target in outcome.targets if not target.meets_limit]
     missed = [
         target.title

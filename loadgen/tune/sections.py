@@ -133,6 +133,8 @@ def _in_brief(outcome: TuningOutcome, target: TargetOutcome) -> str:
         within, words = limits_in_words(outcome.settings.limits), settings_in_words(target.best)
         return f"nothing that was tried meets {within}; nearest: {words} ({tried})"
     cost, lead = cost_of_defaults(target), target.lead
+    if not outcome.has_verdict:
+        return f"chosen: {settings_in_words(target.best)}; the final gives no verdict on it ({tried})"
     if target.lead is None or cost is None:
         return f"its defaults are the best of {tried}"
     words = settings_in_words(target.winner) if target.winner is not None else ""
@@ -171,15 +173,15 @@ def _best_and_defaults(outcome: TuningOutcome) -> doc.Section | None:
                     _with_interval(figures.value, figures.ci95),
                     *([] if price is None else [_cost_per_million(price, figures.value)]),
                     "–" if figures.p99_ms is None else number(figures.p99_ms),
-                    percent(*cost) if cost is not None and is_winner else "",
+                    percent(*cost) if cost is not None and is_winner and outcome.has_verdict else "",
                     *map(_limit_cell, figures.limits),
                 )
             )
-    claims = map(outcome.claim, (*outcome.between_best, *outcome.between_defaults))
+    claims = [outcome.claim(each) for each in (*outcome.between_best, *outcome.between_defaults)]
     return doc.section(
         "Best and defaults",
         doc.Table(columns, rows, grouped=True),
-        doc.Items([doc.Item(sentence(text)) for text in claims]),
+        doc.Items([doc.Item(sentence(text)) for text in claims] if outcome.has_verdict else ()),
         on=doc.READ,
     )
 
@@ -534,7 +536,9 @@ def _counts(outcome: TuningOutcome) -> doc.Section | None:
         ),
         doc.Text(
             "As good: finalists whose measured difference to the best is too small to matter. The one nearest to the "
-            "defaults is chosen.",
+            "defaults is chosen."
+            if any(target.finalists for target in outcome.targets)
+            else "",
             "note",
         ),
         on=doc.READ,

@@ -124,3 +124,15 @@ def test_a_price_is_told_in_money(result: Result) -> None:
     best = priced.targets[0].figures["native-3"].value
     assert best is not None
     assert table.rows[0][place] == f"{3.6 / 3600 / best * 1e6:.2f}"
+
+
+def test_a_final_without_a_verdict_claims_nothing(result: Result) -> None:
+    refused = tuple(msgspec.structs.replace(c, verdict="invalid", reason="busy") for c in result.comparisons)
+    verdict = msgspec.structs.replace(result.verdict, headline="No verdict: other programs used the CPU.")
+    refusing = msgspec.structs.replace(result, comparisons=refused, verdict=verdict, valid=False)
+    outcome = outcome_of(tuning(), refusing)
+    text = render_markdown(tuning_document(outcome))
+    assert "chosen: engine=onnxruntime, max-batch-size=16; the final gives no verdict on it" in text
+    assert " serves " not in text
+    assert "its defaults cost" not in text
+    assert "19 %" not in text
