@@ -38,9 +38,10 @@ def test_the_weights_are_in_memory_once() -> None:
     import torch
 
     model = language_model("language:tinyllama-1.1b")
-    before = torch.cuda.mem_get_info()[0]
+    torch.cuda.reset_peak_memory_stats()  # of the tests before this one
+    before, held = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
     engine = loaded(model, slots=1, max_length=256)
     weights_bytes = 2 * count_parameters(model)
     assert before - torch.cuda.mem_get_info()[0] < 1.5 * weights_bytes
-    assert torch.cuda.max_memory_allocated() < 1.5 * weights_bytes
+    assert torch.cuda.max_memory_allocated() - held < 1.5 * weights_bytes
     engine.close()
