@@ -444,7 +444,6 @@ def same_speculation(facts: Facts) -> Iterator[Judgement]:
     "warns",
     "Use a protocol that all arms speak, or compare one server with itself over both to see what the protocol costs.",
     threshold="equal",
-    caveat=("failed",),
     language=True,
 )
 def same_protocol(facts: Facts) -> Iterator[Judgement]:

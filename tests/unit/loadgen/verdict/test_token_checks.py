@@ -168,6 +168,7 @@ def test_a_planted_fault_fails_its_check(
     assert failed.severity == severity
     assert words in failed.detail
     assert failed.remedy
+    assert len(set(result.verdict.caveats)) == len(result.verdict.caveats)
     if severity == "invalidates":
         assert not result.valid
         assert {made.verdict for made in result.comparisons} == {"invalid"}
