@@ -454,8 +454,7 @@ def check_surface(settings: ExperimentSettings) -> None:
         raise PlanError(
             "a surface has two axes, the users and one more; give several --batch-sizes or several --sequence-length"
         )
-    sizes = max(1, *map(len, (settings.batch_sizes, sweep(settings), settings.prompt_tokens or ())))
-    points = sizes * len(surface_users(settings))
+    points = surface_points(settings)
     if len(surface_users(settings)) < 2:
         raise PlanError("a surface needs several numbers of users; give a larger --concurrency, as in 16, or a list")
     if points > MOST_POINTS:
@@ -470,12 +469,26 @@ def surface_users(settings: ExperimentSettings) -> tuple[int, ...]:
     return (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
 
 
+def surface_points(settings: ExperimentSettings) -> int:
+    """The number of loads of a surface."""
+    across = settings.prompt_tokens or (1,) if settings.is_language else settings.batch_sizes
+    return len(surface_users(settings)) * len(across) * len(sweep(settings) or (1,))
+
+
 def surface_base(settings: ExperimentSettings, *, gpu: bool, factor: float = 1.0) -> Workload:
     """`base_workload` with few rounds, since further ones follow where the winner is uncertain. On a GPU the blocks of
-    these few last as long together as its proof needs."""
+    these few and of all loads last as long together as its proof needs, which is one for the whole surface."""
     arms = len(settings.arms)
     first = settings.rounds or math.ceil(SURFACE_ROUNDS / arms) * arms
-    return base_workload(settings.model_copy(update={"rounds": first}), gpu=gpu, factor=factor)
+    base = base_workload(settings.model_copy(update={"rounds": first}), factor=factor)
+    if not gpu:
+        return base
+    blocks = first * surface_points(settings)
+    return msgspec.structs.replace(
+        base,
+        seconds=max(base.seconds, GPU_BLOCK_S, GPU_WINDOW_S / blocks),
+        requests=math.ceil(GPU_REQUESTS / blocks),
+    )
 
 
 def base_workload(settings: ExperimentSettings, *, gpu: bool = False, factor: float = 1.0) -> Workload:

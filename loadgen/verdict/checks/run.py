@@ -69,7 +69,8 @@ def gpu_present(facts: Facts) -> Iterator[Judgement]:
     fault="GPU not verified",
 )
 def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
-    """Cold starts, searches and ramps have no blocks to watch: they use the findings of the whole run."""
+    """Cold starts, searches and ramps have no blocks to watch, and the loads of a surface only short ones: they use the
+    findings of the whole run."""
     run, sides = facts.run, _sides(facts.run)
     stored = run.record_of(EvidenceFile)
     if (sides and all(side is False for side in sides)) or (stored is None and True not in sides):
@@ -81,7 +82,8 @@ def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
         yield Judgement(None, "nothing was recorded, and a server's own report does not verify anything")
     else:
         for workload in run.experiment.workloads:
-            evidence = _evidence(run, workload.name if workload.has_blocks else None)
+            is_watched = workload.has_blocks and workload.scenario != "surface"
+            evidence = _evidence(run, workload.name if is_watched else None)
             ok, sentence = may_rank(evidence)
             value = join([record.finding.value if record is not None else "nothing" for record in evidence.values()])
             scope, blamed = workload_scope(workload.name), unverified(evidence)

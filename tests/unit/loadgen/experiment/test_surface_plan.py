@@ -8,7 +8,7 @@ import pytest
 
 from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.options import effective_settings, write_settings
-from loadgen.experiment.plan import GPU_WINDOW_S, MOST_POINTS, PlanError, make_workloads
+from loadgen.experiment.plan import GPU_REQUESTS, GPU_WINDOW_S, MOST_POINTS, PlanError, make_workloads
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.run import Experiment
 
@@ -62,8 +62,10 @@ def test_the_first_rounds_are_few_and_balanced_and_those_of_a_gpu_last_as_long_a
     assert {load.rounds for load in make_workloads(settings_of())} == {4}
     three = settings_of(a="native", b="triton", c="fastapi")
     assert {load.rounds for load in make_workloads(three)} == {6}
-    (load, *_) = make_workloads(settings_of(), gpu=True)
-    assert load.rounds * load.seconds >= GPU_WINDOW_S
+    for users in ("1,2", "1,2,4,8,16,32,64,128,256"):
+        loads = make_workloads(settings_of(concurrency=users), gpu=True)
+        assert GPU_WINDOW_S <= sum(load.rounds * load.seconds for load in loads) < 60.0 + GPU_WINDOW_S
+        assert sum(load.rounds * load.requests for load in loads) >= GPU_REQUESTS
 
 
 def test_the_settings_in_effect_ask_for_the_same_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.gpu.probe import findings as finding_rows
 from loadgen.probes.gpu.probe import gpu_chart
-from loadgen.probes.gpu.records import EvidenceFile
+from loadgen.probes.gpu.records import EvidenceFile, InconclusiveCode
 from loadgen.report.contents import result_document
 from loadgen.report.files import write_reports
 from loadgen.report.renderers.terminal import print_document
@@ -164,3 +165,21 @@ def test_the_reports_show_the_findings_and_what_the_gpu_did(tmp_path: Path) -> N
     blocks = [shape for shape in chart.layout["shapes"] if shape["fillcolor"] in ("--arm-0", "--arm-1")]
     assert len(blocks) == len(result.blocks) == 2
     assert [shape for shape in chart.layout["shapes"] if shape["fillcolor"] == "--muted"]
+
+
+@pytest.mark.parametrize("scenario", ["single", "surface"])
+def test_the_short_loads_of_a_surface_are_proven_together(tmp_path: Path, scenario: str) -> None:
+    """Where each load alone is too short for a finding, that of the whole run counts."""
+    write_gpu_run(tmp_path)
+    stored = tmp_path / EvidenceFile.FILE
+    evidence = msgspec.json.decode(stored.read_bytes())
+    for record in evidence["records"]:
+        if record["workload"] is not None and not record["control"]:
+            record |= {"finding": "INCONCLUSIVE", "code": InconclusiveCode.SHORT_WINDOW, "sentence": "0.8 s of load."}
+    stored.write_bytes(msgspec.json.encode(evidence))
+    if scenario == "surface":
+        for path in tmp_path.rglob("*.json"):
+            text = re.sub(r'"scenario":\s*"single"', '"scenario":"surface"', path.read_text())
+            path.write_text(re.sub(r'"workload":\s*"single"', '"workload":"surface(1, batch 1)"', text))
+    (judged,) = checks(analyse(tmp_path), "gpu_evidence")
+    assert judged.ok == (scenario == "surface"), judged.detail
