@@ -48,7 +48,7 @@ class Space(Record, frozen=True, kw_only=True):
     settings: tuple[TunableSetting, ...]
     """A setting comes after those of its `when`."""
     fixed: dict[str, str] = msgspec.field(default_factory=dict)
-    """Options that every contender of the target has, besides its settings."""
+    """Options with which every contender of the target is started, unless its settings have other values."""
     on_request: tuple[TunableSetting, ...] = ()
     """What changes the answers too, such as the precision: searched only where `--tune` names it."""
     not_searched: tuple[str, ...] = ()

@@ -82,7 +82,8 @@ def _narrowed(space: Space, tune: Mapping[str, Sequence[str]], fix: Mapping[str,
     asked = [setting for setting in space.on_request if setting.name in tune]
     settings = tuple(limited(setting) for setting in (*space.settings, *asked) if setting.name not in fix)
     left = tuple(setting for setting in space.on_request if setting.name not in {*tune, *fix})
-    fixed = {**fix, **space.fixed}
+    searched = declared(space)
+    fixed = {**fix, **space.fixed, **{name: value for name, value in fix.items() if name in searched}}
     simple = _simplified(msgspec.structs.replace(space, settings=settings, on_request=left, fixed=fixed))
     said = set(map(_on_request, space.on_request))
     other = (clause for clause in space.not_searched if clause not in said)
@@ -232,7 +233,7 @@ def size(space: Space) -> int:
         values = [value for value in setting.values if _holds(setting.values_when.get(value, {}), effective)]
         if setting.name not in conditional:
             return len(values) * following(index + 1, known)
-        return sum(following(index + 1, known | {(setting.name, value)}) for value in values)
+        return sum(following(index + 1, frozenset({**effective, setting.name: value}.items())) for value in values)
 
     return following(0, frozenset(space.fixed.items()))
 

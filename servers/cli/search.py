@@ -5,7 +5,7 @@ A settings class annotates a field with `Searched`. `abserve serve TARGET … --
     target         native, triton, …
     settings       name, default (the value in effect), values, when, values_when; each after those that it depends on
     on_request     the same, of settings that change the answers: searched only if the user asks for it
-    fixed          searched settings that are given as options, with the values in effect
+    fixed          what every contender is started with, unless it has another value: what is given as options
     not_searched   what could change the speed and is not tried, a clause each with its reason
 """
 
@@ -222,12 +222,14 @@ def space_json(
     in_effect: Mapping[str, object],
     given: Collection[str],
     not_searched: Sequence[str] = (),
+    stated: Collection[str] = (),
 ) -> bytes:
     """The space of a target as one line of JSON.
 
     `in_effect` are the values that the server takes by default, by field, where they are not those of `settings`;
     `given` are the fields that the user has set, which are not searched. A clause of `not_searched` begins with the
-    option, and is left out if that is given.
+    option, and is left out if that is given. Of `stated` fields every contender names its value, also the default:
+    `auto` may choose another one later.
     """
     fields = type(settings).model_fields
     declared = {name: searched for name, info in fields.items() if (searched := searched_of(info)) is not None}
@@ -240,7 +242,7 @@ def space_json(
         target=target,
         settings=[entry for name, entry in space.entries.items() if not declared[name].on_request],
         on_request=[entry for name, entry in space.entries.items() if declared[name].on_request],
-        fixed={option_name(name): space.defaults[name] for name in declared if name in given},
+        fixed={option_name(name): space.defaults[name] for name in declared if name in (*given, *stated)},
         not_searched=[clause for clause in not_searched if clause.partition(" ")[0] not in map(option_name, given)],
     )
 

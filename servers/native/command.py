@@ -167,7 +167,7 @@ def space(options: Mapping[str, Any], given: Collection[str]) -> bytes:
     else:
         settings, specifications = _resolved(requested)
         first, engine = specifications[0], settings.engine_settings()
-        parse_weights(settings.weights, first.default_weights)
+        pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
         cores = len(os.sched_getaffinity(0)) // len(settings.devices)
         here, not_searched = tensor_context(first, engine, max(1, cores))
         in_effect = {"decode_threads": DecodingSettings(settings.decode_threads).thread_count}

@@ -173,7 +173,7 @@ def _space(kind: str, requested: PlainSettings, given: Collection[str]) -> bytes
         in_effect: dict[str, object] = {"precision": precision}
     else:
         specification, engine = _engine(requested)
-        parse_weights(requested.weights, specification.default_weights)
+        pin(parse_weights(requested.weights, specification.default_weights), specification.find_pretrained)
         here = plain_context(engine, cores)
         in_effect = {"precision": engine.precision, "max_batch_size": engine.max_batch_size}
     import torch  # not above: it takes seconds

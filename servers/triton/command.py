@@ -217,7 +217,7 @@ def _space(settings: TritonSettings, given: Collection[str], console: Console) -
     else:
         specifications = get_variants(settings.model, settings.payloads)
         first = specifications[0]
-        weights = parse_weights(settings.weights, first.default_weights)
+        weights = pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
         backend = _choose_backend(settings, installation, specifications, weights)
         engine = _checked_engine(settings, first, backend)
         backends = [name for name in ("python", *NATIVE_BACKENDS) if _serves(settings, installation, first, name)]
@@ -238,7 +238,9 @@ def _space(settings: TritonSettings, given: Collection[str], console: Console) -
         "threads": settings.threads or cores,
         "pad_to": pad_to_text(parse_pad_to(settings.pad_to)),
     }
-    return space_json("triton", settings, here, in_effect, given, not_searched)
+    # auto chooses the tensorrt backend as soon as there is a plan, which a contender may build.
+    stated = ["backend"] if "tensorrt" in here.backends else []
+    return space_json("triton", settings, here, in_effect, given, not_searched, stated)
 
 
 def _serves(

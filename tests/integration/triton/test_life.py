@@ -155,3 +155,15 @@ def test_a_failing_batch_is_an_error_without_a_traceback_and_the_next_one_is_ser
         answer = infer(url, np.ones((2, 3, 224, 224), np.float32))
         np.testing.assert_array_equal(answer, np.ones((2, 512), np.float32))
         server.assert_alive()
+
+
+def test_each_instance_is_a_process_with_its_own_engine(
+    own_settings: TritonSettings, specification: ModelSpecification, tmp_path: Path
+) -> None:
+    two = own_settings.model_copy(update={"instances": 2})
+    plan = prepare(two, [PlacedModel(specification)], RandomWeights(0))
+    with TritonProcess(plan, tmp_path / "log") as server:
+        assert server.wait_ready(60)
+        assert len(psutil.Process(server.pid).children(recursive=True)) == 2
+        assert infer(plan.http_url.removeprefix("http://"), np.zeros((3, 3, 224, 224), np.float32)).shape == (3, 512)
+    assert (tmp_path / "log").read_text(errors="replace").count("engine ready: ") == 2

@@ -110,6 +110,12 @@ def test_an_option_that_is_given_is_fixed_and_decides_what_depends_on_it() -> No
     assert space(given=("threads",), threads=2)["by_name"]["instances"]["values"] == ["1", "2"]
 
 
+def test_a_stated_default_is_searched_all_the_same() -> None:
+    printed = json.loads(space_json("toy", ToySettings(), HERE, DEFAULTS, (), stated=["backend"]))
+    assert printed["fixed"] == {"backend": "python"}
+    assert printed["settings"] == space()["settings"]
+
+
 def test_what_depends_on_a_setting_that_never_applies_is_left_out() -> None:
     printed = space(given=("backend",), backend="onnxruntime")
     assert not printed["by_name"].keys() & {"engine", "mode", "spinning"}

@@ -136,6 +136,18 @@ def test_python_backend_says_its_device_and_its_parameters(specification: ModelS
     assert policy.timeout_action == pb.ModelQueuePolicy.REJECT
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_the_number_of_instances(specification: ModelSpecification, device: str) -> None:
+    texts = [
+        python_config(specification, BATCHING, device, {}, instances=3),
+        onnxruntime_config(specification, BATCHING, device, {}, 3),
+        *([tensorrt_config(specification, BATCHING, device, {}, 3)] if device != "cpu" else []),
+    ]
+    for (group,) in (parse(text).instance_group for text in texts):
+        assert group.count == 3
+        assert list(group.gpus) == ([] if device == "cpu" else [1])
+
+
 def test_a_queue_limit_has_no_timeout_near_the_sleep_of_the_batcher(specification: ModelSpecification) -> None:
     """With a limit a request may bring its own timeout, which Triton ignores without a default one."""
     batching = dynamic_batching(queue_size=9)

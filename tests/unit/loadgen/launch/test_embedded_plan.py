@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from loadgen.launch.deployment import DeploymentError
-from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.launch.embedded import EmbeddedDeployment, to_arguments
 from loadgen.run.preparation import PLAN_SECONDS_OF_SCREENING, make_deployment
 from loadgen.run.storage import RunStore
 from tests.integration.loadgen.conftest import make_experiment
@@ -33,3 +33,8 @@ def test_a_screening_waits_less_for_a_plan(tmp_path: Path) -> None:
         assert isinstance(deployment, EmbeddedDeployment)
         limits.append(deployment.plan_seconds)
     assert limits[1] == PLAN_SECONDS_OF_SCREENING < limits[0]
+
+
+def test_a_switch_is_on_or_off() -> None:
+    options = {"graphs": "false", "allow-shared-memory": "true", "no-eager": "", "mode": "graph"}
+    assert to_arguments(options) == ("--no-graphs", "--allow-shared-memory", "--no-eager", "--mode", "graph")

@@ -176,6 +176,16 @@ def test_names_are_for_all_targets_that_have_them_or_for_one() -> None:
     assert (native.fixed, triton.fixed) == ({"queue-size": "9"}, {"queue-size": "9"})
 
 
+def test_a_stated_default_gives_way() -> None:
+    stated = msgspec.structs.replace(NATIVE, fixed={"engine": "torch"})
+    (searched,) = narrowed([stated], {}, {})
+    assert size(searched) == size(NATIVE)
+    assert canonical(searched, {"engine": "openvino", "mode": "eager"}) == {"engine": "openvino"}
+    (fixed,) = narrowed([stated], {}, {"engine": "openvino"})
+    assert fixed.fixed == {"engine": "openvino"}
+    assert size(fixed) == 3
+
+
 def test_ordered_values_are_sorted_by_number() -> None:
     (native,) = narrowed([NATIVE], {"--threads": ["16", "2"]}, {})
     assert [s.values for s in native.settings if s.name == "threads"] == [("2", "4", "16")]
