@@ -245,9 +245,9 @@ class _Race:
         """At least once, and again as long as the time allows."""
         finalists = self.search.finalists(FINALISTS)
         if not finalists:
-            reasons = list(chain.from_iterable(run.out.values() for run in self.tuning.runs))
-            why = f" The first was out because: {reasons[0]}" if reasons else ""
-            raise TuningError(f"no contender could be measured.{why}")
+            reasons = [*chain.from_iterable(run.out.values() for run in self.tuning.runs)]
+            reasons += [run.problem for run in self.tuning.runs if run.problem is not None]
+            raise TuningError(" ".join(["no contender could be measured.", *reasons[:1]]))
         later_s = self.shares.settings + self.shares.final
         for number in range(MOST_PASSES):
             left = [c for c in finalists if self._times("finalists", c) <= number and not self._is_out(c)]
@@ -259,14 +259,20 @@ class _Race:
 
     def _put_back(self) -> None:
         """Measure the winners beside themselves with one setting at its default, as far as the time allows."""
-        for name in self.tuning.winners:
+        runs: list[list[Contender]] = []
+        for name in self.tuning.winners if self.at_once > 1 else ():
             winner = self._named(name)
             others = [c for c in self.search.put_back(winner).values() if not self._is_out(c)]
             left = [c for c in others if not self._times("settings", c)]
             for group in self._groups(left, beside=1):
-                if self._expected_s(len(group) + 1) > self.left_s - self.shares.final:
-                    return
-                self._until_measured("settings", [winner, *group], 1 + self._times("settings", winner))
+                if runs and len(runs[-1]) + 1 + len(group) <= self.at_once:
+                    runs[-1] += [winner, *group]
+                else:
+                    runs.append([winner, *group])
+        for contenders in runs:
+            if self._expected_s(len(contenders)) > self.left_s - self.shares.final:
+                return
+            self._measure("settings", contenders)
 
     def _compare(self) -> None:
         """The final comparison of the defaults and the winners. A single arm, which has nothing beside it, has none."""

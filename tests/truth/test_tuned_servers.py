@@ -75,7 +75,7 @@ def winner(tuning: Tuning, target: str) -> dict[str, str]:
     return next(c.settings for c in tuning.contenders if c.name in tuning.winners and c.target == target)
 
 
-FEW = {"tune": {"arithmetic": "fast"}, "fix": {"engine": "torch", "threads": "1", "batch": "4", "allocator": "libc"}}
+FEW = {"tune": {"arithmetic": "fast"}, "fix": {"engine": "torch", "workers": "1", "batch": "4", "allocator": "libc"}}
 """Four contenders: the default, graphs (0.93 of its time), and both with arithmetic that is fast and wrong."""
 
 
@@ -95,7 +95,7 @@ def test_a_wrong_contender_is_out_and_an_interruption_keeps_the_rest(tmp_path: P
 
 @pytest.mark.slow
 def test_a_short_tuning_goes_through_all_stages(tmp_path: Path) -> None:
-    tuning = run(settings(1.0, arms="native", **FEW), tmp_path / "tuning")
+    tuning = run(settings(3.0, arms="native", **FEW), tmp_path / "tuning")
     assert tuning.state == "finished", tuning.error
     assert [run.stage for run in tuning.runs if run.stage != "finalists"] == ["screening", "settings", "final"]
     assert "finalists" in {run.stage for run in tuning.runs}
@@ -119,7 +119,7 @@ def test_the_best_is_found(tmp_path: Path, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_interrupted_tuning_goes_on(tmp_path: Path) -> None:
-    asked = settings(2.0, arms="native", tune={"engine": "torch", "threads": "1,2", "arithmetic": "exact"})
+    asked = settings(2.0, arms="native", tune={"engine": "torch", "workers": "1,2", "arithmetic": "exact"})
     first = Watched(interrupt_after=1)
     tuning = run(asked, tmp_path / "tuning", first)
     assert tuning.state == "interrupted"

@@ -24,31 +24,31 @@ MATRIX = np.random.default_rng(0).standard_normal((FEATURES, OUTPUTS)).astype("<
 BASE_MS, START_SPREAD = 24.0, 0.005
 SETTINGS: dict[str, tuple[str, ...]] = {
     "engine": ("torch", "onnx"),
-    "threads": ("1", "2", "4"),
+    "workers": ("1", "2", "4"),
     "batch": ("4", "8", "16"),
     "mode": ("eager", "graphs"),
     "arithmetic": ("exact", "fast", "racy"),
     "allocator": ("libc", "arena"),
 }
 """Each with its default first."""
-ORDERED = ("threads", "batch")
-OF_TRITON = ("engine", "threads", "batch")
+ORDERED = ("workers", "batch")
+OF_TRITON = ("engine", "workers", "batch")
 WHEN = {"mode": {"engine": ["torch"]}}
-DIES = {"allocator": "arena", "threads": "4"}
+DIES = {"allocator": "arena", "workers": "4"}
 """A server with both does not start."""
 GOOD_FIRST = 110
 """Answers of racy arithmetic that are right: those of parity and warm-up."""
 
 
 def time_ms(target: str, given: Mapping[str, str]) -> float:
-    """The time of a request. onnx, 4 threads and batch 16 pay together alone; torch with 4 threads falls off a cliff;
+    """The time of a request. onnx, 4 workers and batch 16 pay together alone; torch with 4 workers falls off a cliff;
     the allocator changes nothing; fast and racy arithmetic are fast and wrong."""
     chosen = {name: values[0] for name, values in SETTINGS.items()} | dict(given)
-    three = (chosen["engine"], chosen["threads"], chosen["batch"]) == ("onnx", "4", "16")
+    three = (chosen["engine"], chosen["workers"], chosen["batch"]) == ("onnx", "4", "16")
     factor = 0.7 if three else 1.0
     if not three:
         factor *= {"torch": 1.0, "onnx": 1.05}[chosen["engine"]]
-        factor *= {"1": 1.0, "2": 0.95, "4": 1.9 if chosen["engine"] == "torch" else 1.05}[chosen["threads"]]
+        factor *= {"1": 1.0, "2": 0.95, "4": 1.9 if chosen["engine"] == "torch" else 1.05}[chosen["workers"]]
         factor *= {"4": 1.0, "8": 0.96, "16": 1.02}[chosen["batch"]]
     if chosen["engine"] == "torch":
         factor *= {"eager": 1.0, "graphs": 0.93}[chosen["mode"]]
@@ -179,7 +179,7 @@ def main(argv: list[str]) -> None:
         argv = [sys.executable, __file__, "listen", target, f"--http-port={asked.http_port}", *chosen]
         sys.stdout.write(json.dumps({"argv": argv, "env": {}, "http_url": url, "model": MODEL, "title": target}) + "\n")
     elif all(given[name] == value for name, value in DIES.items()):
-        sys.exit("the allocator has no room for 4 threads")
+        sys.exit("the allocator has no room for 4 workers")
     else:
         asyncio.run(listen(asked.http_port, Server(given, target)))
 
