@@ -69,6 +69,8 @@ ANSWERS_OF_SMOKE = 16
 ANSWERS_OF_SCREENING = 16
 """Answers that a screening keeps per arm: it finds wrong ones, if they are a sixth of all, with 95 % probability. The
 comparison that follows it keeps as many as every other."""
+SLOWEST_SIZED = 2.0
+"""The blocks of a screening are long enough for an arm that takes so many times as long as the baseline."""
 READY_SECONDS_OF_SCREENING, SLOWEST_START = 180.0, 3.0
 """Time limit for a launched server to start in a screening once the baseline has started, which must leave time for
 the others; it is longer on a machine where those before it took more than a third of it."""
@@ -304,6 +306,9 @@ def _sized(context: RunContext, by_arm: Mapping[str, Mapping[Label, float]], war
     language model with as many rounds as the time that was asked for allows."""
     experiment = context.experiment
     took = {name: max(arms.values()) for name, arms in by_arm.items()}
+    if experiment.screening:  # a slow arm does not make the blocks of all arms long: it need not be known well
+        first = experiment.baseline.label
+        took = {name: min(slowest, SLOWEST_SIZED * by_arm[name][first]) for name, slowest in took.items()}
     if not experiment.is_language:
         return msgspec.structs.replace(experiment, workloads=sized(experiment.workloads, took))
     workloads, seconds = with_rates(experiment.workloads, took), None

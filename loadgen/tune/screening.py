@@ -45,6 +45,7 @@ NOT_KNOWN = 1e6
 LEAST_FOR_P99 = 100
 SIGNIFICANCE = 0.05
 _Z95 = 1.96
+TOO_SLOW = "It is so much slower than the anchor that its blocks show no figure."
 _MOST_WORDS = 600
 """Characters of why a contender is out: a check may name several."""
 _TOLERATED = ("unfair configuration", "overloaded load generator")
@@ -101,6 +102,9 @@ def judge(run: StoredRun, result: Result, settings: TuneSettings, *, anyway: boo
     if problem is not None:
         return Judged((), out, problem)
     scores = score_run(run, result, settings)
+    if scores:  # so the anchor was measured, and these were not
+        known = {score.contender for score in scores} | {ANCHOR, *out}
+        out |= {label: TOO_SLOW for label in run.experiment.labels if label not in known}
     left = tuple(score for score in scores if score.contender not in out)
     return Judged(left, out, None if left or out else "No round is complete.")
 

@@ -11,6 +11,9 @@ from loadgen.records.run import ArmRequest, Experiment, ParityRecord, Workload
 from loadgen.run.preparation import Prepared
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import ANSWERS_OF_SCREENING, run_experiment
+from loadgen.run.storage import read_run
+from loadgen.tune.screening import judge
+from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.checks.registry import invalidating
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, descendants, make_experiment, stored
@@ -83,6 +86,22 @@ def test_wrong_answers_under_load_are_blamed_on_their_arm(tmp_path: Path) -> Non
     assert state.state == "finished", state
     blamed = {check.arms for check in invalidating(analyse(tmp_path / "run").checks) if check.arms}
     assert blamed == {("hollow",)}
+
+
+def test_a_slow_arm_does_not_make_all_blocks_long(tmp_path: Path) -> None:
+    asked = screening(contender("slow", delay_ms="600"), contender("good", delay_ms="20"))
+    asked = msgspec.structs.replace(asked, arms=(contender("anchor", delay_ms="20"), *asked.arms[1:]))
+    state = run(
+        msgspec.structs.replace(asked, workloads=(msgspec.structs.replace(LOAD, requests=1),)), tmp_path / "run"
+    )
+    assert state.state == "finished", state
+    (workload,) = stored(tmp_path / "run" / "experiment.json", Experiment).workloads
+    assert workload.seconds < 0.6
+    judged = judge(read_run(tmp_path / "run"), analyse(tmp_path / "run"), TuneSettings(), anyway=True)
+    assert judged.problem is None
+    scores = {score.contender: score.log_ratio for score in judged.scores}
+    assert abs(scores["good"]) < 0.7
+    assert "slow" in judged.out or scores["slow"] < -1.0
 
 
 def test_without_an_arm_that_is_left_the_run_fails(tmp_path: Path) -> None:
