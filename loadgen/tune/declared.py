@@ -6,8 +6,9 @@ A value that is not declared is given to the command as an option, so that the s
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import msgspec
 
@@ -20,6 +21,10 @@ from loadgen.tune.space import FIX, TUNE, by_target, declared, for_load, narrowe
 
 _READ_SECONDS = 300.0
 _PARALLEL = 4
+_CHOSEN = ("print-launch", "print-space", "work-dir")
+"""Options that abserve gives a server by itself, beside the ports."""
+_OF_TUNING = ("model", "weights", "payloads")
+"""Options that are the same for all servers, and options of the tuning."""
 
 
 def read_spaces(
@@ -47,6 +52,7 @@ def read_spaces(
         spaces = tuple(pool.map(lambda target: read(target, {}), targets))
         if fix:
             fixed = by_target(FIX, fix, spaces)
+            _check_fixed(chain.from_iterable(fixed.values()))
             spaces = tuple(pool.map(lambda target: read(target, fixed[target]), targets))
             spaces = tuple(
                 msgspec.structs.replace(space, fixed={**fixed[space.target], **space.fixed}) for space in spaces
@@ -60,13 +66,33 @@ def read_spaces(
         ]
         fixed = {space.target: space.fixed for space in spaces}
         answers = list(pool.map(lambda new: read(new[0], {**fixed[new[0]], new[1]: new[2]}), added))
+    chosen = {
+        f"{target}.{name}": list(values)
+        for target, names in by_target(TUNE, tune, spaces).items()
+        for name, values in names.items()
+    }
     for (target, name, value), answer in zip(added, answers, strict=True):
-        spaces = tuple(_with_value(space, name, value, answer) if space.target == target else space for space in spaces)
-    return narrowed(spaces, tune, fix)
+        in_effect = answer.fixed.get(name, value)  # as 0 or auto stand for another value
+        values = chosen[f"{target}.{name}"]
+        values[values.index(value)] = in_effect
+        spaces = tuple(
+            _with_value(space, name, in_effect, answer) if space.target == target else space for space in spaces
+        )
+    return narrowed(spaces, chosen, fix)
+
+
+def _check_fixed(names: Iterable[str]) -> None:
+    for name in names:
+        if name in _CHOSEN or name.endswith("-port"):
+            raise PlanError(f"{FIX} {name} has no effect, because abserve chooses ports and folders; leave it out")
+        if name in _OF_TUNING:
+            option = name.removesuffix("s") if name == "payloads" else name
+            raise PlanError(f"{FIX} {name} would change what is compared; use --{option} for all servers")
 
 
 def _read(target: str, options: Mapping[str, str], abserve: Sequence[str]) -> Space:
-    command = [*abserve, "serve", target, *to_arguments(options), "--print-space"]
+    # Before the options: the last one, without a value, would take it for its own, and a server would start.
+    command = [*abserve, "serve", target, "--print-space", *to_arguments(options)]
     try:
         done = subprocess.run(command, capture_output=True, check=False, timeout=_READ_SECONDS)
     except subprocess.TimeoutExpired:
@@ -88,7 +114,7 @@ def _with_value(space: Space, name: str, value: str, answer: Space) -> Space:
         if setting.name == name:
             return msgspec.structs.replace(setting, values=tuple(dict.fromkeys((*setting.values, value))))
         if name in setting.when and setting.name in applying:
-            when = {**setting.when, name: (*setting.when[name], value)}
+            when = {**setting.when, name: tuple(dict.fromkeys((*setting.when[name], value)))}
             return msgspec.structs.replace(setting, when=when)
         return setting
 

@@ -25,6 +25,9 @@ from servers.cli.search import (
     space_json,
 )
 
+PadTo = Annotated[str, PAD_TO]
+IN_PYTHON = {"backend": lambda _here, _value, backend: backend == "python"}
+
 
 class ToySettings(BaseSettings):
     """Of a server; the order of the fields is not that of their conditions."""
@@ -45,7 +48,7 @@ class ToySettings(BaseSettings):
     spinning: Annotated[str, SPINNING] = "auto"
     precision: Annotated[str, PRECISION] = "auto"
     max_batch_size: Annotated[int, MAX_BATCH_SIZE] = 32
-    pad_to: Annotated[str, PAD_TO] = "none"
+    pad_to: Annotated[PadTo, replace(PAD_TO, applies=IN_PYTHON)] = "none"
     decode_threads: Annotated[int, DECODE_THREADS] = 2
     backend: Annotated[str, Searched(lambda here: here.backends)] = "auto"
     host: str = "127.0.0.1"
@@ -98,6 +101,10 @@ def test_conditions() -> None:
     assert by_name["instances"]["values_when"] == {"4": {"threads": ["1"]}}
     assert by_name["precision"]["when"] == {"engine": ["onnxruntime", "openvino"]}
     assert by_name["precision"]["values_when"] == {"bf16": {"engine": ["openvino"]}}
+
+
+def test_a_declaration_replaces_that_of_the_type() -> None:
+    assert space(replace(HERE, largest_axis=64))["by_name"]["pad-to"]["when"] == {"backend": ["python"]}
 
 
 def test_an_option_that_is_given_is_fixed_and_decides_what_depends_on_it() -> None:

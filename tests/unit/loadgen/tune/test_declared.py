@@ -15,7 +15,8 @@ COMMAND = """
 import json, pathlib, sys
 target, *arguments = sys.argv[2:]
 pathlib.Path(__file__).with_name("calls").open("a").write(" ".join([target, *arguments]) + chr(10))
-given = {arguments[i][2:]: arguments[i + 1] for i in range(0, len(arguments) - 1, 2)}
+assert arguments.pop(0) == "--print-space"
+given = {arguments[i][2:]: arguments[i + 1] for i in range(0, len(arguments), 2)}
 if given.get("model") == "missing":
     sys.exit("error: unknown model 'missing'; list all names with: abserve models")
 if target == "litserve":
@@ -31,7 +32,8 @@ spinning = [dict(name="spinning", default="on", values=["on", "off"],
                  when={} if "threads" in given else {"threads": ["4"]})] if spins else []
 batch = [] if "max-batch-size" in given else [
     dict(name="max-batch-size", default="32", values=["8", "16", "32"], ordered=True)]
-fixed = {name: "torch" if value == "auto" else value for name, value in given.items() if name in ("threads", "engine")}
+in_effect = {"auto": "torch", "0": "4"}
+fixed = {name: in_effect.get(value, value) for name, value in given.items() if name in ("threads", "engine")}
 print("a warning on standard output")
 print(json.dumps(dict(target=target, settings=threads + spinning + batch, fixed=fixed)))
 """
@@ -53,7 +55,7 @@ def test_one_command_per_target_where_nothing_is_added(abserve: tuple[str, ...])
     native, triton = read_spaces(("native", "triton"), options, tune={"threads": ["1"]}, abserve=abserve)
     assert [setting.name for setting in native.settings] == ["threads", "spinning", "max-batch-size"]
     assert [setting.name for setting in triton.settings] == ["threads"]
-    assert calls(abserve) == ["native --model m --print-space", "triton --model m --max-batch-size 8 --print-space"]
+    assert calls(abserve) == ["native --print-space --model m", "triton --print-space --model m --max-batch-size 8"]
 
 
 def test_the_server_checks_an_added_value_and_says_what_applies_with_it(abserve: tuple[str, ...]) -> None:
@@ -67,6 +69,11 @@ def test_the_server_checks_an_added_value_and_says_what_applies_with_it(abserve:
         read_spaces(("native",), {}, tune={"threads": ["9"]}, abserve=abserve)
 
 
+def test_a_value_that_stands_for_another_is_that_one(abserve: tuple[str, ...]) -> None:
+    (native,) = read_spaces(("native",), {}, tune={"threads": ["1", "0", "6"]}, abserve=abserve)
+    assert native.settings[0].values == ("1", "4", "6")
+
+
 def test_a_fixed_value_is_the_one_in_effect(abserve: tuple[str, ...]) -> None:
     fix = {"native.threads": "1", "engine": "auto", "queue_size": "9"}
     native, triton = read_spaces(("native", "triton"), {}, fix=fix, abserve=abserve)
@@ -75,6 +82,12 @@ def test_a_fixed_value_is_the_one_in_effect(abserve: tuple[str, ...]) -> None:
     assert triton.fixed == {"engine": "torch", "queue-size": "9"}
     with pytest.raises(PlanError, match="native: No such option"):
         read_spaces(("native",), {}, fix={"colour": "red"}, abserve=abserve)
+
+
+@pytest.mark.parametrize("name", ["model", "payloads", "http-port", "native.work_dir", "print-launch"])
+def test_what_all_servers_have_alike_cannot_be_fixed(abserve: tuple[str, ...], name: str) -> None:
+    with pytest.raises(PlanError, match=f"^--fix {name.rpartition('.')[2].replace('_', '-')} "):
+        read_spaces(("native",), {}, fix={name: "1"}, abserve=abserve)
 
 
 def test_the_load_bounds_the_declared_values_but_not_the_users(abserve: tuple[str, ...]) -> None:
