@@ -267,7 +267,9 @@ class _TokenArm:
             return False
         if self.request.target == "vllm":
             return self.in_effect.get("eager") != "True"
-        return self.engine in ("slots", "continuous") and asked_for(self.request.settings, "no_graphs") is None
+        settings = self.request.settings
+        off = asked_for(settings, "no_graphs") is not None or asked_for(settings, "graphs") == "false"
+        return self.engine in ("slots", "continuous") and not off
 
     def ablation(self, cause: CauseName, changed: str, **removed: Any) -> Ablation | Untested:
         """`removed`: fields of `Variant` that remove the cause."""

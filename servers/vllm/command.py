@@ -160,6 +160,7 @@ def arguments(
         *(() if settings.graphs else ("--enforce-eager",)),
         *(("--max-model-len", str(settings.max_length)) if settings.max_length else ()),
         *(("--max-num-seqs", str(settings.slots)) if settings.slots else ()),
+        *(("--max-num-batched-tokens", str(settings.prefill_chunk)) if settings.prefill_chunk else ()),
         *("--gpu-memory-utilization", str(settings.gpu_memory_utilization)),  # on a CPU of the machine's memory
         *(("--device-ids", str(index)) if index else ()),
     )

@@ -10,6 +10,9 @@ from pydantic import Field
 from servers.cli import defaults, search
 from servers.cli.options import GenerationOptions, ModelOptions, settings_of
 
+SEARCHED_PREFILL_CHUNK = search.Searched(lambda here: here.of_language((0, 512, 4096), (0, 512, 2048, 8192)))
+"""0 is vLLM's default, which depends on its release and on the GPU."""
+
 
 class VllmSettings(ModelOptions, GenerationOptions):
     """One `vllm serve` for one language model. What is not set here is vLLM's default."""
@@ -35,6 +38,14 @@ class VllmSettings(ModelOptions, GenerationOptions):
         le=64,
         title="Access and process",
         description="Processes of vLLM that speak HTTP, its --api-server-count; 0: vLLM's default, which is 1.",
+    )
+    prefill_chunk: Annotated[int, SEARCHED_PREFILL_CHUNK] = Field(
+        0,
+        ge=0,
+        le=2**24,
+        title="Language models",
+        description="Most tokens per step, of prompts and of running answers, its --max-num-batched-tokens; 0: vLLM's "
+        "default.",
     )
     graphs: Annotated[bool, search.GRAPHS] = Field(
         True, title="Language models", description="Replay CUDA graphs on a GPU; without them --enforce-eager."

@@ -58,6 +58,19 @@ def test_vllm_runs_without_cuda_graphs(interpreter: Path, tmp_path: Path, monkey
     assert "--enforce-eager" in plan_of(monkeypatch, tmp_path, *options)["argv"]
 
 
+def test_every_value_of_the_space_reaches_vllm(
+    interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--python", str(interpreter), "--device", "cpu")
+    printed = CliRunner().invoke(serve, ["vllm", "--model", "language:tiny", *options, "--print-space"])
+    settings = {setting["name"]: setting for setting in json.loads(printed.stdout)["settings"]}
+    assert {"slots", "prefill-chunk", "threads"} <= settings.keys()
+    plain = set(plan_of(monkeypatch, tmp_path, *options)["argv"])
+    for name in ("slots", "prefill-chunk"):
+        for value in set(settings[name]["values"]) - {settings[name]["default"]}:
+            assert value in set(plan_of(monkeypatch, tmp_path, *options, f"--{name}", value)["argv"]) - plain
+
+
 def test_the_plan_is_a_fair_vllm(interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--python", str(interpreter), "--slots", "16", "--max-length", "512", "--device", "cpu")
     plan = plan_of(monkeypatch, tmp_path, *options)
