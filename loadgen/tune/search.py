@@ -35,6 +35,9 @@ START_SPREAD = 0.02
 """Standard deviation of the log of what a start of a server changes, before the tuning has seen some."""
 FIRST = 10
 """Contenders of a target before the regression suggests."""
+ALTERNATE = 24
+"""Contenders of a target from which every second one is again one that shows settings together, not one that the
+regression suggests: what pays only together and was never seen cannot be suggested."""
 TOGETHER = 3
 """Settings whose values the first contenders combine."""
 CHOICE_MARGIN = 0.01
@@ -346,9 +349,10 @@ class _Outlook:
         for the next."""
         if len(self.taken) == len(self._field.settings):
             return None
-        if len(self.taken) < FIRST or self._regression is None:
-            promise = self._field.unseen(sorted(self.taken))
-        else:
+        promise = self._field.unseen(sorted(self.taken))
+        number = len(self.taken)
+        explores = number < FIRST or (number >= ALTERNATE and number % 2 and promise.any())
+        if self._regression is not None and not explores:
             promise = self._gain(self._regression)
         promise[list(self.taken)] = -math.inf
         best = np.flatnonzero(promise >= promise.max() * (1.0 - 1e-6))
