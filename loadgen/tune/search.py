@@ -89,6 +89,11 @@ class Standing:
         return self.out is None and not self.beyond_limit
 
     @property
+    def is_safe(self) -> bool:
+        """Whether its whole interval is within the limit, if there is one."""
+        return self.limit is None or self.limit[2] <= 1.0
+
+    @property
     def beyond_limit(self) -> bool:
         """Whether its interval lies above the limit."""
         return self.limit is not None and self.limit[1] > 1.0
@@ -178,7 +183,7 @@ class Search:
                 log_ratio, error = known or (None, math.inf)
                 limit = pooled_limit([score for score in scores if score.contender == name])
                 standings.append(Standing(contender, times, log_ratio, error, limit, out.get(name)))
-        lows = [s.log_ratio - Z95 * s.error for s in standings if s.log_ratio is not None and s.may_win]
+        lows = [s.log_ratio - Z95 * s.error for s in standings if s.log_ratio is not None and s.may_win and s.is_safe]
         reached = max(lows, default=-math.inf)
         raced = [
             replace(s, racing=s.may_win and s.log_ratio is not None and s.log_ratio + Z95 * s.error >= reached)
@@ -187,9 +192,17 @@ class Search:
         return sorted(raced, key=_rank)
 
     def finalists(self, each: int = 3) -> list[Contender]:
-        """The best so many of every target, for fresh runs of the stage `finalists`."""
-        racing = ([s.contender for s in self.standings(target) if s.racing] for target in self.spaces)
-        return [contender for of_target in racing for contender in of_target[:each]]
+        """The best so many of every target, for fresh runs of the stage `finalists`. With a limit those whose value is
+        within it come first, and the last is the best whose whole interval is."""
+        chosen = []
+        for target in self.spaces:
+            racing = [standing for standing in self.standings(target) if standing.racing]
+            best = sorted(racing, key=lambda s: s.limit is not None and s.limit[0] > 1.0)[:each]
+            safe = next((s for s in self.standings(target) if s.may_win and s.times and s.is_safe), None)
+            if safe is not None and not any(standing.is_safe for standing in best):
+                best[each - 1 :] = [safe]
+            chosen += [standing.contender for standing in best]
+        return chosen
 
     def winners(self) -> tuple[Choice, ...]:
         """One per target, in the order of the spaces, from the runs of the stage `finalists` alone."""
@@ -204,7 +217,7 @@ class Search:
 
     def _choice(self, target: str) -> Choice:
         measured = [s for s in self.standings(target, "finalists") if s.log_ratio is not None and s.out is None]
-        able = [s for s in measured if s.limit is None or s.limit[2] <= 1.0]
+        able = [s for s in measured if s.is_safe]
         certain = bool(able)
         if not able:
             able = [s for s in measured if s.limit is not None and s.limit[0] <= 1.0]
@@ -291,14 +304,10 @@ class _Field:
         self.codes: Codes = np.array(codes, dtype=np.int64).reshape(len(codes), len(space.settings))
         self.grid = Grid(self.codes, [setting.ordered for setting in space.settings])
         base = int(self.codes.max(initial=0)) + 1
-        self._together = np.array(
-            [
-                self.codes[:, columns] @ base ** np.arange(count)
-                for count in range(1, TOGETHER + 1)
-                for columns in map(list, combinations(range(len(space.settings)), count))
-            ],
-            dtype=np.int64,
-        ).reshape(-1, len(codes))
+        groups = (g for count in range(1, TOGETHER + 1) for g in combinations(range(len(space.settings)), count))
+        joined = (self.codes[:, group] @ base ** np.arange(len(group)) for group in groups)
+        self._together: list[Codes] = [np.unique(values, return_inverse=True)[1] for values in joined]
+        """Of every setting, pair and triple of settings the number of each row's values, from 0."""
 
     def rng(self, number: int) -> np.random.Generator:
         """For the choice with so many contenders named."""
@@ -306,8 +315,12 @@ class _Field:
 
     def unseen(self, taken: Sequence[int]) -> Values:
         """Of each row, how many of its values, pairs and triples of values no row that is taken has."""
-        new = [~np.isin(values, values[list(taken)]) for values in self._together]
-        return np.asarray(np.sum(new, axis=0), dtype=np.float64)
+        news = np.zeros(len(self.settings))
+        for values in self._together:
+            is_new = np.ones(values.max() + 1)
+            is_new[values[taken]] = 0.0
+            news += is_new[values]
+        return news
 
 
 class _Outlook:
@@ -349,11 +362,12 @@ class _Outlook:
         for the next."""
         if len(self.taken) == len(self._field.settings):
             return None
-        promise = self._field.unseen(sorted(self.taken))
-        number = len(self.taken)
-        explores = number < FIRST or (number >= ALTERNATE and number % 2 and promise.any())
-        if self._regression is not None and not explores:
+        number, promise = len(self.taken), None
+        if self._regression is None or number < FIRST or (number >= ALTERNATE and number % 2):
+            promise = self._field.unseen(sorted(self.taken))
+        if self._regression is not None and (promise is None or not promise.any()):
             promise = self._gain(self._regression)
+        assert promise is not None
         promise[list(self.taken)] = -math.inf
         best = np.flatnonzero(promise >= promise.max() * (1.0 - 1e-6))
         row = int(self._field.rng(len(self.taken)).choice(best))

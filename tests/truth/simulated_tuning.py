@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from loadgen.records.run import Label
 from loadgen.tune.records import Contender, Score, Space, Stage, TunableSetting, TuningRun
 from loadgen.tune.search import Choice, Search
 from loadgen.tune.space import every_contender
+from tests.truth.promises import Share
+from tests.truth.simulated_runs import experiment, plain, simulate
 
 Settings = Mapping[str, str]
 Speed = Callable[[Settings], float]
@@ -25,10 +27,10 @@ START = 0.02
 """Standard deviation of what a start adds to the log of a server's speed."""
 ERROR = 0.02, 0.04
 """Standard errors of scores within a run: uniform between these."""
+MARGIN = 0.05
+"""The margin of a comparison by default."""
 CLOSE = math.log(1.03)
 """What counts as found."""
-SIZES = 50, 200, 500
-"""Contenders of a target, about."""
 
 
 def setting(name: str, *values: str, ordered: bool = False, **when: tuple[str, ...]) -> TunableSetting:
@@ -37,16 +39,16 @@ def setting(name: str, *values: str, ordered: bool = False, **when: tuple[str, .
 
 def space_of(size: int, target: str = "native") -> Space:
     """A space of 48, 240 or 450 contenders, like those of real servers."""
-    batches = {50: ("8", "16", "32"), 200: ("8", "16", "32", "64"), 500: ("8", "16", "32", "64", "128")}[size]
-    modes = ("eager", "compile") if size == 50 else ("eager", "compile", "graph")
+    batches = {48: ("8", "16", "32"), 240: ("8", "16", "32", "64"), 450: ("8", "16", "32", "64", "128")}[size]
+    modes = ("eager", "compile") if size == 48 else ("eager", "compile", "graph")
     return Space(
         target=target,
         settings=(
             setting("engine", "torch", "onnx", "openvino"),
             setting("mode", *modes, engine=("torch",)),
             setting("max-batch-size", *batches, ordered=True),
-            *(() if size == 50 else (setting("queue-delay", "0", "1", "4", ordered=True),)),
-            setting("fronts", *(("0", "2") if size < 500 else ("0", "1", "2")), ordered=True),
+            *(() if size == 48 else (setting("queue-delay", "0", "1", "4", ordered=True),)),
+            setting("fronts", *(("0", "2") if size < 450 else ("0", "1", "2")), ordered=True),
             setting("pinned", "no", "yes"),
         ),
     )
@@ -80,17 +82,18 @@ class Planted:
     def over_limit(self, settings: Settings) -> float:
         return -1.0 if self.limit is None else self.limit(in_effect(self.space, settings))
 
-    def best(self) -> float:
-        """Speed of the best contender that is right and within the limit."""
+    def best(self, room: float = 0.0) -> float:
+        """Speed of the best contender that is right and within the limit, by so much on the log scale."""
         return max(
             self.speed(in_effect(self.space, settings))
             for settings in every_contender(self.space)
-            if not self.is_broken(settings) and self.over_limit(settings) <= 0.0
+            if not self.is_broken(settings) and self.over_limit(settings) <= -room
         )
 
 
-def planted(size: int, rng: np.random.Generator, target: str = "native") -> Planted:
-    """A target with random effects."""
+def planted(size: int, rng: np.random.Generator, target: str = "native", *, limited: bool = False) -> Planted:
+    """A target with random effects; with `limited` the limited metric is larger for larger batches and what is
+    faster."""
     space = space_of(size, target)
     by_name = {item.name: item for item in space.settings}
     engines, batches, fronts = (by_name[name].values for name in ("engine", "max-batch-size", "fronts"))
@@ -101,25 +104,54 @@ def planted(size: int, rng: np.random.Generator, target: str = "native") -> Plan
             effects[item.name] = {v: -width * (rank / last - peak) ** 2 for rank, v in enumerate(item.values)}
         else:
             effects[item.name] = dict(zip(item.values, rng.normal(0.0, 0.1, len(item.values)).tolist(), strict=True))
-    cliff = {"engine": rng.choice(engines), "max-batch-size": batches[rng.choice([0, -1])]}
+    cliff = {"engine": {rng.choice(engines)}, "max-batch-size": {batches[rng.choice([0, -1])]}}
     lower = int(rng.integers(len(batches) - 1))
     paying = {
         "engine": {rng.choice(engines)},
         "max-batch-size": set(batches[lower : lower + 2]),
         "fronts": {rng.choice(fronts)},
     }
-    bonus = rng.uniform(0.2, 0.35)
+    bonus = {3: rng.uniform(0.2, 0.35), 2: -0.03}
     wrong = ("mode", by_name["mode"].values[-1])
-    if rng.random() < 0.5 and len(others := [engine for engine in engines[1:] if engine not in paying["engine"]]):
+    if rng.random() < 0.5 and (others := [engine for engine in engines[1:] if engine not in paying["engine"]]):
         wrong = "engine", str(rng.choice(others))
 
     def speed(values: Settings) -> float:
-        total = sum(effects[name][value] for name, value in values.items() if name in effects)
-        total -= 0.5 * all(values[name] == value for name, value in cliff.items())
-        together = sum(values[name] in allowed for name, allowed in paying.items())
-        return float(total + {3: bonus, 2: -0.03}.get(together, 0.0))
+        single = sum(effects[name][value] for name, value in values.items() if name in effects)
+        fall = 0.5 * (matching(values, cliff) == 2)
+        return float(single - fall + bonus.get(matching(values, paying), 0.0))
 
-    return Planted(space, speed, lambda values: values.get(wrong[0]) == wrong[1])
+    def over(values: Settings) -> float:
+        return 0.8 * speed(values) + 0.2 * batches.index(values["max-batch-size"]) - middle
+
+    middle = 0.0
+    middle = float(np.median([over(in_effect(space, settings)) for settings in every_contender(space)]))
+    return Planted(space, speed, lambda values: values.get(wrong[0]) == wrong[1], over if limited else None)
+
+
+def only_together(size: int, rng: np.random.Generator, target: str = "native") -> Planted:
+    """A target of which three settings together pay 25 %, and nothing else matters but that each two cost 3 %."""
+    space = space_of(size, target)
+    by_name = {item.name: item.values for item in space.settings}
+    batch = int(rng.integers(1, len(by_name["max-batch-size"]) - 1))
+    paying = {
+        "engine": {str(rng.choice(by_name["engine"][1:]))},
+        "max-batch-size": set(by_name["max-batch-size"][batch : batch + 2]),
+        "fronts": {by_name["fronts"][-1]},
+    }
+    bonus = {3: 0.25, 2: -0.03}
+    return Planted(space, lambda values: bonus.get(matching(values, paying), 0.0), lambda _: False)
+
+
+def wrong_is_fastest(size: int, rng: np.random.Generator, target: str = "native") -> Planted:
+    """A target whose wrong answers come 50 % faster than any right ones."""
+    right = planted(size, rng, target)
+    return replace(right, speed=lambda values: right.speed(values) + 0.9 * right.broken(values))
+
+
+def matching(values: Settings, wanted: Mapping[str, set[str]]) -> int:
+    """How many of the settings have one of the wanted values."""
+    return sum(values.get(name) in allowed for name, allowed in wanted.items())
 
 
 @dataclass
@@ -131,8 +163,10 @@ class Machine:
     start: float = START
     error: tuple[float, float] = ERROR
     limit_error: float = 0.05
+    runs: list[TuningRun] = field(default_factory=list)
 
     def measure(self, stage: Stage, contenders: Sequence[Contender]) -> TuningRun:
+        """One run of contenders beside the anchor, the first target at its defaults."""
         first = next(iter(self.targets.values()))
         anchor = first.speed(in_effect(first.space, {})) + self.rng.normal(0.0, self.start)
         anchor_noise = self.rng.normal(0.0, math.sqrt(0.5))
@@ -152,26 +186,35 @@ class Machine:
                 half = 1.96 * self.limit_error
                 limit = math.exp(over), math.exp(over - half), math.exp(over + half)
             scores.append(Score(contender=contender.name, log_ratio=value, error=seen, value=1.0, limit=limit))
-        return TuningRun(folder="", stage=stage, scores=tuple(scores), out=out)
+        self.runs.append(TuningRun(folder="", stage=stage, scores=tuple(scores), out=out))
+        return self.runs[-1]
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlayedTuning:
     """A whole tuning up to the winners."""
 
     targets: Mapping[str, Planted]
-    search: Search
-    choices: tuple[Choice, ...] = ()
-    runs: list[TuningRun] = field(default_factory=list)
+    choices: tuple[Choice, ...]
+    runs: tuple[TuningRun, ...]
 
-    def lost(self, choice: Choice) -> float:
-        """How much the best of a target is faster than the choice, as a log ratio."""
+    def lost(self, choice: Choice, room: float = 0.0) -> float:
+        """How much faster the best of a target, `Planted.best`, is than the choice, as a log ratio."""
         target = self.targets[choice.target]
-        assert choice.winner is not None
-        return target.best() - target.of(choice.winner)
+        return math.inf if choice.winner is None else target.best(room) - target.of(choice.winner)
+
+
+def play(targets: Mapping[str, Planted], seed: int, screenings: int, passes: int = 2, places: int = 5) -> PlayedTuning:
+    """One tuning of these targets, without its final."""
+    machine = Machine(targets, np.random.default_rng([seed, 1]))
+    search = Search([target.space for target in targets.values()], seed)
+    screen(search, machine, screenings, places)
+    choices = choose(search, machine, passes, places)
+    return PlayedTuning(targets, choices, tuple(machine.runs))
 
 
 def screen(search: Search, machine: Machine, screenings: int, places: int = 5) -> None:
+    """So many screenings, fewer if there is nothing left to measure."""
     for _ in range(screenings):
         contenders = search.next_screening(places)
         if not contenders:
@@ -179,7 +222,7 @@ def screen(search: Search, machine: Machine, screenings: int, places: int = 5) -
         search.tell(machine.measure("screening", contenders))
 
 
-def choose(search: Search, machine: Machine, passes: int = 2, places: int = 5) -> tuple[Choice, ...]:
+def choose(search: Search, machine: Machine, passes: int, places: int = 5) -> tuple[Choice, ...]:
     """Measure the finalists freshly so often, in runs of equal size as the race does."""
     finalists = search.finalists(3)
     count = math.ceil(len(finalists) / places)
@@ -190,14 +233,38 @@ def choose(search: Search, machine: Machine, passes: int = 2, places: int = 5) -
     return search.winners()
 
 
-def play(targets: Mapping[str, Planted], seed: int, screenings: int, passes: int = 2, places: int = 5) -> PlayedTuning:
-    """One tuning of these targets."""
-    machine = Machine(targets, np.random.default_rng([seed, 1]))
-    search = Search([target.space for target in targets.values()], seed)
-    screen(search, machine, screenings, places)
-    return PlayedTuning(targets, search, choose(search, machine, passes, places))
+def final(played: PlayedTuning, rng: np.random.Generator, *, rounds: int, restarts: int, start: float = START) -> bool:
+    """Whether the final comparison of the defaults and the winners of two targets names one of the winners."""
+    speeds = {}
+    for labels, choice in zip(("ab", "cd"), played.choices, strict=True):
+        target = played.targets[choice.target]
+        speeds[labels[0]] = target.speed(in_effect(target.space, {}))
+        speeds[labels[1]] = speeds[labels[0]] if choice.winner is None else target.of(choice.winner)
+    plan = experiment(1, rounds, MARGIN, restarts=restarts, arms=4)
+    effects = {label: math.exp(speed) for label, speed in speeds.items()}
+    compared = simulate(plan, rng, plain, effects, restart_spread=math.sqrt(2.0) * start)
+    return any(c.leading and {*c.pairing} == {"b", "d"} and c.winner is not None for c in compared)
 
 
-def two_targets(size: int, seed: int) -> dict[str, Planted]:
-    rng = np.random.default_rng([seed, size])
-    return {name: planted(size, rng, name) for name in ("native", "triton")}
+def found_best(plant: Callable[..., Planted], contenders: int, screenings: int, tunings: int) -> Share:
+    """Targets whose chosen settings are within 3 % of the best, of tunings of two targets with so many contenders."""
+    lost = []
+    for seed in range(tunings):
+        rng = np.random.default_rng([seed, contenders])
+        played = play({name: plant(contenders, rng, name) for name in ("native", "triton")}, seed, screenings)
+        lost += [played.lost(choice) for choice in played.choices]
+    return Share(sum(loss < CLOSE for loss in lost), len(lost))
+
+
+def named_among_equals(
+    contenders: int, screenings: int, tunings: int, *, finals: int, restarts: int = 5, start: float = START
+) -> Share:
+    """Finals that name one of the winners, of tunings of two targets that are equal with any settings."""
+    named = 0
+    for seed in range(tunings):
+        truth = planted(contenders, np.random.default_rng([seed, contenders]))
+        equal = replace(truth, space=space_of(contenders, "triton"))
+        played = play({"native": truth, "triton": equal}, seed, screenings)
+        rngs = (np.random.default_rng([seed, number, 2]) for number in range(finals))
+        named += sum(final(played, rng, rounds=15, restarts=restarts, start=start) for rng in rngs)
+    return Share(named, tunings * finals)

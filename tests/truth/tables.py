@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from loadgen.stats.ratios import detectable_effect
-from tests.truth import promises
+from tests.truth import promises, simulated_tuning
 from tests.truth.closed_loops import KINDS, bias
 from tests.truth.planted_runs import TRUTHS, try_truth
 from tests.truth.simulated_rules import BEYOND, ENDINGS, LASTING, MACHINES, Machine, winners
@@ -32,7 +32,7 @@ def table(headings: str, rows: Iterator[str], first: int = 1) -> str:
     return "\n".join([f"| {headings} |", f"| {rule} |", *(f"| {row} |" for row in rows), ""])
 
 
-RUNS, MAPS = 1000, 200
+RUNS, MAPS, TUNINGS = 1000, 200, 200
 STRONGEST = LASTING[-1]
 
 
@@ -197,6 +197,27 @@ def planted() -> Iterator[str]:
         yield f"{truth.name} | {truth.metric} | {verdicts} | {truth.ratio:.3g} | {truth.pairs} | {covered}"
 
 
+def tunings() -> Iterator[str]:
+    """Targets whose best settings are found."""
+    for contenders in (48, 240, 450):
+        shares = [
+            simulated_tuning.found_best(plant, contenders, screenings, TUNINGS)
+            for plant in (simulated_tuning.planted, simulated_tuning.only_together)
+            for screenings in (10, 16, 24)
+        ]
+        yield f"{contenders} | {' | '.join(map(percent, shares))}"
+
+
+def equal_targets() -> Iterator[str]:
+    """Finals of equal targets that name a winner."""
+    for start in (0.0, 0.005, 0.01, 0.02):
+        shares = [
+            simulated_tuning.named_among_equals(48, 16, TUNINGS, finals=1, restarts=restarts, start=start)
+            for restarts in (1, 3, 5)
+        ]
+        yield f"{100 * start:g} % | {' | '.join(map(percent, shares))}"
+
+
 TABLES = (
     (f"the machine | {' | '.join(map(str, ENDINGS))}", one_run_in_twenty, 1),
     (
@@ -205,6 +226,12 @@ TABLES = (
         surfaces,
         1,
     ),
+    (
+        "contenders of a target | all effects: 25 tried | 40 | 60 | three settings together: 25 tried | 40 | 60",
+        tunings,
+        0,
+    ),
+    ("spread of a start | finals of equal targets with a winner: 1 start | 3 | 5", equal_targets, 0),
     ("pairs | 1 comparison | 10 comparisons | 20 comparisons", detectable, 0),
     ("promise of a fixed plan | noise | 4 pairs | 12 pairs", fixed_plan, 2),
     (
