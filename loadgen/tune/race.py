@@ -28,7 +28,7 @@ from loadgen.run.progress import RunProgress
 from loadgen.run.storage import StorageError, StoredRunError, read_one, running, write_record
 from loadgen.tune.records import ANCHOR, Contender, Space, Stage, Tuning, TuningRun
 from loadgen.tune.screening import screen
-from loadgen.tune.search import Choice, Search, SearchError, Standing
+from loadgen.tune.search import Choice, Search, Standing
 from loadgen.tune.settings import TuneSettings, final_settings, screening_settings
 
 FINAL_SHARE, LEAST_FINAL_S, MOST_FINAL_SHARE = 0.25, 240.0, 0.4
@@ -155,7 +155,7 @@ def tune(
             race.run()
         except KeyboardInterrupt:
             race.store(state="interrupted")
-        except (TuningError, SearchError, PlanError, StoredRunError) as exc:
+        except (TuningError, PlanError, StoredRunError) as exc:
             race.store(state="failed", error=str(exc))
         else:
             race.store(state="finished")

@@ -4,9 +4,10 @@ What comes next is a function of the seed, the contenders named so far and the r
 resumes gives those to a new `Search` and goes on as if nothing had happened.
 
 **Suggestions.** The first contenders of a target are those that show most values of settings together that no contender
-had before, three at a time, so that settings which pay only together are seen. The next are those that are
+had before, up to three at a time, so that settings which pay only together are seen. The next are those that are
 expected to improve most on the best, by a regression of all scores (`loadgen.stats.regression`). Once all contenders
-are measured, those that may be the best are measured again.
+are measured, those that may be the best are measured again. A contender that is out counts as one with the worst score,
+so that what it shares with others loses its promise.
 
 **Standings.** A contender races as long as the upper end of its interval reaches the lower end of another of its
 target. The finalists are the best that race. Their fresh runs alone choose the winner, by generalised least squares:
@@ -51,10 +52,6 @@ MOST_LISTED = 4096
 """Contenders of a space that are considered; of a larger space so many are drawn."""
 WIDEST_LIMIT = 1e3
 Z95 = 1.96
-
-
-class SearchError(Exception):
-    """The search cannot go on; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +167,7 @@ class Search:
         if stage == "screening":
             estimates = self._outlook(target).estimates()
         else:
-            estimates = least_squares(self._that_count(stage), START_SPREAD)
+            estimates = least_squares(self._that_count(stage), self.start_spread)
         scores, out = self._scores(stage), self._out
         standings = []
         for contender in self.contenders:
@@ -214,6 +211,13 @@ class Search:
         space = self.spaces[contender.target]
         lesser = {name: {n: v for n, v in contender.settings.items() if n != name} for name in contender.settings}
         return {name: self._name(space.target, canonical(space, settings)) for name, settings in lesser.items()}
+
+    @property
+    def start_spread(self) -> float:
+        """τ, the standard deviation of the log of what a start of a server changes, by the screenings of all
+        targets."""
+        spreads = [self._outlook(target).start_spread for target in self.spaces]
+        return math.fsum(spreads) / len(spreads)
 
     def _choice(self, target: str) -> Choice:
         measured = [s for s in self.standings(target, "finalists") if s.log_ratio is not None and s.out is None]
@@ -357,6 +361,10 @@ class _Outlook:
         means, spreads, measured = self._regression.means, self._regression.spreads, set(self._measured)
         return {name: (float(means[row]), float(spreads[row])) for name, row in self._rows.items() if row in measured}
 
+    @property
+    def start_spread(self) -> float:
+        return START_SPREAD if self._regression is None else self._regression.start_spread
+
     def next_new(self) -> int | None:
         """The row of the contender without a name that promises most, None if all have one. It counts as measured
         for the next."""
@@ -373,7 +381,7 @@ class _Outlook:
         row = int(self._field.rng(len(self.taken)).choice(best))
         self.taken.add(row)
         if self._regression is not None:
-            self._regression.assume(row, math.hypot(TYPICAL_ERROR, math.sqrt(2.0) * self._regression.start_spread))
+            self._regression.assume(row, math.hypot(TYPICAL_ERROR, math.sqrt(2.0) * self.start_spread))
         return row
 
     def _gain(self, regression: Regression) -> Values:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 
@@ -256,15 +257,21 @@ def found_best(plant: Callable[..., Planted], contenders: int, screenings: int, 
     return Share(sum(loss < CLOSE for loss in lost), len(lost))
 
 
+@cache
+def equals(contenders: int, screenings: int, seed: int) -> PlayedTuning:
+    """A tuning of two targets that are equal with any settings."""
+    truth = planted(contenders, np.random.default_rng([seed, contenders]))
+    equal = replace(truth, space=space_of(contenders, "triton"))
+    return play({"native": truth, "triton": equal}, seed, screenings)
+
+
 def named_among_equals(
     contenders: int, screenings: int, tunings: int, *, finals: int, restarts: int = 5, start: float = START
 ) -> Share:
     """Finals that name one of the winners, of tunings of two targets that are equal with any settings."""
     named = 0
     for seed in range(tunings):
-        truth = planted(contenders, np.random.default_rng([seed, contenders]))
-        equal = replace(truth, space=space_of(contenders, "triton"))
-        played = play({"native": truth, "triton": equal}, seed, screenings)
+        played = equals(contenders, screenings, seed)
         rngs = (np.random.default_rng([seed, number, 2]) for number in range(finals))
         named += sum(final(played, rng, rounds=15, restarts=restarts, start=start) for rng in rngs)
     return Share(named, tunings * finals)

@@ -32,7 +32,7 @@ def table(headings: str, rows: Iterator[str], first: int = 1) -> str:
     return "\n".join([f"| {headings} |", f"| {rule} |", *(f"| {row} |" for row in rows), ""])
 
 
-RUNS, MAPS, TUNINGS = 1000, 200, 200
+RUNS, MAPS, TUNINGS = 1000, 200, 100
 STRONGEST = LASTING[-1]
 
 
