@@ -69,6 +69,8 @@ ANSWERS_OF_SMOKE = 16
 ANSWERS_OF_SCREENING = 16
 """Answers that a screening keeps per arm: it finds wrong ones, if they are a sixth of all, with 95 % probability. The
 comparison that follows it keeps as many as every other."""
+LEAST_ROUNDS = 2
+"""Of a screening, whose scatter is estimated from all its arms together."""
 SLOWEST_SIZED = 2.0
 """The blocks of a screening are long enough for an arm that takes so many times as long as the baseline."""
 READY_SECONDS_OF_SCREENING, SLOWEST_START = 180.0, 3.0
@@ -310,7 +312,9 @@ def _sized(context: RunContext, by_arm: Mapping[str, Mapping[Label, float]], war
         first = experiment.baseline.label
         took = {name: min(slowest, SLOWEST_SIZED * by_arm[name][first]) for name, slowest in took.items()}
     if not experiment.is_language:
-        return msgspec.structs.replace(experiment, workloads=sized(experiment.workloads, took))
+        return _with_rounds_that_pay(
+            context, msgspec.structs.replace(experiment, workloads=sized(experiment.workloads, took))
+        )
     workloads, seconds = with_rates(experiment.workloads, took), None
     if experiment.minutes is not None:
         again_s = (experiment.restarts - 1) * (context.forecast.start_s + warm_up_s)
@@ -322,7 +326,23 @@ def _sized(context: RunContext, by_arm: Mapping[str, Mapping[Label, float]], war
     if left_out:
         minutes = counted(round(experiment.minutes or 0.0, 1), "minute")
         context.progress.rule_decided(f"{minutes} would not last for everything; left out: {join(left_out)}")
-    return msgspec.structs.replace(experiment, workloads=workloads, left_out=left_out)
+    return _with_rounds_that_pay(context, msgspec.structs.replace(experiment, workloads=workloads, left_out=left_out))
+
+
+def _with_rounds_that_pay(context: RunContext, experiment: Experiment) -> Experiment:
+    """A screening whose load takes no longer than what came before it, if two rounds allow that: where blocks are long,
+    more contenders tell more than more rounds. On a GPU its proof needs them all."""
+    if not experiment.screening or expects_gpu(*experiment.arms):
+        return experiment
+    before_s = monotonic() - context.began_s
+    workloads = tuple(
+        msgspec.structs.replace(
+            workload,
+            rounds=max(LEAST_ROUNDS, min(workload.rounds, int(before_s / context.forecast.round_s(workload)))),
+        )
+        for workload in experiment.workloads
+    )
+    return msgspec.structs.replace(experiment, workloads=workloads)
 
 
 def _gpu_info(context: RunContext) -> dict[str, object]:

@@ -10,7 +10,7 @@ from loadgen.records.probes import AnswersCompared, CacheProbe
 from loadgen.records.run import ArmRequest, Experiment, ParityRecord, Workload
 from loadgen.run.preparation import Prepared
 from loadgen.run.progress import RunProgress
-from loadgen.run.runner import ANSWERS_OF_SCREENING, run_experiment
+from loadgen.run.runner import ANSWERS_OF_SCREENING, LEAST_ROUNDS, run_experiment
 from loadgen.run.storage import read_run
 from loadgen.tune.screening import judge
 from loadgen.tune.settings import TuneSettings
@@ -118,3 +118,14 @@ def test_the_second_run_uses_the_samples_of_the_first(tmp_path: Path) -> None:
     assert made
     assert run(screening(contender("good")), tmp_path / "2", prepared).state == "finished"
     assert {path: path.stat().st_mtime_ns for path in prepared.samples.iterdir()} == made
+
+
+def test_the_load_takes_no_longer_than_what_came_before_it(tmp_path: Path) -> None:
+    asked = screening(contender("good"))
+    state = run(
+        msgspec.structs.replace(asked, workloads=(msgspec.structs.replace(LOAD, requests=1, rounds=500),)),
+        tmp_path / "run",
+    )
+    assert state.state == "finished", state
+    (workload,) = stored(tmp_path / "run" / "experiment.json", Experiment).workloads
+    assert LEAST_ROUNDS <= workload.rounds < 500
