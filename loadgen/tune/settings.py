@@ -133,11 +133,11 @@ class TuneSettings(Settings):
     minutes: float = _main(30.0, gt=0.0, le=1440.0, description="Minutes of the whole, with the final comparison.")
     tune: Chosen = _main(
         {},
-        description="Try only these values of a setting: max-batch-size=8,16,32, or for one server triton.NAME=…; "
+        description="Try only these values of a setting: max-batch-size=8,16,32, or for one server triton.NAME=8; "
         "repeatable.",
     )
     fix: Chosen = _main(
-        {}, description="Give a setting one value everywhere: fronts=4, or for one server native.NAME=…; repeatable."
+        {}, description="Give a setting one value everywhere: fronts=4, or for one server native.NAME=4; repeatable."
     )
     at_once: int | None = _measurement(
         None,
