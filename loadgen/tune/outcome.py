@@ -1,7 +1,7 @@
 """What a tuning tells, from its stored record and the result of its final comparison; pure.
 
 All that is claimed comes from the final: its figures were measured after everything was chosen. Until there is one, an
-outcome has the standing of the search, which is no result: the best of many looks better than it is.
+outcome has the standing of the search, which is not a result: the best of many looks better than it is.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from loadgen.quantities import Interval, join, number, ratio, ratio_interval, sh
 from loadgen.records.run import Label, item_of
 from loadgen.stats.ratios import SIGNIFICANCE, critical_t
 from loadgen.tune.records import Contender, Space, Tuning
-from loadgen.tune.search import Choice, Search, Standing
+from loadgen.tune.search import Choice, Search, Standing, gain
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.headline import Alternatives, fit
 from loadgen.verdict.result import Result
 
 TITLES: Mapping[str, str] = {"triton": "Triton", "fastapi": "FastAPI", "litserve": "LitServe", "vllm": "vLLM"}
 """How a target is called in a sentence, if not by its name."""
-Z95 = 1.96
 ENERGY = Metric("joules_per_item", "energy per item", "J", higher_is_better=False, measured_in=lambda _: False)
 """Of the GPU, over all rounds of the final; no metric of a comparison, which has figures of its blocks."""
 
@@ -140,10 +139,7 @@ class TargetOutcome:
     def gain_so_far(self) -> tuple[float, Interval] | None:
         """How many times better the leader is than the defaults in the screenings, with the interval."""
         start = next((s for s in self.standings if s.contender == self.default), None)
-        if self.leader is None or start is None or self.leader.log_ratio is None or start.log_ratio is None:
-            return None
-        error = 0.0 if self.leader is start else math.hypot(self.leader.error, start.error)
-        return _factor(self.leader.log_ratio - start.log_ratio, error)
+        return gain(self.leader, start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +228,6 @@ def outcome_of(tuning: Tuning, final: Result | None) -> TuningOutcome:
         between_best=tuple(filter(None, best)),
         between_defaults=tuple(filter(None, defaults)),
     )
-
-
-def _factor(log_ratio: float, error: float) -> tuple[float, Interval]:
-    return math.exp(log_ratio), (math.exp(log_ratio - Z95 * error), math.exp(log_ratio + Z95 * error))
 
 
 def goal_metric(settings: TuneSettings, final: Result) -> Metric | None:
@@ -402,9 +394,7 @@ def _effects(space: Space, winner: Contender | None, search: Search) -> tuple[Se
     effects = []
     for name, contender in search.put_back(winner).items():
         part = measured.get(contender.name)
-        factor, ci95 = None, None
-        if whole is not None and whole.log_ratio is not None and part is not None and part.log_ratio is not None:
-            factor, ci95 = _factor(whole.log_ratio - part.log_ratio, math.hypot(whole.error, part.error))
+        factor, ci95 = gain(whole, part) or (None, None)
         effects.append(SettingEffect(name, defaults[name], winner.settings[name], factor, ci95))
     return tuple(sorted(effects, key=lambda effect: -(effect.factor or 0.0)))
 
@@ -543,7 +533,7 @@ def _gain(target: TargetOutcome, outcome: TuningOutcome) -> Alternatives:
 
 
 def _unfinished(outcome: TuningOutcome) -> str:
-    """The state of the search, which is no result."""
+    """The state of the search, which is not a result."""
     tried = sum(target.tried for target in outcome.targets)
     chosen = any(target.winner is not None for target in outcome.targets)
     where = "the best are chosen, the final did not run" if chosen else "nothing is chosen yet"

@@ -13,7 +13,7 @@ from loadgen.documents import one_line
 from loadgen.quantities import counted, ratio, ratio_interval
 from loadgen.records.run import Label
 from loadgen.report.progress import MovingLine, clock
-from loadgen.tune.race import Lead, RaceProgress
+from loadgen.tune.race import RaceLead, RaceProgress
 from loadgen.tune.records import Space, TuningRun
 from loadgen.tune.space import size
 
@@ -23,7 +23,7 @@ class RichRaceProgress(MovingLine, RaceProgress):
 
     def __init__(self, console: Console, spaces: Sequence[Space]) -> None:
         self._sizes = {space.target: size(space) for space in spaces}
-        self._leads: Sequence[Lead] = ()
+        self._leads: Sequence[RaceLead] = ()
         self._stage = ""
         super().__init__(console)
 
@@ -51,7 +51,7 @@ class RichRaceProgress(MovingLine, RaceProgress):
         """Say that a contender is out."""
         self._say(f"       {label} is out: {one_line(why)}", "red")
 
-    def run_done(self, run: TuningRun, leads: Sequence[Lead]) -> None:
+    def run_done(self, run: TuningRun, leads: Sequence[RaceLead]) -> None:
         """Update the lines of the race."""
         self._leads = leads
         if run.problem is not None:
@@ -73,7 +73,7 @@ class RichRaceProgress(MovingLine, RaceProgress):
         self._console.print(Text(text, style=style), soft_wrap=not self._console.is_terminal)  # a log has no width
 
 
-def lead_in_words(lead: Lead, contenders: int) -> str:
+def lead_in_words(lead: RaceLead, contenders: int) -> str:
     """ "triton: best so far triton-7, 1.31× (1.22–1.40) of its defaults: max-batch-size 16; 9 of 216 tried, 1 out" """
     tried = f"{lead.tried:,} of {counted(contenders, 'contender')} tried" + (f", {lead.out} out" if lead.out else "")
     if lead.best is None:

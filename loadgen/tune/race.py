@@ -28,7 +28,7 @@ from loadgen.run.progress import RunProgress
 from loadgen.run.storage import StorageError, StoredRunError, read_one, running, write_record
 from loadgen.tune.records import ANCHOR, Contender, Space, Stage, Tuning, TuningRun
 from loadgen.tune.screening import screen
-from loadgen.tune.search import Choice, Search, Standing
+from loadgen.tune.search import Choice, Search, Standing, gain
 from loadgen.tune.settings import TuneSettings, final_settings, screening_settings
 
 FINAL_SHARE, LEAST_FINAL_S, MOST_FINAL_SHARE = 0.25, 240.0, 0.4
@@ -50,7 +50,6 @@ LAST = 3
 """Runs by which the next one is planned."""
 TITLES: Mapping[Stage, str] = {"screening": "screening", "finalists": "finalists", "settings": "settings put back"}
 FINAL = "final"
-Z95 = 1.96
 
 
 class TuningError(Exception):
@@ -58,7 +57,7 @@ class TuningError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
+class RaceLead:
     """How far the search of one target is."""
 
     target: str
@@ -79,7 +78,7 @@ class RaceProgress(RunProgress):
     def stage_begins(self, title: str) -> None:
         """A run of the tuning begins."""
 
-    def run_done(self, run: TuningRun, leads: Sequence[Lead]) -> None:
+    def run_done(self, run: TuningRun, leads: Sequence[RaceLead]) -> None:
         """A run is stored, and where the race stands after it."""
 
     def time_left(self, seconds: float) -> None:
@@ -162,28 +161,21 @@ def tune(
     return race.tuning
 
 
-def leads_of(search: Search) -> list[Lead]:
+def leads_of(search: Search) -> list[RaceLead]:
     """Where the race stands, one line per target."""
     leads = []
     for target in search.spaces:
         standings = search.standings(target)
         measured = [standing for standing in standings if standing.times and standing.log_ratio is not None]
         out = sum(standing.out is not None for standing in standings)
-        lead = Lead(target, sum(bool(s.times or s.out) for s in standings), out)
+        lead = RaceLead(target, sum(bool(s.times or s.out) for s in standings), out)
         best = next((standing for standing in measured if standing.racing), None)
         default = next((standing for standing in measured if not standing.contender.settings), None)
         if best is not None:
-            factor, ci95 = _gain(best, default)
-            lead = Lead(target, lead.tried, out, best, factor, ci95)
+            factor, ci95 = (None if best is default else gain(best, default)) or (None, None)
+            lead = RaceLead(target, lead.tried, out, best, factor, ci95)
         leads.append(lead)
     return leads
-
-
-def _gain(best: Standing, default: Standing | None) -> tuple[float | None, Interval | None]:
-    if default is None or best is default or best.log_ratio is None or default.log_ratio is None:
-        return None, None
-    gain, error = best.log_ratio - default.log_ratio, math.hypot(best.error, default.error)
-    return math.exp(gain), (math.exp(gain - Z95 * error), math.exp(gain + Z95 * error))
 
 
 class _Race:

@@ -34,6 +34,7 @@ from loadgen.stats.ratios import critical_t
 from loadgen.stats.tails import percentile_of_rounds
 from loadgen.tune.outcome import goal_metrics
 from loadgen.tune.records import ANCHOR, Score
+from loadgen.tune.search import Z95
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.checks.registry import fault_of, invalidating
 from loadgen.verdict.result import Result, analyse_run, readable
@@ -44,7 +45,6 @@ NOT_KNOWN = 1e6
 """The upper end of a limit's interval where the answers are too few for one."""
 LEAST_FOR_P99 = 100
 SIGNIFICANCE = 0.05
-_Z95 = 1.96
 TOO_SLOW = "It is so much slower than the anchor that its blocks show no figure."
 _MOST_WORDS = 600
 """Characters of why a contender is out: a check may name several."""
@@ -158,7 +158,7 @@ def _by_blocks(
     rest = logs - logs.mean(axis=0) - logs.mean(axis=1, keepdims=True) + logs.mean()
     degrees = (len(labels) - 1) * (len(rounds) - 1)
     spread = math.sqrt(float(np.sum(rest**2)) / degrees)
-    error = spread * math.sqrt(2.0 / len(rounds)) * critical_t(degrees, SIGNIFICANCE) / _Z95
+    error = spread * math.sqrt(2.0 / len(rounds)) * critical_t(degrees, SIGNIFICANCE) / Z95
     means = dict(zip(labels, logs.mean(axis=0).tolist(), strict=True))
     return {
         label: (mean - means[anchor], max(error, LEAST_ERROR), math.exp(mean if metric.higher_is_better else -mean))

@@ -78,7 +78,7 @@ class Standing:
         """95 % interval of how many times better than the anchor it is."""
         if self.log_ratio is None:
             return None
-        return math.exp(self.log_ratio - Z95 * self.error), math.exp(self.log_ratio + Z95 * self.error)
+        return factor_of(self.log_ratio, self.error)[1]
 
     @property
     def may_win(self) -> bool:
@@ -285,6 +285,19 @@ _Settings = frozenset[tuple[str, str]]
 
 def _settings(settings: Mapping[str, str]) -> _Settings:
     return frozenset(settings.items())
+
+
+def factor_of(log_ratio: float, error: float) -> tuple[float, Interval]:
+    """A log ratio as a factor, with its 95 % interval."""
+    return math.exp(log_ratio), (math.exp(log_ratio - Z95 * error), math.exp(log_ratio + Z95 * error))
+
+
+def gain(standing: Standing | None, default: Standing | None) -> tuple[float, Interval] | None:
+    """How many times better one contender is than another; None if one of them was not measured."""
+    if standing is None or default is None or standing.log_ratio is None or default.log_ratio is None:
+        return None
+    error = 0.0 if standing is default else math.hypot(standing.error, default.error)
+    return factor_of(standing.log_ratio - default.log_ratio, error)
 
 
 def _value(standing: Standing) -> float:

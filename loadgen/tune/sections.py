@@ -39,10 +39,10 @@ from loadgen.tune.outcome import (
     settings_in_words,
 )
 from loadgen.tune.records import ANCHOR, Contender, Score, Stage
+from loadgen.tune.search import factor_of
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.checks.registry import validity
 
-Z95 = 1.96
 STAGES: Mapping[Stage, str] = {"screening": "screenings", "finalists": "finalists", "settings": "settings put back"}
 BEST_MARK, SMALL, LARGE = "star", 7, 15
 LIMIT_STYLES: Mapping[str, doc.Style] = {
@@ -289,7 +289,7 @@ def _race(outcome: TuningOutcome) -> doc.Section | None:
         if not own:
             continue
         centres = [math.exp(score.log_ratio) for _, _, score in own]
-        bounds = [_interval(score) for _, _, score in own]
+        bounds = [factor_of(score.log_ratio, score.error)[1] for _, _, score in own]
         values += [bound for pair in bounds for bound in pair]
         shade = f"--{target_style(outcome, target)}"
         names = [score.contender for _, _, score in own]
@@ -356,10 +356,6 @@ def _legend_of_marks() -> list[doc.Figure]:
         }
         for name, symbol, size in (("best", BEST_MARK, 13), ("defaults", "circle-open", 10))
     ]  # fmt: skip
-
-
-def _interval(score: Score) -> tuple[float, float]:
-    return math.exp(score.log_ratio - Z95 * score.error), math.exp(score.log_ratio + Z95 * score.error)
 
 
 def _spans(stages: Sequence[Stage]) -> list[tuple[Stage, int, int]]:

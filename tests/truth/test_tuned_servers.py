@@ -19,7 +19,7 @@ from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.tune.declared import read_spaces
 from loadgen.tune.files import read_tuning
-from loadgen.tune.race import Lead, Measuring, RaceProgress, tune
+from loadgen.tune.race import Measuring, RaceLead, RaceProgress, tune
 from loadgen.tune.records import Tuning, TuningRun
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.result import analyse
@@ -36,9 +36,9 @@ class Watched(RaceProgress):
 
     interrupt_after: int = 0
     runs: list[TuningRun] = field(default_factory=list)
-    leads: Sequence[Lead] = ()
+    leads: Sequence[RaceLead] = ()
 
-    def run_done(self, run: TuningRun, leads: Sequence[Lead]) -> None:
+    def run_done(self, run: TuningRun, leads: Sequence[RaceLead]) -> None:
         self.runs.append(run)
         self.leads = leads
 
