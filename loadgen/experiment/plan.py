@@ -480,20 +480,13 @@ def surface_base(settings: ExperimentSettings, *, gpu: bool, factor: float = 1.0
     these few and of all loads last as long together as its proof needs, which is one for the whole surface."""
     arms = len(settings.arms)
     first = settings.rounds or math.ceil(SURFACE_ROUNDS / arms) * arms
-    base = base_workload(settings.model_copy(update={"rounds": first}), factor=factor)
-    if not gpu:
-        return base
-    blocks = first * surface_points(settings)
-    return msgspec.structs.replace(
-        base,
-        seconds=max(base.seconds, GPU_BLOCK_S, GPU_WINDOW_S / blocks),
-        requests=math.ceil(GPU_REQUESTS / blocks),
-    )
+    few = settings.model_copy(update={"rounds": first})
+    return base_workload(few, gpu=gpu, factor=factor, loads=surface_points(settings))
 
 
-def base_workload(settings: ExperimentSettings, *, gpu: bool = False, factor: float = 1.0) -> Workload:
+def base_workload(settings: ExperimentSettings, *, gpu: bool = False, factor: float = 1.0, loads: int = 1) -> Workload:
     """The workload of one user, from which the others are made; its blocks last at least `factor` times the
-    preset's least time."""
+    preset's least time. So many `loads` share one GPU proof."""
     preset = PRESETS[settings.preset]
     seconds, rounds, requests = factor * preset.seconds, settings.rounds or least_rounds(settings), 1
     if gpu:
@@ -501,8 +494,8 @@ def base_workload(settings: ExperimentSettings, *, gpu: bool = False, factor: fl
         if settings.rounds is None:
             rounds = max(rounds, math.ceil(GPU_WINDOW_S / seconds))
         else:
-            seconds = max(seconds, GPU_WINDOW_S / rounds)
-        requests = math.ceil(GPU_REQUESTS / rounds)
+            seconds = max(seconds, GPU_WINDOW_S / (rounds * loads))
+        requests = math.ceil(GPU_REQUESTS / (rounds * loads))
     return Workload(
         scenario="single",
         batch_size=1,
