@@ -143,6 +143,18 @@ def axis(title: str, **more: object) -> doc.Figure:
     return {"title": {"text": title}, "automargin": True, "zeroline": False, **more}
 
 
+def upright_line(x: float, color: str, **line: object) -> doc.Figure:
+    """The shape of a line from the bottom to the top of a chart."""
+    place: doc.Figure = {"xref": "x", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1}
+    return {"type": "line", **place, "line": {"color": color, **line}}
+
+
+def label_at(x: float, y: float, text: str, color: str, **more: object) -> doc.Figure:
+    """The annotation of a place of the x axis, on a logarithmic one its logarithm, at a share `y` of the height."""
+    place: doc.Figure = {"xref": "x", "yref": "paper", "x": x, "y": y, "showarrow": False}
+    return {**place, "text": label_text(text), "font": {"color": color, "size": 11}, **more}
+
+
 ROWS: doc.Figure = {"automargin": True, "autorange": "reversed"}
 """The y axis of horizontal bars, the first row on top."""
 

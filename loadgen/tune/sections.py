@@ -325,6 +325,7 @@ def _race(outcome: TuningOutcome) -> doc.Section | None:
             }
         )
     data += _legend_of_marks()
+    spans = _spans([stage for stage, _ in measurements])
     chart = doc.Chart(
         "race",
         "The race",
@@ -336,8 +337,11 @@ def _race(outcome: TuningOutcome) -> doc.Section | None:
             "legend": charts.LEGEND_ABOVE,
             "xaxis": charts.axis("measurement", rangemode="tozero"),
             "yaxis": charts.axis("times the anchor", **charts.log_axis(values)),
-            "shapes": list(_stage_lines([stage for stage, _ in measurements])),
-            "annotations": list(_stage_names([stage for stage, _ in measurements])),
+            "shapes": [charts.upright_line(first - 0.5, "--muted", width=1) for _, first, _ in spans[1:]],
+            "annotations": [
+                charts.label_at((first + last) / 2, 0.01, STAGES.get(stage, stage), "--muted", yanchor="bottom")
+                for stage, first, last in spans
+            ],
         },
     )
     return doc.section("", chart, on=doc.HTML)
@@ -363,22 +367,6 @@ def _spans(stages: Sequence[Stage]) -> list[tuple[Stage, int, int]]:
     return [
         (stage, stages.index(stage) + 1, len(stages) - stages[::-1].index(stage)) for stage in dict.fromkeys(stages)
     ]
-
-
-def _stage_lines(stages: Sequence[Stage]) -> Iterator[doc.Figure]:
-    for _, first, _ in _spans(stages)[1:]:
-        yield {
-            "type": "line", "xref": "x", "yref": "paper", "x0": first - 0.5, "x1": first - 0.5, "y0": 0, "y1": 1,
-            "line": {"color": "--muted", "width": 1},
-        }  # fmt: skip
-
-
-def _stage_names(stages: Sequence[Stage]) -> Iterator[doc.Figure]:
-    for stage, first, last in _spans(stages):
-        yield {
-            "xref": "x", "yref": "paper", "x": (first + last) / 2, "y": 0.01, "yanchor": "bottom", "showarrow": False,
-            "text": STAGES.get(stage, stage), "font": {"color": "--muted", "size": 11},
-        }  # fmt: skip
 
 
 AXES: Mapping[str, tuple[str, bool]] = {
@@ -430,20 +418,6 @@ def _trade_off(outcome: TuningOutcome) -> doc.Section | None:
                 "hoverinfo": "skip",
             }
         )
-    shapes = [
-        {
-            "type": "line", "xref": "x", "yref": "paper", "x0": bound, "x1": bound, "y0": 0, "y1": 1,
-            "line": {"color": "--bad", "width": 2, "dash": "dash"},
-        }
-        for bound in ([] if limit is None else [limit])
-    ]  # fmt: skip
-    notes = [
-        {
-            "xref": "x", "yref": "paper", "x": math.log10(bound), "y": 1, "xanchor": "right", "yanchor": "top",
-            "showarrow": False, "text": f"limit {number(bound)} ms ", "font": {"color": "--bad", "size": 11},
-        }
-        for bound in ([] if limit is None else [limit])
-    ]  # fmt: skip
     chart = doc.Chart(
         "trade-off",
         "Latency and energy" if goal == "energy" else "Latency and throughput",
@@ -455,11 +429,18 @@ def _trade_off(outcome: TuningOutcome) -> doc.Section | None:
             "legend": charts.LEGEND_ABOVE,
             "xaxis": charts.axis("p99 latency, ms", **charts.log_axis([*latencies, *([limit] if limit else [])])),
             "yaxis": charts.axis(outcome.unit or title, **charts.log_axis(values)),
-            "shapes": shapes,
-            "annotations": notes,
+            **({} if limit is None else _limit_line(limit)),
         },
     )
     return doc.section("", chart, on=doc.HTML)
+
+
+def _limit_line(limit_ms: float) -> doc.Figure:
+    text, corner = f"limit {number(limit_ms)} ms ", {"xanchor": "right", "yanchor": "top"}
+    return {
+        "shapes": [charts.upright_line(limit_ms, "--bad", width=2, dash="dash")],
+        "annotations": [charts.label_at(math.log10(limit_ms), 1, text, "--bad", **corner)],
+    }
 
 
 def _points(outcome: TuningOutcome, target: TargetOutcome) -> dict[Label, tuple[float, float]]:
