@@ -93,32 +93,52 @@ def verdict_words(outcome: Outcome, pairing: Pairing, margin: float | None = Non
     return "no meaningful difference" + ("" if margin is None else f" (within ±{100.0 * margin:g} %)")
 
 
+def winner_in_words(comparison: Comparison, names: Mapping[Label, str], title: str = "") -> str:
+    """How much better the winner is: "B serves 1.12× the images/s of A", "B has 1.12× lower p50 latency than A".
+
+    `title` replaces that of the metric, if it is not a registered one.
+    """
+    lead, winner, loser = advantage(comparison), comparison.winner, comparison.loser
+    assert lead is not None
+    assert winner is not None
+    assert loser is not None
+    factor = ratio(lead.factor, lead.ci95)
+    if comparison.higher_is_better:
+        return f"{names[winner]} serves {factor} the {comparison.unit} of {names[loser]}"
+    return f"{names[winner]} has {factor} lower {title or METRICS[comparison.metric].title} than {names[loser]}"
+
+
 def claim(
-    comparison: Comparison, names: Mapping[Label, str] | None = None, where: str = "", margin: float | None = None
+    comparison: Comparison,
+    names: Mapping[Label, str] | None = None,
+    where: str = "",
+    margin: float | None = None,
+    title: str = "",
 ) -> str:
-    """Which arm is better, by how much, with the interval. `names` replaces labels; `where` follows the claim."""
-    title = METRICS[comparison.metric].title
-    base, arm = ((names or {}).get(label, shown(label)) for label in comparison.pairing)
+    """Which arm is better, by how much, with the interval. `names` replaces labels, `title` that of the metric; `where`
+    follows the claim."""
+    title = title or METRICS[comparison.metric].title
+    names = names or {label: shown(label) for label in comparison.pairing}
     lead = advantage(comparison)
     if comparison.verdict == "invalid":
         return f"no verdict on {title}{where}: {comparison.reason}"
-    if comparison.winner is None or lead is None:
+    if comparison.winner is None or comparison.loser is None or lead is None:
         words = verdict_words(comparison.verdict, comparison.pairing, margin)
-        return f"{words} in {title}{where} ({_as_measured(comparison)})"
-    better, other = (arm, base) if comparison.winner == comparison.arm else (base, arm)
-    factor, interval = ratio(lead.factor, lead.ci95), f"(95 % interval {ratio_interval(lead.ci95)})"
+        return f"{words} in {title}{where} ({_as_measured(comparison, names)})"
+    interval = f"(95 % interval {ratio_interval(lead.ci95)})"
     if comparison.higher_is_better:
-        return f"{better} serves {factor} the {comparison.unit} of {other}{where} {interval}"
+        return f"{winner_in_words(comparison, names)}{where} {interval}"
+    better, other, factor = names[comparison.winner], names[comparison.loser], ratio(lead.factor, lead.ci95)
     return f"the {title} of {better} is {factor} lower than that of {other}{where} {interval}"
 
 
-def _as_measured(comparison: Comparison) -> str:
+def _as_measured(comparison: Comparison, names: Mapping[Label, str]) -> str:
     lead = advantage(comparison)
     if lead is None:
         return comparison.reason or "not measured"
     factor = ratio(lead.factor, lead.ci95)
     if lead.better is not None and shown_ratio(lead.factor, lead.ci95) > 1.0:
-        factor += f" in favour of {shown(lead.better)}"
+        factor += f" in favour of {names[lead.better]}"
     if lead.ci95 is None:
         return f"{factor}, no interval: {comparison.reason}"
     interval = ratio_interval(lead.ci95, comparison.pairs)

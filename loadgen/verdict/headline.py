@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
-from loadgen.metrics.claims import WorkloadRanking, neighbours, place, weight
+from loadgen.metrics.claims import WorkloadRanking, neighbours, place, weight, winner_in_words
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons
 from loadgen.metrics.registry import METRICS, SERVED
 from loadgen.metrics.surface import Surface, counts_in_words, crossing_in_words, rows_in_words, surface_of
-from loadgen.quantities import counted, join, ratio, ratio_interval
+from loadgen.quantities import counted, join, ratio_interval
 from loadgen.records.run import Experiment, Label, Workload, shown
 from loadgen.verdict.checks.registry import CHECKS, Check, in_sentence, invalidating, reached
 from loadgen.verdict.checks.run import same_payload
@@ -132,29 +132,22 @@ def _claims(
     comparison: Comparison, names: Mapping[Label, str], where: str, ranking: WorkloadRanking | None
 ) -> Alternatives:
     """Who leads by how much, with the interval; of several arms the best beside the next that it beats."""
-    lead, winner, loser = advantage(comparison), comparison.winner, comparison.loser
+    lead, winner = advantage(comparison), comparison.winner
     assert lead is not None
     assert winner is not None
-    assert loser is not None
-    factor, interval = ratio(lead.factor, lead.ci95), ratio_interval(lead.ci95)
+    interval = ratio_interval(lead.ci95)
     ahead = () if ranking is None else ranking.order[: ranking.order.index(winner) + 1]
     texts = []
     for called in (names, {label: shown(label) for label in names}):
-        better, other = called[winner], called[loser]
         if len(ahead) > 2:
             start = f"{len(ahead)} of {len(names)} arms lead {where}, not separated: "
         else:
             start = (
                 f"{join([called[label] for label in sorted(ahead)])} lead {where}, not separated: " if ahead[1:] else ""
             )
-        if start:
-            better = shown(winner)
         after = f", the next of {len(names)} arms, {where}" if len(names) > 2 else f" {where}"
         after = "" if start else after
-        if comparison.higher_is_better:
-            text = f"{start}{better} serves {factor} the {comparison.unit} of {other}"
-        else:
-            text = f"{start}{better} has {factor} lower {METRICS[comparison.metric].title} than {other}"
+        text = start + winner_in_words(comparison, {**called, winner: shown(winner)} if start else called)
         texts += [f"{text}{after} (95 % interval {interval})", f"{text}{after} ({interval})"]
     return (texts[0], texts[1], texts[3], f"{text.removeprefix(start)} {where} ({interval})")
 

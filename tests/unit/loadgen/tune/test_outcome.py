@@ -10,7 +10,7 @@ import pytest
 
 from loadgen.metrics.comparisons import log_lead
 from loadgen.probes.gpu.analysis import GpuFound
-from loadgen.tune.outcome import TuningOutcome, cost_of_defaults, outcome_of, percent
+from loadgen.tune.outcome import TuningOutcome, outcome_of, percent
 from loadgen.tune.records import Tuning, TuningRun
 from loadgen.verdict.headline import MOST_WORDS, word_count
 from loadgen.verdict.result import Result
@@ -64,10 +64,12 @@ def test_the_answer_does_not_change_with_the_scores(outcome: TuningOutcome) -> N
 
 def test_the_cost_of_the_defaults_is_a_share_of_what_the_best_serves(outcome: TuningOutcome) -> None:
     for target in outcome.targets:
-        cost = cost_of_defaults(target)
+        cost = target.cost_of_defaults
         assert cost is not None
         share, interval = cost
-        best, default = (target.figures[c.name].value for c in (target.winner, target.default) if c is not None)
+        best, default = (
+            target.figures[c.name]["throughput"].value for c in (target.winner, target.default) if c is not None
+        )
         assert best is not None
         assert default is not None
         assert share == pytest.approx(1.0 - default / best, abs=1e-6)
@@ -79,7 +81,7 @@ def test_equal_arms_have_no_winner_and_a_cost_that_includes_nothing(final_of: Ca
     outcome = outcome_of(tuning(), final_of("equal"))
     assert outcome.headline.startswith("No winner between native and Triton at their best")
     for target in outcome.targets:
-        cost = cost_of_defaults(target)
+        cost = target.cost_of_defaults
         assert cost is not None
         assert cost[1] is not None
         assert cost[1][0] < 0.0 < cost[1][1] or abs(cost[0]) < 0.02
@@ -92,7 +94,9 @@ def test_defaults_that_are_better_in_the_final_are_kept(final_of: Callable[[str]
     assert native.winner is not None
     assert native.best == native.default
     assert triton.best == triton.winner
-    assert {outcome.between_best[0].baseline, outcome.between_best[0].arm} == {"native-0", "triton-2"}
+    best = outcome.pairs[0].at_best
+    assert best is not None
+    assert {*best.pairing} == {"native-0", "triton-2"}
     lead = log_lead(native.lead, native.winner.name)
     assert lead is not None
     assert lead[2] < 0.0
@@ -102,7 +106,7 @@ def test_defaults_that_are_better_in_the_final_are_kept(final_of: Callable[[str]
 def test_without_a_final_nothing_is_claimed(outcome: TuningOutcome) -> None:
     stopped = outcome_of(tuning(PlantedTuning(stages=("screening",), state="interrupted")), None)
     assert stopped.headline.startswith("No verdict: the tuning was interrupted after 11 ")
-    assert stopped.between_best == ()
+    assert stopped.pairs == ()
     for target in stopped.targets:
         gain = target.gain_so_far
         assert gain is not None
@@ -112,18 +116,18 @@ def test_without_a_final_nothing_is_claimed(outcome: TuningOutcome) -> None:
 
 
 def test_settings_put_back_say_what_matters(outcome: TuningOutcome) -> None:
-    native, triton = ({effect.setting: effect for effect in target.effects} for target in outcome.targets)
-    assert set(native) == {"engine", "max-batch-size"}
-    assert native["engine"].matters
-    assert (native["engine"].default, native["engine"].best) == ("torch", "onnxruntime")
-    assert triton["max-batch-size"].matters
-    assert not triton["max-queue-delay-us"].matters, "planted without an effect"
+    native, triton = (
+        {name: gain[1] for name, gain in target.worth.items() if gain is not None} for target in outcome.targets
+    )
+    assert list(native) == ["engine", "max-batch-size"]
+    assert native["engine"][0] > 1.0
+    assert triton["max-batch-size"][0] > 1.0
+    assert triton["max-queue-delay-us"][0] < 1.0, "planted without an effect"
 
 
 def test_a_setting_that_was_not_put_back_has_no_worth() -> None:
     stopped = outcome_of(tuning(PlantedTuning(stages=("screening", "finalists"))), None)
-    assert [effect.factor for target in stopped.targets for effect in target.effects] == [None] * 4
-    assert not any(effect.matters for target in stopped.targets for effect in target.effects)
+    assert [gain for target in stopped.targets for gain in target.worth.values()] == [None] * 4
 
 
 def test_who_is_out_is_counted_and_named(outcome: TuningOutcome) -> None:
@@ -145,7 +149,7 @@ def test_a_run_that_counts_for_nothing_changes_nothing(outcome: TuningOutcome) -
 def test_a_limit_is_judged_by_the_final(final_of: Callable[[str], Result]) -> None:
     held = outcome_of(tuning(PlantedTuning(limit_ms=150.0)), final_of("planted"))
     assert "within p99 ≤ 150 ms" in held.headline
-    states = {name: f.limits[0].state for t in held.targets for name, f in t.figures.items()}
+    states = {name: f["latency_p99"].state for t in held.targets for name, f in t.figures.items()}
     assert states == {"native-0": "exceeded", "native-3": "kept", "triton-0": "exceeded", "triton-2": "kept"}
     lucky = measured(tuning(PlantedTuning(limit_ms=125.0)), ("native", "triton"), (0.95, 0.92, 0.98))
     missed = outcome_of(lucky, final_of("planted"))
@@ -172,7 +176,7 @@ def test_a_target_that_nothing_brings_within_the_limit_is_named(final_of: Callab
     """Its nearest runs in the final, too, but cannot be the answer."""
     stored = measured(tuning(PlantedTuning(limit_ms=125.0)), ("native",), (1.4, 1.3, 1.5))
     outcome = outcome_of(stored, final_of("planted"))
-    assert outcome.between_best == ()
+    assert outcome.pairs == ()
     assert outcome.headline.startswith("Native cannot meet p99 ≤ 125 ms; Triton at its best serves 1.7")
     hopeless = measured(tuning(PlantedTuning(limit_ms=100.0)), ("native", "triton"), (1.4, 1.3, 1.5))
     nothing = outcome_of(hopeless, final_of("planted"))
@@ -182,7 +186,9 @@ def test_a_target_that_nothing_brings_within_the_limit_is_named(final_of: Callab
 def test_a_goal_that_does_not_lead_is_compared_between_any_two_arms(final_of: Callable[[str], Result]) -> None:
     """Of the median latency a run stores the comparisons with its baseline only."""
     outcome = outcome_of(tuning(PlantedTuning(settings={"goal": "latency"})), final_of("planted"))
-    (best,) = outcome.between_best
+    (pair,) = outcome.pairs
+    best = pair.at_best
+    assert best is not None
     assert (best.metric, {best.baseline, best.arm}) == ("latency_p50", {"native-3", "triton-2"})
     assert best.winner == "triton-2"
     assert "lower p50 latency than native" in outcome.headline
@@ -229,9 +235,10 @@ def test_energy_is_compared_by_the_joules_of_the_final(
     outcome = outcome_of(tuning(PlantedTuning(settings={"goal": "energy"})), final_of("planted"))
     assert outcome.headline.startswith("Native at its best has 1.50")
     assert "lower energy per item than Triton at its best (95 % interval 1.4" in outcome.headline
-    (defaults,) = outcome.between_defaults
-    assert defaults.verdict == "no_difference"
-    costs = [cost_of_defaults(target) for target in outcome.targets]
+    (pair,) = outcome.pairs
+    assert pair.at_defaults is not None
+    assert pair.at_defaults.verdict == "no_difference"
+    costs = [target.cost_of_defaults for target in outcome.targets]
     assert [round(cost[0], 3) for cost in costs if cost is not None] == [1.0, 0.333]
     assert outcome.unit == "J"
     monkeypatch.setattr(GpuFound, "joules_per_item", lambda _self, _label, _workload: None)
@@ -241,9 +248,9 @@ def test_energy_is_compared_by_the_joules_of_the_final(
 
 def test_every_claim_names_both_sides_with_its_interval(final_of: Callable[[str], Result]) -> None:
     decided, equal = (outcome_of(tuning(), final_of(name)) for name in ("planted", "equal"))
-    assert decided.claim(decided.between_defaults[0]).startswith(
+    assert decided.claims[1].startswith(
         "native at its defaults serves 1.228× the images/s of Triton at its defaults (95 % interval 1.2"
     )
-    text = equal.claim(equal.between_best[0])
+    text = equal.claims[0]
     assert text.startswith(("no meaningful difference", "inconclusive"))
     assert "between native at its best and Triton at its best (1.0" in text

@@ -117,11 +117,29 @@ def test_nothing_measured_is_a_report_too(tmp_path: Path) -> None:
     assert "No server started." in page
 
 
+def test_finalists_that_are_as_good_are_named(result: Result) -> None:
+    stored = tuning()
+    runs = [
+        msgspec.structs.replace(
+            run,
+            scores=tuple(
+                msgspec.structs.replace(score, log_ratio=0.2) if score.contender in ("native-2", "native-3") else score
+                for score in run.scores
+            ),
+        )
+        for run in stored.runs
+    ]
+    equal = outcome_of(msgspec.structs.replace(stored, runs=tuple(runs)), result)
+    text = "**native**: as good in the finalists' runs: engine=onnxruntime\n"
+    assert text in render_markdown(tuning_document(equal))
+    assert text not in render_markdown(tuning_document(outcome_of(stored, result)))
+
+
 def test_a_price_is_told_in_money(result: Result) -> None:
     priced = outcome_of(tuning(PlantedTuning(settings={"goal": "cost", "price": 3.6})), result)
     (table,) = [t for t in tuning_document(priced).tables if any(c.title == "per million" for c in t.columns)]
     place = [column.title for column in table.columns].index("per million")
-    best = priced.targets[0].figures["native-3"].value
+    best = priced.targets[0].figures["native-3"]["throughput"].value
     assert best is not None
     assert table.rows[0][place] == f"{3.6 / 3600 / best * 1e6:.2f}"
 
