@@ -256,7 +256,7 @@ def _show(
         f"{'' if d.threads is None else ', ' + counted(d.threads, 'thread')}, loaded in {load_seconds:.1f} s",
         markup=False,
     )
-    for key in ("kernels", "gelu", "nodes_by_provider"):
+    for key in ("kernels", "plans", "gelu", "nodes_by_provider"):
         if d.details.get(key):
             console.print(f"{key.replace('_', ' ')}: {d.details[key]}", markup=False)
     if matrix is not None:

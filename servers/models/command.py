@@ -6,7 +6,6 @@ said of them is kept in $XDG_CACHE_HOME/abserve, for the versions of these libra
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +20,7 @@ from rich.console import Console
 from servers.cli.options import fail
 from servers.language.module import describe_language_model
 from servers.language.specification import PREFIX, is_language_model, language_model, language_names
+from servers.models.files import user_cache
 from servers.models.registry import (
     DEFAULT_MODEL,
     SOURCES,
@@ -113,7 +113,7 @@ class KnownModels:
     A model of the user is never kept: its file may change. A cache that cannot be read or written is left out."""
 
     def __init__(self) -> None:
-        self._path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "abserve" / "models.json"
+        self._path = user_cache() / "models.json"
         self._key = _versions()
         self._kept: dict[str, Any] = {}
         self._waits = False

@@ -21,6 +21,11 @@ from typing import Any
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def user_cache() -> Path:
+    """Where abserve keeps what it would find out again without it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "abserve"
+
+
 class FolderError(Exception):
     """The folder cannot be written; the message names the remedy."""
 

@@ -7,7 +7,7 @@ answers held the event loop for seconds. The text before a value never changes, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib.metadata import version as package_version
 from itertools import accumulate, chain
@@ -151,6 +151,9 @@ def parameters_in_effect(service: ModelService) -> dict[str, str]:
         parameters["threads"] = str(description.threads)
         if (kernels := description.details.get("kernels")) is not None:
             parameters["kernels"] = str(kernels)
+    if plans := description.details.get("plans"):
+        assert isinstance(plans, Mapping)
+        parameters["plans"] = _by_plan(plans)
     if description.spinning is not None:
         parameters["spinning"] = description.spinning
     if service.decoding is not None:
@@ -161,6 +164,14 @@ def parameters_in_effect(service: ModelService) -> dict[str, str]:
     if service.settings.added_delay_ms:
         parameters["added_delay_ms"] = f"{service.settings.added_delay_ms:g}"
     return parameters
+
+
+def _by_plan(plans: Mapping[str, str]) -> str:
+    """Plans by batch size as text, each plan once."""
+    sizes: dict[str, list[str]] = {}
+    for size, plan in plans.items():
+        sizes.setdefault(plan, []).append(size)
+    return "; ".join(f"{', '.join(listed)}: {plan}" for plan, listed in sizes.items())
 
 
 def repository_index(services: Iterable[ModelService], ready_only: bool) -> list[Document]:

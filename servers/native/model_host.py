@@ -214,5 +214,6 @@ def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) 
         weights=description.weights,
         load_s=round((loaded_ns - started_ns) / 1e9, 2),
         warm_up_s=round((time.perf_counter_ns() - loaded_ns) / 1e9, 2),
+        **({} if (plans_s := description.details.get("plan_seconds")) is None else {"plans_s": plans_s}),
     )
     return engine, description

@@ -43,6 +43,7 @@ from servers.engines.torch.forms import (
     plain_form,
     reason_of,
 )
+from servers.engines.torch.plans import ComparedAnswers, planned_form
 from servers.engines.torch.products import TYPICAL_ITEMS, TunedProducts
 from servers.engines.torch.runner import RunnerEngine
 from servers.models.files import for_library
@@ -111,8 +112,10 @@ class TorchEngine(RunnerEngine):
             expected = proof.expected(partial(expected_answers, specification, reference))
         if mode in GRAPH_MODES:
             fp8, compiled = self._settings.precision == "fp8", mode == "compile"
-            form = fast_form(module, specification, device, dtype, largest, compiled=compiled, fp8=fp8)
             rows = bucket_sizes(largest, self._settings.buckets, halves=mode == "graph")
+            answers = ComparedAnswers(proof, expected, self._settings.precision)
+            planned = partial(planned_form, module, specification, device, dtype, rows, answers)
+            form = fast_form(module, specification, device, dtype, largest, compiled=compiled, fp8=fp8, planned=planned)
             sizes, at_load = self._axis_buckets()
             self._start(form.build, rows, device, sizes=sizes, at_load=at_load)
         else:
@@ -243,6 +246,7 @@ class TorchEngine(RunnerEngine):
                 "cuda_graphs": graphs,
                 "buckets": list(runner.rows) if graphs else None,
                 "plans": dict(form.plans()),
+                **form.details,
                 "fp32_products": fp32_products(),
             }
             if graphs and axis is not None:

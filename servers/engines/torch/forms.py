@@ -70,12 +70,14 @@ class ModelForm:
     """The type of the parameters, to which floating-point inputs are converted."""
     kernels: str
     gelu: str = "as in the model"
-    enqueue: Callable[[int], Callable[[Tensor, Tensor], None]] | None = None
-    """Returns the function that enqueues n images; None: a function that calls `module`."""
+    enqueue: Callable[[int], Enqueue] | None = None
+    """Returns the function that enqueues n items; None: a function that calls `module`."""
     plans: Callable[[], Mapping[str, str]] = field(default=dict)
     """Plans by batch size, known once built."""
     fp8_layers: int = 0
     """Linear layers whose weights are in FP8, read back from the module."""
+    details: Mapping[str, object] = field(default_factory=dict)
+    """What the description says besides."""
 
     def call(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs of a batch in any shape, in the model's own datatypes."""
@@ -86,8 +88,7 @@ class ModelForm:
     def build(self, bucket: Bucket) -> Enqueue:
         """The function that enqueues batches of this bucket."""
         if self.enqueue is not None:
-            enqueue = self.enqueue(bucket.rows)
-            return lambda inputs, outputs: enqueue(inputs[0], outputs[0])
+            return self.enqueue(bucket.rows)
 
         def run(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
             for out, answer in zip(outputs, self.call(inputs), strict=True):
@@ -189,14 +190,17 @@ def fast_form(
     *,
     compiled: bool,
     fp8: bool = False,
+    planned: Callable[[], ModelForm | None] = lambda: None,
 ) -> ModelForm:
     """The fastest form that covers this model and precision; with `compiled`, torch.compile of the lean tower.
 
-    With `fp8` it is the model's own module, whose linear layers torchao knows.
+    With `fp8` it is the model's own module, whose linear layers torchao knows. `planned` may give the form of a
+    model without a lean tower, which is neither compiled nor in FP8.
     """
     lean = None if fp8 else _lean_tower(module, specification)
     if lean is None:
-        form = plain_form(module, specification, device, dtype, fp8=fp8)
+        chosen = None if compiled or fp8 else planned()
+        form = chosen or plain_form(module, specification, device, dtype, fp8=fp8)
         return _compiled(form) if compiled else form
     if not compiled and dtype == torch.float16 and find_spec("triton") is not None:
         try:
@@ -238,9 +242,10 @@ def _fused_form(
     chooser = PlanChooser(weights, workspace, specification.inputs[0].item_shape)
     chosen: dict[int, tuple[TilePlan, str]] = {}
 
-    def enqueue(images: int) -> Callable[[Tensor, Tensor], None]:
+    def enqueue(images: int) -> Enqueue:
         chosen[images] = chooser.choose(images)
-        return FusedVisionTower(weights, workspace, images, chosen[images][0]).run
+        tower = FusedVisionTower(weights, workspace, images, chosen[images][0])
+        return lambda inputs, outputs: tower.run(inputs[0], outputs[0])
 
     def plans() -> Mapping[str, str]:
         return {str(images): sentence(*choice) for images, choice in sorted(chosen.items())}

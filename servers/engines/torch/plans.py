@@ -1,0 +1,415 @@
+"""The plans of a convolutional model in CUDA graphs: the layout of its images and its batch norms, by which is fastest.
+
+torch executes a model channels-first, and each batch norm as a kernel of its own. Tensor cores read channels-last, and
+a batch norm behind a convolution can be part of its weights. Which plan is fastest depends on the GPU, the model, the
+precision and the batch size, so each batch size is measured at load: all plans in turn, as CUDA graphs. A plan is only
+taken for a batch size if its answers there agree with the model's own module in FP32, and a plan that fails, or for
+which there is no memory, is left out.
+
+The choice is kept in $XDG_CACHE_HOME/abserve/plans for the GPU, the versions, the model's structure and the precision:
+a later load compares answers, but measures nothing. The values of the weights change no time, so they are not part of
+the key.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+import re
+import statistics
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from time import monotonic
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from servers.engines.agreement import Proof, disagreement
+from servers.engines.batches import Bucket
+from servers.engines.torch.copies import capture
+from servers.engines.torch.device import event_pair
+from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, expected_answers, plain_form, reason_of
+from servers.engines.torch.runner import TORCH_TYPES, Enqueue
+from servers.models.files import user_cache
+from servers.models.specification import ModelSpecification
+from servers.models.uint8_module import UInt8Images, executed_module
+from servers.protocol.tensors import Array
+
+MEASURING_SECONDS = 10.0
+"""For building and measuring the plans of a model. A batch size that is left over has the plan of the nearest one."""
+LEAST_CONVOLUTIONS = 4
+"""A model with fewer, such as a vision transformer with its patches, has no plans."""
+MARGIN = 0.98
+"""A plan is only preferred to a simpler one if it needs at most this share of its time."""
+TURNS, REPLAYS = 9, 3
+"""Each plan is measured in that many turns, the first of which does not count, and is replayed that often in each."""
+
+
+class ModulePlan(NamedTuple):
+    """How a convolutional module executes."""
+
+    channels_last: bool
+    folded: bool
+    """Whether batch norms are in the weights of the convolutions before them."""
+
+    @property
+    def title(self) -> str:
+        return f"channels-{'last' if self.channels_last else 'first'}{', batch norms folded' if self.folded else ''}"
+
+
+PLANS = tuple(ModulePlan(channels_last, folded) for folded in (False, True) for channels_last in (False, True))
+"""The simplest first."""
+
+
+class ComparedAnswers(NamedTuple):
+    """A batch, the answers of the model's own module in FP32, and the precision that says how near others must be."""
+
+    proof: Proof
+    expected: Mapping[str, Array]
+    precision: str
+
+
+def planned_form(
+    module: nn.Module,
+    specification: ModelSpecification,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: Sequence[int],
+    answers: ComparedAnswers,
+) -> ModelForm | None:
+    """The form of `module` (FP32, on the CPU, unchanged) that has the fastest plan for each batch of `rows`.
+
+    None for a model without plans, and where no plan gives the model's answers to every batch.
+    """
+    convolutions = sum(isinstance(layer, nn.Conv2d) for layer in module.modules())
+    if convolutions < LEAST_CONVOLUTIONS or specification.padded_axis is not None:
+        return None
+    with torch.no_grad():
+        return PlannedModule(module, specification, device, dtype, answers).form(rows)
+
+
+class PlannedModule:
+    """Builds the plans of one module on a device as they are needed, and chooses among them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        specification: ModelSpecification,
+        device: torch.device,
+        dtype: torch.dtype,
+        answers: ComparedAnswers,
+    ) -> None:
+        self._module, self._specification, self._device, self._dtype = module, specification, device, dtype
+        self._answers = answers
+        self._started = monotonic()
+        self._folded: nn.Module | None = None
+        self._forms: dict[ModulePlan, ModelForm | None] = {}
+        self._chosen: dict[int, tuple[ModulePlan, str]] = {}
+        """By rows, the plan and where it comes from."""
+        self._times_ms: dict[int, dict[str, float]] = {}
+        self._left_out: dict[str, str] = {}
+        """By plan, the reason why it is not used, for the last batch size for which it is not."""
+
+    def form(self, rows: Sequence[int]) -> ModelForm | None:
+        """Choose for each batch of `rows`; None if no plan gives the model's answers to one of them."""
+        cache = PlanCache(cache_key(self._module, self._specification, self._device, self._answers.precision))
+        kept = cache.read()
+        for count in measuring_order(rows):
+            if (plan := kept.get(count)) is not None and self._agrees(plan, count):
+                self._chosen[count] = plan, "cached"
+            elif monotonic() - self._started < MEASURING_SECONDS:
+                self._measure(count)
+        measured = {count: plan for count, (plan, _) in self._chosen.items()}
+        for count in sorted({*rows} - {*measured}):
+            near = sorted(measured, key=lambda other: abs(math.log(other / count)))
+            candidates = dict.fromkeys([*(measured[other] for other in near), *PLANS])
+            plan = next((plan for plan in candidates if self._agrees(plan, count)), None)
+            if plan is None:
+                return None
+            self._chosen[count] = plan, "not measured"
+        if self._times_ms:
+            cache.write({**kept, **measured})
+        return self._form_of_choice()
+
+    def _form_of_choice(self) -> ModelForm:
+        taken = {plan for plan, _ in self._chosen.values()}
+        forms = {plan: form for plan, form in self._forms.items() if plan in taken and form is not None}
+        self._forms.clear()
+        self._release()
+        # The description reads the parameters of the largest batch.
+        largest = forms[self._chosen[max(self._chosen)][0]]
+        choice = {count: plan for count, (plan, _) in sorted(self._chosen.items())}
+        plans = {str(count): plan.title for count, plan in choice.items()}
+        how = next(iter(taken)).title if len(taken) == 1 else f"{len(taken)} plans by batch size"
+        origins = {str(count): self._chosen[count][1] for count in choice}
+        details: dict[str, object] = {
+            "plan_seconds": round(monotonic() - self._started, 2),
+            "plan_origins": origins,
+        }
+        if self._times_ms:
+            details["plan_times_ms"] = {str(count): times for count, times in sorted(self._times_ms.items())}
+        if self._left_out:
+            details["plans_left_out"] = self._left_out
+        return ModelForm(
+            largest.module,
+            largest.parameters,
+            self._dtype,
+            f"{OWN_MODULE}, {how}",
+            enqueue=lambda count: forms[choice[count]].build(Bucket(count)),
+            plans=lambda: plans,
+            details=details,
+        )
+
+    def _measure(self, rows: int) -> None:
+        """Choose the fastest of the plans whose answers agree; nothing if none can be measured."""
+        agreeing = [plan for plan in PLANS if self._agrees(plan, rows)]
+        try:
+            inputs, outputs = self._example(rows)
+            enqueues = {plan: form.build(Bucket(rows)) for plan in agreeing if (form := self._form(plan)) is not None}
+            times = graph_times_ms(enqueues, inputs, outputs, self._device, self._left_out)
+        except FAILURES as exc:
+            self._left_out["all"] = f"batches of {rows} cannot be measured: {reason_of(exc)}"
+            return
+        finally:
+            self._release()
+        if times:
+            self._times_ms[rows] = {plan.title: round(time_ms, 4) for plan, time_ms in times.items()}
+            self._chosen[rows] = fastest(times), "measured"
+
+    def _form(self, plan: ModulePlan) -> ModelForm | None:
+        """The form with this plan, built when it is first needed; None if it cannot be built."""
+        if plan not in self._forms:
+            try:
+                self._forms[plan] = self._built(plan)
+            except Exception as exc:  # noqa: BLE001  a module that is traced may raise anything
+                self._forms[plan] = None
+                self._left_out[plan.title] = reason_of(exc)
+                self._release()
+        return self._forms[plan]
+
+    def _built(self, plan: ModulePlan) -> ModelForm:
+        own = self._module
+        if plan.folded:
+            own = self._folded = self._fold() if self._folded is None else self._folded
+        form = plain_form(deepcopy(own), self._specification, self._device, self._dtype)
+        assert isinstance(form.module, nn.Module)  # see plain_form
+        tower = form.module.tower if isinstance(form.module, UInt8Images) else form.module
+        layout = torch.channels_last if plan.channels_last else torch.contiguous_format
+        tower.to(memory_format=layout)
+        tower.register_forward_pre_hook(partial(_in_layout, layout))
+        return form
+
+    def _fold(self) -> nn.Module:
+        """The module with folded batch norms. Raises `ValueError` if there is none to fold, or values differ."""
+        specification, answers = self._specification, self._answers
+        folded = fold_norms(self._module)
+        actual = expected_answers(specification, executed_module(specification, folded), answers.proof.inputs)
+        if fault := disagreement(specification, answers.expected, actual, "fp32").fault:
+            raise ValueError(f"the traced module does not compute the model: {fault}")
+        return folded
+
+    def _agrees(self, plan: ModulePlan, rows: int) -> bool:
+        """Whether the answers to a batch of `rows` agree; also the first call, in which libraries choose kernels."""
+        if (form := self._form(plan)) is None:
+            return False
+        try:
+            inputs, outputs = self._example(rows)
+            form.build(Bucket(rows))(inputs, outputs)
+            actual = {
+                tensor.name: output.cpu().numpy()
+                for tensor, output in zip(self._specification.outputs, outputs, strict=True)
+            }
+        except FAILURES as exc:
+            self._left_out[plan.title] = f"batches of {rows}: {reason_of(exc)}"
+            self._release()
+            return False
+        expected = {name: array[_places(array, rows)] for name, array in self._answers.expected.items()}
+        fault = disagreement(self._specification, expected, actual, self._answers.precision).fault
+        if fault is not None:
+            self._left_out[plan.title] = f"batches of {rows}: {fault}"
+        return fault is None
+
+    def _example(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Inputs on the device, which repeat those of the proof, and memory for the outputs that holds zeros."""
+        specification, proof = self._specification, self._answers.proof.inputs
+        arrays = [proof[tensor.name] for tensor in specification.inputs]
+        inputs = [torch.from_numpy(array[_places(array, rows)]).to(self._device) for array in arrays]
+        outputs = [
+            torch.zeros(
+                Bucket(rows).shape_of(specification, tensor), dtype=TORCH_TYPES[tensor.datatype], device=self._device
+            )
+            for tensor in specification.outputs
+        ]
+        return inputs, outputs
+
+    def _release(self) -> None:
+        """Give the memory of what is no longer used back to the device."""
+        if self._device.type == "cuda":
+            gc.collect()  # a traced module is part of a cycle
+            torch.cuda.empty_cache()
+
+
+def _places(array: Array, rows: int) -> Array:
+    return np.arange(rows) % len(array)
+
+
+def _in_layout(layout: torch.memory_format, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a module with images in this layout: pixels that come as bytes are channels-last."""
+    return tuple(
+        value.contiguous(memory_format=layout) if isinstance(value, Tensor) and value.dim() == 4 else value
+        for value in arguments
+    )
+
+
+def fastest(times_ms: Mapping[ModulePlan, float]) -> ModulePlan:
+    """The simplest plan that no other one beats by more than the margin."""
+    least = min(times_ms.values()) / MARGIN
+    return next(plan for plan in PLANS if plan in times_ms and times_ms[plan] <= least)
+
+
+def measuring_order(rows: Sequence[int]) -> list[int]:
+    """The largest, the smallest, then the middle of each gap, so that whatever is left over is near to another one."""
+    ascending = sorted({*rows})
+    order, gaps = [ascending[-1], ascending[0]], deque([(0, len(ascending) - 1)])
+    while gaps:
+        low, high = gaps.popleft()
+        if low < (middle := (low + high) // 2):
+            order.append(ascending[middle])
+            gaps += [(low, middle), (middle, high)]
+    return list(dict.fromkeys(order))
+
+
+def graph_times_ms(
+    enqueues: Mapping[ModulePlan, Enqueue],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    device: torch.device,
+    left_out: dict[str, str],
+) -> dict[ModulePlan, float]:
+    """The median device time of one batch by each plan, as CUDA graphs that are replayed in turn.
+
+    A plan that cannot be captured or replayed has none, and its reason is in `left_out`.
+    """
+    graphs: dict[ModulePlan, torch.cuda.CUDAGraph] = {}
+    times: dict[ModulePlan, list[float]] = {}
+    for plan, enqueue in enqueues.items():
+        try:
+            graphs[plan] = capture(partial(enqueue, inputs, outputs), device)
+            times[plan] = []
+        except FAILURES as exc:
+            left_out[plan.title] = f"batches of {len(inputs[0])}: {reason_of(exc)}"
+            gc.collect()
+            torch.cuda.empty_cache()
+    for _ in range(TURNS):
+        for plan, graph in graphs.items():
+            begin, end = event_pair()
+            begin.record()
+            for _ in range(REPLAYS):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            times[plan].append(begin.elapsed_time(end) / REPLAYS)
+    return {plan: statistics.median(turns[1:]) for plan, turns in times.items()}
+
+
+class _NormTracer(fx.Tracer):
+    """Traces through everything that is neither torch's own nor a batch norm."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, nn.modules.batchnorm._BatchNorm) or super().is_leaf_module(m, module_qualified_name)
+
+
+def fold_norms(module: nn.Module) -> nn.Module:
+    """A traced copy of `module` (eval mode) in which the batch norms behind convolutions are in their weights.
+
+    Raises `ValueError` if there is none, and whatever the module raises when its values are symbols.
+    """
+    copied = deepcopy(module)
+    graph = _NormTracer().trace(copied)
+    traced = fx.GraphModule(copied, graph)
+    layers = dict(traced.named_modules())
+    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    folded = 0
+    for node in list(graph.nodes):
+        before = node.args[0] if len(node.args) == 1 else None
+        if not isinstance(before, fx.Node) or {node.op, before.op} != {"call_module"} or node.kwargs:
+            continue
+        convolution, norm = layers[str(before.target)], layers[str(node.target)]
+        alone = len(before.users) == calls[node.target] == calls[before.target] == 1
+        follows = _what_follows(norm)
+        if not alone or type(convolution) not in (nn.Conv1d, nn.Conv2d) or follows is None:
+            continue
+        traced.set_submodule(str(before.target), fuse_conv_bn_eval(convolution, norm))
+        traced.set_submodule(str(node.target), follows)
+        folded += 1
+    if not folded:
+        raise ValueError("no batch norm directly follows a convolution")
+    traced.recompile()
+    return traced
+
+
+def _what_follows(norm: nn.Module) -> nn.Module | None:
+    """The rest of a batch norm once it is folded; None for a module that is none, or whose statistics are missing."""
+    if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or norm.running_mean is None or norm.training:
+        return None
+    if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d):
+        return nn.Identity()
+    if type(norm).__name__ == "BatchNormAct2d" and type(norm).__module__.startswith("timm."):
+        return nn.Sequential(norm.get_submodule("drop"), norm.get_submodule("act"))
+    return None
+
+
+def cache_key(
+    module: nn.Module, specification: ModelSpecification, device: torch.device, precision: str
+) -> dict[str, str]:
+    """All on which the times depend."""
+    described = re.sub(r" at 0x[0-9a-f]+", "", repr(module))  # of a function, which has another address in each process
+    structure = [described, *(f"{name} {list(value.shape)}" for name, value in module.state_dict().items())]
+    shapes = [f"{tensor.name} {tensor.datatype} {list(tensor.shape)}" for tensor in specification.inputs]
+    text = "\n".join([*structure, *shapes, str(specification.definition_sha256)])
+    return {
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": f"{torch.__version__} {torch.version.cuda}",
+        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+        "abserve": version("abserve"),
+        "model": specification.label,
+        "structure": hashlib.sha256(text.encode()).hexdigest(),
+        "precision": precision,
+    }
+
+
+class PlanCache:
+    """The plans that were chosen under one key, in a file of their own; one that cannot be used is left out."""
+
+    def __init__(self, key: Mapping[str, str]) -> None:
+        self._key = dict(key)
+        name = hashlib.sha256(orjson.dumps(self._key, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        self._path: Path = user_cache() / "plans" / f"{name}.json"
+
+    def read(self) -> dict[int, ModulePlan]:
+        """The plan by rows; empty without a file of this key."""
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            document = orjson.loads(self._path.read_bytes())
+            titles = {plan.title: plan for plan in PLANS}
+            return {int(rows): titles[title] for rows, title in document["plans"].items()}
+        return {}
+
+    def write(self, plans: Mapping[int, ModulePlan]) -> None:
+        """Keep these plans instead of the earlier ones."""
+        document = {"key": self._key, "plans": {str(rows): plan.title for rows, plan in sorted(plans.items())}}
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=self._path.parent, prefix="plans-", delete=False) as file:
+                file.write(orjson.dumps(document))
+            Path(file.name).replace(self._path)
