@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +28,8 @@ from loadgen.records.run import PLAIN, asked_for
 PLAN_SECONDS = 1800.0
 """Includes an export and the building of a TensorRT plan."""
 _STOP_SECONDS = 15.0
+
+T = TypeVar("T")
 
 LOWEST = 20_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -70,7 +73,7 @@ class EmbeddedDeployment(Deployment):
         self.environment: dict[str, str] = {}
         """Added to the server's environment at the next start."""
         self.metrics_url: str | None = None
-        self._serve_command = (*abserve, "serve")
+        self._abserve = abserve
         self._process: ChildProcess | None = None
         self._ports: PortReservation | None = None
 
@@ -136,28 +139,21 @@ class EmbeddedDeployment(Deployment):
 
     def _make_plan(self) -> PrintedLaunchPlan:
         """The plan of a server that accepts the largest batch of the load."""
-        serve = f"abserve serve {self._kind}"
         try:
             self._ports = PortReservation(3)
         except OSError as exc:
-            raise DeploymentError(f"no free ports for {serve}: {exc}; stop programs that listen there") from exc
+            raise DeploymentError(
+                f"no free ports for abserve serve {self._kind}: {exc}; stop programs that listen there"
+            ) from exc
         http, grpc, metrics = self._ports.ports
         options = {**self._options, "http-port": str(http)}
         if self._kind not in PLAIN:
             options["grpc-port"] = str(grpc)
         if self._kind == "triton":
             options["metrics-port"] = str(metrics)
-        command = [*self._serve_command, self._kind, *to_arguments(options), "--print-launch"]
-        try:
-            done = subprocess.run(command, capture_output=True, check=False, timeout=self.plan_seconds)
-        except subprocess.TimeoutExpired:
-            raise DeploymentError(f"{serve} printed no launch plan within {self.plan_seconds:g} s") from None
-        if done.returncode != 0:
-            raise DeploymentError(f"{serve} cannot start: {last_line(done.stderr or done.stdout)}")
-        try:
-            plan = msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=PrintedLaunchPlan)
-        except ValueError as exc:
-            raise DeploymentError(f"{serve} --print-launch printed no launch plan ({exc})") from exc
+        plan = ask_server(
+            "--print-launch", self._kind, options, PrintedLaunchPlan, self.plan_seconds, abserve=self._abserve
+        )
         if plan.cannot_measure is not None:
             raise DeploymentError(plan.cannot_measure)
         if plan.max_batch_size is None or self.largest_batch <= plan.max_batch_size:
@@ -167,6 +163,26 @@ class EmbeddedDeployment(Deployment):
         self._options["max-batch-size"] = str(self.largest_batch)
         self._ports.release()
         return self._make_plan()
+
+
+def ask_server(
+    option: str, target: str, options: Mapping[str, str], kind: type[T], seconds: float, *, abserve: Sequence[str]
+) -> T:
+    """What `abserve serve TARGET OPTION` prints with these options, as its last line of JSON. Raises
+    `DeploymentError`."""
+    serve = f"abserve serve {target}"
+    # Before the options: the last one, without a value, would take it for its own, and a server would start.
+    command = [*abserve, "serve", target, option, *to_arguments(options)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise DeploymentError(f"{serve} {option} did not answer within {seconds:g} s") from None
+    if done.returncode != 0:
+        raise DeploymentError(f"{serve} cannot start: {last_line(done.stderr or done.stdout)}")
+    try:
+        return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=kind)
+    except ValueError as exc:
+        raise DeploymentError(f"{serve} {option} printed no valid line of JSON ({exc})") from exc
 
 
 def to_arguments(options: Mapping[str, str]) -> tuple[str, ...]:

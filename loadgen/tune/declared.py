@@ -5,7 +5,6 @@ A value that is not declared is given to the command as an option, so that the s
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -13,9 +12,9 @@ from itertools import chain
 import msgspec
 
 from loadgen.child_process import ABSERVE
-from loadgen.documents import last_line
 from loadgen.experiment.plan import PlanError
-from loadgen.launch.embedded import to_arguments
+from loadgen.launch.deployment import DeploymentError
+from loadgen.launch.embedded import ask_server
 from loadgen.tune.records import Space, TunableSetting
 from loadgen.tune.space import FIX, TUNE, by_target, declared, for_load, narrowed
 
@@ -45,7 +44,11 @@ def read_spaces(
     tune, fix = dict(tune or {}), dict(fix or {})
 
     def read(target: str, more: Mapping[str, str]) -> Space:
-        space = _read(target, {**options.get(target, {}), **more}, abserve)
+        given = {**options.get(target, {}), **more}
+        try:
+            space = ask_server("--print-space", target, given, Space, _READ_SECONDS, abserve=abserve)
+        except DeploymentError as exc:
+            raise PlanError(str(exc)) from exc
         return space if outstanding is None else for_load(space, outstanding)
 
     with ThreadPoolExecutor(_PARALLEL) as pool:
@@ -88,21 +91,6 @@ def _check_fixed(names: Iterable[str]) -> None:
         if name in _OF_TUNING:
             option = name.removesuffix("s") if name == "payloads" else name
             raise PlanError(f"{FIX} {name} would change what is compared; use --{option} for all servers")
-
-
-def _read(target: str, options: Mapping[str, str], abserve: Sequence[str]) -> Space:
-    # Before the options: the last one, without a value, would take it for its own, and a server would start.
-    command = [*abserve, "serve", target, "--print-space", *to_arguments(options)]
-    try:
-        done = subprocess.run(command, capture_output=True, check=False, timeout=_READ_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise PlanError(f"abserve serve {target} printed no space within {_READ_SECONDS:g} s") from None
-    if done.returncode != 0:
-        raise PlanError(f"{target}: {last_line(done.stderr or done.stdout)}")
-    try:
-        return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=Space)
-    except ValueError as exc:
-        raise PlanError(f"abserve serve {target} --print-space printed no space ({exc})") from exc
 
 
 def _with_value(space: Space, name: str, value: str, answer: Space) -> Space:

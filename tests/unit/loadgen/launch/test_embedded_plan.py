@@ -19,7 +19,7 @@ def test_a_plan_that_takes_too_long_is_an_error(tmp_path: Path) -> None:
     planner = (sys.executable, "-c", "import time; time.sleep(60)")
     deployment = EmbeddedDeployment("native", {}, tmp_path / "log", abserve=planner)
     deployment.plan_seconds = 0.2
-    with pytest.raises(DeploymentError, match=r"printed no launch plan within 0\.2 s"):
+    with pytest.raises(DeploymentError, match=r"--print-launch did not answer within 0\.2 s"):
         deployment.start()
     deployment.stop()
 

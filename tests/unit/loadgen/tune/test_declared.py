@@ -65,7 +65,7 @@ def test_the_server_checks_an_added_value_and_says_what_applies_with_it(abserve:
     assert canonical(native, {"threads": "8", "spinning": "off"}) == {"threads": "8", "spinning": "off"}
     assert canonical(native, {"threads": "1", "spinning": "off"}) == {"threads": "1"}
     assert size(triton) == 3 * 3
-    with pytest.raises(PlanError, match=r"^native: --threads 9: must be at most 8$"):
+    with pytest.raises(PlanError, match=r"^abserve serve native cannot start: --threads 9: must be at most 8$"):
         read_spaces(("native",), {}, tune={"threads": ["9"]}, abserve=abserve)
 
 
@@ -80,7 +80,7 @@ def test_a_fixed_value_is_the_one_in_effect(abserve: tuple[str, ...]) -> None:
     assert native.fixed == {"threads": "1", "engine": "torch", "queue-size": "9"}
     assert [setting.name for setting in native.settings] == ["max-batch-size"]
     assert triton.fixed == {"engine": "torch", "queue-size": "9"}
-    with pytest.raises(PlanError, match="native: No such option"):
+    with pytest.raises(PlanError, match="native cannot start: No such option"):
         read_spaces(("native",), {}, fix={"colour": "red"}, abserve=abserve)
 
 
@@ -100,8 +100,12 @@ def test_the_load_bounds_the_declared_values_but_not_the_users(abserve: tuple[st
 @pytest.mark.parametrize(
     ("target", "options", "message"),
     [
-        ("native", {"model": "missing"}, r"^native: unknown model 'missing'; list all names with: abserve models$"),
-        ("litserve", {}, "abserve serve litserve --print-space printed no space"),
+        (
+            "native",
+            {"model": "missing"},
+            r"^abserve serve native cannot start: unknown model 'missing'; list all names with: abserve models$",
+        ),
+        ("litserve", {}, "abserve serve litserve --print-space printed no valid line of JSON"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(
