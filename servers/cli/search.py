@@ -28,8 +28,6 @@ from servers.engines.settings import SPINS, EngineError, EngineSettings, engine_
 from servers.language.engine import GENERATING_ENGINES, PRECISIONS, GenerationSettings, generating_environment
 from servers.models.specification import ModelSpecification
 
-PRINT_SPACE = "Print what a search for the fastest settings tries here, as one line of JSON, and exit."
-"""The help of the option."""
 FEW_CORES = 8
 """With fewer, a core that the engine leaves to the rest of the server is much of the machine."""
 Conditions = dict[str, tuple[str, ...]]

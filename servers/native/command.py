@@ -10,34 +10,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
 from servers.cli.defaults import ARTEFACTS, OptionError
 from servers.cli.launch import LaunchPlan, bind, check_free, host_in_url
-from servers.cli.options import (
-    fail,
-    given_options,
-    takes_settings,
-    to_argument,
-    tuning_of,
-    validation_sentence,
-    with_tuning,
-)
-from servers.cli.search import PRINT_SPACE, generating_engines, language_context, space_json, tensor_context
+from servers.cli.options import given_options, takes_settings, to_argument, tuning_of, with_tuning
+from servers.cli.search import generating_engines, language_context, space_json, tensor_context
+from servers.cli.serving import PrintLaunch, PrintSpace, serve
 from servers.engines.factory import check_engine, enter, enter_environment_of
-from servers.engines.interface import EngineError
 from servers.engines.padding import pad_to_text, padding_of
 from servers.engines.settings import engine_kind
-from servers.export.manifest import ExportError
 from servers.language.engine import SLOTS, generating_environment
 from servers.language.specification import LanguageModel, is_language_model, language_model
 from servers.language.weights import pin_language_weights
-from servers.models.files import FolderError
 from servers.models.images import DecodingSettings
-from servers.models.registry import UnknownModelError, get_variants
+from servers.models.registry import get_variants
 from servers.models.sources import module_file
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
+from servers.models.weights import WeightsSource, parse_weights, pin
 from servers.native.settings import NativeSettings, artefact_field
 
 CAUSES = (r"the model cannot be served.* reason=(?P<quote>['\"])(?P<cause>.+)(?P=quote)",)
@@ -187,34 +176,24 @@ def serve_native(
         Path,
         typer.Option(envvar="ABSERVE_NATIVE_ARTEFACTS", help="Folder of exported files; created if missing."),
     ] = Path(ARTEFACTS),
-    print_launch: Annotated[
-        bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
-    ] = False,
-    print_space: Annotated[bool, typer.Option(help=PRINT_SPACE)] = False,
+    print_launch: PrintLaunch = False,
+    print_space: PrintSpace = False,
     **options: object,
 ) -> None:
     """Serve a model over the Open Inference Protocol, with PyTorch, ONNX Runtime or TensorRT inside."""
-    try:
-        if print_space:
-            sys.stdout.buffer.write(space(options, given_options(context, options)))
-            return
+
+    def plan() -> LaunchPlan:
         if is_language_model(str(options.get("model"))):
-            plan = check_language(options)
-        else:
-            launch = check(options)
-            plan = launch.plan({model.name: _artefact(launch, model, artefacts) for model in launch.needs_artefacts})
-    except ValidationError as exc:
-        fail(validation_sentence(exc), exc, status=2)
-    except (UnknownModelError, WeightsError, EngineError, OptionError) as exc:
-        fail(str(exc), exc, status=2)
-    except (ExportError, FolderError) as exc:
-        fail(str(exc), exc)
-    if print_launch:
-        sys.stdout.buffer.write(plan.to_json())
-        return
-    typer.echo(f"starting {plan.title} at {plan.http_url}", err=True)
-    sys.stdout.flush()
-    os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})  # the server gets this process's PID and signals
+            return check_language(options)
+        launch = check(options)
+        return launch.plan({model.name: _artefact(launch, model, artefacts) for model in launch.needs_artefacts})
+
+    serve(
+        plan,
+        lambda: space(options, given_options(context, options)),
+        print_launch=print_launch,
+        print_space=print_space,
+    )
 
 
 def _artefact(launch: NativeLaunch, specification: ModelSpecification, root: Path) -> Artefact:

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Collection
 from importlib.util import find_spec
-from typing import Annotated
 
 import typer
 
@@ -22,20 +21,15 @@ from servers.cli.options import (
     tuning_of,
     with_tuning,
 )
-from servers.cli.search import PRINT_SPACE, language_context, plain_context, space_json
-from servers.engines.settings import EngineError, EngineSettings
+from servers.cli.search import language_context, plain_context, space_json
+from servers.cli.serving import PrintLaunch, PrintSpace, serve
+from servers.engines.settings import EngineSettings
 from servers.language.engine import GenerationSettings, generation_precision
 from servers.language.specification import LanguageModel, is_language_model, language_model
 from servers.language.weights import pin_language_weights
-from servers.models.registry import UnknownModelError
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsError, parse_weights, pin
+from servers.models.weights import parse_weights, pin
 from servers.plain.settings import PlainSettings
-
-PrintLaunch = Annotated[
-    bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
-]
-PrintSpace = Annotated[bool, typer.Option(help=PRINT_SPACE)]
 
 
 @takes_settings(PlainSettings)
@@ -43,8 +37,13 @@ def serve_fastapi(
     context: typer.Context, print_launch: PrintLaunch = False, print_space: PrintSpace = False, **options: object
 ) -> None:
     """Serve a model with FastAPI, uvicorn and torch, as most people write it."""
-    given = given_options(context, options) if print_space else None
-    _serve("fastapi", "FastAPI", checked(PlainSettings, options), print_launch, given)
+    requested = checked(PlainSettings, options)
+    serve(
+        lambda: _plan("fastapi", "FastAPI", requested),
+        lambda: _space("fastapi", requested, given_options(context, options)),
+        print_launch=print_launch,
+        print_space=print_space,
+    )
 
 
 @takes_settings(PlainSettings)
@@ -54,25 +53,23 @@ def serve_litserve(
     """Serve a model with LitServe and torch; needs the extra litserve."""
     if find_spec("litserve") is None:
         fail("LitServe is not installed; run: pip install 'abserve[servers,litserve]'")
-    given = given_options(context, options) if print_space else None
-    _serve("litserve", "LitServe", checked(PlainSettings, options), print_launch, given)
+    requested = checked(PlainSettings, options)
+    serve(
+        lambda: _plan("litserve", "LitServe", requested),
+        lambda: _space("litserve", requested, given_options(context, options)),
+        print_launch=print_launch,
+        print_space=print_space,
+    )
 
 
-def _serve(kind: str, title: str, requested: PlainSettings, print_launch: bool, given: Collection[str] | None) -> None:
-    """Start the server or print its plan; with `given`, the options that are set, print its space."""
-    try:
-        if given is not None:
-            sys.stdout.buffer.write(_space(kind, requested, given))
-            return
-        if is_language_model(requested.model):
-            _start(_language_plan(kind, title, requested), print_launch)
-            return
-        requested = with_tuning(requested, requested.tuning)
-        settings, name = _resolved(requested)
-    except (UnknownModelError, WeightsError, EngineError, OptionError) as exc:
-        fail(str(exc), exc, status=2)
+def _plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
+    """How to start the server. Raises for what is wrong."""
+    if is_language_model(requested.model):
+        return _language_plan(kind, title, requested)
+    requested = with_tuning(requested, requested.tuning)
+    settings, name = _resolved(requested)
     assert settings.max_batch_size is not None
-    plan = LaunchPlan(
+    return LaunchPlan(
         argv=(sys.executable, "-P", "-m", f"servers.plain.{kind}_server", to_argument(settings)),
         env={},
         http_url=_url(settings),
@@ -83,17 +80,6 @@ def _serve(kind: str, title: str, requested: PlainSettings, print_launch: bool, 
         tuning=tuning_of(requested),
         cannot_pad=f"the {title} server does not pad",
     )
-    _start(plan, print_launch)
-
-
-def _start(plan: LaunchPlan, print_launch: bool) -> None:
-    """Become the server process, or print how it is started."""
-    if print_launch:
-        sys.stdout.buffer.write(plan.to_json())
-        return
-    typer.echo(f"starting {plan.title} at {plan.http_url}", err=True)
-    sys.stdout.flush()
-    os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})
 
 
 def _engine(requested: PlainSettings) -> tuple[ModelSpecification, EngineSettings]:

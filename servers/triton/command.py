@@ -18,23 +18,16 @@ from rich.console import Console
 from servers.cli.defaults import OptionError
 from servers.cli.launch import LaunchPlan
 from servers.cli.options import checked, fail, given_options, takes_settings
-from servers.cli.search import (
-    PRINT_SPACE,
-    empty_space_json,
-    generating_engines,
-    language_context,
-    space_json,
-    tensor_context,
-)
+from servers.cli.search import empty_space_json, generating_engines, language_context, space_json, tensor_context
+from servers.cli.serving import PRINT_SPACE, serve
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
-from servers.export.manifest import ExportError, Manifest
+from servers.export.manifest import Manifest
 from servers.language.engine import SLOTS
 from servers.language.specification import is_language_model, language_model
-from servers.models.files import FolderError
-from servers.models.registry import UnknownModelError, get_variants
+from servers.models.registry import get_variants
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
+from servers.models.weights import WeightsSource, parse_weights, pin
 from servers.triton.config import NATIVE_BACKENDS
 from servers.triton.installation import Installation, TritonDiedError, TritonError
 from servers.triton.launch import (
@@ -77,17 +70,15 @@ def serve_triton(
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     with _stdout_for_results() as results:
         try:
-            if print_space:
-                results.write(_space(settings, given_options(context, options), console))
-                return
-            plan = _plan(settings, console)
-            if print_launch:
-                results.write(plan.to_json())
-                return
-            _run(plan, settings.log_file or settings.folder / "tritonserver.log", console)
-        except (OptionError, UnknownModelError, WeightsError) as exc:
-            fail(str(exc), exc, status=2)
-        except (TritonError, EngineError, ExportError, FolderError) as exc:
+            serve(
+                lambda: _plan(settings, console),
+                lambda: _space(settings, given_options(context, options), console),
+                print_launch=print_launch,
+                print_space=print_space,
+                out=results,
+                start=lambda plan: _run(plan, settings.log_file or settings.folder / "tritonserver.log", console),
+            )
+        except TritonError as exc:
             if isinstance(exc, TritonDiedError):
                 for line in exc.log_lines:
                     console.print(line, style="dim")

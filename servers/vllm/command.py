@@ -15,23 +15,20 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from servers.cli.defaults import OptionError
 from servers.cli.launch import LaunchPlan, bind, host_in_url
-from servers.cli.options import checked, fail, given_options, takes_settings
-from servers.cli.search import PRINT_SPACE, language_context, space_json
+from servers.cli.options import checked, given_options, takes_settings
+from servers.cli.search import language_context, space_json
+from servers.cli.serving import PrintLaunch, PrintSpace, serve
 from servers.engines.processors import cuda_index
-from servers.engines.settings import EngineError, EngineSettings
+from servers.engines.settings import EngineSettings
 from servers.language.engine import GenerationSettings, generation_precision
 from servers.language.module import DTYPES, TOKENIZER, served_folder
 from servers.language.specification import LanguageModel, language_model
 from servers.language.weights import pin_language_weights, weights_sha256
-from servers.models.files import FolderError
-from servers.models.specification import UnknownModelError
-from servers.models.weights import WeightsError
 from servers.vllm.settings import VllmSettings
 
 INSTALL = "pip install vllm==0.26.0"
@@ -48,29 +45,18 @@ CAUSES = (
 @takes_settings(VllmSettings)
 def serve_vllm(
     context: typer.Context,
-    print_launch: Annotated[
-        bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
-    ] = False,
-    print_space: Annotated[bool, typer.Option(help=PRINT_SPACE)] = False,
+    print_launch: PrintLaunch = False,
+    print_space: PrintSpace = False,
     **options: object,
 ) -> None:
     """Serve a language model with vLLM, which must be installed; it speaks OpenAI's protocol."""
     settings = checked(VllmSettings, options)
-    try:
-        if print_space:
-            sys.stdout.buffer.write(_space(settings, given_options(context, options)))
-            return
-        plan = launch_plan(settings, lambda step: typer.echo(step, err=True))
-    except (OptionError, UnknownModelError, WeightsError, EngineError) as exc:
-        fail(str(exc), exc, status=2)
-    except FolderError as exc:
-        fail(str(exc), exc)
-    if print_launch:
-        sys.stdout.buffer.write(plan.to_json())
-        return
-    typer.echo(f"starting {plan.title} at {plan.http_url}", err=True)
-    sys.stdout.flush()
-    os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})
+    serve(
+        lambda: launch_plan(settings, lambda step: typer.echo(step, err=True)),
+        lambda: _space(settings, given_options(context, options)),
+        print_launch=print_launch,
+        print_space=print_space,
+    )
 
 
 def _resolved(settings: VllmSettings) -> tuple[LanguageModel, str, str]:
