@@ -166,6 +166,7 @@ def _spaces(settings: TuneSettings, first: Experiment) -> tuple[Space, ...]:
     """What can be tuned of each target. Raises `PlanError`."""
     from loadgen.run.preparation import serve_options
     from loadgen.tune.declared import read_spaces
+    from loadgen.tune.space import values_of
 
     options = {
         arm.target: {
@@ -178,7 +179,7 @@ def _spaces(settings: TuneSettings, first: Experiment) -> tuple[Space, ...]:
     return read_spaces(
         settings.arms,
         options,
-        tune={name: [value.strip() for value in values.split(",")] for name, values in settings.tune.items()},
+        tune={name: values_of(values) for name, values in settings.tune.items()},
         fix=settings.fix,
         outstanding=settings.users,
     )

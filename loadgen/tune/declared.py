@@ -16,7 +16,7 @@ from loadgen.experiment.plan import PlanError
 from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.embedded import ask_server
 from loadgen.tune.records import Space, TunableSetting
-from loadgen.tune.space import FIX, TUNE, by_target, declared, for_load, narrowed
+from loadgen.tune.space import FIX, TUNE, by_target, check_lists, declared, for_load, narrowed
 
 _READ_SECONDS = 300.0
 _PARALLEL = 4
@@ -60,13 +60,12 @@ def read_spaces(
             spaces = tuple(
                 msgspec.structs.replace(space, fixed={**fixed[space.target], **space.fixed}) for space in spaces
             )
-        added = [
-            (space.target, name, value)
-            for space, names in zip(spaces, by_target(TUNE, tune, spaces).values(), strict=True)
-            for name, values in names.items()
-            for value in values
-            if value not in declared(space)[name].values
-        ]
+        added = []
+        for space, names in zip(spaces, by_target(TUNE, tune, spaces).values(), strict=True):
+            for name, values in names.items():
+                setting = declared(space)[name]
+                check_lists(name, values, setting)
+                added += [(space.target, name, value) for value in values if value not in setting.values]
         fixed = {space.target: space.fixed for space in spaces}
         answers = list(pool.map(lambda new: read(new[0], {**fixed[new[0]], new[1]: new[2]}), added))
     chosen = {

@@ -26,6 +26,26 @@ Conditions = Mapping[str, Sequence[str]]
 """By setting, the values with which something applies."""
 
 
+def values_of(text: str) -> list[str]:
+    """The values that `--tune NAME=…` names: commas separate them, and + joins a value that is a list itself, as in
+    32+64,none."""
+    return [value.strip().replace("+", ",") for value in text.split(",")]
+
+
+def as_text(values: Sequence[str]) -> str:
+    """These values as `--tune` takes them."""
+    return ",".join(value.replace(",", "+") for value in values)
+
+
+def check_lists(name: str, values: Sequence[str], setting: TunableSetting) -> None:
+    """Raise `PlanError` if numbers are given as values by themselves where the setting takes lists of them."""
+    numbers = [value for value in values if value.isdecimal()]
+    if len(numbers) > 1 and not any("," in value for value in values) and any("," in value for value in setting.values):
+        given, rest = as_text(values), [value for value in values if value not in numbers]
+        meant = as_text([",".join(numbers), *rest])
+        raise PlanError(f"{TUNE} {name}={given} separates values; join the numbers of one with +: {name}={meant}")
+
+
 def for_load(space: Space, outstanding: int) -> Space:
     """The space for a load of at most `outstanding` requests at once, of one item each.
 
@@ -91,7 +111,7 @@ def _narrowed(space: Space, tune: Mapping[str, Sequence[str]], fix: Mapping[str,
 
 
 def _on_request(setting: TunableSetting) -> str:
-    return f"{setting.name}: it changes the answers; search it with {TUNE} {setting.name}={','.join(setting.values)}"
+    return f"{setting.name}: it changes the answers; search it with {TUNE} {setting.name}={as_text(setting.values)}"
 
 
 def _sorted(values: Sequence[str], setting: TunableSetting) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import pytest
 
 from loadgen.experiment.plan import PlanError
 from loadgen.tune.declared import read_spaces
-from loadgen.tune.space import canonical, size
+from loadgen.tune.space import as_text, canonical, size, values_of
 
 COMMAND = """
 import json, pathlib, sys
@@ -24,7 +24,7 @@ if target == "litserve":
     sys.exit()
 if int(given.get("threads", 1)) > 8:
     sys.exit(f"error: --threads {given['threads']}: must be at most 8")
-if {*given} - {"model", "threads", "engine", "queue-size", "max-batch-size"}:
+if {*given} - {"model", "threads", "engine", "queue-size", "max-batch-size", "pad-to"}:
     sys.exit("error: No such option")
 threads = [] if "threads" in given else [dict(name="threads", default="4", values=["1", "4"], ordered=True)]
 spins = int(given.get("threads", 4)) > 1 and target == "native"
@@ -32,10 +32,11 @@ spinning = [dict(name="spinning", default="on", values=["on", "off"],
                  when={} if "threads" in given else {"threads": ["4"]})] if spins else []
 batch = [] if "max-batch-size" in given else [
     dict(name="max-batch-size", default="32", values=["8", "16", "32"], ordered=True)]
+padding = [dict(name="pad-to", default="none", values=["none", "32,64,128"])] if target == "fastapi" else []
 in_effect = {"auto": "torch", "0": "4"}
 fixed = {name: in_effect.get(value, value) for name, value in given.items() if name in ("threads", "engine")}
 print("a warning on standard output")
-print(json.dumps(dict(target=target, settings=threads + spinning + batch, fixed=fixed)))
+print(json.dumps(dict(target=target, settings=threads + spinning + batch + padding, fixed=fixed)))
 """
 
 
@@ -88,6 +89,18 @@ def test_a_fixed_value_is_the_one_in_effect(abserve: tuple[str, ...]) -> None:
 def test_what_all_servers_have_alike_cannot_be_fixed(abserve: tuple[str, ...], name: str) -> None:
     with pytest.raises(PlanError, match=f"^--fix {name.rpartition('.')[2].replace('_', '-')} "):
         read_spaces(("native",), {}, fix={name: "1"}, abserve=abserve)
+
+
+def test_a_value_that_is_a_list_is_joined_by_plus(abserve: tuple[str, ...]) -> None:
+    values = values_of("32+64, none")
+    assert values == ["32,64", "none"]
+    assert values_of(as_text(values)) == values
+    (fastapi,) = read_spaces(("fastapi",), {}, tune={"pad-to": values}, abserve=abserve)
+    assert {setting.name: setting.values for setting in fastapi.settings}["pad-to"] == ("none", "32,64")
+    with pytest.raises(PlanError, match=r"pad-to=32,64,none separates values; .* \+: pad-to=32\+64,none$"):
+        read_spaces(("fastapi",), {}, tune={"pad-to": values_of("32,64,none")}, abserve=abserve)
+    read_spaces(("fastapi",), {}, tune={"pad-to": values_of("32,64,32+64")}, abserve=abserve)
+    read_spaces(("fastapi",), {}, tune={"threads": values_of("1,2")}, abserve=abserve)
 
 
 def test_the_load_bounds_the_declared_values_but_not_the_users(abserve: tuple[str, ...]) -> None:
