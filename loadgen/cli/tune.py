@@ -153,8 +153,9 @@ def _check_machine(folder: Path, tuning: Tuning) -> None:
 
 def _check(settings: TuneSettings, out: Path | None) -> Experiment:
     """The experiment of all defaults, whose servers can be started. Raises `PlanError`."""
-    arms: dict[Label, ArmSettings] = {ANCHOR: ArmSettings(target=settings.arms[0])}
-    arms |= {f"{target}-0": ArmSettings(target=target) for target in settings.arms}
+    arms: dict[Label, ArmSettings] = {f"{target}-0": ArmSettings(target=target) for target in settings.arms}
+    if len(arms) == 1:  # a comparison has two arms at least
+        arms[ANCHOR] = ArmSettings(target=settings.arms[0])
     asked = screening_settings(settings, arms)
     check_tuning(settings, gpu=expects_gpu(*make_arms(asked)))
     if out is not None and (out / Tuning.FILE).exists():

@@ -49,7 +49,8 @@ from loadgen.stats.agreement import (
 LEAST_ANSWERS = 64
 """Answers compared per workload and arm over the run, if there are that many."""
 PARITY_SECONDS = 20.0
-"""A slow model is sent as many inputs alone as the baseline answers in this time, but at least `LEAST_PARITY_ITEMS`."""
+"""A slow model is sent as many inputs alone as the baseline answers in this time, but at least `LEAST_PARITY_ITEMS`; in
+a screening every model gets these few."""
 LEAST_PARITY_ITEMS = 8
 ANSWERS_OF_A_TRIAL = 4
 """Few, because a search has dozens of trials."""
@@ -91,6 +92,8 @@ def check_parity(
     batch_sizes: Collection[int],
     tolerance: Tolerance,
     lengths: Collection[int] = (),
+    *,
+    seconds: float = PARITY_SECONDS,
 ) -> ParityRecord:
     """Send every arm, the baseline first, the same inputs: alone, in mixed batches sent at once (so that dynamic
     batching merges them), and in one batch of each size, of each of these lengths if there are any. Each arm's answers
@@ -107,7 +110,7 @@ def check_parity(
         kinds={name: rule.kind for name, rule in rules.items()},
     )
     try:
-        alone = _alone(arms, lengths)
+        alone = _alone(arms, lengths, seconds)
         label, first = next(iter(arms.items()))
         cases = _cases(arms, alone, batches_to_send(first.inputs, batch_sizes, lengths, alone[label]), rules)
     except (AnswerError, ConnectionRefused, InputError) as exc:
@@ -123,16 +126,18 @@ def check_parity(
     )
 
 
-def _alone(arms: Mapping[Label, ParityTarget], lengths: Collection[int]) -> dict[Label, dict[int, Answer]]:
-    """Each arm's answer to each input, by the input's number. A slow baseline limits the inputs, but not to fewer than
-    one of each length."""
+def _alone(
+    arms: Mapping[Label, ParityTarget], lengths: Collection[int], seconds: float
+) -> dict[Label, dict[int, Answer]]:
+    """Each arm's answer to each input, by the input's number: to as many as the baseline answers in this time, but not
+    to fewer than `LEAST_PARITY_ITEMS` and one of each length."""
     count = min(arm.inputs.count for arm in arms.values())
     (baseline, first), *others = arms.items()
     each: Sequence[int | None] = sorted(lengths) or [None]
     groups = list(chain.from_iterable(map(first.inputs.groups, each)))
     items_to_send = [item for items in zip_longest(*groups) for item in items if item is not None and item < count]
     answers: dict[int, Answer] = {}
-    ends_s = monotonic() + PARITY_SECONDS
+    ends_s = monotonic() + seconds
     for item in items_to_send:
         if len(answers) >= max(LEAST_PARITY_ITEMS, len(groups)) and monotonic() > ends_s:
             break

@@ -41,7 +41,7 @@ from loadgen.records.run import (
     option_of,
     shown,
 )
-from loadgen.run.answers import LEAST_ANSWERS, AnswersUnderLoad, ParityTarget, check_parity
+from loadgen.run.answers import LEAST_ANSWERS, PARITY_SECONDS, AnswersUnderLoad, ParityTarget, check_parity
 from loadgen.run.arms import Arm
 from loadgen.run.context import OBSTACLES, RunContext, size_generator
 from loadgen.run.gpu_recording import SAMPLER
@@ -71,7 +71,7 @@ ANSWERS_OF_SCREENING = 16
 comparison that follows it keeps as many as every other."""
 LEAST_ROUNDS = 2
 """Of a screening, whose scatter is estimated from all its arms together."""
-SLOWEST_SIZED = 2.0
+SLOWEST_SIZED = 1.5
 """The blocks of a screening are long enough for an arm that takes so many times as long as the baseline."""
 READY_SECONDS_OF_SCREENING, SLOWEST_START = 180.0, 3.0
 """Time limit for a launched server to start in a screening once the baseline has started, which must leave time for
@@ -525,7 +525,9 @@ def require_parity(context: RunContext, tolerance: Tolerance) -> None:
         for label, arm in context.arms.items()
     }
     sizes = {largest, *(size for size in used if size < largest)}
-    record = check_parity(arms, sizes, tolerance, context.experiment.lengths)
+    seconds = 0.0 if context.experiment.screening else PARITY_SECONDS
+    compare_arms = partial(check_parity, arms, sizes, tolerance, context.experiment.lengths, seconds=seconds)
+    record = compare_arms()
     while (
         context.experiment.screening
         and (wrong := _wrong_arms(record))
@@ -534,11 +536,7 @@ def require_parity(context: RunContext, tolerance: Tolerance) -> None:
         for label, why in wrong.items():
             _leave_out(context, label, why)
             del arms[label]
-        record = (
-            _without_cases(record, wrong)
-            if record.error is None
-            else check_parity(arms, sizes, tolerance, context.experiment.lengths)
-        )
+        record = _without_cases(record, wrong) if record.error is None else compare_arms()
     context.store.write(record)
     context.progress.parity_done(record)
     if record.error is not None:

@@ -26,13 +26,16 @@ from loadgen.run.interruption import interruptible
 from loadgen.run.preparation import Prepared
 from loadgen.run.progress import RunProgress
 from loadgen.run.storage import StorageError, StoredRunError, read_one, running, write_record
-from loadgen.tune.records import ANCHOR, Contender, Space, Stage, Tuning, TuningRun
-from loadgen.tune.screening import screen
+from loadgen.tune.records import ANCHOR, Contender, Score, Space, Stage, Tuning, TuningRun
+from loadgen.tune.screening import Judged, screen
 from loadgen.tune.search import Choice, Search, Standing, gain
 from loadgen.tune.settings import TuneSettings, final_settings, screening_settings
 
 FINAL_SHARE, LEAST_FINAL_S, MOST_FINAL_SHARE = 0.25, 240.0, 0.4
 """The final gets a quarter of the time, of a short tuning four minutes, but never more than two fifths."""
+STARTS, START_SHARE = (5, 3), 0.6
+"""Starts of the servers in the final: the first of these that take at most this share of its time, else one. With one
+start the winner of equal servers may be who had the luckier start, see docs/tuning.md."""
 FINALISTS_SHARE, SETTINGS_SHARE = 0.12, 0.12
 START_S, ARM_S = 10.0, 9.0
 """Seconds of a screening and of each of its arms, for planning before one has run."""
@@ -223,8 +226,8 @@ class _Race:
         self._compare()
 
     def _screen(self) -> None:
-        later_s = self.shares.total - self.shares.screenings
         while True:
+            later_s = self.shares.finalists + self.shares.settings + self.final_s
             begun = bool(self._of("screening"))
             if begun and (self._of("finalists") or self._expected_s(self.at_once) > self.left_s - later_s):
                 return
@@ -240,9 +243,10 @@ class _Race:
             reasons = [*chain.from_iterable(run.out.values() for run in self.tuning.runs)]
             reasons += [run.problem for run in self.tuning.runs if run.problem is not None]
             raise TuningError(" ".join(["no contender could be measured.", *reasons[:1]]))
-        later_s = self.shares.settings + self.shares.final
+        finalists = [contender for contender in finalists if contender.name != self.search.anchor]
+        later_s = self.shares.settings + self.final_s
         for number in range(MOST_PASSES):
-            left = [c for c in finalists if self._times("finalists", c) <= number and not self._is_out(c)]
+            left = [c for c in finalists if self._times("finalists", c) <= number and self._may_run(c)]
             needed_s = sum(self._expected_s(len(group)) for group in self._groups(left))
             if not left or (number and needed_s > self.left_s - later_s):
                 return
@@ -254,7 +258,7 @@ class _Race:
         runs: list[list[Contender]] = []
         for name in self.tuning.winners if self.at_once > 1 else ():
             winner = self._named(name)
-            others = [c for c in self.search.put_back(winner).values() if not self._is_out(c)]
+            others = [c for c in self.search.put_back(winner).values() if self._may_run(c)]
             left = [c for c in others if not self._times("settings", c)]
             for group in self._groups(left, beside=1):
                 if runs and len(runs[-1]) + 1 + len(group) <= self.at_once:
@@ -262,7 +266,7 @@ class _Race:
                 else:
                     runs.append([winner, *group])
         for contenders in runs:
-            if self._expected_s(len(contenders)) > self.left_s - self.shares.final:
+            if self._expected_s(len(contenders)) > self.left_s - self.final_s:
                 return
             self._measure("settings", contenders)
 
@@ -277,9 +281,10 @@ class _Race:
                     arms[contender.name] = self._arm(contender)
         if len(arms) < 2:
             return
-        left_s = max(self.left_s - AFTER_S, LEAST_SHARE_OF_FINAL * self.shares.final)
+        left_s = max(self.left_s - AFTER_S, LEAST_SHARE_OF_FINAL * self.final_s)
+        starts = next((many for many in STARTS if many * self._start_s(len(arms)) <= START_SHARE * left_s), 1)
         self.progress.stage_begins("final comparison of the defaults and the best")
-        experiment = self._plan(final_settings(self.settings, arms, left_s / 60.0))
+        experiment = self._plan(final_settings(self.settings, arms, left_s / 60.0, starts))
         folder = self.folder / FINAL
         if folder.exists():  # of a final that was interrupted
             folder.rename(self._free_folder(FINAL))
@@ -300,7 +305,7 @@ class _Race:
         """Measure the contenders until each was measured so often in this stage or is out, but not without end. Raises
         `TuningError`."""
         for _ in range(TRIES):
-            waiting = [c for c in contenders if self._times(stage, c) < times and not self._is_out(c)]
+            waiting = [c for c in contenders if self._times(stage, c) < times and self._may_run(c)]
             if not waiting:
                 return
             self._measure(stage, waiting)
@@ -325,7 +330,7 @@ class _Race:
         )  # fmt: skip
         run = TuningRun(
             folder=folder.name, stage=stage, scores=judged.scores, out=judged.out, problem=judged.problem,
-            seconds=monotonic() - began,
+            anchor=self._named_anchor(judged), seconds=monotonic() - began, load_seconds=judged.load_seconds,
         )  # fmt: skip
         self.search.tell(run)
         self.store(runs=(*self.tuning.runs, run))
@@ -337,6 +342,9 @@ class _Race:
         self.problems = self.problems + 1 if run.problem is not None and not run.out else 0
         if self.problems >= TRIES:
             raise TuningError(f"{counted(TRIES, 'run')} after each other counted for nothing. {run.problem}")
+
+    def _named_anchor(self, judged: Judged) -> Score | None:
+        return judged.anchor and msgspec.structs.replace(judged.anchor, contender=self.search.anchor)
 
     def _plan(self, settings: ExperimentSettings) -> Experiment:
         experiment = self.measuring.plan(settings)
@@ -366,6 +374,10 @@ class _Race:
     def _is_out(self, contender: Contender) -> bool:
         return any(contender.name in run.out for run in self.tuning.runs)
 
+    def _may_run(self, contender: Contender) -> bool:
+        """As a contender beside the anchor."""
+        return contender.name != self.search.anchor and not self._is_out(contender)
+
     def _named(self, name: Label) -> Contender:
         return next(contender for contender in self.search.contenders if contender.name == name)
 
@@ -377,6 +389,18 @@ class _Race:
         """The contenders in runs of equal size, each of which has `beside` more."""
         count = math.ceil(len(contenders) / max(1, self.at_once - beside))
         return [list(contenders[place::count]) for place in range(count)]
+
+    @property
+    def final_s(self) -> float:
+        """Seconds of the final: its share, or more if its servers need that to be started often enough."""
+        needed_s = min(STARTS) * self._start_s(2 * len(self.tuning.spaces)) / START_SHARE
+        return max(self.shares.final, min(needed_s, MOST_FINAL_SHARE * self.shares.total))
+
+    def _start_s(self, arms: int) -> float:
+        """Seconds of a start of so many servers with all that precedes their load, by the last runs."""
+        last = [run for run in self.tuning.runs if run.scores and run.load_seconds][-LAST:]
+        started = sum(len(run.scores) + 1 for run in last)
+        return sum(run.seconds - run.load_seconds for run in last) / started * arms if started else 0.0
 
     def _expected_s(self, contenders: int) -> float:
         """Seconds of a run with so many contenders, by the last ones."""

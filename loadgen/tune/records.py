@@ -87,12 +87,16 @@ class TuningRun(Record, frozen=True, kw_only=True):
     folder: str
     stage: Stage
     scores: tuple[Score, ...] = ()
+    anchor: Score | None = None
+    """The anchor, which is the first target at its defaults and never a contender of a run: its figures."""
     out: dict[Label, str] = msgspec.field(default_factory=dict)
     """Contenders that gave wrong answers, did not start or left the GPU unused: why, in one sentence. They never run
     again."""
     problem: str | None = None
     """Why the run as a whole counts for nothing, such as a busy machine."""
     seconds: float = 0.0
+    load_seconds: float = 0.0
+    """Of these, from the first block to the last."""
 
 
 class Tuning(Record, frozen=True, kw_only=True):

@@ -78,6 +78,8 @@ class Judged:
     scores: tuple[Score, ...]
     out: dict[Label, str]
     problem: str | None
+    anchor: Score | None = None
+    load_seconds: float = 0.0
 
 
 def judge(run: StoredRun, result: Result, settings: TuneSettings, *, anyway: bool = False) -> Judged:
@@ -103,15 +105,24 @@ def judge(run: StoredRun, result: Result, settings: TuneSettings, *, anyway: boo
         return Judged((), out, problem)
     scores = score_run(run, result, settings)
     if scores:  # so the anchor was measured, and these were not
-        known = {score.contender for score in scores} | {ANCHOR, *out}
+        known = {score.contender for score in scores} | {*out}
         out |= {label: TOO_SLOW for label in run.experiment.labels if label not in known}
-    left = tuple(score for score in scores if score.contender not in out)
-    return Judged(left, out, None if left or out else "No round is complete.")
+    anchor = next((score for score in scores if score.contender == ANCHOR), None)
+    left = tuple(score for score in scores if score.contender not in (ANCHOR, *out))
+    return Judged(left, out, None if left or out else "No round is complete.", anchor, load_seconds(run))
+
+
+def load_seconds(run: StoredRun) -> float:
+    """From the first block to the last."""
+    blocks = [block.record for block in run.blocks]
+    if not blocks:
+        return 0.0
+    return (max(block.window_end_ns for block in blocks) - min(block.window_start_ns for block in blocks)) / 1e9
 
 
 def score_run(run: StoredRun, result: Result, settings: TuneSettings) -> tuple[Score, ...]:
-    """The score of every contender that has been measured in every round, by the goal. None of them without two rounds
-    of anchor and contender."""
+    """The score of the anchor and of every contender that has been measured in every round, by the goal. None of them
+    without two rounds of anchor and contender."""
     scores = next(
         (found for metric in goal_metrics(settings) if (found := _by_blocks(result.blocks, metric, ANCHOR))), {}
     )
@@ -139,7 +150,7 @@ def score_run(run: StoredRun, result: Result, settings: TuneSettings) -> tuple[S
 def _by_blocks(
     blocks: Sequence[BlockSummary], metric: Metric, anchor: Label
 ) -> dict[Label, tuple[float, float, float]]:
-    """Of each contender the log of how many times better it is than the anchor, the error of that and its figure."""
+    """Of each arm the log of how many times better it is than the anchor, the error of that and its figure."""
     figures = {
         (block.round, block.label): figure
         for block in blocks
@@ -161,9 +172,12 @@ def _by_blocks(
     error = spread * math.sqrt(2.0 / len(rounds)) * critical_t(degrees, SIGNIFICANCE) / Z95
     means = dict(zip(labels, logs.mean(axis=0).tolist(), strict=True))
     return {
-        label: (mean - means[anchor], max(error, LEAST_ERROR), math.exp(mean if metric.higher_is_better else -mean))
+        label: (
+            mean - means[anchor],
+            max(error if label != anchor else 0.0, LEAST_ERROR),
+            math.exp(mean if metric.higher_is_better else -mean),
+        )
         for label, mean in means.items()
-        if label != anchor
     }
 
 

@@ -125,7 +125,8 @@ class Search:
         """`contenders` and `runs` are those of a tuning that is resumed."""
         self.spaces = {space.target: space for space in spaces}
         self._fields = {space.target: _Field(space, seed) for space in spaces}
-        self._anchor = f"{spaces[0].target}-0"
+        self.anchor: Label = f"{spaces[0].target}-0"
+        """The contender that is the anchor of every run, so that it is never one of its contenders."""
         self._contenders: dict[Label, Contender] = {}
         self._by_settings: dict[tuple[str, _Settings], Contender] = {}
         self._runs: list[TuningRun] = []
@@ -150,7 +151,7 @@ class Search:
     def next_screening(self, places: int) -> list[Contender]:
         """At most so many contenders besides the anchor: first those that were named and not measured, then of the
         targets in turn what promises most. Empty if everything is measured and nothing is worth measuring again."""
-        measured = {score.contender for score in self._scores("screening")} | self._out.keys()
+        measured = {self.anchor, *(score.contender for score in self._scores("screening")), *self._out}
         chosen = [contender for contender in self.contenders if contender.name not in measured][:places]
         tried = {target: sum(c.target == target for c in self.contenders) for target in self.spaces}
         turns = [self._suggestions(target) for target in sorted(self.spaces, key=lambda target: tried[target])]
@@ -175,7 +176,7 @@ class Search:
                 name = contender.name
                 times = sum(score.contender == name for score in scores)
                 known = estimates.get(name) if times else None
-                if known is not None and name == self._anchor:
+                if times and name == self.anchor:
                     known = 0.0, EXACT
                 log_ratio, error = known or (None, math.inf)
                 limit = pooled_limit([score for score in scores if score.contender == name])
@@ -238,7 +239,7 @@ class Search:
         field, outlook = self._fields[target], self._outlook(target)
         while (row := outlook.next_new()) is not None:
             yield self._name(target, field.settings[row])
-        racing = [s for s in self.standings(target) if s.racing and s.contender.name != self._anchor]
+        racing = [s for s in self.standings(target) if s.racing and s.contender.name != self.anchor]
         if len(racing) > 1:
             yield from (s.contender for s in sorted(racing, key=lambda s: -_value(s) - s.error))
 
@@ -251,7 +252,7 @@ class Search:
                 if contender.target == target
                 and (row := self._fields[target].rows.get(_settings(contender.settings))) is not None
             }
-            anchor = rows.get(self._anchor)
+            anchor = rows.get(self.anchor)
             outlook = _Outlook(self._fields[target], rows, self._that_count("screening"), self._out, anchor)
             self._outlooks[target] = outlook
         return self._outlooks[target]
@@ -264,7 +265,9 @@ class Search:
         return [run for run in self._runs if run.stage == stage and run.problem is None]
 
     def _scores(self, stage: Stage) -> list[Score]:
-        return [score for run in self._that_count(stage) for score in run.scores]
+        """Of all contenders, the anchor's among them."""
+        runs = self._that_count(stage)
+        return [score for run in runs for score in (*run.scores, run.anchor) if score is not None]
 
     def _name(self, target: str, settings: Mapping[str, str]) -> Contender:
         """The contender with these settings, which gets a name if it is new."""

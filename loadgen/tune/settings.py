@@ -218,11 +218,15 @@ def screening_settings(settings: TuneSettings, arms: Mapping[Label, ArmSettings]
     return _experiment(settings, arms, rounds=ROUNDS, gpu_control=False, **({"open_seconds": due} if due else {}))
 
 
-def final_settings(settings: TuneSettings, arms: Mapping[Label, ArmSettings], minutes: float) -> ExperimentSettings:
-    """The comparison whose verdict is the answer, which takes so many minutes. Raises `PlanError`."""
+def final_settings(
+    settings: TuneSettings, arms: Mapping[Label, ArmSettings], minutes: float, restarts: int = 1
+) -> ExperimentSettings:
+    """The comparison whose verdict is the answer, which takes so many minutes and starts its servers so often. Raises
+    `PlanError`."""
     price = {"price": settings.price} if settings.is_language and settings.price is not None else {}
     rounded = max(0.1, math.floor(minutes * 10.0) / 10.0)
-    return _experiment(settings, arms, minutes=rounded, gpu_control=settings.gpu_control, **price)
+    more = {"minutes": rounded, "restarts": restarts, "gpu_control": settings.gpu_control}
+    return _experiment(settings, arms, **more, **price)
 
 
 _COMMON = (

@@ -14,7 +14,7 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from servers.engines.batches import valid_inputs
+from servers.engines.batches import valid_inputs, warm_on_cpu
 from servers.engines.padding import Padding, Staging, divide
 from servers.engines.settings import EngineError as EngineError
 from servers.engines.settings import EngineSettings
@@ -139,12 +139,16 @@ class Engine(ABC):
         """Execute every given batch size once, so that no compilation or allocation is left for a request.
 
         A model with a padded axis executes each at every size of `pad_to`, without those at the axis' default size. A
-        CPU prepares nothing for a shape, and large ones take it minutes: there each size is executed once.
+        CPU prepares nothing for a shape, and large ones take it long: there each size is executed once, and of the
+        batch sizes those of `warm_on_cpu`.
         """
         axis, pad_to = self._specification.padded_axis, self._settings.pad_to
         sizes = [{axis.name: size} for size in pad_to if size <= axis.largest] if axis is not None else []
+        on_cpu = self.describe().device == "cpu"
+        if on_cpu:
+            batch_sizes = warm_on_cpu(batch_sizes)
         shapes = list(product(batch_sizes, sizes or [{}]))
-        if sizes and self.describe().device == "cpu":
+        if sizes and on_cpu:
             shapes = [(rows, along) for rows, along in shapes if rows == batch_sizes[0] or along is sizes[0]]
         for rows, along in shapes:
             self.infer(valid_inputs(self._specification, rows, along))

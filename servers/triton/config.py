@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from servers.cli.defaults import MAX_QUEUE_DELAY_US
-from servers.engines.batches import axis_buckets, warm_up_sizes
+from servers.engines.batches import axis_buckets, warm_on_cpu, warm_up_sizes
 from servers.engines.interface import EngineDescription
 from servers.engines.padding import pad_to_text, parse_pad_to
 from servers.engines.processors import cuda_index
@@ -122,7 +122,7 @@ def onnxruntime_config(
     if device == "cpu":
         where = f"""instance_group [ {{ kind: KIND_CPU count: {instances} }} ]
 parameters {{ key: "intra_op_thread_count" value: {{ string_value: {quote(parameters.get("threads", "0"))} }} }}"""
-        warm = _warmup(specification, warm_up_sizes(largest), (None,), count=1)
+        warm = _warmup(specification, warm_on_cpu(warm_up_sizes(largest)), (None,), count=1)
     else:
         tf32 = int(parameters.get("precision") == "tf32")
         where = f"""\

@@ -24,6 +24,8 @@ from tests.truth.tuned_server import right, time_ms
 
 SPACES = tuple(msgspec.convert(tuned_server.space(target), Space) for target in ("native", "triton"))
 NOISE = 0.01
+MEASURED = Score(contender=ANCHOR, log_ratio=0.0, error=NOISE, value=1.0)
+"""The anchor of a run."""
 
 
 class Machine:
@@ -53,7 +55,7 @@ class Machine:
                   value=1.0)
             for arm in experiment.arms[1:] if arm.label not in out
         ]  # fmt: skip
-        return Judged(tuple(scores), out, None), RunState(state="finished", phase="finished")
+        return Judged(tuple(scores), out, None, MEASURED), RunState(state="finished", phase="finished")
 
     def compare(self, experiment: Experiment, folder: Path) -> RunState | None:
         RunStore(folder).write(experiment)
@@ -195,7 +197,7 @@ def test_contenders_that_are_never_measured_do_not_hold_it_up(tmp_path: Path, mo
             Score(contender=arm.label, log_ratio=0.0, error=NOISE, value=1.0)
             for arm in experiment.arms[1:] if not arm.settings
         ]  # fmt: skip
-        return Judged(tuple(scores), out, None), RunState(state="finished", phase="finished")
+        return Judged(tuple(scores), out, None, MEASURED), RunState(state="finished", phase="finished")
 
     machine.before_run = only_defaults
     tuning = run(machine, tmp_path / "t")
