@@ -330,7 +330,7 @@ def _sized(context: RunContext, by_arm: Mapping[str, Mapping[Label, float]], war
 
 
 def _with_rounds_that_pay(context: RunContext, experiment: Experiment) -> Experiment:
-    """A screening whose load takes no longer than what came before it, if two rounds allow that: where blocks are long,
+    """A screening whose load takes half as long as what came before it, if two rounds allow that: of long blocks,
     more contenders tell more than more rounds. On a GPU its proof needs them all."""
     if not experiment.screening or expects_gpu(*experiment.arms):
         return experiment
@@ -338,7 +338,7 @@ def _with_rounds_that_pay(context: RunContext, experiment: Experiment) -> Experi
     workloads = tuple(
         msgspec.structs.replace(
             workload,
-            rounds=max(LEAST_ROUNDS, min(workload.rounds, int(before_s / context.forecast.round_s(workload)))),
+            rounds=max(LEAST_ROUNDS, min(workload.rounds, int(before_s / 2.0 / context.forecast.round_s(workload)))),
         )
         for workload in experiment.workloads
     )

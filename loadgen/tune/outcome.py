@@ -196,8 +196,7 @@ def outcome_of(tuning: Tuning, final: Result | None) -> TuningOutcome:
     """`final` is the result of the folder `final`, if that comparison has run."""
     settings = TuneSettings.model_validate(tuning.settings)
     search = Search(tuning.spaces, 0, contenders=tuning.contenders, runs=tuning.runs)
-    is_chosen = any(run.stage == "finalists" and run.problem is None for run in tuning.runs)
-    choices = {choice.target: choice for choice in search.winners()} if is_chosen else {}
+    choices = {choice.target: choice for choice in search.winners()} if tuning.winners else {}
     compared = _Compared(settings, final)
     targets = tuple(
         _target(tuning, place, choices.get(space.target), search, compared) for place, space in enumerate(tuning.spaces)

@@ -36,11 +36,12 @@ FINAL_SHARE, LEAST_FINAL_S, MOST_FINAL_SHARE = 0.25, 240.0, 0.4
 STARTS, START_SHARE = (5, 3), 0.6
 """Starts of the servers in the final: the first of these that take at most this share of its time, else one. With one
 start the winner of equal servers may be who had the luckier start, see docs/tuning.md."""
-FINALISTS_SHARE, SETTINGS_SHARE = 0.12, 0.12
+FINALISTS_SHARE, SETTINGS_SHARE = 0.15, 0.1
+"""A stage for which its share is too short is left out, and the screenings get its time."""
 START_S, ARM_S = 10.0, 9.0
 """Seconds of a screening and of each of its arms, for planning before one has run."""
-FINALISTS = 3
-"""Finalists of each target."""
+FINALISTS = (3, 2)
+"""Finalists of each target: the first of these that fit. Where none does, the screenings choose."""
 MOST_PASSES = 3
 """Most fresh measurements of a finalist, each with its own start of the server."""
 TRIES = 3
@@ -227,7 +228,8 @@ class _Race:
 
     def _screen(self) -> None:
         while True:
-            later_s = self.shares.finalists + self.shares.settings + self.final_s
+            later_s = self.shares.finalists * bool(self._finalists_each()) + self.final_s
+            later_s += self.shares.settings * (self._expected_s(2) <= self.shares.settings)
             begun = bool(self._of("screening"))
             if begun and (self._of("finalists") or self._expected_s(self.at_once) > self.left_s - later_s):
                 return
@@ -237,12 +239,14 @@ class _Race:
             self._measure("screening", contenders)
 
     def _measure_finalists(self) -> None:
-        """At least once, and again as long as the time allows."""
-        finalists = self.search.finalists(FINALISTS)
+        """Once if the time allows, and again as long as it does."""
+        finalists = self.search.finalists(self._finalists_each() or 1)
         if not finalists:
             reasons = [*chain.from_iterable(run.out.values() for run in self.tuning.runs)]
             reasons += [run.problem for run in self.tuning.runs if run.problem is not None]
             raise TuningError(" ".join(["no contender could be measured.", *reasons[:1]]))
+        if not self._finalists_each():
+            return
         finalists = [contender for contender in finalists if contender.name != self.search.anchor]
         later_s = self.shares.settings + self.final_s
         for number in range(MOST_PASSES):
@@ -252,6 +256,15 @@ class _Race:
                 return
             for group in self._groups(left[number:] + left[:number]):
                 self._until_measured("finalists", group, number + 1)
+
+    def _finalists_each(self) -> int:
+        """How many finalists of each target can be measured once in the share of the stage; 0: too few to choose."""
+
+        def seconds(each: int) -> float:
+            count = each * len(self.tuning.spaces)
+            return self._expected_s(count) + (self._expected_s(0) if count > self.at_once else 0.0)
+
+        return next((each for each in FINALISTS if seconds(each) <= self.shares.finalists), 0)
 
     def _put_back(self) -> None:
         """Measure the winners beside themselves with one setting at its default, as far as the time allows."""

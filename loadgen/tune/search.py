@@ -12,7 +12,7 @@ so that what it shares with others loses its promise.
 **Standings.** A contender races as long as the upper end of its interval reaches the lower end of another of its
 target. The finalists are the best that race. Their fresh runs alone choose the winner, by generalised least squares:
 with τ the spread between starts, two scores of a run have the variance 2τ² + e² and the covariance τ² + e²/2, since
-they share the anchor.
+they share the anchor. If the time did not suffice for fresh runs, the estimates of the screenings choose.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The winner of one target, chosen from the finalists' fresh runs alone."""
+    """The winner of one target, see `Search.winners`."""
 
     target: str
     winner: Contender | None = None
@@ -203,7 +203,8 @@ class Search:
         return chosen
 
     def winners(self) -> tuple[Choice, ...]:
-        """One per target, in the order of the spaces, from the runs of the stage `finalists` alone."""
+        """One per target, in the order of the spaces, from the runs of the stage `finalists` alone; of a target of
+        which these measured nothing, from the screenings."""
         return tuple(self._choice(target) for target in self.spaces)
 
     def put_back(self, contender: Contender) -> dict[str, Contender]:
@@ -221,7 +222,10 @@ class Search:
         return math.fsum(spreads) / len(spreads)
 
     def _choice(self, target: str) -> Choice:
-        measured = [s for s in self.standings(target, "finalists") if s.log_ratio is not None and s.out is None]
+        own = {contender.name for contender in self.contenders if contender.target == target} - {self.anchor}
+        is_fresh = any(score.contender in own for score in self._scores("finalists"))
+        standings = self.standings(target, "finalists" if is_fresh else "screening")
+        measured = [s for s in standings if s.log_ratio is not None and s.out is None]
         able = [s for s in measured if s.is_safe]
         certain = bool(able)
         if not able:

@@ -41,8 +41,8 @@ LIMIT_STYLES: Mapping[str, doc.Style] = {
     "kept": "ok", "exceeded": "failed", "not certain": "warning", "not measured": "unknown",
 }  # fmt: skip
 SELECTION = (
-    "The winners were chosen from the finalists' fresh runs, and every figure of the answer comes from the final, "
-    "which measured them once more: none is the best of many."
+    "Every figure of the answer comes from the final, which measured the winners freshly after they had been chosen: "
+    "none is the best of many."
 )
 WORTH = (
     "Worth: how many times better the best is than with this one setting put back to its default, in runs of their "

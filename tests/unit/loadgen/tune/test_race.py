@@ -29,7 +29,7 @@ MEASURED = Score(contender=ANCHOR, log_ratio=0.0, error=NOISE, value=1.0)
 
 
 class Machine:
-    """Runs take 10 s and 9 s per arm; the final as long as it may."""
+    """Runs take 10 s and 9 s per arm, half of it for the load; the final as long as it may."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, slower: float = 1.0) -> None:
         self.now_s, self.slower = 1000.0, slower
@@ -45,7 +45,8 @@ class Machine:
         assert experiment.labels[0] == ANCHOR
         RunStore(folder).write(msgspec.structs.replace(experiment, processes=3))
         self.experiments.append(experiment)
-        self.now_s += self.slower * (10.0 + 9.0 * len(experiment.arms))
+        seconds = self.slower * (10.0 + 9.0 * len(experiment.arms))
+        self.now_s += seconds
         if (planned := self.before_run(experiment)) is not None:
             return planned
         rng = random.Random(str((experiment.seed, experiment.labels)))
@@ -55,7 +56,8 @@ class Machine:
                   value=1.0)
             for arm in experiment.arms[1:] if arm.label not in out
         ]  # fmt: skip
-        return Judged(tuple(scores), out, None, MEASURED), RunState(state="finished", phase="finished")
+        judged = Judged(tuple(scores), out, None, MEASURED, seconds / 2.0)
+        return judged, RunState(state="finished", phase="finished")
 
     def compare(self, experiment: Experiment, folder: Path) -> RunState | None:
         RunStore(folder).write(experiment)
@@ -96,6 +98,18 @@ def test_the_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minut
     assert tuning.state == "finished", tuning.error
     assert machine.now_s - began_s == pytest.approx(60.0 * minutes, rel=0.1)
     assert (machine.finals[0].minutes or 0.0) * 60.0 >= 0.9 * Shares.of(minutes).final
+
+
+@pytest.mark.parametrize(("slower", "starts"), [(1.0, 5), (6.0, 3), (12.0, 1)])
+def test_the_final_starts_its_servers_as_often_as_its_time_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float, starts: int
+) -> None:
+    machine = Machine(monkeypatch, slower=slower)
+    tuning = run(machine, tmp_path / "t", settings(30.0))
+    assert [final.restarts for final in machine.finals] == [starts]
+    stages = {entry.stage for entry in tuning.runs}
+    assert ("finalists" in stages, "settings" in stages) == ((True, True) if slower == 1.0 else (False, False))
+    assert set(machine.finals[0].labels) == {"native-0", "triton-0", *tuning.winners}
 
 
 def test_what_is_chosen_is_measured_freshly_and_compared_with_the_defaults(

@@ -86,15 +86,16 @@ def test_one_that_is_out_after_it_was_measured_is_no_finalist_and_no_winner() ->
     assert search.winners()[0].winner == search.contenders[names(list(search.contenders)).index("native-2")]
 
 
-def test_the_winner_is_chosen_from_the_fresh_runs_alone() -> None:
+def test_the_winner_is_chosen_from_the_fresh_runs_alone_if_there_are_some() -> None:
     search = search_all({"native-1": 0.9, "native-2": 0.8})
-    assert [choice.winner for choice in search.winners()] == [None, None]
+    assert [choice.winner.name for choice in search.winners() if choice.winner] == ["native-1", "triton-0"]
     search.tell(run({"native-1": 0.1, "native-2": 0.3}, "finalists"))
     native, triton = search.winners()
     assert native.winner is not None
     assert native.winner.name == "native-2"
     assert native.equals == ()
-    assert triton.winner is None
+    assert triton.winner is not None
+    assert triton.winner.name == "triton-0"
 
 
 def test_among_equals_the_one_nearest_to_the_defaults_wins() -> None:
