@@ -13,6 +13,7 @@ from loadgen.documents import one_line
 from loadgen.quantities import counted, ratio, ratio_interval
 from loadgen.records.run import Label
 from loadgen.report.progress import MovingLine, clock
+from loadgen.tune.outcome import settings_in_words
 from loadgen.tune.race import RaceLead, RaceProgress
 from loadgen.tune.records import Space, TuningRun
 from loadgen.tune.space import size
@@ -74,13 +75,12 @@ class RichRaceProgress(MovingLine, RaceProgress):
 
 
 def lead_in_words(lead: RaceLead, contenders: int) -> str:
-    """ "triton: best so far triton-7, 1.31× (1.22–1.40) of its defaults: max-batch-size 16; 9 of 216 tried, 1 out" """
+    """ "triton: best so far triton-7, 1.31× (1.22–1.40) of its defaults: max-batch-size=16; 9 of 216 tried, 1 out" """
     tried = f"{lead.tried:,} of {counted(contenders, 'contender')} tried" + (f", {lead.out} out" if lead.out else "")
     if lead.best is None:
         return f"{lead.target}: nothing measured yet; {tried}"
     contender = lead.best.contender
-    settings = ", ".join(f"{name} {value}" for name, value in contender.settings.items())
     if not contender.settings:
         return f"{lead.target}: its defaults are the best so far; {tried}"
     gain = f", {ratio(lead.factor, lead.ci95)} ({ratio_interval(lead.ci95)}) of its defaults" if lead.factor else ""
-    return f"{lead.target}: best so far {contender.name}{gain}: {settings}; {tried}"
+    return f"{lead.target}: best so far {contender.name}{gain}: {settings_in_words(contender)}; {tried}"

@@ -18,7 +18,6 @@ from graphlib import TopologicalSorter
 from typing import Any, Literal
 
 import msgspec
-from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from servers.cli import defaults
@@ -60,14 +59,6 @@ class SearchContext:
         some = (self.cores // 4, self.cores // 2, self.cores - 1 if self.cores < FEW_CORES else 0)
         return (*(count for count in some if count > 0), self.cores)
 
-    def by_device(self, cpu: Iterable[object], cuda: Iterable[object]) -> Iterable[object]:
-        """Of a model of tensors, the values for the device."""
-        return () if self.language else cuda if self.device == "cuda" else cpu
-
-    def of_language(self, cpu: Iterable[object], cuda: Iterable[object]) -> Iterable[object]:
-        """Of a language model, the values for the device."""
-        return () if not self.language else cuda if self.device == "cuda" else cpu
-
 
 @dataclass(frozen=True, slots=True)
 class Searched:
@@ -82,6 +73,19 @@ class Searched:
     option (the third). The default always applies."""
     on_request: bool = False
     """Whether it changes the answers too."""
+
+
+def by_device(
+    cpu: Iterable[object], cuda: Iterable[object], *, language: bool = False
+) -> Callable[[SearchContext], Iterable[object]]:
+    """The values for the device, of models of tensors or of language models only."""
+
+    def values(here: SearchContext) -> Iterable[object]:
+        if here.language != language:
+            return ()
+        return cuda if here.device == "cuda" else cpu
+
+    return values
 
 
 def padded_sizes(largest: int | None) -> Sequence[str]:
@@ -115,16 +119,16 @@ SPINNING = Searched(
         "threads": lambda _here, _spinning, threads: int(threads) > 1,  # a single one never waits
     },
 )
-MAX_BATCH_SIZE = Searched(lambda here: here.by_device((4, 8, 16, 32), (8, 16, 32, 64, 128)), ordered=True)
-MAX_QUEUE_DELAY_US = Searched(lambda here: here.by_device((0, 5000), (0, 200, 1000)), ordered=True)
+MAX_BATCH_SIZE = Searched(by_device((4, 8, 16, 32), (8, 16, 32, 64, 128)), ordered=True)
+MAX_QUEUE_DELAY_US = Searched(by_device((0, 5000), (0, 200, 1000)), ordered=True)
 PAD_TO = Searched(lambda here: padded_sizes(here.largest_axis))
 DECODE_THREADS = Searched(
     lambda here: (count for count in (1, 2, 4, 8) if here.payload == "jpeg" and count <= here.cores), ordered=True
 )
-SLOTS = Searched(lambda here: here.of_language((4, 8, 16, 32), (16, 32, 64, 128, 256)), ordered=True)
-PREFILL_CHUNK = Searched(lambda here: here.of_language((0, 16, 64, 256), (0, 64, 256, 512)))
+SLOTS = Searched(by_device((4, 8, 16, 32), (16, 32, 64, 128, 256), language=True), ordered=True)
+PREFILL_CHUNK = Searched(by_device((0, 16, 64, 256), (0, 64, 256, 512), language=True))
 """0 is what the engine chooses, which is no number in the order of the others."""
-GRAPHS = Searched(lambda here: here.of_language((), (True, False)))
+GRAPHS = Searched(by_device((), (True, False), language=True))
 
 
 LEFT_OUT = {
@@ -146,15 +150,11 @@ def tensor_context(
     device = _device_kind(settings.device_here())
     here = engines_here(specification.executed, settings)
     engines = tuple(name for name in here.installed if name not in LEFT_OUT)
-    kinds = {
-        name: engine_kind(name) for name in dict.fromkeys((settings.kind, *engines, *backends)) if name != "python"
-    }
-    left_out = {"torch": MODES_LEFT_OUT[device]}
-    modes = {
-        name: tuple(mode for mode in kind.modes[device][1:] if mode not in left_out.get(name, ()))
-        for name, kind in kinds.items()
-        if settings.mode == defaults.MODE
-    }
+    kinds = {name: engine_kind(name) for name in (settings.kind, *engines, *backends) if name != "python"}
+    modes = {name: kind.modes[device][1:] for name, kind in kinds.items() if settings.mode == defaults.MODE}
+    left_out = MODES_LEFT_OUT[device] if "torch" in modes else {}
+    if left_out:
+        modes["torch"] = tuple(mode for mode in modes["torch"] if mode not in left_out)
     axis = specification.padded_axis
     context = SearchContext(
         device=device,
@@ -167,8 +167,7 @@ def tensor_context(
         backends=tuple(backends),
     )
     not_searched = [f"engine {name}: {why}" for name, why in LEFT_OUT.items() if name in here.installed]
-    if "torch" in modes:
-        not_searched += [f"mode {mode} of torch: {why}" for mode, why in left_out["torch"].items()]
+    not_searched += [f"mode {mode} of torch: {why}" for mode, why in left_out.items()]
     for names, why in ((here.missing, "not installed here"), (here.elsewhere, "in another environment")):
         if names:
             not_searched.append(f"engine {' and '.join(names)}: {why}")
@@ -208,11 +207,6 @@ def generating_engines() -> tuple[tuple[str, ...], list[str]]:
     return tuple(tried), [f"engine {name}: {why}" for name, why in LEFT_OUT.items() if name in GENERATING_ENGINES]
 
 
-def searched_of(field_info: FieldInfo) -> Searched | None:
-    """The annotation of a field; None if a search never tries other values."""
-    return next((item for item in reversed(field_info.metadata) if isinstance(item, Searched)), None)
-
-
 def space_json(
     target: str,
     settings: BaseSettings,
@@ -230,7 +224,8 @@ def space_json(
     `auto` may choose another one later.
     """
     fields = type(settings).model_fields
-    declared = {name: searched for name, info in fields.items() if (searched := searched_of(info)) is not None}
+    # Of several annotations the last one counts, which a server has added to that of a shared declaration.
+    declared = {name: item for name, info in fields.items() for item in info.metadata if isinstance(item, Searched)}
     space = _Resolution(here, {name: _text(in_effect.get(name, getattr(settings, name))) for name in fields})
     graph = {name: [other for other in searched.applies if other in declared] for name, searched in declared.items()}
     for name in TopologicalSorter(graph).static_order():

@@ -14,9 +14,7 @@ from servers.cli.options import GenerationOptions, OptionTraits, Tuning, from_ar
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
 
-SEARCHED_QUEUE_DELAY = search.Searched(
-    lambda here: here.by_device((0, 1000, 5000, 20_000), (0, 200, 1000, 5000)), ordered=True
-)
+SEARCHED_QUEUE_DELAY = search.Searched(search.by_device((0, 1000, 5000, 20_000), (0, 200, 1000, 5000)), ordered=True)
 
 
 class PlainSettings(GenerationOptions):

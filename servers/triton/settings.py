@@ -29,9 +29,9 @@ OF_BACKEND: dict[str, Callable[[search.SearchContext, str, str], bool]] = {
     "backend": lambda here, precision, backend: backend == "python" or precision in here.precisions.get(backend, ())
 }
 """Which precisions apply to a backend; behind the python backend the engine may still refuse one."""
-SEARCHED_QUEUE_DELAY = search.Searched(lambda here: here.by_device((0, 5000), (0, 100, 500, 2000)), ordered=True)
+SEARCHED_QUEUE_DELAY = search.Searched(search.by_device((0, 5000), (0, 100, 500, 2000)), ordered=True)
 SEARCHED_INSTANCES = search.Searched(
-    lambda here: here.by_device((1, 2, 4), (1, 2)),
+    search.by_device((1, 2, 4), (1, 2)),
     ordered=True,
     applies={"threads": lambda here, count, threads: here.device == "cuda" or int(count) * int(threads) <= here.cores},
 )

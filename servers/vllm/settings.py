@@ -10,7 +10,7 @@ from pydantic import Field
 from servers.cli import defaults, search
 from servers.cli.options import GenerationOptions, ModelOptions, settings_of
 
-SEARCHED_PREFILL_CHUNK = search.Searched(lambda here: here.of_language((0, 512, 4096), (0, 512, 2048, 8192)))
+SEARCHED_PREFILL_CHUNK = search.Searched(search.by_device((0, 512, 4096), (0, 512, 2048, 8192), language=True))
 """0 is vLLM's default, which depends on its release and on the GPU."""
 
 
