@@ -332,11 +332,11 @@ def _largest_error(
         for inputs, expected in pairs:
             for _ in range(CALLS):
                 answers = as_tuple(scripted(*inputs))
-            errors += [_error(answer, output) for answer, output in zip(answers, expected, strict=True)]
+            errors += [largest_row_error(answer, output) for answer, output in zip(answers, expected, strict=True)]
     return max(errors, key=lambda error: (math.isnan(error), error))
 
 
-def _error(answer: Tensor, expected: Tensor) -> float:
+def largest_row_error(answer: Tensor, expected: Tensor) -> float:
     """The largest relative error of a row; infinity for another shape or datatype, or other integers."""
     if (answer.shape, answer.dtype) != (expected.shape, expected.dtype):
         return float("inf")

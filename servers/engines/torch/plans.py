@@ -18,7 +18,7 @@ import hashlib
 import math
 import re
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -32,14 +32,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 import torch
-from torch import Tensor, fx, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch import Tensor, nn
 
 from servers.engines.agreement import Proof, disagreement
 from servers.engines.batches import Bucket
 from servers.engines.torch.copies import capture
 from servers.engines.torch.device import event_pair
-from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, expected_answers, plain_form, reason_of
+from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, plain_form, reason_of
+from servers.engines.torch.norms import folded_norms, with_layers
 from servers.engines.torch.runner import TORCH_TYPES, Enqueue
 from servers.models.files import user_cache
 from servers.models.specification import ModelSpecification
@@ -211,13 +211,11 @@ class PlannedModule:
         return form
 
     def _fold(self) -> nn.Module:
-        """The module with folded batch norms. Raises `ValueError` if there is none to fold, or values differ."""
-        specification, answers = self._specification, self._answers
-        folded = fold_norms(self._module)
-        actual = expected_answers(specification, executed_module(specification, folded), answers.proof.inputs)
-        if fault := disagreement(specification, answers.expected, actual, "fp32").fault:
-            raise ValueError(f"the traced module does not compute the model: {fault}")
-        return folded
+        """A copy of the module with folded batch norms. Raises as `folded_norms`."""
+        executed, proof = executed_module(self._specification, self._module), self._answers.proof
+        inputs = [torch.from_numpy(proof.inputs[tensor.name]) for tensor in self._specification.inputs]
+        folded = with_layers(executed, folded_norms(executed, inputs))
+        return folded.tower if isinstance(folded, UInt8Images) else folded
 
     def _agrees(self, plan: ModulePlan, rows: int) -> bool:
         """Whether the answers to a batch of `rows` agree; also the first call, in which libraries choose kernels."""
@@ -321,53 +319,6 @@ def graph_times_ms(
             end.synchronize()
             times[plan].append(begin.elapsed_time(end) / REPLAYS)
     return {plan: statistics.median(turns[1:]) for plan, turns in times.items()}
-
-
-class _NormTracer(fx.Tracer):
-    """Traces through everything that is neither torch's own nor a batch norm."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, nn.modules.batchnorm._BatchNorm) or super().is_leaf_module(m, module_qualified_name)
-
-
-def fold_norms(module: nn.Module) -> nn.Module:
-    """A traced copy of `module` (eval mode) in which the batch norms behind convolutions are in their weights.
-
-    Raises `ValueError` if there is none, and whatever the module raises when its values are symbols.
-    """
-    copied = deepcopy(module)
-    graph = _NormTracer().trace(copied)
-    traced = fx.GraphModule(copied, graph)
-    layers = dict(traced.named_modules())
-    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
-    folded = 0
-    for node in list(graph.nodes):
-        before = node.args[0] if len(node.args) == 1 else None
-        if not isinstance(before, fx.Node) or {node.op, before.op} != {"call_module"} or node.kwargs:
-            continue
-        convolution, norm = layers[str(before.target)], layers[str(node.target)]
-        alone = len(before.users) == calls[node.target] == calls[before.target] == 1
-        follows = _what_follows(norm)
-        if not alone or type(convolution) not in (nn.Conv1d, nn.Conv2d) or follows is None:
-            continue
-        traced.set_submodule(str(before.target), fuse_conv_bn_eval(convolution, norm))
-        traced.set_submodule(str(node.target), follows)
-        folded += 1
-    if not folded:
-        raise ValueError("no batch norm directly follows a convolution")
-    traced.recompile()
-    return traced
-
-
-def _what_follows(norm: nn.Module) -> nn.Module | None:
-    """The rest of a batch norm once it is folded; None for a module that is none, or whose statistics are missing."""
-    if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or norm.running_mean is None or norm.training:
-        return None
-    if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d):
-        return nn.Identity()
-    if type(norm).__name__ == "BatchNormAct2d" and type(norm).__module__.startswith("timm."):
-        return nn.Sequential(norm.get_submodule("drop"), norm.get_submodule("act"))
-    return None
 
 
 def cache_key(

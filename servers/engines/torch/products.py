@@ -2,8 +2,8 @@
 
 torch gives FP32 products of matrices to MKL. oneDNN is slower than MKL on some processors and faster on others, so each
 size of a linear layer is measured at load. torch's convolutions are oneDNN's, but their weights are packed again in
-every call; here they are packed once, and the images lie channels-last. What does not make the whole model faster is
-undone.
+every call; here they are packed once, and the images lie channels-last, with the batch norms behind them in their
+weights where the model can be traced. What does not make the whole model faster is undone.
 
 A layer is changed in place, by a `forward` of its own beside its class's, and keeps its parameters: packed weights take
 as much memory again. `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` have fast paths that call MKL by
@@ -17,11 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from time import perf_counter_ns, process_time_ns
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from servers.engines.torch.norms import folded_norms
 
 TYPICAL_ITEMS = 4
 """Sizes and the whole model are measured for one item and for this many: most batches on a CPU are small."""
@@ -74,6 +77,10 @@ class TunedProducts:
             if convolutions:
                 both = f"{candidates[0][0]} and " if linear else ""
                 candidates.append((f"{both}all {len(convolutions)} convolutions", [*linear, *convolutions]))
+                if folded := _folded(module, single):
+                    changes = [*linear, *convolution_changes(shapes, folded)]
+                    norms = f"{len(folded) // 2} batch norms"
+                    candidates.append((f"{both}all {len(convolutions)} convolutions with {norms}", changes))
             for what, changes in reversed(candidates):
                 if self._faster_model(what, changes, module, batches):
                     self.description = f"{what} prepacked by oneDNN"
@@ -280,8 +287,20 @@ def attention_of(layer: nn.MultiheadAttention, into: Product | None, out: Produc
     return forward
 
 
-def convolution_changes(shapes: Mapping[nn.Module, tuple[int, ...]]) -> list[Change]:
-    """The changes of the convolutions: their weights packed for an input of the shape that was seen.
+def _folded(module: nn.Module, inputs: Sequence[Tensor]) -> dict[nn.Module, nn.Module]:
+    """By layer, what takes its place where batch norms are folded; empty if none can be."""
+    try:
+        replaced = folded_norms(module, inputs)
+    except Exception:  # noqa: BLE001  a module that is traced may raise anything
+        return {}
+    return {module.get_submodule(name): layer for name, layer in replaced.items()}
+
+
+def convolution_changes(
+    shapes: Mapping[nn.Module, tuple[int, ...]], folded: Mapping[nn.Module, nn.Module] = MappingProxyType({})
+) -> list[Change]:
+    """The changes of the convolutions: their weights packed for an input of the shape that was seen, with the layers
+    of `folded` in the places of others.
 
     None if convolutions are a small part of the model.
     """
@@ -290,7 +309,13 @@ def convolution_changes(shapes: Mapping[nn.Module, tuple[int, ...]]) -> list[Cha
     multiplied = sum(rows * weight.numel() for rows, weight, _ in _linear_weights(shapes))
     if convolved < LEAST_CONVOLUTIONS * (convolved + multiplied):
         return []
-    return [(layer, "forward", packed_convolution(layer, shape)) for layer, shape in layers.items()]
+    # Not the layers themselves: a module that is set as an attribute is registered as a layer.
+    forwards: dict[nn.Module, Product] = {layer: other.__call__ for layer, other in folded.items()}
+    for layer, shape in layers.items():
+        executed = folded.get(layer, layer)
+        assert isinstance(executed, nn.Conv2d)
+        forwards[layer] = packed_convolution(executed, shape)
+    return [(layer, "forward", forward) for layer, forward in forwards.items()]
 
 
 def packed_convolution(layer: nn.Conv2d, shape: Sequence[int]) -> Product:

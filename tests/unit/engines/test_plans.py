@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from servers.engines import settings
 from servers.engines.settings import EngineSettings
 from servers.engines.torch import plans
 from servers.engines.torch.engine import TorchEngine
-from servers.engines.torch.plans import PLANS, ModulePlan, fastest, fold_norms, measuring_order
+from servers.engines.torch.plans import PLANS, ModulePlan, fastest, measuring_order
 from servers.models.registry import payload_variants
 from servers.models.specification import ModelSpecification, Preprocessing, image_specification
 from servers.models.weights import RandomWeights
@@ -65,10 +64,11 @@ class Branching(Residual):
 
 
 class Untraced(Residual):
-    """A trace computes something else, because it takes the branch of a symbol."""
+    """The answer of its first convolution is used twice, which a trace does not see."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return super().forward(images * (1.0 if isinstance(images, torch.Tensor) else 1.5))
+        used = self.stem[0](images).amax((1, 2, 3)).unsqueeze(1) if isinstance(images, torch.Tensor) else 0.0
+        return super().forward(images) + used
 
 
 def with_statistics(module: nn.Module) -> nn.Module:
@@ -326,61 +326,12 @@ def test_a_model_that_cannot_be_traced_or_is_traced_wrongly_keeps_its_norms(
     loaded: Any, times: dict[int, Times]
 ) -> None:
     times.update(dict.fromkeys((1, 2, 4), prefers(LAST_FOLDED, FIRST_FOLDED, LAST)))
-    for module, reason in ((Branching, "control flow"), (Untraced, "does not compute the model")):
+    for module, reason in ((Branching, "control flow"), (Untraced, "with folded batch norms its answer differs")):
         specification = specification_of(module, reference=f"test:{module.__name__}")
         engine = loaded(specification)
         assert set(plans_of(engine).values()) == {LAST.title}
         assert reason in str(engine.describe().details["plans_left_out"])
         assert answers_agree(engine, specification)
-
-
-@torch.no_grad()
-def test_folding_keeps_values_and_leaves_the_module_alone() -> None:
-    module = with_statistics(Residual())
-    state, images = deepcopy(module.state_dict()), torch.randn(2, 3, SIZE, SIZE)
-    expected, folded = module(images), fold_norms(module)
-    torch.testing.assert_close(folded(images), expected, atol=1e-5, rtol=1e-5)
-    assert [type(layer) for layer in folded.modules()].count(nn.BatchNorm2d) == 1
-    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("source", ["torchvision", "timm"])
-def test_every_norm_of_a_library_model_is_folded(source: str) -> None:
-    if source == "timm":
-        module = pytest.importorskip("timm").create_model("mobilenetv3_small_050")  # its norms hold an activation
-    else:
-        module = pytest.importorskip("torchvision").models.mobilenet_v3_small(weights=None)
-    module = with_statistics(module)
-    images = torch.randn(1, 3, 64, 64)
-    folded = fold_norms(module)
-    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in folded.modules())
-    torch.testing.assert_close(folded(images), module(images), atol=1e-4, rtol=1e-3)
-
-
-class Shared(nn.Module):
-    """One convolution with two norms, of which neither may be folded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution, self.first, self.second = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.convolution(self.first(self.convolution(images))))
-        return out
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        Shared(),
-        nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.BatchNorm2d(3)),
-        nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_stats=False)),
-    ],
-)
-def test_a_norm_that_is_not_that_of_one_convolution_is_not_folded(module: nn.Module) -> None:
-    with pytest.raises(ValueError, match="no batch norm directly follows a convolution"):
-        fold_norms(with_statistics(module))
 
 
 def test_a_kept_choice_is_not_measured_again_but_compared(

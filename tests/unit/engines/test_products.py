@@ -96,6 +96,37 @@ def test_answers_agree_with_the_modules_own_at_every_batch_size() -> None:
         np.testing.assert_allclose(scores(tuned, rows), scores(eager, rows), atol=1e-5)
 
 
+class Normed(Tokens):
+    """As `Tokens`, with a batch norm behind the convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(self.first, nn.BatchNorm2d(WIDTH))  # type: ignore[assignment]
+        self.encoder, self.attention = nn.Identity(), nn.Identity()  # type: ignore[assignment]
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.first(images).flatten(2).mean(2))
+        return scores
+
+
+@pytest.mark.usefixtures("always_faster")
+def test_batch_norms_are_in_the_weights_of_packed_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Normed().eval().requires_grad_(False)
+    norm: Any = list(module.first.children())[1]
+    norm.running_mean.normal_(0, 0.3)
+    norm.running_var.uniform_(0.5, 2)
+    images = torch.randn(4, 3, 4, TOKENS)
+    expected = module(images)
+    tuned = TunedProducts(module, [images[:1]], [images])
+    assert "all 1 convolutions with 1 batch norms prepacked by oneDNN" in tuned.description
+    with monkeypatch.context() as patched:
+        patched.setattr(nn.functional, "batch_norm", None)
+        torch.testing.assert_close(module(images), expected, atol=1e-5, rtol=1e-5)
+    tuned.restore()
+    assert torch.equal(module(images), expected)
+    assert not any("forward" in vars(layer) for layer in module.modules())
+
+
 @pytest.mark.usefixtures("always_faster")
 def test_every_product_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = loaded()
