@@ -22,6 +22,8 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 from servers.protocol.tensors import Array
 
+PLANS_FOLDER = "ABSERVE_PLANS_FOLDER"
+"""Environment variable: where the torch engine keeps the plans that it has chosen; default: the user's cache."""
 PROFILE_AT_START = "ABSERVE_PROFILE_AT_START"
 """Environment variable: 0 skips the kernel probe, for starts that are timed."""
 

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from servers.engines.factory import enter, environment_of
-from servers.engines.interface import Engine
+from servers.engines.interface import PLANS_FOLDER, Engine
 from servers.engines.settings import engine_kind
 from servers.language.engine import generating_environment
 from servers.measuring.measurement import (
@@ -126,10 +126,11 @@ def answers_only() -> Iterator[BinaryIO]:
 
 @contextmanager
 def private_compile_cache() -> Iterator[None]:
-    """Give torch.compile an empty cache: a process that finds another one's would start sooner than a first one.
-    A cache that the user chose is used."""
+    """Give torch.compile and the torch engine's plans an empty cache: a process that finds another one's would start
+    sooner than a first one. A cache that the user chose is used."""
     with TemporaryDirectory(prefix="abserve-compiled-") as folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+        os.environ.setdefault(PLANS_FOLDER, str(Path(folder) / "plans"))
         yield
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
+import os
 import re
 import statistics
 from collections import deque
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 
 from servers.engines.agreement import Proof, disagreement
 from servers.engines.batches import Bucket
+from servers.engines.interface import PLANS_FOLDER
 from servers.engines.torch.copies import capture
 from servers.engines.torch.device import event_pair
 from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, plain_form, reason_of
@@ -346,7 +348,8 @@ class PlanCache:
     def __init__(self, key: Mapping[str, str]) -> None:
         self._key = dict(key)
         name = hashlib.sha256(orjson.dumps(self._key, option=orjson.OPT_SORT_KEYS)).hexdigest()
-        self._path: Path = user_cache() / "plans" / f"{name}.json"
+        folder = os.environ.get(PLANS_FOLDER) or user_cache() / "plans"
+        self._path = Path(folder) / f"{name}.json"
 
     def read(self) -> dict[int, ModulePlan]:
         """The plan by rows; empty without a file of this key."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from servers.engines.agreement import disagreement, proof_batch
+from servers.engines.interface import PLANS_FOLDER
 from servers.engines.settings import EngineSettings
 from servers.engines.torch import plans
 from servers.engines.torch.engine import TorchEngine
@@ -46,7 +47,7 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Load]:
     def loaded(
         reference: str, payload: str, precision: str, only: tuple[ModulePlan, ...] = PLANS, rows: int = ROWS[-1]
     ) -> TorchEngine:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(len(only)) / only[0].title))
+        monkeypatch.setenv(PLANS_FOLDER, str(tmp_path / str(len(only)) / only[0].title))
         with monkeypatch.context() as patched:
             patched.setattr(plans, "PLANS", only)
             settings = EngineSettings("torch", precision, "auto", "cuda:0", 0, rows)

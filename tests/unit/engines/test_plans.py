@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from servers.engines import settings
+from servers.engines.interface import PLANS_FOLDER
 from servers.engines.settings import EngineSettings
 from servers.engines.torch import plans
 from servers.engines.torch.engine import TorchEngine
@@ -98,6 +99,7 @@ def specification_of(
 def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[int, Times]:
     """Planted times by rows; what is measured is also executed. Other rows: all plans take the same time."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(PLANS_FOLDER, raising=False)
     planted: dict[int, Times] = {}
 
     def measure(enqueues: Any, inputs: Any, outputs: Any, _device: Any, _left_out: Any) -> Times:
@@ -386,6 +388,14 @@ def test_a_damaged_file_is_measured_again(loaded: Any, times: dict[int, Times], 
     path.write_bytes(content)
     times.update(dict.fromkeys((1, 2, 4), prefers(LAST)))
     assert set(plans_of(loaded(specification_of())).values()) == {LAST.title}
+
+
+def test_the_choice_is_kept_in_the_folder_that_the_user_names(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(PLANS_FOLDER, str(tmp_path / "named"))
+    loaded(specification_of())
+    assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "named"]
 
 
 def test_a_folder_that_cannot_be_written_changes_nothing(

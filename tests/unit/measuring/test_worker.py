@@ -21,7 +21,7 @@ from loadgen.engine_matrix import plan as plan_of
 from loadgen.engine_matrix.records import Measured
 from loadgen.engine_matrix.worker_process import Ready
 from servers.engines.factory import ENGINES_PYTHON
-from servers.engines.interface import EngineError
+from servers.engines.interface import PLANS_FOLDER, EngineError
 from servers.engines.null import NullEngine
 from servers.engines.onnxruntime import OnnxRuntimeEngine
 from servers.engines.settings import EngineSettings
@@ -192,11 +192,14 @@ def test_a_process_compiles_into_a_folder_of_its_own_unless_the_user_has_chosen_
     with private_compile_cache():
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "chosen"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.delenv(PLANS_FOLDER)
     with private_compile_cache():
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         assert list(folder.iterdir()) == []
+        assert folder in Path(os.environ[PLANS_FOLDER]).parents
     assert not folder.exists()
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.delenv(PLANS_FOLDER)
 
 
 @pytest.mark.parametrize("checks", [["--check"], ["--offers", "cpu"]])
