@@ -83,13 +83,10 @@ def narrowed(spaces: Sequence[Space], tune: Mapping[str, Sequence[str]], fix: Ma
         searched = {setting.name for setting in after.settings}
         for name, values in tuned[after.target].items():
             if name not in searched and set(values) - {declared(before)[name].default}:
-                beside = f" with {_in_words(after.fixed)}" if after.fixed else ""
+                fixed_here = ", ".join(f"{option} {value}" for option, value in after.fixed.items())
+                beside = f" with {fixed_here}" if fixed_here else ""
                 raise PlanError(f"{TUNE} {name} has no effect on {after.target}{beside}; leave it out")
     return result
-
-
-def _in_words(values: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _narrowed(space: Space, tune: Mapping[str, Sequence[str]], fix: Mapping[str, str]) -> Space:

@@ -264,21 +264,16 @@ class _Resolution:
             self._inapplicable.add(name)
             return
         values = list(dict.fromkeys(map(_text, searched.values(self.here))))
-        if not values:
-            return
-        if default not in values:
-            values.insert(0, default)
-        if searched.ordered:
-            values.sort(key=int)
-        open_conditions = {value: self._conditions(searched, value) for value in values if value != default}
-        applying = {value: conditions for value, conditions in open_conditions.items() if conditions is not None}
+        possible = {value: self._conditions(searched, value) for value in values if value != default}
+        applying = {value: conditions for value, conditions in possible.items() if conditions is not None}
         if not applying:
             return
+        kept = [value for value in ([] if default in values else [default]) + values if value in (default, *applying)]
         when = _common(list(applying.values()))
         self.entries[name] = {
             "name": option_name(name),
             "default": default,
-            "values": [value for value in values if value == default or value in applying],
+            "values": sorted(kept, key=int) if searched.ordered else kept,
             "ordered": searched.ordered,
             "when": when,
             "values_when": {
