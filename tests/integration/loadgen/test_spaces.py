@@ -121,7 +121,7 @@ def test_what_the_server_refuses_is_its_sentence(target: str, options: dict[str,
     with pytest.raises(PlanError) as error:
         read_spaces((target,), {target: options})
     message = str(error.value)
-    assert message.startswith(f"{target}: ")
+    assert message.startswith(f"abserve serve {target} cannot start: ")
     assert all(word in message for word in words), message
 
 
