@@ -148,6 +148,7 @@ class PlannedModule:
         taken = {plan for plan, _ in self._chosen.values()}
         forms = {plan: form for plan, form in self._forms.items() if plan in taken and form is not None}
         self._forms.clear()
+        gc.collect()  # a model may be part of a cycle; once, because it takes 0.1 s
         self._release()
         # The description reads the parameters of the largest batch.
         largest = forms[self._chosen[max(self._chosen)][0]]
@@ -176,6 +177,7 @@ class PlannedModule:
     def _measure(self, rows: int) -> None:
         """Choose the fastest of the plans whose answers agree; nothing if none can be measured."""
         agreeing = [plan for plan in PLANS if self._agrees(plan, rows)]
+        self._release()  # a graph has memory of its own
         try:
             inputs, outputs = self._example(rows)
             enqueues = {plan: form.build(Bucket(rows)) for plan in agreeing if (form := self._form(plan)) is not None}
@@ -197,6 +199,7 @@ class PlannedModule:
             except Exception as exc:  # noqa: BLE001  a module that is traced may raise anything
                 self._forms[plan] = None
                 self._left_out[plan.title] = reason_of(exc)
+            if self._forms[plan] is None:  # not in the handler, where the exception holds what failed
                 self._release()
         return self._forms[plan]
 
@@ -223,6 +226,7 @@ class PlannedModule:
         """Whether the answers to a batch of `rows` agree; also the first call, in which libraries choose kernels."""
         if (form := self._form(plan)) is None:
             return False
+        actual: dict[str, Array] | None = None
         try:
             inputs, outputs = self._example(rows)
             form.build(Bucket(rows))(inputs, outputs)
@@ -230,8 +234,9 @@ class PlannedModule:
                 tensor.name: output.cpu().numpy()
                 for tensor, output in zip(self._specification.outputs, outputs, strict=True)
             }
-        except FAILURES as exc:
+        except Exception as exc:  # noqa: BLE001  the module's own code may raise anything
             self._left_out[plan.title] = f"batches of {rows}: {reason_of(exc)}"
+        if actual is None:
             self._release()
             return False
         expected = {name: array[_places(array, rows)] for name, array in self._answers.expected.items()}
@@ -256,7 +261,6 @@ class PlannedModule:
     def _release(self) -> None:
         """Give the memory of what is no longer used back to the device."""
         if self._device.type == "cuda":
-            gc.collect()  # a traced module is part of a cycle
             torch.cuda.empty_cache()
 
 
@@ -309,7 +313,7 @@ def graph_times_ms(
             times[plan] = []
         except FAILURES as exc:
             left_out[plan.title] = f"batches of {len(inputs[0])}: {reason_of(exc)}"
-            gc.collect()
+        if plan not in graphs:
             torch.cuda.empty_cache()
     for _ in range(TURNS):
         for plan, graph in graphs.items():
