@@ -93,7 +93,7 @@ def check_parity(
     tolerance: Tolerance,
     lengths: Collection[int] = (),
     *,
-    seconds: float = PARITY_SECONDS,
+    few: bool = False,
 ) -> ParityRecord:
     """Send every arm, the baseline first, the same inputs: alone, in mixed batches sent at once (so that dynamic
     batching merges them), and in one batch of each size, of each of these lengths if there are any. Each arm's answers
@@ -110,7 +110,7 @@ def check_parity(
         kinds={name: rule.kind for name, rule in rules.items()},
     )
     try:
-        alone = _alone(arms, lengths, seconds)
+        alone = _alone(arms, lengths, few=few)
         label, first = next(iter(arms.items()))
         cases = _cases(arms, alone, batches_to_send(first.inputs, batch_sizes, lengths, alone[label]), rules)
     except (AnswerError, ConnectionRefused, InputError) as exc:
@@ -127,18 +127,18 @@ def check_parity(
 
 
 def _alone(
-    arms: Mapping[Label, ParityTarget], lengths: Collection[int], seconds: float
+    arms: Mapping[Label, ParityTarget], lengths: Collection[int], *, few: bool
 ) -> dict[Label, dict[int, Answer]]:
-    """Each arm's answer to each input, by the input's number: to as many as the baseline answers in this time, but not
-    to fewer than `LEAST_PARITY_ITEMS` and one of each length."""
+    """Each arm's answer to each input, by the input's number. A slow baseline limits the inputs, but not to fewer than
+    one of each length; `few` does."""
     count = min(arm.inputs.count for arm in arms.values())
     (baseline, first), *others = arms.items()
     each: Sequence[int | None] = sorted(lengths) or [None]
     groups = list(chain.from_iterable(map(first.inputs.groups, each)))
     items_to_send = [item for items in zip_longest(*groups) for item in items if item is not None and item < count]
     answers: dict[int, Answer] = {}
-    ends_s = monotonic() + seconds
-    for item in items_to_send:
+    ends_s = monotonic() + PARITY_SECONDS
+    for item in items_to_send[: LEAST_PARITY_ITEMS if few else None]:
         if len(answers) >= max(LEAST_PARITY_ITEMS, len(groups)) and monotonic() > ends_s:
             break
         [answers[item]] = _ask_all(baseline, first, [(item,)], at_once=1)

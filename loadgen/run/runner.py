@@ -41,7 +41,7 @@ from loadgen.records.run import (
     option_of,
     shown,
 )
-from loadgen.run.answers import LEAST_ANSWERS, PARITY_SECONDS, AnswersUnderLoad, ParityTarget, check_parity
+from loadgen.run.answers import LEAST_ANSWERS, AnswersUnderLoad, ParityTarget, check_parity
 from loadgen.run.arms import Arm
 from loadgen.run.context import OBSTACLES, RunContext, size_generator
 from loadgen.run.gpu_recording import SAMPLER
@@ -525,8 +525,8 @@ def require_parity(context: RunContext, tolerance: Tolerance) -> None:
         for label, arm in context.arms.items()
     }
     sizes = {largest, *(size for size in used if size < largest)}
-    seconds = 0.0 if context.experiment.screening else PARITY_SECONDS
-    compare_arms = partial(check_parity, arms, sizes, tolerance, context.experiment.lengths, seconds=seconds)
+    few = context.experiment.screening
+    compare_arms = partial(check_parity, arms, sizes, tolerance, context.experiment.lengths, few=few)
     record = compare_arms()
     while (
         context.experiment.screening

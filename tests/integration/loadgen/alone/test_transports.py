@@ -197,6 +197,17 @@ def test_a_slow_model_answers_fewer_inputs_alone_but_each_length(
     assert {"one batch of 6, length 3", "one batch of 6, length 5"} < {case.name for case in record.cases}
 
 
+def test_a_screening_asks_for_few_answers_of_many_lengths(server: EmbeddedDeployment, samples: Path) -> None:
+    arm = question(server, samples, "http", "uint8")
+    inputs = SampleInputs(
+        {name: array[:16] for name, array in arm.inputs.arrays.items()}, "given", lengths=tuple(range(16))
+    )
+    arms = {label: ParityTarget(arm.target, arm.signature, inputs) for label in ("a", "b")}
+    record = check_parity(arms, [6], tolerance_of(["fp32"]), few=True)
+    assert record.ok, record.error
+    assert record.cases[0].images == 8
+
+
 def test_a_server_that_shares_no_memory_says_what_to_do(samples: Path, tmp_path: Path) -> None:
     options = {"engine": "null", "payloads": "uint8", "model": MODEL}
     deployment = EmbeddedDeployment("native", options, tmp_path / "log", abserve=ABSERVE)
