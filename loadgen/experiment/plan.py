@@ -537,14 +537,16 @@ def _search_workloads(settings: ExperimentSettings, preset: Preset) -> list[Work
     return workloads
 
 
-def sized(workloads: Sequence[Workload], request_seconds: Mapping[str, float]) -> tuple[Workload, ...]:
-    """The workloads with closed-loop blocks long enough for the slowest arm, whose seconds per request are given by
-    the workload's name. All arms get the same time."""
+def sized(
+    workloads: Sequence[Workload], request_seconds: Mapping[str, float], span: float = SPAN
+) -> tuple[Workload, ...]:
+    """The workloads with closed-loop blocks of `span` requests of the slowest arm, whose seconds per request are given
+    by the workload's name. All arms get the same time."""
     return tuple(
         workload
         if workload.is_open or workload.name not in request_seconds
         else msgspec.structs.replace(
-            workload, seconds=min(max(workload.seconds, SPAN * request_seconds[workload.name]), workload.max_seconds)
+            workload, seconds=min(max(workload.seconds, span * request_seconds[workload.name]), workload.max_seconds)
         )
         for workload in workloads
     )

@@ -55,6 +55,8 @@ LEAST_PARITY_ITEMS = 8
 ANSWERS_OF_A_TRIAL = 4
 """Few, because a search has dozens of trials."""
 _MIXED_SIZES = (2, 3, 1, 5, 1, 4, 7, 1, 8)
+_FEW_MIXED = 4
+"""Of these in a screening."""
 _LEAST_TIMEOUT_S = 120.0
 """More than a request of the load has by default: the first answers come from a server that has just started."""
 
@@ -112,7 +114,8 @@ def check_parity(
     try:
         alone = _alone(arms, lengths, few=few)
         label, first = next(iter(arms.items()))
-        cases = _cases(arms, alone, batches_to_send(first.inputs, batch_sizes, lengths, alone[label]), rules)
+        sent = batches_to_send(first.inputs, batch_sizes, lengths, alone[label], _FEW_MIXED if few else None)
+        cases = _cases(arms, alone, sent, rules)
     except (AnswerError, ConnectionRefused, InputError) as exc:
         failed = exc.arm if isinstance(exc, ParityError) else None
         return msgspec.structs.replace(record, error=str(exc), failed_arm=failed)
@@ -176,7 +179,11 @@ def _cases(
 
 
 def batches_to_send(
-    inputs: SampleInputs, batch_sizes: Collection[int], lengths: Collection[int], items: Collection[int]
+    inputs: SampleInputs,
+    batch_sizes: Collection[int],
+    lengths: Collection[int],
+    items: Collection[int],
+    most_mixed: int | None = None,
 ) -> dict[str, list[tuple[int, ...]]]:
     """The batches of these items for each case, by its name; those of one case are sent at once."""
 
@@ -185,7 +192,7 @@ def batches_to_send(
         return [group for group in chosen if group]
 
     sizes = sorted(set(batch_sizes))
-    mixed = mixed_batches(groups(), sizes[-1])
+    mixed = mixed_batches(groups(), sizes[-1])[:most_mixed]
     sent = {f"mixed batches of {', '.join(str(len(batch)) for batch in mixed)} at once": mixed}
     each: Sequence[int | None] = sorted(lengths) or [None]
     for length in each:

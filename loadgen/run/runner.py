@@ -21,7 +21,7 @@ import msgspec
 from loadgen.child_process import ABSERVE, ProcessError
 from loadgen.client.endpoint import EndpointError, Signature
 from loadgen.experiment.language import fitted, protocol_in_words, with_rates
-from loadgen.experiment.plan import expects_gpu, padding_in_words, sized
+from loadgen.experiment.plan import SPAN, expects_gpu, padding_in_words, sized
 from loadgen.experiment.prompts import PromptPlan
 from loadgen.experiment.schedule import load_workloads, schedule
 from loadgen.launch.compose import ComposeDeployment, require_one_way
@@ -71,6 +71,8 @@ ANSWERS_OF_SCREENING = 16
 comparison that follows it keeps as many as every other."""
 LEAST_ROUNDS = 2
 """Of a screening, whose scatter is estimated from all its arms together."""
+SPAN_OF_SCREENING = 2.0
+"""A block of a screening lasts at least this many requests."""
 SLOWEST_SIZED = 1.5
 """The blocks of a screening are long enough for an arm that takes so many times as long as the baseline."""
 READY_SECONDS_OF_SCREENING, SLOWEST_START = 180.0, 3.0
@@ -308,12 +310,13 @@ def _sized(context: RunContext, by_arm: Mapping[str, Mapping[Label, float]], war
     language model with as many rounds as the time that was asked for allows."""
     experiment = context.experiment
     took = {name: max(arms.values()) for name, arms in by_arm.items()}
+    span = SPAN_OF_SCREENING if experiment.screening else SPAN
     if experiment.screening:  # a slow arm does not make the blocks of all arms long: it need not be known well
         first = experiment.baseline.label
         took = {name: min(slowest, SLOWEST_SIZED * by_arm[name][first]) for name, slowest in took.items()}
     if not experiment.is_language:
         return _with_rounds_that_pay(
-            context, msgspec.structs.replace(experiment, workloads=sized(experiment.workloads, took))
+            context, msgspec.structs.replace(experiment, workloads=sized(experiment.workloads, took, span))
         )
     workloads, seconds = with_rates(experiment.workloads, took), None
     if experiment.minutes is not None:

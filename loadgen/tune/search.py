@@ -3,8 +3,9 @@
 What comes next is a function of the seed, the contenders named so far and the runs told so far. So a tuning that
 resumes gives those to a new `Search` and goes on as if nothing had happened.
 
-**Suggestions.** The first contenders of a target are those that show most values of settings together that no contender
-had before, up to three at a time, so that settings which pay only together are seen. The next are those that are
+**Suggestions.** The first contenders of a target are in turn the defaults with one setting changed, since defaults are
+seldom bad, and those that show most values of settings together that no contender had before, up to three at a time, so
+that settings which pay only together are seen. The next are those that are
 expected to improve most on the best, by a regression of all scores (`loadgen.stats.regression`). Once all contenders
 are measured, those that may be the best are measured again. A contender that is out counts as one with the worst score,
 so that what it shares with others loses its promise.
@@ -337,6 +338,17 @@ class _Field:
         """For the choice with so many contenders named."""
         return np.random.default_rng([self.seed, number, *self.target.encode()])
 
+    def single_changes(self, taken: Sequence[int]) -> Values | None:
+        """What promises most of the rows with one change to a value that no row that is taken has: settings in the
+        order of the space. None if there is none."""
+        changed = self.codes != self.codes[0]
+        place = changed.argmax(axis=1)
+        values = self.codes[np.arange(len(self.codes)), place]
+        seen = {(j, value) for row in taken for j, value in enumerate(self.codes[row].tolist())}
+        new = np.array([(j, value) not in seen for j, value in zip(place.tolist(), values.tolist(), strict=True)])
+        promise = np.where((changed.sum(axis=1) == 1) & new, self.codes.shape[1] - place, 0.0)
+        return promise if promise.any() else None
+
     def unseen(self, taken: Sequence[int]) -> Values:
         """Of each row, how many of its values, pairs and triples of values no row that is taken has."""
         news = np.zeros(len(self.settings))
@@ -391,7 +403,9 @@ class _Outlook:
         if len(self.taken) == len(self._field.settings):
             return None
         number, promise = len(self.taken), None
-        if self._regression is None or number < FIRST or (number >= ALTERNATE and number % 2):
+        if number < FIRST and number % 2:
+            promise = self._field.single_changes(sorted(self.taken))
+        if promise is None and (self._regression is None or number < FIRST or (number >= ALTERNATE and number % 2)):
             promise = self._field.unseen(sorted(self.taken))
         if self._regression is not None and (promise is None or not promise.any()):
             promise = self._gain(self._regression)
