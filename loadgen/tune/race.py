@@ -33,9 +33,11 @@ from loadgen.tune.settings import TuneSettings, final_settings, screening_settin
 
 FINAL_SHARE, LEAST_FINAL_S, MOST_FINAL_SHARE = 0.25, 240.0, 0.4
 """The final gets a quarter of the time, of a short tuning four minutes, but never more than two fifths."""
-STARTS, START_SHARE = (5, 3), 0.6
+STARTS, MOST_START_SHARE = (5, 3), 0.6
 """Starts of the servers in the final: the first of these that take at most this share of its time, else one. With one
 start the winner of equal servers may be who had the luckier start, see docs/tuning.md."""
+PLANNED_START_SHARE = 0.5
+"""The final's time is planned for this share of the fewer starts: the stages before it may take longer than planned."""
 FINALISTS_SHARE, SETTINGS_SHARE = 0.15, 0.1
 """A stage for which its share is too short is left out, and the screenings get its time."""
 START_S, ARM_S = 10.0, 9.0
@@ -230,10 +232,13 @@ class _Race:
         while True:
             later_s = self.shares.finalists * bool(self._finalists_each()) + self.final_s
             later_s += self.shares.settings * (self._expected_s(2) <= self.shares.settings)
-            begun = bool(self._of("screening"))
-            if begun and (self._of("finalists") or self._expected_s(self.at_once) > self.left_s - later_s):
+            places = self.at_once
+            if self._of("screening"):
+                fitting = range(self.at_once, 0, -1)
+                places = next((count for count in fitting if self._expected_s(count) <= self.left_s - later_s), 0)
+            if not places or self._of("finalists"):
                 return
-            contenders = self.search.next_screening(self.at_once)
+            contenders = self.search.next_screening(places)
             if not contenders:
                 return
             self._measure("screening", contenders)
@@ -295,7 +300,7 @@ class _Race:
         if len(arms) < 2:
             return
         left_s = max(self.left_s - AFTER_S, LEAST_SHARE_OF_FINAL * self.final_s)
-        starts = next((many for many in STARTS if many * self._start_s(len(arms)) <= START_SHARE * left_s), 1)
+        starts = next((many for many in STARTS if many * self._start_s(len(arms)) <= MOST_START_SHARE * left_s), 1)
         self.progress.stage_begins("final comparison of the defaults and the best")
         experiment = self._plan(final_settings(self.settings, arms, left_s / 60.0, starts))
         folder = self.folder / FINAL
@@ -406,7 +411,7 @@ class _Race:
     @property
     def final_s(self) -> float:
         """Seconds of the final: its share, or more if its servers need that to be started often enough."""
-        needed_s = min(STARTS) * self._start_s(2 * len(self.tuning.spaces)) / START_SHARE
+        needed_s = min(STARTS) * self._start_s(2 * len(self.tuning.spaces)) / PLANNED_START_SHARE
         return max(self.shares.final, min(needed_s, MOST_FINAL_SHARE * self.shares.total))
 
     def _start_s(self, arms: int) -> float:

@@ -100,7 +100,7 @@ def test_the_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minut
     assert (machine.finals[0].minutes or 0.0) * 60.0 >= 0.9 * Shares.of(minutes).final
 
 
-@pytest.mark.parametrize(("slower", "starts"), [(1.0, 5), (6.0, 3), (12.0, 1)])
+@pytest.mark.parametrize(("slower", "starts"), [(1.0, 5), (4.0, 3), (12.0, 1)])
 def test_the_final_starts_its_servers_as_often_as_its_time_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float, starts: int
 ) -> None:
