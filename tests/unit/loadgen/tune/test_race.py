@@ -108,7 +108,7 @@ def test_the_final_starts_its_servers_as_often_as_its_time_allows(
     tuning = run(machine, tmp_path / "t", settings(30.0))
     assert [final.restarts for final in machine.finals] == [starts]
     stages = {entry.stage for entry in tuning.runs}
-    assert ("finalists" in stages, "settings" in stages) == ((True, True) if slower == 1.0 else (False, False))
+    assert ("finalists" in stages) == (starts > 1)
     assert set(machine.finals[0].labels) == {"native-0", "triton-0", *tuning.winners}
 
 
