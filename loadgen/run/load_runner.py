@@ -64,10 +64,15 @@ class LoadRunner:
         """The processes of the servers on this machine at the first block; None if they are unknown for one arm."""
         return server_processes(self.arms.values())
 
-    def warm_up(self, workloads: Sequence[Workload], until_s: float | None = None) -> dict[str, dict[Label, float]]:
-        """Run every load shape on every arm without storing samples. Returns by workload and arm how many seconds a
-        request takes. A load of a language model whose first answers alone would last beyond `until_s`, by
-        `time.monotonic` and what the arm has shown so far, is not run and has that estimate. Raises `RunError`."""
+    def warm_up(
+        self, workloads: Sequence[Workload], until_s: float | None = None, *, each: int = 2
+    ) -> dict[str, dict[Label, float]]:
+        """Run every load shape on every arm without storing samples, with `each` requests per user after its first.
+
+        Returns by workload and arm how many seconds a request takes. A load of a language model whose first answers
+        alone would last beyond `until_s`, by `time.monotonic` and what the arm has shown so far, is not run and has
+        that estimate. Raises `RunError`.
+        """
         took: dict[tuple[RequestShape, int], dict[Label, float]] = {}
         shapes = {(request_shape(workload), warm_up_users(workload)): workload for workload in workloads}
         for label in self.arms:
@@ -79,7 +84,7 @@ class LoadRunner:
                         took.setdefault((shape, users), {})[label] = expected_s
                         continue
                 self.progress.now(f"{shown(label)}: {shape.words}, concurrency {users}")
-                requests = 2 * users if shape.batch_size > 1 or users > 1 else 5
+                requests = each * users if shape.batch_size > 1 or users > 1 else 5
                 load = closed_loop(users, requests, max_seconds=60.0, of=workload)
                 if workload.is_streamed:  # one answer per user of a slow server may take longer than all the others
                     load = closed_loop(users, users, seconds=WARM_UP_SECONDS, max_seconds=60.0, of=workload)

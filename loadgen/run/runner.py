@@ -298,9 +298,9 @@ def _warm_up(
     took: dict[str, dict[Label, float]] = {workload.name: {} for workload in workloads}
     for label, arm in tuple(context.arms.items()):
         runner = context.load_runner({label: arm})
-        for name, of_arm in (
-            _unless_left_out(context, label, partial(runner.warm_up, workloads, until_s)) or {}
-        ).items():
+        each = 1 if context.experiment.screening else 2
+        warm_up = partial(runner.warm_up, workloads, until_s, each=each)
+        for name, of_arm in (_unless_left_out(context, label, warm_up) or {}).items():
             took[name] |= of_arm
     return took
 

@@ -198,7 +198,10 @@ class _Race:
         tuning: Tuning,
     ) -> None:
         self.settings, self.folder, self.progress, self.measuring = settings, folder, progress, measuring
-        self.padding, self.prepared, self.tuning = padding, prepared, tuning
+        self.prepared, self.tuning = prepared, tuning
+        searched = {setting.name for space in tuning.spaces for setting in space.settings}
+        self.padding = () if "pad-to" in searched else padding
+        """The sizes to which all contenders pad; none where each has its own."""
         self.at_once = settings.side_by_side(gpu=measuring.gpu)
         self.shares = Shares.of(settings.minutes)
         self.began_s = monotonic() - sum(run.seconds for run in tuning.runs)

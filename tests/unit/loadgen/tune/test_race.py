@@ -16,7 +16,7 @@ from loadgen.run.storage import RunStore
 from loadgen.tune import race
 from loadgen.tune.files import read_tuning
 from loadgen.tune.race import Measuring, RaceProgress, Shares, forecast, tune
-from loadgen.tune.records import ANCHOR, Score, Space, Tuning
+from loadgen.tune.records import ANCHOR, Score, Space, TunableSetting, Tuning
 from loadgen.tune.screening import Judged
 from loadgen.tune.settings import TuneSettings
 from tests.truth import tuned_server
@@ -79,9 +79,15 @@ def settings(minutes: float = 30.0, **more: object) -> TuneSettings:
     return TuneSettings.model_validate({"model": "planted", "minutes": minutes, **more})
 
 
-def run(machine: Machine, folder: Path, asked: TuneSettings | None = None, resume: Tuning | None = None) -> Tuning:
+def run(
+    machine: Machine,
+    folder: Path,
+    asked: TuneSettings | None = None,
+    resume: Tuning | None = None,
+    spaces: tuple[Space, ...] = SPACES,
+) -> Tuning:
     asked = asked or settings()
-    tuning = tune(asked, SPACES, folder, RaceProgress(), machine.measuring, resume=resume)
+    tuning = tune(asked, spaces, folder, RaceProgress(), machine.measuring, resume=resume)
     assert read_tuning(folder) == tuning
     return tuning
 
@@ -98,6 +104,19 @@ def test_the_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minut
     assert tuning.state == "finished", tuning.error
     assert machine.now_s - began_s == pytest.approx(60.0 * minutes, rel=0.1)
     assert (machine.finals[0].minutes or 0.0) * 60.0 >= 0.9 * Shares.of(minutes).final
+
+
+@pytest.mark.parametrize("is_searched", [True, False])
+def test_where_padding_is_searched_nothing_pads_by_the_comparisons_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_searched: bool
+) -> None:
+    """Else a contender without padding would be the same server as one with it."""
+    padding = TunableSetting(name="pad-to", default="none", values=("none", "32,64"))
+    spaces = tuple(msgspec.structs.replace(s, settings=(*s.settings, padding)) for s in SPACES)
+    machine = Machine(monkeypatch)
+    run(machine, tmp_path / "t", spaces=spaces if is_searched else SPACES)
+    expected = () if is_searched else None
+    assert {experiment.pad_to for experiment in (*machine.experiments, *machine.finals)} == {expected}
 
 
 @pytest.mark.parametrize(("slower", "starts"), [(1.0, 5), (4.0, 3), (12.0, 1)])
