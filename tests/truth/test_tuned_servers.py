@@ -81,21 +81,24 @@ FEW = {"tune": {"arithmetic": "fast"}, "fix": {"engine": "torch", "workers": "1"
 
 def test_a_wrong_contender_is_out_and_an_interruption_keeps_the_rest(tmp_path: Path) -> None:
     watched = Watched(interrupt_after=1)
-    tuning = run(settings(0.8, arms="native", **FEW), tmp_path / "tuning", watched)
+    tuning = run(settings(4.0, arms="native", **FEW), tmp_path / "tuning", watched)
     assert tuning.state == "interrupted"
     first = tuning.runs[0]
     wrong = {c.name for c in tuning.contenders if not right(c.settings)}
     assert len(wrong) == 2
     assert wrong == first.out.keys()
-    assert {score.contender for score in first.scores} == {c.name for c in tuning.contenders} - wrong
+    assert {score.contender for score in first.scores} == {c.name for c in tuning.contenders} - wrong - {"native-0"}
+    assert first.anchor is not None
+    assert first.anchor.contender == "native-0"
     best = watched.leads[0].best
     assert best is not None
     assert right(best.contender.settings)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_short_tuning_goes_through_all_stages(tmp_path: Path) -> None:
-    tuning = run(settings(3.0, arms="native", **FEW), tmp_path / "tuning")
+    tuning = run(settings(6.0, arms="native", **FEW), tmp_path / "tuning")
     assert tuning.state == "finished", tuning.error
     assert [run.stage for run in tuning.runs if run.stage != "finalists"] == ["screening", "settings", "final"]
     assert "finalists" in {run.stage for run in tuning.runs}
