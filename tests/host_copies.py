@@ -6,9 +6,15 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from servers.engines import settings
 from servers.engines.torch.copies import Copy, CudaCopies, LockedPages
+from servers.engines.torch.engine import TorchEngine
+
+if TYPE_CHECKING:  # a server of a test imports this module, too
+    import pytest
 
 
 class HostCopies(CudaCopies):
@@ -71,3 +77,14 @@ class HostCopies(CudaCopies):
 
     def _unregister(self, address: int) -> None:
         return
+
+
+def graph_mode_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch engines have mode graph on the CPU, where a bucket's function takes the place of its graph."""
+    monkeypatch.setitem(settings.KINDS, "torch", replace(settings.KINDS["torch"], modes={"cpu": ("graph",)}))
+    start = TorchEngine._start
+    monkeypatch.setattr(
+        TorchEngine,
+        "_start",
+        lambda engine, *arguments, **options: start(engine, *arguments, copies=HostCopies(), **options),
+    )

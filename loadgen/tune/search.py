@@ -339,8 +339,8 @@ class _Field:
         return np.random.default_rng([self.seed, number, *self.target.encode()])
 
     def single_changes(self, taken: Sequence[int]) -> Values | None:
-        """What promises most of the rows with one change to a value that no row that is taken has: settings in the
-        order of the space. None if there is none."""
+        """The promise of each row: of those with one setting changed, to a value that no taken row has, the earlier the
+        setting stands in the space the larger; 0 for all others. None without such a row."""
         changed = self.codes != self.codes[0]
         place = changed.argmax(axis=1)
         values = self.codes[np.arange(len(self.codes)), place]

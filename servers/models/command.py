@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
 
 import orjson
@@ -20,7 +19,7 @@ from rich.console import Console
 from servers.cli.options import fail
 from servers.language.module import describe_language_model
 from servers.language.specification import PREFIX, is_language_model, language_model, language_names
-from servers.models.files import user_cache
+from servers.models.files import keep_file, user_cache
 from servers.models.registry import (
     DEFAULT_MODEL,
     SOURCES,
@@ -146,11 +145,7 @@ class KnownModels:
 
     def _keep(self, key: str, value: object) -> None:
         self._kept[key] = value
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=self._path.parent, prefix="models-", delete=False) as file:
-                file.write(orjson.dumps({"versions": self._key, "kept": self._kept}))
-            Path(file.name).replace(self._path)
+        keep_file(self._path, orjson.dumps({"versions": self._key, "kept": self._kept}))
 
 
 def _versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def user_cache() -> Path:
     """Where abserve keeps what it would find out again without it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "abserve"
+
+
+def keep_file(path: Path, content: bytes) -> None:
+    """Write a file of a cache, whole or not at all: readers at the same time see the old one or the new one. One that
+    cannot be written is not kept."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.stem}-", delete=False) as file:
+            file.write(content)
+        Path(file.name).replace(path)
 
 
 class FolderError(Exception):

@@ -37,13 +37,7 @@ def serve_fastapi(
     context: typer.Context, print_launch: PrintLaunch = False, print_space: PrintSpace = False, **options: object
 ) -> None:
     """Serve a model with FastAPI, uvicorn and torch, as most people write it."""
-    requested = checked(PlainSettings, options)
-    serve(
-        lambda: _plan("fastapi", "FastAPI", requested),
-        lambda: _space("fastapi", requested, given_options(context, options)),
-        print_launch=print_launch,
-        print_space=print_space,
-    )
+    _serve("fastapi", "FastAPI", context, options, print_launch=print_launch, print_space=print_space)
 
 
 @takes_settings(PlainSettings)
@@ -53,10 +47,17 @@ def serve_litserve(
     """Serve a model with LitServe and torch; needs the extra litserve."""
     if find_spec("litserve") is None:
         fail("LitServe is not installed; run: pip install 'abserve[servers,litserve]'")
+    _serve("litserve", "LitServe", context, options, print_launch=print_launch, print_space=print_space)
+
+
+def _serve(
+    kind: str, title: str, context: typer.Context, options: dict[str, object], *, print_launch: bool, print_space: bool
+) -> None:
     requested = checked(PlainSettings, options)
+    given = given_options(context, options)
     serve(
-        lambda: _plan("litserve", "LitServe", requested),
-        lambda: _space("litserve", requested, given_options(context, options)),
+        lambda: _plan(kind, title, requested),
+        lambda: _space(kind, requested, given),
         print_launch=print_launch,
         print_space=print_space,
     )

@@ -34,8 +34,8 @@ def folded_norms(module: nn.Module, inputs: Sequence[Tensor]) -> dict[str, nn.Mo
     """Layers to take the places of others in `module` (FP32, eval mode), by name: convolutions with a batch norm in
     their weights, and what is left of those norms.
 
-    Raises `ValueError` if there are none, or if the answers to `inputs` differ with them, and whatever the module
-    raises when its values are symbols.
+    Raises `ValueError` if no norm can be folded, or if the answers to `inputs` then differ. Tracing executes the module
+    with symbols for values, so its own code may raise anything else.
     """
     graph, layers = _NormTracer().trace(module), dict(module.named_modules())
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
@@ -68,7 +68,8 @@ def with_layers(module: nn.Module, replaced: dict[str, nn.Module]) -> nn.Module:
 
 
 def _rest_of(norm: nn.Module) -> nn.Module | None:
-    """The rest of a batch norm once it is folded; None for a module that is none, or whose statistics are missing."""
+    """The layer that replaces a folded batch norm. None if the module is not a batch norm in eval mode with statistics,
+    or is of an unknown class."""
     if not isinstance(norm, _BatchNorm) or norm.running_mean is None or norm.training:
         return None
     if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d):

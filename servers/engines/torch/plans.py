@@ -3,8 +3,8 @@
 torch executes a model channels-first, and each batch norm as a kernel of its own. Tensor cores read channels-last, and
 a batch norm behind a convolution can be part of its weights. Which plan is fastest depends on the GPU, the model, the
 precision and the batch size, so each batch size is measured at load: all plans in turn, as CUDA graphs. A plan is only
-taken for a batch size if its answers there agree with the model's own module in FP32, and a plan that fails, or for
-which there is no memory, is left out.
+taken for a batch size if its answers there agree with the model's own module in FP32. A plan that fails or does not fit
+into memory is not used.
 
 The choice is kept in $XDG_CACHE_HOME/abserve/plans for the GPU, the versions, the model's structure and the precision:
 a later load compares answers, but measures nothing. The values of the weights change no time, so they are not part of
@@ -26,7 +26,6 @@ from copy import deepcopy
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -43,7 +42,7 @@ from servers.engines.torch.device import event_pair
 from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, plain_form, reason_of
 from servers.engines.torch.norms import folded_norms, with_layers
 from servers.engines.torch.runner import TORCH_TYPES, Enqueue
-from servers.models.files import user_cache
+from servers.models.files import keep_file, user_cache
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images, executed_module
 from servers.protocol.tensors import Array
@@ -259,7 +258,7 @@ class PlannedModule:
         return inputs, outputs
 
     def _release(self) -> None:
-        """Give the memory of what is no longer used back to the device."""
+        """Return unused memory to the device."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -366,8 +365,4 @@ class PlanCache:
     def write(self, plans: Mapping[int, ModulePlan]) -> None:
         """Keep these plans instead of the earlier ones."""
         document = {"key": self._key, "plans": {str(rows): plan.title for rows, plan in sorted(plans.items())}}
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=self._path.parent, prefix="plans-", delete=False) as file:
-                file.write(orjson.dumps(document))
-            Path(file.name).replace(self._path)
+        keep_file(self._path, orjson.dumps(document))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from servers.engines import settings
 from servers.engines.agreement import proof_batch
 from servers.engines.batches import Bucket, axis_buckets, has_buckets, random_inputs
 from servers.engines.interface import Engine, EngineError
@@ -25,7 +23,7 @@ from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import DATATYPES, TensorSpec
-from tests.host_copies import HostCopies
+from tests.host_copies import HostCopies, graph_mode_on_cpu
 
 CPU = torch.device("cpu")
 WIDTH = 8
@@ -84,13 +82,7 @@ def loaded(specification: ModelSpecification, mode: str = "eager", **options: An
 @pytest.fixture
 def graph_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TorchEngine]]:
     """Torch engines in mode graph on the CPU, where a bucket's function takes the place of its graph."""
-    monkeypatch.setitem(settings.KINDS, "torch", replace(settings.KINDS["torch"], modes={"cpu": ("graph",)}))
-    start = TorchEngine._start
-    monkeypatch.setattr(
-        TorchEngine,
-        "_start",
-        lambda engine, *arguments, **options: start(engine, *arguments, copies=HostCopies(), **options),
-    )
+    graph_mode_on_cpu(monkeypatch)
     engines: list[Engine] = []
 
     def load(specification: ModelSpecification, **options: Any) -> TorchEngine:

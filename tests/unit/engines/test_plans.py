@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from servers.engines import settings
 from servers.engines.interface import PLANS_FOLDER
 from servers.engines.settings import EngineSettings
 from servers.engines.torch import plans
@@ -29,7 +27,7 @@ from servers.native.memory import RequestMemory
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
 from servers.protocol.tensors import TensorSpec
-from tests.host_copies import HostCopies
+from tests.host_copies import graph_mode_on_cpu
 
 FIRST, LAST, FIRST_FOLDED, LAST_FOLDED = PLANS
 SIZE, CLASSES = 16, 5
@@ -115,13 +113,7 @@ def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[int, Times]:
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch, times: object) -> Iterator[Callable[..., TorchEngine]]:
     """Engines in mode graph on the CPU, where a bucket's function takes the place of its graph."""
-    monkeypatch.setitem(settings.KINDS, "torch", replace(settings.KINDS["torch"], modes={"cpu": ("graph",)}))
-    start = TorchEngine._start
-    monkeypatch.setattr(
-        TorchEngine,
-        "_start",
-        lambda engine, *arguments, **options: start(engine, *arguments, copies=HostCopies(), **options),
-    )
+    graph_mode_on_cpu(monkeypatch)
     engines: list[TorchEngine] = []
     threads = torch.get_num_threads()
 
