@@ -18,6 +18,7 @@ from servers.models.modules import (
     read_state,
     ready,
     refuse_other_preprocessing,
+    scale_norms,
 )
 from servers.models.specification import (
     ModelSpecification,
@@ -95,7 +96,7 @@ def specify(name: str) -> ModelSpecification | None:
             module: torch.nn.Module = fill_zero_weights(timm.create_model(name))
         if isinstance(source, CheckpointWeights):
             return load_strictly(module, read_state(source)[0], option_of(source), f"timm {architecture}")
-        return ready(module)
+        return scale_norms(ready(module), served.size)
 
     classes = config.num_classes
     output: tuple[TensorSpec, OutputKind] = (TensorSpec("logits", "FP32", (-1, classes)), "logits")

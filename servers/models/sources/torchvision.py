@@ -14,6 +14,7 @@ from servers.models.modules import (
     read_state,
     ready,
     refuse_other_preprocessing,
+    scale_norms,
 )
 from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification, refuse_tag
 from servers.models.weights import (
@@ -72,7 +73,7 @@ def specify(name: str) -> ModelSpecification | None:
         with seeded(source.seed if isinstance(source, RandomWeights) else 0):
             module: torch.nn.Module = fill_zero_weights(models.get_model(architecture, weights=None, **arguments))
         if isinstance(source, RandomWeights):
-            return ready(module)
+            return scale_norms(ready(module), served.size)
         state, _ = read_state(source, find)
         return load_strictly(module, state, option_of(source), f"torchvision {architecture}")
 

@@ -54,14 +54,38 @@ def test_an_image_model_is_the_librarys_own(reference: str) -> None:
         torch.manual_seed(3)
         own: Any = timm.create_model(name) if library == "timm" else torchvision.models.get_model(name)
     weights = module.state_dict()
-    # Layers that the library leaves at zero are drawn, see fill_zero_weights.
-    assert all(torch.equal(weights[key], value) for key, value in own.state_dict().items() if value.any())
+    # Layers that the library leaves at zero are drawn, and norms have the scale of their inputs.
+    drawn = {key: value for key, value in own.state_dict().items() if value.any() and not key.endswith("running_var")}
+    assert all(torch.equal(weights[key], value) for key, value in drawn.items())
     own.load_state_dict(weights)
     images = torch.randn(2, *specification.inputs[0].item_shape, generator=torch.Generator().manual_seed(1))
     answer = answers(module, images)
     assert answer.shape[1:] == specification.outputs[0].item_shape
     torch.testing.assert_close(answer, answers(own.eval(), images), rtol=0, atol=0)
     assert [variant.payload for variant in payload_variants(specification)] == ["fp32", "uint8", "jpeg"]
+
+
+@pytest.mark.parametrize("name", ["efficientnet_b0", "mobilenet_v3_large", "shufflenet_v2_x1_0", "inception_v3"])
+def test_random_norms_leave_answers_that_halves_hold_and_that_differ(name: str) -> None:
+    """As initialised the first two answer less than 1e-9, the others the same to every image."""
+    specification = get_specification(f"torchvision:{name}")
+    images = torch.randn(2, *specification.inputs[0].item_shape, generator=torch.Generator().manual_seed(1))
+    images[1] = torch.nn.functional.avg_pool2d(images[1], 9, 1, 4) * 9
+    answer = answers(specification.load_module(RandomWeights(0)), images)
+    assert 0.01 < float(answer.square().mean().sqrt()) < 100
+    assert float((answer[0] - answer[1]).norm()) > 0.02 * float(answer[1].norm())
+
+
+def test_random_norms_do_not_depend_on_the_threads() -> None:
+    specification, threads = get_specification("torchvision:resnet18"), torch.get_num_threads()
+    states = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        try:
+            states.append(specification.load_module(RandomWeights(0)).state_dict())
+        finally:
+            torch.set_num_threads(threads)
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
 def test_a_model_without_a_classifier_answers_with_an_embedding() -> None:
