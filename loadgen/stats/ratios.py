@@ -293,9 +293,10 @@ def _effect_in_errors(degrees: float, significance: float) -> float:
     return math.exp(float(scipy.optimize.brentq(missing, -3.0, 30.0, xtol=1e-4)))
 
 
-MIXTURE = 0.5
-"""c². Smaller values detect large effects sooner and small ones later; between 0.2 and 2 the number of pairs hardly
-changes."""
+MIXTURE = 0.05
+"""c². Smaller values detect large effects sooner and small ones later. Pairs until one of 30 comparisons is certain at
+a correlation of 0.5, the median of 400 simulated: an effect of 20 standard deviations 5 (with 0.5: 9), of five 7 (10),
+of two 18 (18), of one 57 (51)."""
 
 
 def log_bayes_factors(logs: Sequence[float], mean: float, correlation: float = 0.0) -> Values:

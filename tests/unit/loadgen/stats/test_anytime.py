@@ -37,8 +37,8 @@ def test_the_bayes_factor_is_the_integral_that_defines_it(logs: list[float]) -> 
     def weighted(spread: float, effect: float) -> float:
         return likelihood(spread, effect) * math.exp(-MIXTURE * effect**2 / 2) * math.sqrt(MIXTURE / (2 * math.pi))
 
-    above, _ = integrate.dblquad(weighted, -25, 25, 1e-3, 4.0, epsabs=1e-8)
-    below, _ = integrate.quad(likelihood, 1e-3, 4.0, args=(0.0,), points=[0.05, 0.2])
+    above, _ = integrate.dblquad(weighted, -25, 25, 5e-3, 4.0, epsabs=1e-8)
+    below, _ = integrate.quad(likelihood, 5e-3, 4.0, args=(0.0,), points=[0.05, 0.2])
     assert float(log_bayes_factors(logs, 0.0)[-1]) == pytest.approx(math.log(above / below), abs=2e-3)
 
 
@@ -92,7 +92,7 @@ def test_it_is_wider_than_the_interval_of_a_fixed_plan_and_is_none_where_that_is
         assert fixed.ci95 is not None
         assert open_ended.ci95 is not None
         assert open_ended.ci95[0] < fixed.ci95[0] < fixed.ci95[1] < open_ended.ci95[1]
-    early = estimate_anytime(ratios[:3], 0.05)
+    early = estimate_anytime(ratios[:2], 0.05)
     assert early.ci95 is None
     assert early.ratio is not None
     assert "too few" in (early.reason or "")
