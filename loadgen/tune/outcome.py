@@ -180,11 +180,11 @@ class TuningOutcome:
         if not self.has_verdict:
             return self.final.headline
         if not able:
-            return fit([(f"Nothing that was tried meets {within}",), _nearest(self), (".",)])
+            return fit([(f"Nothing that was tried is shown to keep {within}",), _nearest(self), (".",)])
         missed = [target.title for target in able if any(figure.state == "exceeded" for figure in target.limited)]
         before: Alternatives = (f"{join(missed)} missed {within} in the final; ",) if missed else ("",)
         if failing := [target.title for target in self.targets if not target.meets_limit]:
-            before = (f"{join(failing)} cannot meet {within}; ",)
+            before = (f"{join(failing)} {'is' if len(failing) == 1 else 'are'} not shown to keep {within}; ",)
         parts = [_gain(self, target) for target in able if target.best is not None]
         if self.pairs and (main := self.pairs[0].at_best) is not None:
             parts = [_best_against_best(self, main, within), _at_defaults(self)]
@@ -225,6 +225,7 @@ def _target(tuning: Tuning, place: int, choice: Choice | None, search: Search, c
     winner = next((contender for contender in contenders if contender.name in tuning.winners), None)
     leader = next((standing for standing in standings if standing.racing), None)
     arms = [contender for contender in (winner, default) if contender is not None]
+    lead = compared.of(default, winner)
     return TargetOutcome(
         place=place,
         space=space,
@@ -237,17 +238,21 @@ def _target(tuning: Tuning, place: int, choice: Choice | None, search: Search, c
         gain_so_far=gain(leader, next((s for s in standings if s.contender == default), None)),
         tried=sum(standing.times > 0 or standing.out is not None for standing in standings),
         out=tuple((standing.contender, standing.out) for standing in standings if standing.out is not None),
-        worth={} if winner is None else _worth(winner, search),
+        worth={} if winner is None else _worth(winner, search, lead),
         figures={arm.name: figures for arm in arms if (figures := compared.figures(arm))},
-        lead=compared.of(default, winner),
+        lead=lead,
     )
 
 
-def _worth(winner: Contender, search: Search) -> dict[str, Gain | None]:
-    """The winner beside itself without each of its settings, by the runs that put them back."""
+def _worth(winner: Contender, search: Search, lead: Comparison | None) -> dict[str, Gain | None]:
+    """The winner beside itself without each of its settings, by the runs that put them back; without its only one it is
+    the defaults, which the final measured."""
     measured = {standing.contender.name: standing for standing in search.standings(winner.target, "settings")}
     put_back = search.put_back(winner).items()
     gains = {name: gain(measured.get(winner.name), measured.get(without.name)) for name, without in put_back}
+    logs = log_lead(lead, winner.name)
+    if len(gains) == 1 and lead is not None and lead.ci95 is not None and logs is not None:
+        gains = dict.fromkeys(gains, (math.exp(logs[0]), (math.exp(logs[1]), math.exp(logs[2]))))
     return dict(sorted(gains.items(), key=lambda item: 0.0 if item[1] is None else -item[1][0]))
 
 

@@ -46,7 +46,7 @@ SELECTION = (
 )
 WORTH = (
     "Worth: how many times better the best is than with this one setting put back to its default, in runs of their "
-    "own. If the interval includes 1, they do not show that the setting matters."
+    "own, or in the final if it is the only one. If the interval includes 1, they do not show that the setting matters."
 )
 
 
@@ -126,7 +126,7 @@ def _standing(outcome: TuningOutcome, target: TargetOutcome) -> str:
     words = settings_in_words(target.winner)
     if not target.meets_limit:
         within = limits_in_words(outcome.settings.limits)
-        return f"nothing that was tried meets {within}; nearest: {settings_in_words(target.best)}"
+        return f"nothing that was tried is shown to keep {within}; nearest: {settings_in_words(target.best)}"
     if not outcome.has_verdict:
         return f"chosen: {settings_in_words(target.best)}; the final gives no verdict on it"
     if lead is None or cost is None:

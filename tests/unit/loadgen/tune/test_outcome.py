@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -130,6 +131,20 @@ def test_a_setting_that_was_not_put_back_has_no_worth() -> None:
     assert [gain for target in stopped.targets for gain in target.worth.values()] == [None] * 4
 
 
+def test_the_only_setting_is_worth_what_the_final_shows(tmp_path: Path) -> None:
+    """Without it the winner is the defaults, so no run puts it back."""
+    planted = PlantedTuning(
+        stages=("screening", "finalists", "final"),
+        arms={"native-2" if name == "native-3" else name: arm for name, arm in FINAL_ARMS.items()},
+    )
+    one = msgspec.structs.replace(tuning(planted), winners=("native-2", "triton-2"))
+    native, triton = outcome_of(one, final(tmp_path, planted)).targets
+    assert native.lead is not None
+    assert native.lead.ratio is not None
+    assert native.worth == {"engine": (pytest.approx(native.lead.ratio), pytest.approx(native.lead.ci95))}
+    assert set(triton.worth.values()) == {None}
+
+
 def test_who_is_out_is_counted_and_named(outcome: TuningOutcome) -> None:
     native, triton = outcome.targets
     assert (native.tried, triton.tried) == (7, 5)
@@ -177,10 +192,10 @@ def test_a_target_that_nothing_brings_within_the_limit_is_named(final_of: Callab
     stored = measured(tuning(PlantedTuning(limit_ms=125.0)), ("native",), (1.4, 1.3, 1.5))
     outcome = outcome_of(stored, final_of("planted"))
     assert outcome.pairs == ()
-    assert outcome.headline.startswith("Native cannot meet p99 ≤ 125 ms; Triton at its best serves 1.7")
+    assert outcome.headline.startswith("Native is not shown to keep p99 ≤ 125 ms; Triton at its best serves 1.7")
     hopeless = measured(tuning(PlantedTuning(limit_ms=100.0)), ("native", "triton"), (1.4, 1.3, 1.5))
     nothing = outcome_of(hopeless, final_of("planted"))
-    assert nothing.headline == "Nothing that was tried meets p99 ≤ 100 ms; Triton comes nearest with 119 ms."
+    assert nothing.headline == "Nothing that was tried is shown to keep p99 ≤ 100 ms; Triton comes nearest with 119 ms."
 
 
 def test_a_goal_that_does_not_lead_is_compared_between_any_two_arms(final_of: Callable[[str], Result]) -> None:
