@@ -345,6 +345,8 @@ def explain_command(result: Result) -> str:
     asked = result.of(CausesFound).workloads or result.experiment.explain
     if asked or not measured or not command:
         return ""
+    if command.startswith("abserve tune"):  # it has no such option; the file beside the report repeats the comparison
+        command = "abserve compare experiment.yaml"
     return f"{command} --explain"
 
 

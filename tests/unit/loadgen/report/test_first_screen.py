@@ -118,6 +118,10 @@ def test_why_is_never_empty_and_names_the_command_that_would_tell(result: Result
         assert "its server reports no stages" in text
         assert "where a request spends its time is not known, and no ablation was run; add `--explain`." in text
     assert f"{result.environment and result.environment.command} --explain" in words_of(why(unknown))
+    assert unknown.environment is not None
+    tuned = msgspec.structs.replace(unknown.environment, command="abserve tune --minutes 20")
+    final = words_of(why(msgspec.structs.replace(unknown, environment=tuned)))
+    assert "abserve compare experiment.yaml --explain" in final, "abserve tune has no --explain"
     nothing = msgspec.structs.replace(unknown, summaries=())
     assert words_of(brief_why(nothing)) == "No request was measured under load, so there is nothing to explain."
     assert words_of(why(nothing)) == "No request was measured under load, so there is nothing to explain."
