@@ -50,8 +50,9 @@ OWN_KERNELS = {
     "row_kernel": NORMALISATION,
     "first_tokens_kernel": NORMALISATION,
     "patches_kernel": MOVEMENT,
+    "epilogue_kernel": ELEMENTWISE,
 }
-"""The Triton kernels of `servers.engines.torch.vit_kernels`."""
+"""The Triton kernels of `servers.engines.torch.vit_kernels` and `epilogue_kernels`."""
 
 _NORM = r"layer_?norm|rms_?norm|batch_?norm|group_?norm|instance_?norm|normalization"
 

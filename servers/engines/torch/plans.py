@@ -1,10 +1,10 @@
-"""The plans of a convolutional model in CUDA graphs: the layout of its images and its batch norms, by which is fastest.
+"""The plans of a convolutional model in CUDA graphs: layout, batch norms, fused convolutions, by which is fastest.
 
-torch executes a model channels-first, and each batch norm as a kernel of its own. Tensor cores read channels-last, and
-a batch norm behind a convolution can be part of its weights. Which plan is fastest depends on the GPU, the model, the
-precision and the batch size, so each batch size is measured at load: all plans in turn, as CUDA graphs. A plan is only
-taken for a batch size if its answers there agree with the model's own module in FP32. A plan that fails or does not fit
-into memory is not used.
+torch executes a model channels-first, and each batch norm, sum and activation as a kernel of its own. Tensor cores read
+channels-last, a batch norm behind a convolution can be part of its weights, and what then follows can be one kernel.
+Which plan is fastest depends on the GPU, the model, the precision and the batch size, so each batch size is measured at
+load: all plans in turn, as CUDA graphs. A plan is only taken for a batch size if its answers there agree with the
+model's own module in FP32. A plan that fails or does not fit into memory is not used.
 
 The choice is kept in $XDG_CACHE_HOME/abserve/plans for the GPU, the versions, the model's structure and the precision:
 a later load compares answers, but measures nothing. The values of the weights change no time, so they are not part of
@@ -39,6 +39,7 @@ from servers.engines.batches import Bucket
 from servers.engines.interface import PLANS_FOLDER
 from servers.engines.torch.copies import capture
 from servers.engines.torch.device import event_pair
+from servers.engines.torch.epilogues import fused_convolutions
 from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, plain_form, reason_of
 from servers.engines.torch.norms import folded_norms, with_layers
 from servers.engines.torch.runner import TORCH_TYPES, Enqueue
@@ -63,13 +64,19 @@ class ModulePlan(NamedTuple):
     channels_last: bool
     folded: bool
     """Whether batch norms are in the weights of the convolutions before them."""
+    fused: bool = False
+    """Whether what follows a convolution is one kernel, see `servers.engines.torch.epilogues`; also without norms."""
 
     @property
     def title(self) -> str:
-        return f"channels-{'last' if self.channels_last else 'first'}{', batch norms folded' if self.folded else ''}"
+        more = ", convolutions fused" if self.fused else ", batch norms folded" if self.folded else ""
+        return f"channels-{'last' if self.channels_last else 'first'}{more}"
 
 
-PLANS = tuple(ModulePlan(channels_last, folded) for folded in (False, True) for channels_last in (False, True))
+PLANS = (
+    *(ModulePlan(channels_last, folded) for folded in (False, True) for channels_last in (False, True)),
+    ModulePlan(channels_last=True, folded=True, fused=True),
+)
 """The simplest first."""
 
 
@@ -204,7 +211,9 @@ class PlannedModule:
 
     def _built(self, plan: ModulePlan) -> ModelForm:
         own = self._module
-        if plan.folded:
+        if plan.fused:
+            own = self._fuse()
+        elif plan.folded:
             own = self._folded = self._fold() if self._folded is None else self._folded
         form = plain_form(deepcopy(own), self._specification, self._device, self._dtype)
         assert isinstance(form.module, nn.Module)  # see plain_form
@@ -220,6 +229,21 @@ class PlannedModule:
         inputs = [torch.from_numpy(proof.inputs[tensor.name]) for tensor in self._specification.inputs]
         folded = with_layers(executed, folded_norms(executed, inputs))
         return folded.tower if isinstance(folded, UInt8Images) else folded
+
+    def _fuse(self) -> nn.Module:
+        """The module with folded batch norms, if it has any, and fused convolutions. Raises as `fused_convolutions`."""
+        with suppress(ValueError):
+            self._folded = self._fold() if self._folded is None else self._folded
+        tower = self._module if self._folded is None else self._folded
+        images: list[Tensor] = []
+        hook = tower.register_forward_pre_hook(lambda _, arguments: images.extend(arguments))
+        try:
+            proof = self._answers.proof
+            inputs = [torch.from_numpy(proof.inputs[tensor.name]) for tensor in self._specification.inputs]
+            executed_module(self._specification, tower)(*inputs)
+        finally:
+            hook.remove()
+        return fused_convolutions(tower, images)
 
     def _agrees(self, plan: ModulePlan, rows: int) -> bool:
         """Whether the answers to a batch of `rows` agree; also the first call, in which libraries choose kernels."""
@@ -342,6 +366,7 @@ def cache_key(
         "model": specification.label,
         "structure": hashlib.sha256(text.encode()).hexdigest(),
         "precision": precision,
+        "plans": "; ".join(plan.title for plan in PLANS),
     }
 
 

@@ -141,7 +141,10 @@ def test_the_only_setting_is_worth_what_the_final_shows(tmp_path: Path) -> None:
     native, triton = outcome_of(one, final(tmp_path, planted)).targets
     assert native.lead is not None
     assert native.lead.ratio is not None
-    assert native.worth == {"engine": (pytest.approx(native.lead.ratio), pytest.approx(native.lead.ci95))}
+    worth = native.worth["engine"]
+    assert worth is not None
+    assert worth[0] == pytest.approx(native.lead.ratio)
+    assert worth[1] == pytest.approx(native.lead.ci95)
     assert set(triton.worth.values()) == {None}
 
 

@@ -1,0 +1,165 @@
+"""Convolutions with what follows them: a bias, the sum with a residual, and an activation become one kernel.
+
+torch executes each as a kernel of its own, which reads and writes every value. What follows which convolution is read
+from a trace by torch.fx, and the traced graph executes. Batch norms should be in the weights before
+(`servers.engines.torch.norms`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+from torch.nn import functional
+
+from servers.engines.torch.forms import as_tuple, largest_row_error
+
+ACTIVATIONS = ("none", "relu", "relu6", "silu", "hardswish")
+FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda values: values,
+    "relu": functional.relu,
+    "relu6": functional.relu6,
+    "silu": functional.silu,
+    "hardswish": functional.hardswish,
+}
+LAYERS: Mapping[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.ReLU6: "relu6",
+    nn.SiLU: "silu",
+    nn.Hardswish: "hardswish",
+}
+CALLS: Mapping[object, str] = {
+    **dict.fromkeys((functional.relu, torch.relu, torch.relu_, "relu", "relu_"), "relu"),
+    functional.relu6: "relu6",
+    functional.silu: "silu",
+    functional.hardswish: "hardswish",
+}
+"""Functions, and names of tensors' methods."""
+SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
+IN_PLACE = (operator.iadd, "add_")
+MAX_ERROR = 1e-3
+"""Largest ‖answer - module's answer‖ / ‖module's answer‖ of a row, in FP32."""
+MOST_VALUES = 2**31
+"""The kernel counts in 32 bits."""
+
+
+class FusedConvolution(nn.Module):
+    """act(convolution(x) + bias + residual), of the weights of `convolution`."""
+
+    def __init__(self, convolution: nn.Conv2d, activation: str) -> None:
+        super().__init__()
+        self.weight, self.bias = convolution.weight, convolution.bias
+        self.stride, self.padding = convolution.stride, convolution.padding
+        self.dilation, self.groups = convolution.dilation, convolution.groups
+        self.activation = activation
+
+    def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[n, c, h, w], and a residual of the shape of what is returned."""
+        values = functional.conv2d(images, self.weight, None, self.stride, self.padding, self.dilation, self.groups)
+        if values.is_cuda and 0 < values.numel() < MOST_VALUES:
+            from servers.engines.torch.epilogue_kernels import epilogue_in_place
+
+            values = values.contiguous(memory_format=torch.channels_last)
+            if residual is not None:
+                residual = residual.contiguous(memory_format=torch.channels_last)
+            epilogue_in_place(values, self.bias, residual, ACTIVATIONS.index(self.activation))
+            return values
+        if self.bias is not None:
+            values = values + self.bias.view(-1, 1, 1)
+        if residual is not None:
+            values = values + residual
+        return FUNCTIONS[self.activation](values)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, activation={self.activation}"
+
+
+@torch.no_grad()
+def fused_convolutions(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """`module` (FP32, eval mode) with a `FusedConvolution` wherever something follows a convolution.
+
+    Raises `ValueError` if nothing does, or if the answers to `inputs` then differ. Tracing executes the module with
+    symbols for values, so its own code may raise anything else.
+    """
+    traced = fx.symbolic_trace(module)
+    _drop_identities(traced)
+    ShapeProp(traced).propagate(*inputs)
+    called = Counter(node.target for node in traced.graph.nodes if node.op == "call_module")
+    fused = 0
+    for node in [node for node in traced.graph.nodes if node.op == "call_module" and called[node.target] == 1]:
+        layer = traced.get_submodule(str(node.target))
+        if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros" or len(node.args) != 1 or node.kwargs:
+            continue
+        chain, residual, activation = _what_follows(node, traced)
+        if len(chain) == 1:
+            continue
+        name = f"fused_{fused}"
+        traced.add_submodule(name, FusedConvolution(layer, activation))
+        with traced.graph.inserting_before(chain[-1]):
+            one = traced.graph.call_module(name, (node.args[0],) if residual is None else (node.args[0], residual))
+        one.meta = chain[-1].meta
+        chain[-1].replace_all_uses_with(one)
+        for link in reversed(chain):
+            traced.graph.erase_node(link)
+        fused += 1
+    if not fused:
+        raise ValueError("nothing that can be fused follows a convolution")
+    traced.delete_all_unused_submodules()
+    traced.recompile()
+    expected, actual = (as_tuple(each(*inputs)) for each in (module, traced))
+    error = max(map(largest_row_error, actual, expected))
+    if not error <= MAX_ERROR:
+        raise ValueError(f"with fused convolutions its answer differs by {error:.2g}, more than {MAX_ERROR:g}")
+    return traced
+
+
+def _drop_identities(traced: fx.GraphModule) -> None:
+    """Remove what does nothing in eval mode, such as a norm that is in the weights."""
+    for node in list(traced.graph.nodes):
+        layer = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+        # torchvision hides what is in this function from traces; the last argument says whether it trains.
+        skipped = node.op == "call_function" and getattr(node.target, "__name__", "") == "stochastic_depth"
+        if isinstance(layer, (nn.Identity, nn.Dropout, nn.Dropout2d)) or (skipped and node.args[-1] is False):
+            node.replace_all_uses_with(node.args[0])
+            traced.graph.erase_node(node)
+
+
+def _what_follows(convolution: fx.Node, traced: fx.GraphModule) -> tuple[list[fx.Node], fx.Node | None, str]:
+    """The convolution's node and those behind it that can be one kernel with it, in order; their residual; their
+    activation."""
+    chain, residual, activation = [convolution], None, "none"
+    if (after := _only_user(chain[-1])) is not None and (other := _residual(chain[-1], after)) is not None:
+        chain.append(after)
+        residual = other
+    if (after := _only_user(chain[-1])) is not None and (found := _activation(after, traced)) is not None:
+        chain.append(after)
+        activation = found
+    return chain, residual, activation
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _residual(before: fx.Node, node: fx.Node) -> fx.Node | None:
+    """What `node` adds to `before`, if it is the sum of two values of one shape and nothing else."""
+    if node.op not in ("call_function", "call_method") or node.target not in SUMS or len(node.args) != 2 or node.kwargs:
+        return None
+    first, second = node.args
+    other = second if first is before else first
+    if not isinstance(other, fx.Node) or other is before:
+        return None
+    shapes = [getattr(each.meta.get("tensor_meta"), "shape", None) for each in (before, other)]
+    # A sum that is written into the residual would be seen by its other users.
+    written = node.target in IN_PLACE and first is other and len(other.users) > 1
+    return None if shapes[0] is None or shapes[0] != shapes[1] or written else other
+
+
+def _activation(node: fx.Node, traced: fx.GraphModule) -> str | None:
+    if node.op == "call_module":
+        return LAYERS.get(type(traced.get_submodule(str(node.target))))
+    return CALLS.get(node.target) if node.op in ("call_function", "call_method") else None

@@ -1,0 +1,154 @@
+"""Fused convolutions: answers stay, what cannot be fused is left alone, and the kernel is right on odd sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from servers.engines.torch.epilogues import ACTIVATIONS, FusedConvolution, fused_convolutions
+from servers.engines.torch.norms import folded_norms, with_layers
+from servers.models.registry import get_specification
+from servers.models.weights import RandomWeights
+
+SIZE = 12
+
+
+def fused_in(module: nn.Module) -> list[FusedConvolution]:
+    return [layer for layer in module.modules() if isinstance(layer, FusedConvolution)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("reference", "left", "activations"),
+    [
+        ("torchvision:resnet18", 3, {"relu"}),  # the convolutions of residuals, which only have a bias
+        ("timm:resnet18", 3, {"relu"}),
+        ("torchvision:mobilenet_v2", 7, {"relu6", "none"}),
+        ("torchvision:mobilenet_v3_small", None, {"relu", "hardswish", "none"}),
+        ("torchvision:efficientnet_b0", None, {"silu", "none"}),
+        ("torchvision:squeezenet1_0", 0, {"relu"}),
+        ("torchvision:densenet121", None, {"relu"}),
+    ],
+)
+def test_library_models_answer_as_before(reference: str, left: int | None, activations: set[str]) -> None:
+    pytest.importorskip(reference.partition(":")[0])
+    module = get_specification(reference).load_module(RandomWeights(0))
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    folded = module
+    if any(isinstance(layer, nn.BatchNorm2d) for layer in module.modules()):
+        folded = with_layers(module, folded_norms(module, [images]))
+    fused = fused_convolutions(folded, [images])
+    torch.testing.assert_close(fused(images), module(images), atol=1e-4, rtol=1e-3)
+    assert {layer.activation for layer in fused_in(fused)} == activations
+    if left is not None:
+        assert [type(layer) for layer in fused.modules()].count(nn.Conv2d) == left
+    assert not any(isinstance(layer, nn.ReLU) for layer in fused.modules()) or reference.endswith("densenet121")
+    torch.testing.assert_close(fused(images[:1]), module(images[:1]), atol=1e-4, rtol=1e-3)  # another batch size
+
+
+class Sums(nn.Module):
+    """`out` of two convolutions and what else stands between them and their sum."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.one, self.other = how, nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        one, other = self.one(images), self.other(images)
+        if self.how == "sum":
+            return torch.relu(one + other)
+        if self.how == "used twice":
+            return torch.relu(one + other) + one
+        if self.how == "broadcast":
+            return torch.relu(one + other.mean((2, 3), keepdim=True))
+        if self.how == "scaled":
+            return torch.relu(torch.add(one, other, alpha=2))
+        other += one
+        return torch.relu(other) if self.how == "into the other" else torch.relu(one) + other
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("how", "fused", "residuals"),
+    [
+        ("sum", 1, 1),
+        ("used twice", 1, 1),  # behind the other convolution
+        ("broadcast", 0, 0),
+        ("scaled", 0, 0),
+        ("into the other", 1, 1),
+    ],
+)
+def test_sums(how: str, fused: int, residuals: int) -> None:
+    module, images = Sums(how).eval(), torch.randn(2, 3, SIZE, SIZE)
+    if not fused:
+        with pytest.raises(ValueError, match="nothing that can be fused"):
+            fused_convolutions(module, [images])
+        return
+    made = fused_convolutions(module, [images])
+    torch.testing.assert_close(made(images), module(images))
+    calls = [node for node in made.graph.nodes if str(node.target).startswith("fused_")]
+    assert (len(calls), sum(len(node.args) == 2 for node in calls)) == (fused, residuals)
+
+
+@torch.no_grad()
+def test_a_layer_that_is_called_twice_is_left_alone() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.last = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 2, 1)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.last(self.convolution(self.convolution(images).relu()).relu()).relu()
+
+    module, images = Twice().eval(), torch.randn(1, 3, SIZE, SIZE)
+    fused = fused_convolutions(module, [images])
+    assert len(fused_in(fused)) == 1
+    torch.testing.assert_close(fused(images), module(images))
+
+
+@torch.no_grad()
+def test_a_trace_that_answers_otherwise_is_refused() -> None:
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(3, 3, 1)
+
+        def forward(self, images: Tensor) -> Tensor:
+            more = 1.0 if isinstance(images, Tensor) else 0.0  # the symbols of a trace are no tensors
+            values: Tensor = self.convolution(images).relu() + more
+            return values
+
+    with pytest.raises(ValueError, match="its answer differs"):
+        fused_convolutions(Deciding().eval(), [torch.randn(1, 3, SIZE, SIZE)])
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    pytest.importorskip("triton", reason="torch came without Triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).with_name("interpreted_epilogue.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_kernel_is_torchs_functions(interpreted: dict[str, Any], activation: str) -> None:
+    """In place, with odd sizes; FP16 is off by a rounding at most."""
+    errors = {case: value for case, value in interpreted["errors"].items() if f" {activation} " in case}
+    assert len(errors) == 32
+    wrong = {case: value for case, value in errors.items() if not value <= (2e-2 if "float16" in case else 2e-6)}
+    assert not wrong
+
+
+def test_the_kernel_keeps_nan(interpreted: dict[str, Any]) -> None:
+    assert interpreted["nan"]
