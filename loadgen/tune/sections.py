@@ -134,7 +134,9 @@ def _standing(outcome: TuningOutcome, target: TargetOutcome) -> str:
     if target.best == target.default:
         return f"keep its defaults: in the final they are better than {words}"
     if lead.winner is None:
-        return f"{words}; the final shows no difference to its defaults: {percent(*cost)}"
+        apart = lead.ci95 is not None and not lead.ci95[0] <= 1.0 <= lead.ci95[1]
+        why = ", not certain after the adjustment for several comparisons" if apart else ""
+        return f"{words}; the final shows no difference to its defaults: {percent(*cost)}{why}"
     return f"{words}; its defaults {'cost' if lead.higher_is_better else 'add'} {percent(*cost)}"
 
 
