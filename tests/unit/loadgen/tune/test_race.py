@@ -15,7 +15,8 @@ from loadgen.records.run import Experiment, Label, RunState
 from loadgen.run.storage import RunStore
 from loadgen.tune import race
 from loadgen.tune.files import read_tuning
-from loadgen.tune.race import Measuring, RaceProgress, Shares, forecast, tune
+from loadgen.tune.progress import lead_in_words
+from loadgen.tune.race import Measuring, RaceLead, RaceProgress, Shares, forecast, tune
 from loadgen.tune.records import ANCHOR, Score, Space, TunableSetting, Tuning
 from loadgen.tune.screening import Judged
 from loadgen.tune.settings import TuneSettings
@@ -257,3 +258,13 @@ def test_a_forecast_counts_screenings() -> None:
     assert few[0] >= 1
     assert many[0] > 2 * few[0]
     assert many[1] == 5 * many[0]
+
+
+def test_the_line_of_a_target_says_why_it_has_no_best() -> None:
+    lines = {lead_in_words(RaceLead("triton", tried, out), 128) for tried, out in ((0, 0), (3, 0), (3, 1), (2, 2))}
+    assert lines == {
+        "triton: nothing measured yet; 0 of 128 contenders tried",
+        "triton: nothing keeps the limit so far; 3 of 128 contenders tried",
+        "triton: nothing keeps the limit so far; 3 of 128 contenders tried, 1 out",
+        "triton: all are out; 2 of 128 contenders tried, 2 out",
+    }
