@@ -15,6 +15,7 @@ from loadgen.stats.ratios import detectable_effect
 from tests.truth import promises, simulated_tuning
 from tests.truth.closed_loops import KINDS, bias
 from tests.truth.planted_runs import TRUTHS, try_truth
+from tests.truth.simulated_batches import PLACES, best, own
 from tests.truth.simulated_rules import BEYOND, ENDINGS, LASTING, MACHINES, Machine, winners
 from tests.truth.simulated_runs import plain, weather
 from tests.truth.simulated_surfaces import SIZES, names_a_point, play_surface
@@ -69,6 +70,17 @@ def surfaces() -> Iterator[str]:
         shares = [false_maps(machine, MAPS, 2), false_maps(machine, MAPS // 2, 3, sizes=(1, 8))]
         shares += planted_maps(machine, MAPS // 2, {1: 3.0, 8: 11.0})
         yield f"{machine.name} | {' | '.join(map(percent, shares))}"
+
+
+def batches() -> Iterator[str]:
+    """The native server's rule for batches beside the best that waits for a fixed number of rows."""
+    for mean_ms, same in PLACES:
+        ours, others = own(mean_ms, same), best(mean_ms, same)
+        share = f"{ours.rows_per_s / others.rows_per_s:.2f}"
+        yield (
+            f"{mean_ms} ms | {100 * same:.0f} % | {ours.rows_per_s:,.0f} | {ours.rows:.1f} | {others.rows_per_s:,.0f} "
+            f"| {others.rows:.1f} | {share}"
+        )
 
 
 def detectable() -> Iterator[str]:
@@ -232,6 +244,7 @@ TABLES = (
         0,
     ),
     ("spread of a start | finals of equal targets with a winner: 1 start | 3 | 5", equal_targets, 0),
+    ("clients' time | of it the same for all | rows/s | rows | best rule's rows/s | rows | share", batches, 0),
     ("pairs | 1 comparison | 10 comparisons | 20 comparisons", detectable, 0),
     ("promise of a fixed plan | noise | 4 pairs | 12 pairs", fixed_plan, 2),
     (
