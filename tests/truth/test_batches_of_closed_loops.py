@@ -7,7 +7,7 @@ import pytest
 from tests.truth.simulated_batches import PLACES, best, own
 
 LEAST_SHARE = 0.88
-"""Of the best rule's rows/s. It is 0.96 to 1.00, and 0.895 for short times that are nearly the same for all requests."""
+"""Of the best rule's rows/s. It is 0.96 to 1.00, and 0.895 for short times that are nearly the same for all."""
 
 
 @pytest.mark.parametrize(("mean_ms", "same"), [(0.6, 0.9), (1.4, 0.5)])
