@@ -60,7 +60,10 @@ class FusedConvolution(nn.Module):
     def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
         """[n, c, h, w], and a residual of the shape of what is returned."""
         values = functional.conv2d(images, self.weight, None, self.stride, self.padding, self.dilation, self.groups)
-        if values.is_cuda and 0 < values.numel() < MOST_VALUES:
+        fits = (
+            residual is None or residual.shape == values.shape
+        )  # the kernel would read what lies behind a smaller one
+        if values.is_cuda and fits and 0 < values.numel() < MOST_VALUES:
             from servers.engines.torch.epilogue_kernels import epilogue_in_place
 
             values = values.contiguous(memory_format=torch.channels_last)

@@ -130,6 +130,26 @@ def test_a_trace_that_answers_otherwise_is_refused() -> None:
         fused_convolutions(Deciding().eval(), [torch.randn(1, 3, SIZE, SIZE)])
 
 
+@torch.no_grad()
+def test_an_input_that_changes_before_the_sum_is_refused() -> None:
+    """The convolution executes where its sum stood, so it would read the changed input."""
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(3, 3, 1)
+
+        def forward(self, images: Tensor) -> Tensor:
+            values = images + 0.0
+            convolved = self.convolution(values)
+            values.relu_()
+            total: Tensor = convolved + values
+            return total
+
+    with pytest.raises(ValueError, match="its answer differs"):
+        fused_convolutions(Changing().eval(), [torch.randn(1, 3, SIZE, SIZE)])
+
+
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
     pytest.importorskip("triton", reason="torch came without Triton")
