@@ -89,6 +89,11 @@ def ratio(value: float | None, interval: Interval | None) -> str:
     return _factor(value, 2 if interval is None else _ratio_decimals(*interval)) + "×"
 
 
+def excludes_one(interval: Interval | None) -> bool:
+    """Whether the interval of a ratio shows a difference, before any adjustment for several comparisons."""
+    return interval is not None and not interval[0] <= 1.0 <= interval[1]
+
+
 def is_determined(interval: Interval) -> bool:
     """Whether an interval of a ratio says anything about it: it does not where it includes 1 and spans more than
     `WIDEST`, as that of two rounds that differ much does."""

@@ -36,7 +36,7 @@ from loadgen.metrics.registry import (
 )
 from loadgen.metrics.summaries import BlockSummary, figure_of
 from loadgen.metrics.tokens import samples_of
-from loadgen.quantities import Interval, inverse
+from loadgen.quantities import Interval, excludes_one, inverse
 from loadgen.quantities import ratio as factor_words
 from loadgen.records.run import Experiment, Figure, Label, Pairing, Record, Workload, shown
 from loadgen.records.samples import SAMPLE_DTYPE
@@ -521,7 +521,7 @@ def _sensitivity(
 
 
 def _why_inconclusive(ci95: Interval | None, family: int) -> str:
-    if ci95 is not None and not ci95[0] <= 1.0 <= ci95[1]:
+    if excludes_one(ci95):
         return f"the interval excludes 1, but not after Holm's adjustment for {family} comparisons"
     return "the interval is too wide to name a winner or to exclude a difference"
 

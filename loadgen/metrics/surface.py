@@ -275,7 +275,7 @@ def _row_in_words(surface: Surface, size: int, row: Sequence[SurfacePoint], name
     winner = names[won[0].winner or ""]
     if len(won) == len(row):
         return f"{winner} is faster at {surface.at(size)} with any number of users"
-    users = ", ".join(str(point.users) for point in won)
     if len(won) > 1 and won == row[-len(won) :]:
         return f"{winner} is faster at {surface.at(size)} from {won[0].users} users on, no winner below"
+    users = ", ".join(str(point.users) for point in won)
     return f"{winner} is faster at {surface.at(size)} with {users} users, no winner with the others"

@@ -27,7 +27,7 @@ from loadgen.engine_matrix.measure import described
 from loadgen.engine_matrix.records import NO_MODEL, Configuration, Measured, Visit
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import BlockSummary
-from loadgen.quantities import counted, number, per_second
+from loadgen.quantities import counted, excludes_one, number, per_second
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, BlockRecord, Label, Pairing, ParityRecord, shown
@@ -304,7 +304,7 @@ def track_of(ratio: LiveRatio, track: int, span: float) -> Text:
             marks[place] = "┼" if place == track // 2 else "─"
     if ratio.ratio is not None:
         marks[column(ratio.ratio)] = "●"
-    style = "" if ratio.ci95 is None or ratio.ci95[0] <= 1.0 <= ratio.ci95[1] else "bold"
+    style = "bold" if excludes_one(ratio.ci95) else ""
     return Text("".join(marks), style=style)
 
 

@@ -250,9 +250,9 @@ def _worth(winner: Contender, search: Search, lead: Comparison | None) -> dict[s
     measured = {standing.contender.name: standing for standing in search.standings(winner.target, "settings")}
     put_back = search.put_back(winner).items()
     gains = {name: gain(measured.get(winner.name), measured.get(without.name)) for name, without in put_back}
-    logs = log_lead(lead, winner.name)
-    if len(gains) == 1 and lead is not None and lead.ci95 is not None and logs is not None:
-        gains = dict.fromkeys(gains, (math.exp(logs[0]), (math.exp(logs[1]), math.exp(logs[2]))))
+    if len(gains) == 1 and lead is not None and lead.ci95 is not None and (logs := log_lead(lead, winner.name)):
+        factor, low, high = map(math.exp, logs)
+        gains = dict.fromkeys(gains, (factor, (low, high)))
     return dict(sorted(gains.items(), key=lambda item: 0.0 if item[1] is None else -item[1][0]))
 
 

@@ -78,8 +78,8 @@ def lead_in_words(lead: RaceLead, contenders: int) -> str:
     """ "triton: best so far triton-7, 1.31× (1.22–1.40) of its defaults: max-batch-size=16; 9 of 216 tried, 1 out" """
     tried = f"{lead.tried:,} of {counted(contenders, 'contender')} tried" + (f", {lead.out} out" if lead.out else "")
     if lead.best is None:
-        found = "nothing measured yet" if not lead.tried else "nothing keeps the limit so far"
-        return f"{lead.target}: {'all are out' if 0 < lead.tried == lead.out else found}; {tried}"
+        why = "all are out" if lead.tried == lead.out else "nothing keeps the limit so far"
+        return f"{lead.target}: {why if lead.tried else 'nothing measured yet'}; {tried}"
     contender = lead.best.contender
     if not contender.settings:
         return f"{lead.target}: its defaults are the best so far; {tried}"

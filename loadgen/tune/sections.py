@@ -14,7 +14,17 @@ import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.metrics.registry import SERVED
 from loadgen.metrics.tokens import per_million
-from loadgen.quantities import counted, join, measured, measured_interval, number, ratio, ratio_interval, sentence
+from loadgen.quantities import (
+    counted,
+    excludes_one,
+    join,
+    measured,
+    measured_interval,
+    number,
+    ratio,
+    ratio_interval,
+    sentence,
+)
 from loadgen.ranking.analyse import pareto_front
 from loadgen.records.run import Label
 from loadgen.report.sections.verdict import conditions_in_brief
@@ -134,8 +144,7 @@ def _standing(outcome: TuningOutcome, target: TargetOutcome) -> str:
     if target.best == target.default:
         return f"keep its defaults: in the final they are better than {words}"
     if lead.winner is None:
-        apart = lead.ci95 is not None and not lead.ci95[0] <= 1.0 <= lead.ci95[1]
-        why = ", not certain after the adjustment for several comparisons" if apart else ""
+        why = ", not certain after the adjustment for several comparisons" if excludes_one(lead.ci95) else ""
         return f"{words}; the final shows no difference to its defaults: {percent(*cost)}{why}"
     return f"{words}; its defaults {'cost' if lead.higher_is_better else 'add'} {percent(*cost)}"
 

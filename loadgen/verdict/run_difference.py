@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from loadgen.metrics.comparisons import Comparison, Outcome
 from loadgen.metrics.registry import METRICS
-from loadgen.quantities import Interval, counted, number
+from loadgen.quantities import Interval, counted, excludes_one, number
 from loadgen.records.machine import own_devices, used_gpu
 from loadgen.records.run import Experiment, Label, Pairing, Record, Workload, shown
 from loadgen.stats.ratios import SIGNIFICANCE, adjust_holm, critical_t
@@ -215,7 +215,7 @@ def _decided(change: ComparisonChange, p_adjusted: float | None) -> ComparisonCh
     change = replace(change, p_adjusted=p_adjusted)
     if change.change is None or change.change_ci95 is None or p_adjusted is None:
         return change
-    if p_adjusted >= SIGNIFICANCE or change.change_ci95[0] <= 1.0 <= change.change_ci95[1]:
+    if p_adjusted >= SIGNIFICANCE or not excludes_one(change.change_ci95):
         return change
     arm_gained = (change.change > 1.0) == METRICS[change.metric].higher_is_better
     return replace(change, outcome="changed", better_for=change.arm if arm_gained else change.baseline)

@@ -29,10 +29,13 @@ class UInt8Images(torch.nn.Module):
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Normalise the bytes and run the tower."""
-        scaled = pixel_values.permute(0, 3, 1, 2).to(self.mean.dtype) / 255
-        normalised = (scaled - self.mean) / self.std
-        embedding: torch.Tensor = self.tower(normalised.to(self.dtype))
+        embedding: torch.Tensor = self.tower(self.normalised(pixel_values))
         return embedding
+
+    def normalised(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """What the tower gets."""
+        scaled = pixel_values.permute(0, 3, 1, 2).to(self.mean.dtype) / 255
+        return ((scaled - self.mean) / self.std).to(self.dtype)
 
 
 def executed_module(specification: ModelSpecification, tower: torch.nn.Module) -> torch.nn.Module:

@@ -8,13 +8,12 @@ the same for each request, the rest is exponential.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from servers.native.batcher import BatchFormer
-from tests.unit.native.test_batch_former import MOST, MS, Simulation
+from tests.unit.native.test_batch_former import MOST, MS, Simulation, pauses
 
 EXECUTION_MS = {1: 0.324, 8: 0.442, 16: 0.525, 32: 0.712, 64: 1.237}
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -57,10 +56,8 @@ def served(former: BatchFormer, mean_ms: float, same: float, seconds: float = 2.
     """What 64 clients get, after the first half of the time."""
     simulation = OnGpu(bucket_of=bucket_of)
     simulation.former = former
-    simulation.closed_loop(CLIENTS, int(seconds * 1000 * MS), _pauses(mean_ms, same))
-    batches = simulation.settled()
-    taken = [batch.rows for batch in batches[:-1]]
-    return Served(sum(taken) * 1e9 / (batches[-1].start_ns - batches[0].start_ns), float(np.mean(taken)))
+    simulation.closed_loop(CLIENTS, int(seconds * 1000 * MS), pauses(round(mean_ms * MS), same=same))
+    return Served(simulation.settled_rows_per_s(), float(np.mean([batch.rows for batch in simulation.settled()])))
 
 
 def own(mean_ms: float, same: float) -> Served:
@@ -71,8 +68,3 @@ def own(mean_ms: float, same: float) -> Served:
 def best(mean_ms: float, same: float) -> Served:
     """By the best of the rules that wait for a fixed number of rows."""
     return max(served(WaitsFor(least), mean_ms, same) for least in LEAST_ROWS)
-
-
-def _pauses(mean_ms: float, same: float) -> Callable[[], int]:
-    random = np.random.default_rng(0)
-    return lambda: int(mean_ms * MS * (same + (1.0 - same) * random.exponential()))

@@ -43,7 +43,7 @@ def epilogue_kernel(
 
 
 def epilogue_in_place(values, bias, residual, activation: int) -> None:
-    """`values` and `residual` [n, channels, h, w] in channels-last memory, less than 2³¹ values; `bias` [channels]."""
+    """`values`, `residual` [n, channels, h, w], channels-last, at most `epilogues.MOST_VALUES`; `bias` [channels]."""
     count = values.numel()
     epilogue_kernel[(triton.cdiv(count, BLOCK),)](
         values, values if bias is None else bias, values if residual is None else residual, count, values.shape[1],

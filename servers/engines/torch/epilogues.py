@@ -16,9 +16,8 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional
 
-from servers.engines.torch.forms import as_tuple, largest_row_error
+from servers.engines.torch.forms import refuse_other_answers
 
-ACTIVATIONS = ("none", "relu", "relu6", "silu", "hardswish")
 FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "none": lambda values: values,
     "relu": functional.relu,
@@ -26,6 +25,7 @@ FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "hardswish": functional.hardswish,
 }
+ACTIVATIONS = tuple(FUNCTIONS)
 LAYERS: Mapping[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.ReLU6: "relu6",
@@ -33,16 +33,12 @@ LAYERS: Mapping[type[nn.Module], str] = {
     nn.Hardswish: "hardswish",
 }
 CALLS: Mapping[object, str] = {
-    **dict.fromkeys((functional.relu, torch.relu, torch.relu_, "relu", "relu_"), "relu"),
-    functional.relu6: "relu6",
-    functional.silu: "silu",
-    functional.hardswish: "hardswish",
+    **{function: name for name, function in FUNCTIONS.items()},
+    **dict.fromkeys((torch.relu, torch.relu_, "relu", "relu_"), "relu"),
 }
 """Functions, and names of tensors' methods."""
 SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
 IN_PLACE = (operator.iadd, "add_")
-MAX_ERROR = 1e-3
-"""Largest ‖answer - module's answer‖ / ‖module's answer‖ of a row, in FP32."""
 MOST_VALUES = 2**31 - 2**12
 """The kernel counts in 32 bits, to the end of its last block."""
 
@@ -113,10 +109,7 @@ def fused_convolutions(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphM
         raise ValueError("nothing that can be fused follows a convolution")
     traced.delete_all_unused_submodules()
     traced.recompile()
-    expected, actual = (as_tuple(each(*inputs)) for each in (module, traced))
-    error = max(map(largest_row_error, actual, expected))
-    if not error <= MAX_ERROR:
-        raise ValueError(f"with fused convolutions its answer differs by {error:.2g}, more than {MAX_ERROR:g}")
+    refuse_other_answers(module, traced, inputs, "fused convolutions")
     return traced
 
 

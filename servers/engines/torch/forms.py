@@ -349,6 +349,14 @@ def largest_row_error(answer: Tensor, expected: Tensor) -> float:
     return float(torch.where(difference == 0, 0, difference / norm).max())
 
 
+def refuse_other_answers(module: nn.Module, changed: nn.Module, inputs: Sequence[Tensor], change: str) -> None:
+    """Raise `ValueError` if the FP32 answers of a changed module are not those of `module`; `change` names it."""
+    expected, actual = (as_tuple(each(*inputs)) for each in (module, changed))
+    error, limit = max(map(largest_row_error, actual, expected)), MAX_ERROR[torch.float32]
+    if not error <= limit:
+        raise ValueError(f"with {change} its answer differs by {error:.2g}, more than {limit:g}")
+
+
 MIN_CAPABILITY = (8, 9)
 FP8_MULTIPLE = 16
 INSTALL_FP8 = "pip install 'abserve[fp8]'"

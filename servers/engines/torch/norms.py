@@ -16,10 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from servers.engines.torch.forms import as_tuple, largest_row_error
-
-MAX_ERROR = 1e-3
-"""Largest ‖answer - module's answer‖ / ‖module's answer‖ of a row, in FP32."""
+from servers.engines.torch.forms import refuse_other_answers
 
 
 class _NormTracer(fx.Tracer):
@@ -52,10 +49,7 @@ def folded_norms(module: nn.Module, inputs: Sequence[Tensor]) -> dict[str, nn.Mo
             replaced[str(node.target)] = rest
     if not replaced:
         raise ValueError("no batch norm directly follows a convolution")
-    expected, actual = (as_tuple(each(*inputs)) for each in (module, with_layers(module, replaced)))
-    error = max(map(largest_row_error, actual, expected))
-    if not error <= MAX_ERROR:
-        raise ValueError(f"with folded batch norms its answer differs by {error:.2g}, more than {MAX_ERROR:g}")
+    refuse_other_answers(module, with_layers(module, replaced), inputs, "folded batch norms")
     return replaced
 
 

@@ -214,7 +214,7 @@ class PlannedModule:
         if plan.fused:
             own = self._fuse()
         elif plan.folded:
-            own = self._folded = self._fold() if self._folded is None else self._folded
+            own = self._fold()
         form = plain_form(deepcopy(own), self._specification, self._device, self._dtype)
         assert isinstance(form.module, nn.Module)  # see plain_form
         tower = form.module.tower if isinstance(form.module, UInt8Images) else form.module
@@ -224,26 +224,24 @@ class PlannedModule:
         return form
 
     def _fold(self) -> nn.Module:
-        """A copy of the module with folded batch norms. Raises as `folded_norms`."""
-        executed, proof = executed_module(self._specification, self._module), self._answers.proof
-        inputs = [torch.from_numpy(proof.inputs[tensor.name]) for tensor in self._specification.inputs]
-        folded = with_layers(executed, folded_norms(executed, inputs))
-        return folded.tower if isinstance(folded, UInt8Images) else folded
+        """The module with folded batch norms, made once. Raises as `folded_norms`."""
+        if self._folded is None:
+            self._folded = with_layers(self._module, folded_norms(self._module, self._images()))
+        return self._folded
 
     def _fuse(self) -> nn.Module:
         """The module with folded batch norms, if it has any, and fused convolutions. Raises as `fused_convolutions`."""
+        own = self._module
         with suppress(ValueError):
-            self._folded = self._fold() if self._folded is None else self._folded
-        tower = self._module if self._folded is None else self._folded
-        images: list[Tensor] = []
-        hook = tower.register_forward_pre_hook(lambda _, arguments: images.extend(arguments))
-        try:
-            proof = self._answers.proof
-            inputs = [torch.from_numpy(proof.inputs[tensor.name]) for tensor in self._specification.inputs]
-            executed_module(self._specification, tower)(*inputs)
-        finally:
-            hook.remove()
-        return fused_convolutions(tower, images)
+            own = self._fold()
+        return fused_convolutions(own, self._images())
+
+    def _images(self) -> list[Tensor]:
+        """What the model's own module gets of the proof, in FP32 on the CPU."""
+        arrays = self._answers.proof.inputs
+        inputs = [torch.from_numpy(arrays[tensor.name]) for tensor in self._specification.inputs]
+        executed = executed_module(self._specification, self._module)
+        return [executed.normalised(*inputs)] if isinstance(executed, UInt8Images) else inputs
 
     def _agrees(self, plan: ModulePlan, rows: int) -> bool:
         """Whether the answers to a batch of `rows` agree; also the first call, in which libraries choose kernels."""
