@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NONE, RELU, RELU6, SILU, HARDSWISH = (tl.constexpr(place) for place in range(5))
+NONE, RELU, RELU6, SILU, HARDSWISH, SIGMOID, HARDSIGMOID = (tl.constexpr(place) for place in range(7))
 """Places in `servers.engines.torch.epilogues.ACTIVATIONS`."""
 BLOCK = 2048
 """Values per program: 8 per thread, which are 16 bytes of halves."""
@@ -39,6 +39,11 @@ def epilogue_kernel(
     elif ACTIVATION == HARDSWISH:
         gate = value + 3.0
         value = value * tl.where(gate < 0.0, 0.0, tl.where(gate > 6.0, 6.0, gate)) / 6.0
+    elif ACTIVATION == SIGMOID:
+        value = tl.sigmoid(value)
+    elif ACTIVATION == HARDSIGMOID:
+        gate = value + 3.0
+        value = tl.where(gate < 0.0, 0.0, tl.where(gate > 6.0, 6.0, gate)) / 6.0
     tl.store(values + places, value.to(values.dtype.element_ty), mask=inside)
 
 

@@ -1,7 +1,8 @@
 """Convolutions with what follows them: a bias, the sum with a residual, and an activation become one kernel.
 
-torch executes each as a kernel of its own, which reads and writes every value. What follows which convolution is read
-from a trace by torch.fx, and the traced graph executes. Batch norms should be in the weights before
+torch executes each as a kernel of its own, which reads and writes every value. With ReLU, half-precision cuDNN has them
+in the convolution's own kernel; otherwise a Triton kernel follows it. What follows which convolution is read from a
+trace by torch.fx, and the traced graph executes. Batch norms should be in the weights before
 (`servers.engines.torch.norms`).
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,6 +27,8 @@ FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu6": functional.relu6,
     "silu": functional.silu,
     "hardswish": functional.hardswish,
+    "sigmoid": torch.sigmoid,
+    "hardsigmoid": functional.hardsigmoid,
 }
 ACTIVATIONS = tuple(FUNCTIONS)
 LAYERS: Mapping[type[nn.Module], str] = {
@@ -31,10 +36,13 @@ LAYERS: Mapping[type[nn.Module], str] = {
     nn.ReLU6: "relu6",
     nn.SiLU: "silu",
     nn.Hardswish: "hardswish",
+    nn.Sigmoid: "sigmoid",
+    nn.Hardsigmoid: "hardsigmoid",
 }
 CALLS: Mapping[object, str] = {
     **{function: name for name, function in FUNCTIONS.items()},
     **dict.fromkeys((torch.relu, torch.relu_, "relu", "relu_"), "relu"),
+    **dict.fromkeys((functional.sigmoid, "sigmoid"), "sigmoid"),
 }
 """Functions, and names of tensors' methods."""
 SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -43,22 +51,30 @@ MOST_VALUES = 2**31 - 2**12
 """The kernel counts in 32 bits, to the end of its last block."""
 
 
-class FusedConvolution(nn.Module):
-    """act(convolution(x) + bias + residual), of the weights of `convolution`."""
+HALVES = (torch.float16, torch.bfloat16)
 
-    def __init__(self, convolution: nn.Conv2d, activation: str) -> None:
+
+class FusedConvolution(nn.Module):
+    """act(convolution(x) + bias + residual), of the weights of `convolution`; `more_bias` [channels] is added."""
+
+    def __init__(self, convolution: nn.Conv2d, activation: str, more_bias: Tensor | None = None) -> None:
         super().__init__()
         self.weight, self.bias = convolution.weight, convolution.bias
-        self.stride, self.padding = convolution.stride, convolution.padding
-        self.dilation, self.groups = convolution.dilation, convolution.groups
+        if more_bias is not None:
+            self.bias = nn.Parameter(more_bias if self.bias is None else self.bias + more_bias, requires_grad=False)
+        # The padding may be a word, which the stubs of torch allow in no call with the others.
+        self._geometry: Any = (convolution.stride, convolution.padding, convolution.dilation, convolution.groups)
         self.activation = activation
 
     def forward(self, images: Tensor, residual: Tensor | None = None) -> Tensor:
         """[n, c, h, w], and a residual of the shape of what is returned."""
-        values = functional.conv2d(images, self.weight, None, self.stride, self.padding, self.dilation, self.groups)
-        fits = (
-            residual is None or residual.shape == values.shape
-        )  # the kernel would read what lies behind a smaller one
+        if self._suits_cudnn(images, residual):
+            if residual is None:
+                return torch.cudnn_convolution_relu(images, self.weight, self.bias, *self._geometry)
+            return torch.cudnn_convolution_add_relu(images, self.weight, residual, 1.0, self.bias, *self._geometry)
+        values = functional.conv2d(images, self.weight, None, *self._geometry)
+        # The kernel would read what lies behind a smaller residual.
+        fits = residual is None or residual.shape == values.shape
         if values.is_cuda and fits and 0 < values.numel() < MOST_VALUES:
             from servers.engines.torch.epilogue_kernels import epilogue_in_place
 
@@ -73,31 +89,43 @@ class FusedConvolution(nn.Module):
             values = values + residual
         return FUNCTIONS[self.activation](values)
 
+    def _suits_cudnn(self, images: Tensor, residual: Tensor | None) -> bool:
+        """Whether cuDNN's fused convolution takes these; not in FP32, where it may multiply in TF32."""
+        return (
+            images.is_cuda
+            and images.dtype in HALVES
+            and self.activation == "relu"
+            and self.bias is not None
+            and not isinstance(self._geometry[1], str)
+            and (residual is None or len(residual) == len(images))
+        )
+
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, activation={self.activation}"
 
 
 @torch.no_grad()
 def fused_convolutions(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """`module` (FP32, eval mode) with a `FusedConvolution` wherever something follows a convolution.
+    """`module` (FP32, eval mode) with a `FusedConvolution` wherever a convolution has a bias or something follows it.
 
-    Raises `ValueError` if nothing does, or if the answers to `inputs` then differ. Tracing executes the module with
-    symbols for values, so its own code may raise anything else.
+    The bias of a residual that is a convolution becomes part of the other's. Raises `ValueError` if nothing can be
+    fused, or if the answers to `inputs` then differ. Tracing executes the module with symbols for values, so its own
+    code may raise anything else.
     """
     traced = fx.symbolic_trace(module)
     _drop_identities(traced)
     ShapeProp(traced).propagate(*inputs)
     called = Counter(node.target for node in traced.graph.nodes if node.op == "call_module")
     fused = 0
-    for node in [node for node in traced.graph.nodes if node.op == "call_module" and called[node.target] == 1]:
-        layer = traced.get_submodule(str(node.target))
-        if type(layer) is not nn.Conv2d or layer.padding_mode != "zeros" or len(node.args) != 1 or node.kwargs:
+    for node in list(traced.graph.nodes):
+        if (layer := _convolution(node, traced, called)) is None:
             continue
         chain, residual, activation = _what_follows(node, traced)
-        if len(chain) == 1:
+        if len(chain) == 1 and layer.bias is None:
             continue
         name = f"fused_{fused}"
-        traced.add_submodule(name, FusedConvolution(layer, activation))
+        more_bias = None if residual is None else _taken_bias(residual, f"residual_{fused}", traced, called)
+        traced.add_submodule(name, FusedConvolution(layer, activation, more_bias))
         with traced.graph.inserting_before(chain[-1]):
             one = traced.graph.call_module(name, (node.args[0],) if residual is None else (node.args[0], residual))
         one.meta = chain[-1].meta
@@ -122,6 +150,27 @@ def _drop_identities(traced: fx.GraphModule) -> None:
         if isinstance(layer, (nn.Identity, nn.Dropout, nn.Dropout2d)) or (skipped and node.args[-1] is False):
             node.replace_all_uses_with(node.args[0])
             traced.graph.erase_node(node)
+
+
+def _convolution(node: fx.Node, traced: fx.GraphModule, called: Mapping[object, int]) -> nn.Conv2d | None:
+    """The plain convolution that a node calls, if nothing else calls it."""
+    if node.op != "call_module" or called[node.target] > 1 or len(node.args) != 1 or node.kwargs:
+        return None
+    layer = traced.get_submodule(str(node.target))
+    return layer if type(layer) is nn.Conv2d and layer.padding_mode == "zeros" else None
+
+
+def _taken_bias(residual: fx.Node, name: str, traced: fx.GraphModule, called: Counter[object]) -> Tensor | None:
+    """The bias of a convolution whose answer is only a residual, which loses it: it costs a pass over every value."""
+    layer = _convolution(residual, traced, called)
+    if layer is None or layer.bias is None or len(residual.users) > 1:
+        return None
+    bare = deepcopy(layer)
+    bare.bias = None
+    traced.add_submodule(name, bare)
+    residual.target = name
+    called[name] = 1
+    return layer.bias
 
 
 def _what_follows(convolution: fx.Node, traced: fx.GraphModule) -> tuple[list[fx.Node], fx.Node | None, str]:

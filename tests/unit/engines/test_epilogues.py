@@ -29,13 +29,13 @@ def fused_in(module: nn.Module) -> list[FusedConvolution]:
 @pytest.mark.parametrize(
     ("reference", "left", "activations"),
     [
-        ("torchvision:resnet18", 3, {"relu"}),  # the convolutions of residuals, which only have a bias
+        ("torchvision:resnet18", 3, {"relu"}),  # the convolutions of residuals, whose biases others have
         ("timm:resnet18", 3, {"relu"}),
-        ("torchvision:mobilenet_v2", 7, {"relu6", "none"}),
-        ("torchvision:mobilenet_v3_small", None, {"relu", "hardswish", "none"}),
-        ("torchvision:efficientnet_b0", None, {"silu", "none"}),
+        ("torchvision:mobilenet_v2", 0, {"relu6", "none"}),
+        ("torchvision:mobilenet_v3_small", 0, {"relu", "hardswish", "hardsigmoid", "none"}),
+        ("torchvision:efficientnet_b0", 0, {"silu", "sigmoid", "none"}),
         ("torchvision:squeezenet1_0", 0, {"relu"}),
-        ("torchvision:densenet121", None, {"relu"}),
+        ("torchvision:densenet121", None, {"relu"}),  # most of its convolutions precede no norm, and have no bias
     ],
 )
 def test_library_models_answer_as_before(reference: str, left: int | None, activations: set[str]) -> None:
@@ -49,7 +49,9 @@ def test_library_models_answer_as_before(reference: str, left: int | None, activ
     torch.testing.assert_close(fused(images), module(images), atol=1e-4, rtol=1e-3)
     assert {layer.activation for layer in fused_in(fused)} == activations
     if left is not None:
-        assert [type(layer) for layer in fused.modules()].count(nn.Conv2d) == left
+        convolutions = [layer for layer in fused.modules() if type(layer) is nn.Conv2d]
+        assert len(convolutions) == left
+        assert not any(layer.bias is not None for layer in convolutions)
     assert not any(isinstance(layer, nn.ReLU) for layer in fused.modules()) or reference.endswith("densenet121")
     torch.testing.assert_close(fused(images[:1]), module(images[:1]), atol=1e-4, rtol=1e-3)  # another batch size
 
@@ -59,7 +61,9 @@ class Sums(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.one, self.other = how, nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
+        self.how = how
+        bias = how not in ("broadcast", "scaled")  # else there is nothing that can be fused
+        self.one, self.other = nn.Conv2d(3, 4, 3, padding=1, bias=bias), nn.Conv2d(3, 4, 1, bias=bias)
 
     def forward(self, images: Tensor) -> Tensor:
         one, other = self.one(images), self.other(images)
@@ -80,7 +84,7 @@ class Sums(nn.Module):
     ("how", "fused", "residuals"),
     [
         ("sum", 1, 1),
-        ("used twice", 1, 1),  # behind the other convolution
+        ("used twice", 2, 1),  # behind the other convolution; the first one keeps its bias
         ("broadcast", 0, 0),
         ("scaled", 0, 0),
         ("into the other", 1, 1),
@@ -96,6 +100,10 @@ def test_sums(how: str, fused: int, residuals: int) -> None:
     torch.testing.assert_close(made(images), module(images))
     calls = [node for node in made.graph.nodes if str(node.target).startswith("fused_")]
     assert (len(calls), sum(len(node.args) == 2 for node in calls)) == (fused, residuals)
+    if how == "sum":
+        assert [layer.bias for layer in made.modules() if type(layer) is nn.Conv2d] == [None]
+        assert module.one.bias is not None
+        assert module.other.bias is not None
 
 
 @torch.no_grad()
