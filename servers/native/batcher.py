@@ -253,6 +253,7 @@ class Batcher:
         self._waiting_requests: deque[QueuedRequest] = deque()  # taken from the queue, in no batch yet
         self._running: deque[_RunningBatch] = deque()
         self._idle_from_ns = 0
+        self._watch_ns = max(WATCH_NS, settings.busy_poll_us * 1000)
         self._failed: list[QueuedRequest] = []  # of a batch that failed: each is executed again, alone
         self._broken = False
         self._ends = False  # no request comes any more
@@ -584,7 +585,7 @@ class LoopBatcher(Batcher):
         if self._ended.is_set():
             return None
         seconds = self._turn()
-        if seconds is None and time.perf_counter_ns() - self._idle_from_ns < WATCH_NS:
+        if seconds is None and time.perf_counter_ns() - self._idle_from_ns < self._watch_ns:
             return 0.0
         return seconds
 

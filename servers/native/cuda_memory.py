@@ -141,7 +141,10 @@ class CudaDriver:
 
 
 class CudaRegion:
-    """A region of device memory, with the number of copies that use it now; any thread."""
+    """A region of device memory, with the number of copies that use it now; any thread.
+
+    `device` is the GPU on which `address` is mapped: its own, or another that reaches it.
+    """
 
     def __init__(self, name: str, driver: CudaDriver, device: int, address: int, byte_size: int) -> None:
         self.name = name
@@ -221,31 +224,6 @@ class CudaRegion:
             log.warning("a CUDA shared-memory region could not be closed", region=shown(self.name), reason=str(exc))
         finally:
             self._closed.set()
-
-
-def open_region(driver: CudaDriver, name: str, handle: bytes, device: int, byte_size: int) -> CudaRegion:
-    """Map a client's memory; blocks. Raises `InvalidRequestError`."""
-    if len(handle) != HANDLE_BYTES:
-        raise InvalidRequestError(f"a raw handle must have {HANDLE_BYTES} bytes, got {len(handle)}")
-    if not 0 <= device < driver.device_count:
-        raise InvalidRequestError(f"GPU {device} does not exist: this server sees {driver.device_count}, from 0 on")
-    try:
-        address = driver.open(device, handle)
-    except CudaError as exc:
-        raise InvalidRequestError(
-            f"the raw handle of region {shown(name)} cannot be opened on GPU {device}: give the one that "
-            f"cudaIpcGetMemHandle made in another running process of this machine ({exc})"
-        ) from exc
-    region = CudaRegion(name, driver, device, address, byte_size)
-    try:
-        available = driver.bytes_behind(device, address)
-    except CudaError as exc:
-        region.close()
-        raise InvalidRequestError(f"the size of region {shown(name)} cannot be read ({exc})") from exc
-    if byte_size > available:
-        region.close()
-        raise InvalidRequestError(f"region {shown(name)} ends at byte {byte_size} of an allocation of {available}")
-    return region
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -13,6 +14,8 @@ from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import Any
+
+import msgspec
 
 from servers.engines.processors import cuda_index
 from servers.native.engine_process import EngineSide
@@ -114,15 +117,44 @@ class LocalLink:
             return done
 
 
+class BusyPolling:
+    """Keeps an event loop from sleeping for a time after each event that matters; belongs to that loop."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until = 0.0
+        self._awake = False
+
+    def extend(self) -> None:
+        """Something has happened, so the next event may come soon."""
+        self._until = time.monotonic() + self._seconds
+        if not self._awake:
+            self._turn()
+
+    def _turn(self) -> None:
+        self._awake = time.monotonic() < self._until
+        if self._awake:  # a loop with something to do asks its sockets and does not wait for them
+            asyncio.get_running_loop().call_soon(self._turn)
+
+
 class EngineClient(asyncio.Protocol):
     """An `EngineLink` over a socket; belongs to the front end's event loop.
 
     Messages that are sent in one turn of the loop leave together.
     """
 
-    def __init__(self, memory: RequestMemory, signatures: list[ModelSignature], on_end: Callable[[], None]) -> None:
-        """`on_end` is called when the engine's process has ended."""
+    def __init__(
+        self,
+        memory: RequestMemory,
+        signatures: list[ModelSignature],
+        on_end: Callable[[], None],
+        number: int = 0,
+        polling: BusyPolling | None = None,
+    ) -> None:
+        """`number`: which of the engines. `on_end` is called when the engine's process has ended."""
         self._memory = memory
+        self._polling = polling
+        self._rows, self._own_rows = memory.arena.rows[number], memory.number
         self._answer_bytes = [_answer_bytes(signature) for signature in signatures]
         self._on_end = on_end
         self._numbers = itertools.count()
@@ -138,10 +170,13 @@ class EngineClient(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._executing: set[asyncio.Task[None]] = set()
         self._ended = False
-        self.rows = 0
-        """Of requests that are not complete."""
         self.models: Sequence[ModelStatus] = ()
         """As the engine said last; kept by `EnginePool`."""
+
+    @property
+    def rows(self) -> int:
+        """Of requests of all front ends that are not complete."""
+        return sum(self._rows)
 
     async def open(self, connected: socket.socket, execute: Execute) -> None:
         """Begin to use a connected socket; `execute` serves the operations of the engine's side."""
@@ -164,7 +199,9 @@ class EngineClient(asyncio.Protocol):
             answer_bytes = self._answers_of_forms.setdefault(number_of_form, 0)
         message, memory = submit_message(number, number_of_form, queued, self._memory, answer_bytes)
         queued.engine, queued.number = self, number
-        self.rows += queued.rows
+        if self._polling is not None:
+            self._polling.extend()
+        self._rows[self._own_rows] += queued.rows
         self._waiting[number] = queued, memory, message.room is not None, number_of_form
         plain = message.deadline_ns is None and message.room is None and not message.device_outputs
         if plain and all([isinstance(place, int) for place in message.data[0]]):  # noqa: C419  faster
@@ -196,6 +233,8 @@ class EngineClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Messages of the engine's side."""
+        if self._polling is not None:
+            self._polling.extend()
         for message in read_frames(self._unread, data):
             try:
                 self._take(message)
@@ -289,7 +328,7 @@ class EngineClient(asyncio.Protocol):
 
     def _wake(self, queued: QueuedRequest) -> None:
         """A request is complete."""
-        self.rows -= queued.rows
+        self._rows[self._own_rows] -= queued.rows
         wake_all([queued])
 
     async def _execute_control(self, message: Control) -> None:
@@ -327,9 +366,10 @@ _ROWS = attrgetter("rows")
 class EnginePool:
     """An `EngineLink` over several sockets, one for each device; belongs to the front end's event loop.
 
-    A request goes to the engine with the fewest rows of this front end that are not done. System shared memory is
-    registered by the first engine, CUDA shared memory by the engine on its GPU, which alone executes requests that use
-    it. Each engine has its own models: the server shows the state of the engine on which a model is least ready.
+    A request goes to the engine with the fewest rows that are not done. System shared memory is registered by the first
+    engine. CUDA shared memory is registered by the engine on its GPU, its home, or by the first one, and then by every
+    other engine whose GPU reaches it: these execute requests that use it. Each engine has its own models: the server
+    shows the state of the engine on which a model is least ready.
     """
 
     def __init__(
@@ -338,13 +378,15 @@ class EnginePool:
         memory: RequestMemory,
         signatures: list[ModelSignature],
         on_end: Callable[[], None],
+        polling: BusyPolling | None = None,
     ) -> None:
         """`on_end` is called when one of the processes has ended."""
         self._on_end = on_end
-        self._engines = [EngineClient(memory, signatures, self._end) for _ in devices]
+        self._engines = [EngineClient(memory, signatures, self._end, place, polling) for place in range(len(devices))]
         self._gpus = [cuda_index(device) for device in devices]
         self._turns = list(self._engines)  # of those with equally few rows, the next one is the first
-        self._regions: dict[str, EngineClient] = {}  # by name, of the system as well: who has registered it
+        self._homes: dict[str, EngineClient] = {}  # by name of a region, of the system as well
+        self._peers: dict[str, set[EngineClient]] = {}  # the others that reach it
         self._execute: Execute | None = None
         self._ended = False
 
@@ -361,8 +403,8 @@ class EnginePool:
             engine = self._with_regions_of(queued)
         else:
             engine = min(self._turns, key=_ROWS)
-            self._turns.remove(engine)
-            self._turns.append(engine)
+        self._turns.remove(engine)
+        self._turns.append(engine)
         engine.submit(model, queued)
 
     def withdraw(self, model: int, queued: QueuedRequest) -> bool:
@@ -372,22 +414,36 @@ class EnginePool:
     async def control(self, operation: EngineOperation) -> None:
         """See `EngineLink`; returns when all engines that it concerns have done it, or raises the first error."""
         engines = self._engines
-        if isinstance(operation, OpenRegion) and operation.device in self._gpus:
-            engines = [engines[self._gpus.index(operation.device)]]
-        elif isinstance(operation, OpenRegion | CheckCuda):
+        if isinstance(operation, OpenRegion):
+            await self._open_region(operation)
+            return
+        if isinstance(operation, CheckCuda):
             engines = engines[:1]
         results = await asyncio.gather(*(engine.control(operation) for engine in engines), return_exceptions=True)
         for result in results:
             if result is not None:
                 raise result
 
+    async def _open_region(self, opening: OpenRegion) -> None:
+        place = self._gpus.index(opening.device) if opening.device in self._gpus else 0
+        await self._engines[place].control(opening)
+        if opening.device is not None:
+            others = [engine for engine in self._engines if engine is not self._engines[place]]
+            asked = (engine.control(msgspec.structs.replace(opening, peer=True)) for engine in others)
+            await asyncio.gather(*asked, return_exceptions=True)  # one that cannot have it gets no such requests
+
     def _with_regions_of(self, queued: QueuedRequest) -> EngineClient:
-        """The engine that has the request's CUDA regions; the first one if they have just been unregistered."""
-        places = (*queued.device_inputs.values(), *queued.device_outputs.values())
-        engines = {self._regions.get(region, self._engines[0]) for region, *_ in places}
-        if len(engines) > 1:
-            raise InvalidRequestError("the request's CUDA regions are on several GPUs: give it those of one GPU")
-        return engines.pop()
+        """The engine with the fewest rows that reaches the request's CUDA regions, of equals the home of the first;
+        the first engine if they have just been unregistered."""
+        names = [region for region, *_ in (*queued.device_inputs.values(), *queued.device_outputs.values())]
+        homes = [self._homes.get(name, self._engines[0]) for name in names]
+        reached = list(zip(homes, [self._peers.get(name, ()) for name in names], strict=True))
+        able = [engine for engine in self._turns if all(engine is home or engine in peers for home, peers in reached)]
+        if not able:
+            raise InvalidRequestError(
+                "the request's CUDA regions are on several GPUs, and none reaches all of them: give it those of one GPU"
+            )
+        return min(able, key=lambda engine: (engine.rows, engine is not homes[0]))
 
     # Operations of the engines
 
@@ -398,16 +454,20 @@ class EnginePool:
             of_models = list(zip(*(each.models for each in self._engines), strict=False))
             if of_models and not self._ended:
                 await self._execute(ApplyStatus(tuple(combined(statuses) for statuses in of_models)))
+        elif isinstance(operation, OpenRegion) and operation.peer:
+            self._peers.setdefault(operation.name, set()).add(engine)
         elif isinstance(operation, OpenRegion):
             # A name is taken by the engine that came first, so of two that come at once both may be refused.
-            if operation.name in self._regions:
+            if operation.name in self._homes:
                 raise InvalidRequestError(f"region {shown(operation.name)} is registered already: unregister it first")
             await self._execute(operation)
-            self._regions[operation.name] = engine
+            self._homes[operation.name] = engine
         else:
-            names = tuple(name for name in operation.names if self._regions.get(name) is engine)
+            for name in operation.names:
+                self._peers.get(name, set()).discard(engine)
+            names = tuple(name for name in operation.names if self._homes.get(name) is engine)
             for name in names:
-                del self._regions[name]
+                del self._homes[name]
             if names:
                 await self._execute(CloseRegions(operation.on_device, names))
 

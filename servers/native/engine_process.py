@@ -23,6 +23,7 @@ import msgspec
 import structlog
 
 from servers.engines.interface import EngineDescription, HostMemory
+from servers.engines.processors import cuda_index
 from servers.native.batcher import Batcher
 from servers.native.errors import FailureLog, expired
 from servers.native.interface import (
@@ -96,7 +97,8 @@ class EngineSide:
         """`wake`: see `LoopBatcher`."""
         self._front_ends: list[FrontEnd] = []
         self._lock = threading.RLock()  # so that all front ends are notified in the same order
-        self.regions = RegionRegister(self._notify_all, others_come=wake is not None)
+        device = cuda_index(settings.device)
+        self.regions = RegionRegister(self._notify_all, device=device, others_come=wake is not None)
         self.hosts = [
             ModelHost(specification, build, settings, counters, arena, complete, self._changed, wake)
             for (specification, build), counters in zip(offers, statistics, strict=True)

@@ -25,7 +25,7 @@ import uvicorn
 
 from servers.models.specification import ModelSpecification
 from servers.native.app import create_app
-from servers.native.engine_link import EngineClient, EnginePool
+from servers.native.engine_link import BusyPolling, EngineClient, EnginePool
 from servers.native.http import HttpFrontEnd, connection_factory
 from servers.native.http_inference import InferenceFrontEnd
 from servers.native.inference import InferenceService, ServedModels, signature_of
@@ -299,11 +299,12 @@ class FrontProcessServer(NativeServer):
     ) -> None:
         signatures = [signature_of(specification, settings) for specification in specifications]
         self._link: EngineClient | EnginePool
+        polling = BusyPolling(settings.busy_poll_us / 1e6) if settings.busy_poll_us else None
         if len(engines) == 1:
-            self._link = client = EngineClient(memory, signatures, self._engine_ended)
+            self._link = client = EngineClient(memory, signatures, self._engine_ended, polling=polling)
             self._connect_engines = partial(client.open, engines[0])
         else:
-            self._link = pool = EnginePool(settings.devices, memory, signatures, self._engine_ended)
+            self._link = pool = EnginePool(settings.devices, memory, signatures, self._engine_ended, polling)
             self._connect_engines = partial(pool.open, engines)
         self._opening: asyncio.Task[None] | None = None
         super().__init__(

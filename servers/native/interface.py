@@ -128,6 +128,8 @@ class OpenRegion(msgspec.Struct, array_like=True, tag=1, frozen=True):
     path: str = ""
     device: int | None = None
     handle: bytes = b""
+    peer: bool = False
+    """Whether another engine has it, and this one only wants it if its own GPU reaches the memory."""
 
 
 class CloseRegions(msgspec.Struct, array_like=True, tag=2, frozen=True):

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -126,9 +127,12 @@ class SlotClass:
 
 
 class Arena:
-    """The mapped file, and 64-bit counters that all processes share."""
+    """The mapped file, and 64-bit counters that all processes share: one per partition for the bytes that are `held`,
+    one per engine and partition for the `rows` that are not answered yet, and `counters` for whatever is counted."""
 
-    def __init__(self, partitions: int, held_bytes: int, largest_bytes: int, counters: int = 0) -> None:
+    def __init__(
+        self, partitions: int, held_bytes: int, largest_bytes: int, counters: int = 0, engines: int = 1
+    ) -> None:
         """Slots for requests of up to `largest_bytes`, in each partition at least for `held_bytes` of them.
 
         Raises `MemoryError` if the system does not have the addresses.
@@ -143,8 +147,11 @@ class Arena:
             size *= 2
         self.partition_bytes = start
         self.partitions = partitions
-        shared = memoryview(mmap.mmap(-1, 8 * (1 + max(1, counters)))).cast("q")
-        self._flags, self.counters = shared[:1], shared[1:]
+        lengths = (1, partitions, *[partitions] * engines, counters)
+        shared = memoryview(mmap.mmap(-1, 8 * sum(lengths))).cast("q")
+        self._flags, self.held, *self.rows, self.counters = (
+            shared[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)
+        )
         descriptor = os.memfd_create("abserve-requests", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, partitions * self.partition_bytes)
@@ -160,7 +167,8 @@ class Arena:
     @classmethod
     def of_settings(cls, partitions: int, settings: NativeSettings, counters: int = 0) -> Arena:
         """Slots for the bodies and messages that a server takes."""
-        return cls(partitions, settings.max_held_bytes, settings.max_body_bytes + SLACK_BYTES, counters)
+        largest_bytes = settings.max_body_bytes + SLACK_BYTES
+        return cls(partitions, settings.max_held_bytes, largest_bytes, counters, len(settings.devices))
 
     def class_of(self, size: int) -> int | None:
         """The index of the smallest class whose slots hold `size` bytes."""

@@ -27,7 +27,7 @@ import msgspec
 import structlog
 
 from servers.gpu.cuda_library import CudaError
-from servers.native.cuda_memory import CudaDriver, CudaRegion, CudaWindow, open_region
+from servers.native.cuda_memory import HANDLE_BYTES, CudaDriver, CudaRegion, CudaWindow
 from servers.native.interface import (
     CheckCuda,
     CloseRegions,
@@ -262,6 +262,44 @@ def _file_name(key: str, name: str) -> str:
     return file_name
 
 
+def open_region(driver: CudaDriver, opening: OpenRegion, own: int | None) -> CudaRegion:
+    """Map a client's memory; blocks. Raises `InvalidRequestError`.
+
+    Memory of another GPU than `own`, which executes, is mapped so that `own` reaches it by itself. If `own` cannot, or
+    is not known, it is mapped on its own GPU and copied through the host; a peer is refused then.
+    """
+    name, device = shown(opening.name), opening.device
+    assert device is not None
+    if len(opening.handle) != HANDLE_BYTES:
+        raise InvalidRequestError(f"a raw handle must have {HANDLE_BYTES} bytes, got {len(opening.handle)}")
+    if not 0 <= device < driver.device_count:
+        raise InvalidRequestError(f"GPU {device} does not exist: this server sees {driver.device_count}, from 0 on")
+    place = device if own is None else own
+    try:
+        try:
+            address = driver.open(place, opening.handle)
+        except CudaError:
+            if opening.peer or place == device:
+                raise
+            place = device
+            address = driver.open(place, opening.handle)
+    except CudaError as exc:
+        raise InvalidRequestError(
+            f"the raw handle of region {name} cannot be opened on GPU {place}: give the one that "
+            f"cudaIpcGetMemHandle made in another running process of this machine ({exc})"
+        ) from exc
+    region = CudaRegion(opening.name, driver, place, address, opening.byte_size)
+    try:
+        available = driver.bytes_behind(place, address)
+    except CudaError as exc:
+        region.close()
+        raise InvalidRequestError(f"the size of region {name} cannot be read ({exc})") from exc
+    if opening.byte_size > available:
+        region.close()
+        raise InvalidRequestError(f"region {name} ends at byte {opening.byte_size} of an allocation of {available}")
+    return region
+
+
 MAX_REGIONS = 1024
 DESCRIPTOR_SHARE = 4
 """Each region of system memory holds a file descriptor in every process: at most a quarter of what a process may have,
@@ -271,11 +309,19 @@ since clients need the others."""
 class RegionRegister:
     """The names of all regions, and the device memory behind some; any thread, one change at a time."""
 
-    def __init__(self, notify_all: Callable[[FrontEndOperation], None], *, others_come: bool = True) -> None:
+    def __init__(
+        self,
+        notify_all: Callable[[FrontEndOperation], None],
+        *,
+        device: int | None = None,
+        others_come: bool = True,
+    ) -> None:
         """`notify_all` lets every front end execute an operation, and raises the first `ContractError`.
 
-        `others_come`: front ends may begin later, and have to open what is registered then.
+        `device`: the GPU that executes, if it is known. `others_come`: front ends may begin later, and have to open
+        what is registered then.
         """
+        self._device = device
         self._notify_all = notify_all
         self._others_come = others_come
         self._most = min(MAX_REGIONS, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // DESCRIPTOR_SHARE))
@@ -302,7 +348,7 @@ class RegionRegister:
                 if self._others_come:
                     self._of_system[opening.name] = region
                 return
-            on_device = open_region(self.cuda(), opening.name, opening.handle, opening.device, opening.byte_size)
+            on_device = open_region(self.cuda(), opening, self._device)
             try:
                 self._offer(msgspec.structs.replace(opening, handle=b""))
             except ContractError:

@@ -185,7 +185,7 @@ class Supervisor:
         def run() -> int:
             for other_end in (control_socket, *(to_front_end for _, to_front_end in pairs)):
                 other_end.close()
-            budget = ByteBudget(self._settings.max_held_bytes, self._budget_counters(), partition)
+            budget = ByteBudget(self._settings.max_held_bytes, self._arena.held, partition)
             memory = RequestMemory(self._arena, budget, partition)
             statistics = self._statistics(len(to_engines) + number)
             for of_model in statistics:
@@ -204,13 +204,10 @@ class Supervisor:
             to_engine.close()
             to_front_end.close()
 
-    def _budget_counters(self) -> memoryview:
-        return self._arena.counters[: self._arena.partitions]
-
     def _statistics(self, process: int) -> list[Statistics]:
         """Of each model: one row for each engine, then one for each front end."""
         size, rows = self._settings.max_batch_size, _process_count(self._settings)
-        width, place = row_width(size), self._arena.partitions
+        width, place = row_width(size), 0
         statistics = []
         for _ in range(self._children.models):
             views = [self._arena.counters[place + row * width : place + (row + 1) * width] for row in range(rows)]
@@ -240,7 +237,8 @@ class Supervisor:
         with suppress(KeyError):
             self._selector.unregister(front_end.control)
         front_end.control.close()
-        self._arena.counters[front_end.partition] = 0  # nothing holds its bytes any more
+        for counters in (self._arena.held, *self._arena.rows):  # nothing holds its bytes or waits for its rows any more
+            counters[front_end.partition] = 0
         return front_end
 
     def _restart(self, dead: _FrontEnd, status: int) -> None:
@@ -399,7 +397,7 @@ def exit_status(signals: Sequence[int]) -> int:
 def make_arena(settings: NativeSettings, models: int) -> Arena:
     """The memory for two partitions of each front end, and the counters of all processes."""
     count = settings.fronts or 0
-    counters = 2 * count + models * _process_count(settings) * row_width(settings.max_batch_size)
+    counters = models * _process_count(settings) * row_width(settings.max_batch_size)
     return Arena.of_settings(2 * count, settings, counters)
 
 

@@ -6,6 +6,7 @@ python -m pytest -m gpu tests/gpu/native/test_several_gpus.py
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,47 @@ def test_each_engine_process_has_a_context_on_its_own_gpu_only(server: Server) -
     assert second in on_second
     assert second not in on_first
     assert first not in on_second
+
+
+def test_requests_from_memory_of_one_gpu_are_right_whichever_gpu_executes_them(
+    server: Server, cuda_memory: Any
+) -> None:
+    import torch
+
+    clients, requests = 8, 20
+    inputs = [images(4, 10 + number) for number in range(clients)]
+    regions = [
+        cuda_memory.create_shared_memory_region(f"{name}-{number}", 4 * size, 0)
+        for number in range(clients)
+        for name, size in (("given", IMAGE_BYTES), ("taken", ROW_BYTES))
+    ]
+    pairs = list(zip(regions[::2], regions[1::2], strict=True))
+
+    def run(number: int) -> None:
+        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+            tensor = tritonclient.grpc.InferInput("pixel_values", [4, *images(1).shape[1:]], "UINT8")
+            tensor.set_shared_memory(f"given-{number}", 4 * IMAGE_BYTES)
+            wanted = tritonclient.grpc.InferRequestedOutput("embedding")
+            wanted.set_shared_memory(f"taken-{number}", 4 * ROW_BYTES)
+            for _ in range(requests):
+                client.infer(MODEL, [tensor], outputs=[wanted])
+
+    with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        try:
+            for number, ((given, taken), data) in enumerate(zip(pairs, inputs, strict=True)):
+                cuda_memory.set_shared_memory_region_from_dlpack(given, [torch.from_numpy(data).to("cuda:0")])
+                handles = [cuda_memory.get_raw_handle(one) for one in (given, taken)]
+                client.register_cuda_shared_memory(f"given-{number}", handles[0], 0, 4 * IMAGE_BYTES)
+                client.register_cuda_shared_memory(f"taken-{number}", handles[1], 0, 4 * ROW_BYTES)
+            with ThreadPoolExecutor(clients) as pool:
+                list(pool.map(run, range(clients)))
+            for (_, taken), data in zip(pairs, inputs, strict=True):
+                written = cuda_memory.get_contents_as_numpy(taken, np.float32, [4, 512])
+                np.testing.assert_allclose(written, infer(server.grpc, data), rtol=2e-2, atol=1e-2)
+        finally:
+            client.unregister_cuda_shared_memory()
+            for region in regions:
+                cuda_memory.destroy_shared_memory_region(region)
 
 
 @pytest.mark.parametrize("gpu", [0, 1])

@@ -56,9 +56,11 @@ def two(runner: Callable[..., Server]) -> Callable[..., Server]:
     return start
 
 
-def test_the_engine_with_the_fewest_outstanding_rows_gets_the_next_request(two) -> None:
-    server = two()
-    first, second, _ = (child.pid for child in children(server))
+@pytest.mark.parametrize("fronts", ["1", "2"])
+def test_the_engine_with_the_fewest_outstanding_rows_gets_the_next_request(two, fronts: str) -> None:
+    """Whichever front end has the others."""
+    server = two("--fronts", fronts)
+    first, second, *_ = (child.pid for child in children(server))
     with ThreadPoolExecutor(16) as clients:
         large = clients.submit(ask_once, server, *[1.0] * 16)
         server.wait_until(lambda: len(started(server)) == 1, "it is executed")

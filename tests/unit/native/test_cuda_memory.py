@@ -166,7 +166,7 @@ def test_a_name_is_taken_while_its_region_is_opened_and_a_client_that_leaves_los
     """Two registrations at once cannot both succeed, and what a client began can be undone by name."""
     opening, proceed = threading.Event(), threading.Event()
 
-    def open_slowly(_driver, _name, _handle, _device, _byte_size):
+    def open_slowly(_driver, _opening, _own):
         opening.set()
         assert proceed.wait(10)
         return region

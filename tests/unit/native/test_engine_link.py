@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from servers.engines.interface import EngineDescription
-from servers.native.engine_link import EnginePool, combined
+from servers.native import engine_link
+from servers.native.engine_link import BusyPolling, EnginePool, combined
 from servers.native.interface import (
     ApplyStatus,
     CheckCuda,
@@ -38,7 +39,7 @@ from servers.native.ipc import (
     encode,
     read_frames,
 )
-from servers.native.memory import RequestMemory
+from servers.native.memory import Arena, ByteBudget, RequestMemory
 from servers.native.settings import NativeSettings
 from servers.protocol.errors import ContractError, InvalidRequestError, UnavailableError
 from servers.protocol.records import ModelSignature
@@ -89,8 +90,12 @@ class EngineEnd:
 class Pool:
     """A pool, its engines' ends, and the operations that reached the front end."""
 
-    def __init__(self, *devices: str, signature: ModelSignature = SIGNATURE) -> None:
-        self.memory = RequestMemory.alone(NativeSettings())
+    def __init__(self, *devices: str, signature: ModelSignature = SIGNATURE, arena: Arena | None = None) -> None:
+        """With an `arena` it is the second front end that uses it."""
+        budget = ByteBudget(NativeSettings().max_held_bytes)
+        number = 0 if arena is None else 1
+        arena = Arena(2, budget.limit, 1 << 26, engines=len(devices)) if arena is None else arena
+        self.memory = RequestMemory(arena, budget, number)
         self.ends = 0
         self.pool = EnginePool(devices, self.memory, [signature], self._end)
         self.executed: list[FrontEndOperation] = []
@@ -126,8 +131,10 @@ class Pool:
 
 
 @asynccontextmanager
-async def opened(*devices: str, signature: ModelSignature = SIGNATURE) -> AsyncIterator[Pool]:
-    pool = Pool(*devices, signature=signature)
+async def opened(
+    *devices: str, signature: ModelSignature = SIGNATURE, arena: Arena | None = None
+) -> AsyncIterator[Pool]:
+    pool = Pool(*devices, signature=signature, arena=arena)
     await pool.open()
     try:
         yield pool
@@ -152,6 +159,22 @@ def test_the_engine_with_the_fewest_rows_gets_the_next_request_and_equals_take_t
             for _ in range(3):
                 pool.submit()
             assert len(await first.numbers(4)) == 4  # all its rows are done, and the others have four each
+
+    asyncio.run(run())
+
+
+def test_rows_of_another_front_end_count() -> None:
+    async def run() -> None:
+        async with opened("cpu", "cpu") as pool, opened("cpu", "cpu", arena=pool.memory.arena) as other:
+            pool.submit(4)
+            for _ in range(4):
+                other.submit()
+            assert len(await other.engines[1].numbers(4)) == 4
+            other.engines[1].send(RequestDone(await other.engines[1].numbers(4)))
+            while any(other.memory.arena.rows[1]):
+                await asyncio.sleep(0)
+            pool.submit()
+            assert len(await pool.engines[1].numbers(1)) == 1
 
     asyncio.run(run())
 
@@ -190,9 +213,6 @@ def test_a_request_is_taken_back_where_it_is() -> None:
         (CloseRegions(True, ("r",)), (0, 1)),
         (OpenRegion("r", 8, 0, "/k"), (0,)),
         (CheckCuda(), (0,)),
-        (OpenRegion("r", 8, device=2), (1,)),
-        (OpenRegion("r", 8, device=3), (0,)),
-        (OpenRegion("r", 8, device=0), (0,)),
     ],
 )
 def test_an_operation_reaches_the_engines_that_it_concerns(
@@ -208,6 +228,37 @@ def test_an_operation_reaches_the_engines_that_it_concerns(
                 pool.engines[number].send(ControlDone(ask.number))
             await asyncio.wait_for(asking, 5)
             assert sum(len(engine.received) for engine in pool.engines) == len(engines)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("device", "home"), [(2, 1), (3, 0), (0, 0)])
+def test_a_cuda_region_is_opened_at_home_and_then_by_the_others(device: int, home: int) -> None:
+    async def run() -> None:
+        async with opened("cuda:3", "cuda:2") as pool:
+            opening = OpenRegion("r", 8, device=device)
+            asking = asyncio.create_task(pool.pool.control(opening))
+            (ask,) = await pool.engines[home].asked(1)
+            assert ask.operation == opening
+            assert pool.engines[1 - home].received == []
+            pool.engines[home].send(ControlDone(ask.number))
+            (ask,) = await pool.engines[1 - home].asked(1)
+            assert ask.operation == OpenRegion("r", 8, device=device, peer=True)
+            pool.engines[1 - home].send(ControlDone(ask.number, ("InvalidRequestError", "no path")))
+            await asyncio.wait_for(asking, 5)
+
+    asyncio.run(run())
+
+
+def test_a_cuda_region_that_its_home_refuses_is_opened_by_no_other() -> None:
+    async def run() -> None:
+        async with opened("cuda:0", "cuda:1") as pool:
+            asking = asyncio.create_task(pool.pool.control(OpenRegion("r", 8, device=1)))
+            (ask,) = await pool.engines[1].asked(1)
+            pool.engines[1].send(ControlDone(ask.number, ("InvalidRequestError", "no such handle")))
+            with pytest.raises(InvalidRequestError, match="no such handle"):
+                await asyncio.wait_for(asking, 5)
+            assert pool.engines[0].received == []
 
     asyncio.run(run())
 
@@ -311,6 +362,28 @@ def test_a_request_goes_where_its_cuda_regions_are() -> None:
     asyncio.run(run())
 
 
+def test_a_request_also_goes_to_an_engine_that_reaches_its_cuda_regions() -> None:
+    async def run() -> None:
+        async with opened("cuda:0", "cuda:1") as pool:
+            await pool.notify(0, OpenRegion("b", 64, device=1, peer=True))  # a new front end may hear it in this order
+            await pool.notify(1, OpenRegion("b", 64, device=1))
+            await pool.notify(0, OpenRegion("a", 64, device=0))
+            for _ in range(5):  # of equals the home is the first
+                pool.submit(device_inputs={"x": ("b", 0, 4)})
+            assert (len(await pool.engines[1].numbers(3)), len(await pool.engines[0].numbers(2))) == (3, 2)
+            pool.submit(device_inputs={"x": ("a", 0, 4)}, device_outputs={"y": ("b", 0, 4)})  # only one reaches both
+            assert len(await pool.engines[0].numbers(3)) == 3
+            await pool.notify(0, CloseRegions(True, ("b",)))
+            assert CloseRegions(True, ("b",)) not in pool.executed  # its home still has it
+            pool.submit(4, device_inputs={"x": ("b", 0, 4)})
+            pool.submit(device_inputs={"x": ("b", 0, 4)})
+            assert len(await pool.engines[1].numbers(5)) == 5
+            await pool.notify(1, CloseRegions(True, ("b",)))
+            assert CloseRegions(True, ("b",)) in pool.executed
+
+    asyncio.run(run())
+
+
 def test_an_answer_of_unknown_size_travels_in_shared_memory_from_the_second_request_of_its_shape_on() -> None:
     """As those of text do, whose signature leaves the length open: 12 MB must not go through a socket."""
     signature = ModelSignature("m", "1", (), (TensorSpec("y", "FP32", (-1, -1)),), 64)
@@ -341,3 +414,29 @@ def test_an_answer_of_unknown_size_travels_in_shared_memory_from_the_second_requ
             assert other.outputs is None
 
     asyncio.run(run())
+
+
+def test_a_loop_polls_until_the_time_after_the_last_event_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    turns: list[Callable[[], None]] = []
+
+    class Loop:
+        def call_soon(self, callback: Callable[[], None]) -> None:
+            turns.append(callback)
+
+    monkeypatch.setattr(engine_link.asyncio, "get_running_loop", Loop)
+    monkeypatch.setattr(engine_link.time, "monotonic", lambda: now)
+    polling = BusyPolling(0.5)
+    for now, event, goes_on in [
+        (100.0, True, True),
+        (100.1, True, True),  # the next event is not a second poll beside the first
+        (100.4, False, True),
+        (100.7, False, False),
+        (200.0, True, True),
+        (200.6, False, False),
+    ]:
+        for turn in [turns.pop() for _ in list(turns)]:
+            turn()
+        if event:
+            polling.extend()
+        assert len(turns) == goes_on, now

@@ -48,6 +48,13 @@ class Allocation:
         assert self._cuda.cuMemcpyDtoH_v2(ctypes.c_void_p(data.ctypes.data), place, ctypes.c_size_t(data.nbytes)) == 0
         return data
 
+    def floats(self, count: int, offset: int = 0) -> list[float]:
+        data = np.empty(count, np.float32)
+        place = ctypes.c_uint64(self._address.value + offset)
+        assert self._cuda.cuMemcpyDtoH_v2(ctypes.c_void_p(data.ctypes.data), place, ctypes.c_size_t(data.nbytes)) == 0
+        values: list[float] = data.tolist()
+        return values
+
     def free(self) -> None:
         self._cuda.cuMemFree_v2(self._address)
 

@@ -6,6 +6,7 @@ import base64
 import ctypes
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 
 from tests.integration.native.conftest import Answer, Server
 from tests.integration.native.cuda_memory.conftest import Allocation
-from tests.integration.native.test_several_engines import TWO, children, started
+from tests.integration.native.test_several_engines import PENDING, TWO, children, started
 
 ROW_BYTES = 16
 OPTIONS = (*TWO, "--device", "cuda:0,cuda:1", "--fronts", "2", "--allow-shared-memory", "true")
@@ -92,18 +93,53 @@ def test_requests_go_to_the_gpu_of_their_regions(server: Server, library: Path) 
                 assert infer(server, name, taken).status == 200
             assert executed_by(server, 3) == {process.pid}
         for gpu, allocation in enumerate(memory):
-            written = np.empty(4, np.float32)
-            place = ctypes.c_uint64(allocation._address.value + ROW_BYTES)
-            assert allocation._cuda.cuMemcpyDtoH_v2(ctypes.c_void_p(written.ctypes.data), place, ROW_BYTES) == 0
-            assert written.tolist() == [2 * (10.0 + gpu)] * 4
+            assert allocation.floats(4, ROW_BYTES) == [2 * (10.0 + gpu)] * 4
         refused = infer(server, "a", "b")
         assert refused.status == 400
         assert json.loads(refused.body)["error"] == (
-            "the request's CUDA regions are on several GPUs: give it those of one GPU"
+            "the request's CUDA regions are on several GPUs, and none reaches all of them: give it those of one GPU"
         )
         assert server.request("POST", "/v2/cudasharedmemory/region/b/unregister", b"").status == 200
         assert (opened(first), opened(second)) == (2, 0)
         assert infer(server, "b").status == 404
+        assert server.request("POST", "/v2/cudasharedmemory/unregister", b"").status == 200
+        assert (opened(first), opened(second)) == (0, 0)
+
+
+def test_a_gpu_that_reaches_the_memory_of_another_executes_its_requests(
+    library: Path, runner: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
+    monkeypatch.setenv("STUB_CUDA_DEVICES", "3")
+    monkeypatch.setenv("STUB_CUDA_PEERS", "1")
+    server = runner(*OPTIONS)
+    server.open("infer")
+    server.wait_ready()
+    first, second, *_ = children(server)
+    with allocated(library, 0, 1, 2) as memory, ThreadPoolExecutor(1) as client:
+        for gpu, name in enumerate("abc"):
+            assert register(server, name, memory[gpu], gpu).status == 200
+        assert (opened(first), opened(second)) == (3, 3)
+        for name, process in (("a", first), ("b", second), ("c", first)):  # nothing else to do: at home
+            assert infer(server, name, name).status == 200
+            assert executed_by(server, 1) == {process.pid}
+        assert infer(server, "a", "b").status == 200
+        assert memory[1].floats(4, ROW_BYTES) == [20.0] * 4
+        count = len(started(server))
+        server.open(f"hold-{first.pid}")
+        held = client.submit(infer, server, "a", "a")
+        server.wait_until(lambda: server.metric(PENDING) == 1 or len(started(server)) > count, "one has it")
+        for name in "bc":
+            assert infer(server, name, name).status == 200
+        assert executed_by(server, 2) == {second.pid}
+        (server.folder / f"hold-{first.pid}").unlink()
+        assert held.result().status == 200
+        for gpu, allocation in enumerate(memory):
+            assert allocation.floats(4, ROW_BYTES) == [2 * (10.0 + gpu)] * 4
+        assert server.request("POST", "/v2/cudasharedmemory/region/a/unregister", b"").status == 200
+        assert (opened(first), opened(second)) == (2, 2)
+        assert infer(server, "a").status == 404
+        assert register(server, "a", memory[0], 0).status == 200
         assert server.request("POST", "/v2/cudasharedmemory/unregister", b"").status == 200
         assert (opened(first), opened(second)) == (0, 0)
 
