@@ -187,8 +187,8 @@ class NativeSettings(GeneratingOptions):
         ge=0,
         le=1_000_000,
         title="Access and process",
-        description="How long front ends ask for the next event without sleeping (µs): saves the time of waking up, takes "
-        "a core for each. Needs --fronts 1 or more.",
+        description="How long front ends ask for the next event without sleeping (µs): saves the time of waking up and "
+        "takes a core for each. Needs --fronts 1 or more.",
     )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], OptionTraits(tunes=True)] = Field(
         "info", title="Access and process", description="Lowest level that is logged."

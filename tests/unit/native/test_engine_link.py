@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 
 from servers.engines.interface import EngineDescription
-from servers.native import engine_link
 from servers.native.engine_link import BusyPolling, EnginePool, combined
 from servers.native.interface import (
     ApplyStatus,
@@ -424,8 +424,8 @@ def test_a_loop_polls_until_the_time_after_the_last_event_is_over(monkeypatch: p
         def call_soon(self, callback: Callable[[], None]) -> None:
             turns.append(callback)
 
-    monkeypatch.setattr(engine_link.asyncio, "get_running_loop", Loop)
-    monkeypatch.setattr(engine_link.time, "monotonic", lambda: now)
+    monkeypatch.setattr(asyncio, "get_running_loop", Loop)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     polling = BusyPolling(0.5)
     for now, event, goes_on in [
         (100.0, True, True),
