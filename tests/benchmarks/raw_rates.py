@@ -78,7 +78,7 @@ def receive_answer(connection: socket.socket, buffer: bytearray) -> None:
     head = bytes(buffer[:head_ends]).lower()
     if not head.startswith(b"http/1.1 200"):
         raise RuntimeError(bytes(buffer[:count]).decode(errors="replace"))
-    left = head_ends + 4 + int(head.partition(b"content-length:")[2].partition(b"\r\n")[0]) - count
+    left = head_ends + 4 + int(head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0]) - count
     while left > 0:
         left -= connection.recv_into(buffer)
 

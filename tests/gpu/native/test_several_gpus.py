@@ -120,7 +120,8 @@ def test_tensors_travel_through_cuda_memory_of_either_gpu(server: Server, cuda_m
     taken = cuda_memory.create_shared_memory_region("taken", ROW_BYTES, gpu)
     with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
         try:
-            cuda_memory.set_shared_memory_region_from_dlpack(given, [torch.from_numpy(data).to(f"cuda:{gpu}")])
+            with torch.cuda.device(gpu):  # torch exports tensors of the current device only
+                cuda_memory.set_shared_memory_region_from_dlpack(given, [torch.from_numpy(data).to(f"cuda:{gpu}")])
             client.register_cuda_shared_memory("given", cuda_memory.get_raw_handle(given), gpu, IMAGE_BYTES)
             client.register_cuda_shared_memory("taken", cuda_memory.get_raw_handle(taken), gpu, ROW_BYTES)
             tensor = tritonclient.grpc.InferInput("pixel_values", list(data.shape), "UINT8")
