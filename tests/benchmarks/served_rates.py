@@ -6,8 +6,10 @@
 
 Each server is an `abserve` command with the ports that it was told. All run at the same time, one is loaded at a time,
 and rounds alternate between them. Figures are medians over rounds; a ratio is the median of the rounds' ratios, with
-the least and the greatest. The client opens one gRPC channel per user, for every server: by default perf_analyzer
-shares a channel between six, and a connection is what one processor core can copy.
+the least and the greatest. The file also has what the server did during each measurement: the rows of its batches, the
+mean time of its stages, and the cores that each of its processes kept busy. The client opens one gRPC channel per user,
+for every server: by default perf_analyzer shares a channel between six, and a connection is what one processor core can
+copy.
 """
 
 from __future__ import annotations
@@ -23,20 +25,34 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+import psutil
 
 from tests.perf_analyzer import PerfAnalyzer, find_perf_analyzer
 
 START_S = 180
 MEASURE_S = 30
 MODELS = {"uint8": "openclip_vit_b32_uint8", "fp32": "openclip_vit_b32"}
-Rate = tuple[float, float]
-"""Images per second and the median latency in ms."""
 TRANSPORTS = ("http", "grpc", "http shm", "http cuda")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What one measurement found."""
+
+    images_per_s: float
+    p50_ms: float
+    rows_per_batch: float
+    stages_us: Mapping[str, float]
+    """Mean by stage; empty for a server that does not say."""
+    busy_cores: Sequence[float]
+    """Of each process of the server, the busiest first."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +103,40 @@ def arguments_of(server: Server, transport: str, model: str, clients: int, batch
     return ["-m", model, "-i", protocol, "-u", f"127.0.0.1:{port}", *load, *shared]
 
 
-def measure(analyzer: PerfAnalyzer, cores: str, interval_ms: int, arguments: list[str]) -> Rate:
-    """Raises `RuntimeError`."""
+def statistics_of(server: Server, model: str) -> dict[str, Any]:
+    """What the server has counted so far."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.http}/v2/models/{model}/stats", timeout=5) as answer:
+        counted: dict[str, Any] = json.load(answer)["model_stats"][0]
+    return counted
+
+
+def cpu_seconds(process: subprocess.Popen[bytes]) -> dict[int, float]:
+    """By process of the server's."""
+    own = psutil.Process(process.pid)
+    return {one.pid: sum(one.cpu_times()[:2]) for one in (own, *own.children(recursive=True))}
+
+
+def watched(
+    analyzer: PerfAnalyzer, cores: str, interval_ms: int, arguments: list[str], server: Server, process: Any
+) -> Rate:
+    """One measurement, with what the server did meanwhile. Raises `RuntimeError`."""
+    model = arguments[arguments.index("-m") + 1]
+    before, cpu, begun = statistics_of(server, model), cpu_seconds(process), time.monotonic()
+    images_per_s, p50_ms = measure(analyzer, cores, interval_ms, arguments)
+    seconds, after = time.monotonic() - begun, statistics_of(server, model)
+    batches = after["execution_count"] - before["execution_count"]
+    rows = (after["inference_count"] - before["inference_count"]) / batches if batches else 0.0
+    stages = {}
+    for name, now in after.get("abserve_stages", {}).items():
+        then = before["abserve_stages"][name]
+        if now["count"] > then["count"]:
+            stages[name] = round((now["ns"] - then["ns"]) / (now["count"] - then["count"]) / 1000, 1)
+    used = [round((now - cpu.get(pid, 0.0)) / seconds, 2) for pid, now in cpu_seconds(process).items()]
+    return Rate(images_per_s, p50_ms, round(rows, 1), stages, sorted(used, reverse=True))
+
+
+def measure(analyzer: PerfAnalyzer, cores: str, interval_ms: int, arguments: list[str]) -> tuple[float, float]:
+    """Images per second and the median latency in ms. Raises `RuntimeError`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.csv"
         window = ["--measurement-interval", str(interval_ms), "-s", "999", "-r", "3", "-f", str(report)]
@@ -116,12 +164,14 @@ def table(servers: Sequence[str], found: Mapping[tuple[str, ...], Mapping[str, S
     for row, rates in found.items():
         known = {name: [one for one in rates[name] if one is not None] for name in servers}
         cells = [
-            f"{median(rate for rate, _ in own):,.0f} ({median(p50 for _, p50 in own):.2f})" if own else "–"
+            f"{median(one.images_per_s for one in own):,.0f} ({median(one.p50_ms for one in own):.2f})" if own else "–"
             for own in known.values()
         ]
         for other in others:
             pairs = zip(rates[first], rates[other], strict=True)
-            ratios = sorted(own[0] / its[0] for own, its in pairs if own is not None and its is not None)
+            ratios = sorted(
+                own.images_per_s / its.images_per_s for own, its in pairs if own is not None and its is not None
+            )
             cells.append(f"{median(ratios):.2f} ({ratios[0]:.2f}–{ratios[-1]:.2f})" if ratios else "–")
         lines.append("| " + " | ".join((*row, *cells)) + " |")
     return "\n".join(lines)
@@ -139,7 +189,11 @@ def main() -> int:
     parser.add_argument("--interval-ms", type=int, default=1000)
     parser.add_argument("--payloads", default=",".join(MODELS))
     parser.add_argument("--transports", default=",".join(TRANSPORTS))
-    parser.add_argument("--loads", default="1x1,64x1,4x32", help="clients x images per request")
+    parser.add_argument(
+        "--loads",
+        default="1x1,64x1,4x32",
+        help="clients x images, each by all transports or by its own: http 64x1,http shm 24x64",
+    )
     parser.add_argument("--server-cores", default="0-7")
     parser.add_argument("--client-cores", default="8-15")
     parser.add_argument("--out", type=Path, default=Path("served-rates.json"))
@@ -150,19 +204,27 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             for server in given.servers:
-                log = Path(folder) / f"{server.name}.log"
-                processes.append(server.start(given.server_cores, log))
-                say(f"{server.name} ready after {server.wait_ready(processes[-1], log):.1f} s")
-            rows = product(
-                range(given.rounds), *(one.split(",") for one in (given.payloads, given.transports, given.loads))
-            )
-            for number, payload, transport, load in rows:
+                processes.append(server.start(given.server_cores, Path(folder) / f"{server.name}.log"))
+            for server, process in zip(given.servers, processes, strict=True):
+                say(
+                    f"{server.name} ready after {server.wait_ready(process, Path(folder) / f'{server.name}.log'):.1f} s"
+                )
+            loads = [
+                (transport, load)
+                for own, _, load in (one.rpartition(" ") for one in given.loads.split(","))
+                for transport in ([own] if own else given.transports.split(","))
+            ]
+            rows = product(given.payloads.split(","), loads, range(given.rounds))
+            for payload, (transport, load), number in rows:
                 clients, batch = map(int, load.split("x"))
-                for server in given.servers if number % 2 == 0 else reversed(given.servers):
+                pairs = list(zip(given.servers, processes, strict=True))
+                for server, process in pairs if number % 2 == 0 else reversed(pairs):
                     arguments = arguments_of(server, transport, MODELS[payload], clients, batch)
                     rates = found.setdefault((payload, transport, load), {}).setdefault(server.name, [])
                     try:
-                        rates.append(measure(analyzer, given.client_cores, given.interval_ms, arguments))
+                        rates.append(
+                            watched(analyzer, given.client_cores, given.interval_ms, arguments, server, process)
+                        )
                     except RuntimeError as error:
                         rates.append(None)
                         say(f"{server.name} {payload} {transport} {load}: {error}")
@@ -172,7 +234,13 @@ def main() -> int:
             for process in processes:
                 process.wait(60)
     say(table([server.name for server in given.servers], found))
-    runs = [{"payload": p, "transport": t, "load": load, **rates} for (p, t, load), rates in found.items()]
+    runs = [
+        {
+            **dict(zip(("payload", "transport", "load"), row, strict=True)),
+            **{name: [None if one is None else asdict(one) for one in of_server] for name, of_server in rates.items()},
+        }
+        for row, rates in found.items()
+    ]
     taken = datetime.now(UTC).isoformat(timespec="seconds")
     given.out.write_text(json.dumps({"taken": taken, "arguments": sys.argv[1:], "runs": runs}, indent=1) + "\n")
     return 0

@@ -217,3 +217,18 @@ def test_both_engines_execute_requests_from_one_system_region(two) -> None:
         assert server.request("POST", "/v2/models/rows/infer", json.dumps(tensors).encode()).status == 404
     finally:
         file.unlink(missing_ok=True)
+
+
+def test_a_front_end_that_polls_stays_awake_for_the_time_and_then_sleeps(two) -> None:
+    server = two("--busy-poll-us", "300000")
+    server.open("infer")
+    *_, front_end = children(server)
+
+    def took() -> float:
+        return sum(front_end.cpu_times()[:2])
+
+    before = took()
+    for value in (1.0, 2.0):
+        assert ask_once(server, value) == [2 * value]
+    wait_until(lambda: took() > before + 0.15, "it polls")  # an answer takes milliseconds
+    wait_until(lambda: front_end.cpu_percent(0.2) < 20, "it sleeps")

@@ -10,6 +10,7 @@ import pytest
 import typer
 from pydantic import ValidationError
 
+from servers.cli.defaults import OptionError
 from servers.cli.options import from_argument, to_argument, validation_sentence
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.native.command import serve_native
@@ -120,7 +121,14 @@ def test_several_engine_processes_need_a_front_end(monkeypatch):
         ("cuda:0", 2, 0),
         ("cuda:0,cuda:1", 8, 5),
         ("cuda:0,cuda:1", 2, 1),
-        ("cuda:0,cuda:1", 64, 8),
+        ("cuda:0,cuda:1", 64, 16),
     ):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: range(cores))
         assert NativeSettings(device=device).resolved(specification).fronts == fronts, (device, cores)
+
+
+def test_busy_polling_needs_front_ends_in_their_own_processes():
+    specification = get_specification(DEFAULT_MODEL)
+    with pytest.raises(OptionError, match="add --fronts 1"):
+        NativeSettings(device="cpu", busy_poll_us=1000).resolved(specification)
+    assert NativeSettings(device="cpu", busy_poll_us=1000, fronts=1).resolved(specification).busy_poll_us == 1000

@@ -17,7 +17,8 @@ import pytest
 
 from tests.integration.native.conftest import Answer, Server
 from tests.integration.native.cuda_memory.conftest import Allocation
-from tests.integration.native.test_several_engines import PENDING, TWO, children, started
+from tests.integration.native.test_held_memory import PENDING
+from tests.integration.native.test_several_engines import TWO, children, started
 
 ROW_BYTES = 16
 OPTIONS = (*TWO, "--device", "cuda:0,cuda:1", "--fronts", "2", "--allow-shared-memory", "true")
