@@ -24,7 +24,7 @@ import psutil
 from loadgen.experiment.schedule import sends_load
 from loadgen.metrics.facts import Facts
 from loadgen.probes.registry import Probe
-from loadgen.records.machine import own_devices, used_gpu
+from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.model_config import mapping, real, whole
 from loadgen.records.probes import ArmConditions, CacheProbe, Conditions, GpuCondition
 from loadgen.records.run import ArmRecord, Label
@@ -139,7 +139,7 @@ def _gpus(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> tuple[GpuC
         except EndpointError:
             continue
     documents += [record.gpu_info for record in records]
-    used = {uuid for document in documents if (uuid := used_gpu(document)) is not None}
+    used = {uuid for document in documents for uuid in used_gpus(document)}
     chosen = (devices for document in documents if (devices := own_devices(document, used)))
     return tuple(map(as_condition, next(chosen, ())))
 

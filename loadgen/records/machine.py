@@ -164,11 +164,14 @@ class NoiseFloor(Record, frozen=True, kw_only=True):
         return self.servers, self.title, self.model, self.payload, self.transport, tuple(sorted(self.settings.items()))
 
 
-def used_gpu(document: Mapping[str, Any] | None) -> str | None:
-    """The UUID of the GPU that the server uses; None if it does not report one, as on the CPU."""
+def used_gpus(document: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """The UUIDs of the GPUs that the server uses, ascending; none if it does not report them, as on the CPU."""
     runtime = (document or {}).get("runtime")
-    uuid = runtime.get("used_device_uuid") if isinstance(runtime, Mapping) else None
-    return uuid if isinstance(uuid, str) else None
+    if not isinstance(runtime, Mapping):
+        return ()
+    several, one = runtime.get("used_device_uuids"), runtime.get("used_device_uuid")
+    named = several if isinstance(several, list | tuple) else [one]  # older documents have one
+    return tuple(sorted({uuid for uuid in named if isinstance(uuid, str)}))
 
 
 def own_devices(document: Mapping[str, Any] | None, used: Collection[str]) -> list[Mapping[str, Any]]:

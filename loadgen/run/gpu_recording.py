@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from time import perf_counter_ns, sleep
 
 import msgspec
@@ -14,7 +15,7 @@ import msgspec
 from loadgen.child_process import OWN_MODULE, ChildProcess, ProcessError
 from loadgen.documents import read_json
 from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS, TimeSpan
-from loadgen.records.machine import used_gpu
+from loadgen.records.machine import used_gpus
 from loadgen.records.run import ArmRecord, Label
 from loadgen.run.arms import Arm
 from loadgen.run.storage import RunStore
@@ -138,12 +139,12 @@ class GpuRecording:
 
 
 def gpu_options(records: Sequence[ArmRecord]) -> tuple[str, ...]:
-    """The sampler's options: the GPUs that the arms name. When one does not name its GPU, those of
+    """The sampler's options: the GPUs that the arms name. When one does not name its GPUs, those of
     CUDA_VISIBLE_DEVICES, which launched servers have inherited; for servers by URL all GPUs."""
     on_gpu = [record for record in records if not _on_cpu(record)]
-    named = [used_gpu(record.gpu_info) for record in on_gpu]
-    if named and None not in named:
-        return tuple(part for uuid in dict.fromkeys(named) for part in ("--gpu", str(uuid)))
+    named = [used_gpus(record.gpu_info) for record in on_gpu]
+    if named and all(named):
+        return tuple(part for uuid in dict.fromkeys(chain(*named)) for part in ("--gpu", uuid))
     return () if all(record.launched for record in on_gpu) else ("--gpu", "all")
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from loadgen.metrics.comparisons import Comparison, PairedMetric
 from loadgen.quantities import share
-from loadgen.records.machine import FloorEntry, NoiseFloor, own_devices, used_gpu
+from loadgen.records.machine import FloorEntry, NoiseFloor, own_devices, used_gpus
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
 from loadgen.stats.ratios import SIGNIFICANCE, critical_t, estimate_ratio
 
@@ -202,9 +202,8 @@ def _host(arm: ArmRequest) -> str:
 
 
 def gpu_of(environment_gpu: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The `/gpu-info` document with only the GPU that the server used, so that a floor is not applied to another GPU;
-    None without a working GPU."""
+    """The `/gpu-info` document with only the GPUs that the server used, so that a floor is not applied to others; None
+    without a working GPU."""
     if environment_gpu.get("status") != "ok":
         return None
-    used = used_gpu(environment_gpu)
-    return {**environment_gpu, "devices": own_devices(environment_gpu, () if used is None else (used,))}
+    return {**environment_gpu, "devices": own_devices(environment_gpu, used_gpus(environment_gpu))}

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from loadgen.metrics.comparisons import Comparison, Outcome
 from loadgen.metrics.registry import METRICS
 from loadgen.quantities import Interval, counted, excludes_one, number
-from loadgen.records.machine import own_devices, used_gpu
+from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.run import Experiment, Label, Pairing, Record, Workload, shown
 from loadgen.stats.ratios import SIGNIFICANCE, adjust_holm, critical_t
 from loadgen.verdict.result import Result
@@ -78,8 +78,7 @@ def _described(result: Result, other: Experiment) -> dict[Kind, dict[str, object
         nvml = environment.gpu.get("nvml")
         if isinstance(nvml, Mapping):
             gpu = {name: nvml.get(name) for name in ("driver_version", "cuda_driver_version")}
-        used = used_gpu(environment.gpu)
-        devices = own_devices(environment.gpu, () if used is None else (used,))
+        devices = own_devices(environment.gpu, used_gpus(environment.gpu))
         gpu |= {f"GPU {number}": device.get("name") for number, device in enumerate(devices)}
         software |= environment.packages
         inputs = {f"inputs, {name}": value for name, value in environment.inputs.items()}

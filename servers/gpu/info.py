@@ -136,6 +136,7 @@ def _device(identity: DeviceIdentity, reading: Reading, edge: EdgeReading) -> Do
 
 def _runtime(runtime: Runtime, machine: Mapping[str, Any]) -> Document:
     details = runtime.details
+    used = _used_uuids(runtime.device, details.get("device_uuid"), machine)
     placement: Document = {
         "params_by_device": details.get("parameters_by_device"),
         "ep_nodes": details.get("nodes_by_provider"),
@@ -148,7 +149,8 @@ def _runtime(runtime: Runtime, machine: Mapping[str, Any]) -> Document:
         "device": runtime.device,
         "cuda_build": details.get("cuda_build"),
         "cuda_available": details.get("cuda_available"),
-        "used_device_uuid": _used_uuid(runtime.device, details.get("device_uuid"), machine),
+        "used_device_uuid": used[0] if len(used) == 1 else None,
+        "used_device_uuids": used,
         "placement": {"result": _placement(runtime.device, placement, details.get("kernel_probe")), **placement},
         "memory_allocated_bytes": details.get("memory_allocated_bytes"),
         "kernel_probe": details.get("kernel_probe"),
@@ -175,17 +177,17 @@ def _placement(device: str, placement: Document, kernel_probe: object) -> str:
     return "gpu" if all(str(device).startswith("cuda") for device in parameters) else "partial"
 
 
-def _used_uuid(device: str, reported: object, machine: Mapping[str, Any]) -> str | None:
-    """The UUID that the runtime reports, else that of the only GPU: CUDA's device numbers are not the driver's.
-
-    None for a server on several GPUs: no one of them is the one that it uses.
-    """
-    if not device.startswith("cuda") or "," in device:
-        return None
-    if isinstance(reported, str) and reported:
-        return reported if reported.startswith(("GPU-", "MIG-")) else f"GPU-{reported}"  # torch leaves the prefix out
+def _used_uuids(device: str, reported: object, machine: Mapping[str, Any]) -> list[str]:
+    """The UUIDs that the runtime reports, separated by commas, one per device; else that of the only GPU: CUDA's device
+    numbers are not the driver's."""
+    if not device.startswith("cuda"):
+        return []
+    if isinstance(reported, str) and reported:  # torch leaves the prefix out
+        uuids = [uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}" for uuid in reported.split(",")]
+        return uuids if len(uuids) == len(device.split(",")) else []
     devices = machine["devices"]
-    return str(devices[0]["uuid"]) if len(devices) == 1 and machine.get("status") == "ok" else None
+    only = len(devices) == 1 and machine.get("status") == "ok" and "," not in device
+    return [str(devices[0]["uuid"])] if only else []
 
 
 def triton_info(

@@ -6,13 +6,14 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import msgspec
@@ -477,10 +478,22 @@ class EnginePool:
 
 
 def combined(statuses: Sequence[ModelStatus]) -> ModelStatus:
-    """A model's least ready state on several engines, with the first one's description, in which all devices are."""
+    """A model's least ready state on several engines, with the first one's description, in which all devices are, and
+    what proves where the model is on each."""
     least = min((status.state for status in statuses), key=_LEAST_READY_FIRST.index)
     descriptions = [status.description for status in statuses if status.description is not None]
     if len(descriptions) < len(statuses):
         return ModelStatus(least, None)
     devices = ",".join(description.device for description in descriptions)
-    return ModelStatus(least, replace(descriptions[0], device=devices))
+    details: dict[str, Any] = {**descriptions[0].details}
+    all_details: list[Mapping[str, Any]] = [description.details for description in descriptions]
+    if all(each.get("device_uuid") for each in all_details):
+        details["device_uuid"] = ",".join(each["device_uuid"] for each in all_details)
+    for name in ("parameters_by_device", "nodes_by_provider"):
+        if all(each.get(name) for each in all_details):
+            details[name] = dict(sum((Counter(each[name]) for each in all_details), Counter()))
+    if all(each.get("kernel_probe") for each in all_details):
+        details["kernel_probe"] = min((each["kernel_probe"] for each in all_details), key=itemgetter("kernel_count"))
+    else:
+        details.pop("kernel_probe", None)
+    return ModelStatus(least, replace(descriptions[0], device=devices, details=details))

@@ -14,6 +14,7 @@ from loadgen.metrics.facts import Facts
 from loadgen.probes.gpu.decision import (
     EndedBefore,
     decide,
+    decide_together,
     judge_placement,
     measure_attribution,
     measure_gpu,
@@ -42,7 +43,7 @@ from loadgen.probes.gpu.records import (
     read_readings,
 )
 from loadgen.quantities import significant
-from loadgen.records.machine import used_gpu
+from loadgen.records.machine import used_gpus
 from loadgen.records.model_config import executed_config, mapping
 from loadgen.records.run import ArmRecord, BlockRecord, Found, Label, Record
 from loadgen.records.samples import Samples, good
@@ -69,7 +70,7 @@ def assess(
     ended_before: EndedBefore,
     gpu_info: Mapping[str, Any] | None,
     model_config: Mapping[str, Any] | None,
-    gpu_uuid: str | None = None,
+    gpu_uuids: Sequence[str] = (),
     server_pids: Collection[int] = (),
     own_pids: Collection[int] = (),
     processes_unknown: Mapping[Label, str] | None = None,
@@ -81,9 +82,11 @@ def assess(
     """Judge the blocks of one arm in one workload (or in all of them), and keep every input of the decision.
 
     `gaps`: every idle gap of the run; those beside the blocks are chosen here. `ended_before` counts the good answers
-    of these blocks. `gpu_uuid`: the GPU to judge where the server names none, as in the CPU control run. PIDs are as
+    of these blocks. `gpu_uuids`: the GPUs to judge where the server names none, as in the CPU control run. PIDs are as
     this machine shows them; empty where unknown. `processes_unknown`: the arms whose processes are unknown, and why.
     `control`: the finding for the arm's CPU control run; `control_idle`: whether the run's control was recognised.
+
+    An arm on several GPUs is judged on each: all blocks with that GPU's readings.
     """
     placement = judge_placement(gpu_info, model_config, thresholds)
     load = _load(blocks, gaps, thresholds)
@@ -94,28 +97,37 @@ def assess(
     loaded = span_of(load.windows)
     before = [edge for edge in readings.edges if loaded and edge.at_ns <= loaded.start_ns]
     after = [edge for edge in readings.edges if loaded and edge.at_ns >= loaded.end_ns]
+
+    def on(device: DeviceReadings | None, placement: Placement) -> EvidenceRecord:
+        gpu: Gpu | None = None
+        attribution = NO_ATTRIBUTION
+        if device is not None:
+            gpu = measure_gpu(device, load.windows, idle, load.items, thresholds)
+            during = [edge for edge in readings.edges if _beside(edge, (*load.windows, *idle))]
+            edges = [*before[-1:], *during, *after[:1]]
+            attribution = measure_attribution(
+                device, edges, load.windows, idle, gpu, ended_before, server_pids, own_pids, thresholds,
+                processes_unknown or {}, label,
+            )  # fmt: skip
+        inputs = EvidenceInputs(
+            placement=placement,
+            health=_health(readings, device, before[-1:], after[:1], span),
+            load=load,
+            gpu=gpu,
+            attribution=attribution,
+            witness=_witness(load, control, is_control),
+            control_idle=control_idle,
+        )
+        return decide(label, workload, inputs, thresholds, control=is_control)
+
+    if len(named := used_gpus(gpu_info)) > 1:
+        placements = [msgspec.structs.replace(placement, used_device_uuid=uuid) for uuid in named]
+        return decide_together([on(readings.devices.get(str(one.used_device_uuid)), one) for one in placements])
+    if not named and len(gpu_uuids) > 1:
+        return decide_together([on(readings.devices.get(uuid), placement) for uuid in gpu_uuids])
     several = "," in str(mapping((gpu_info or {}).get("runtime")).get("device"))
-    device = None if several else _choose_device(readings, placement, (*before, *after), server_pids, gpu_uuid)
-    gpu: Gpu | None = None
-    attribution = NO_ATTRIBUTION
-    if device is not None:
-        gpu = measure_gpu(device, load.windows, idle, load.items, thresholds)
-        during = [edge for edge in readings.edges if _beside(edge, (*load.windows, *idle))]
-        edges = [*before[-1:], *during, *after[:1]]
-        attribution = measure_attribution(
-            device, edges, load.windows, idle, gpu, ended_before, server_pids, own_pids, thresholds,
-            processes_unknown or {}, label,
-        )  # fmt: skip
-    inputs = EvidenceInputs(
-        placement=placement,
-        health=_health(readings, device, before[-1:], after[:1], span),
-        load=load,
-        gpu=gpu,
-        attribution=attribution,
-        witness=_witness(load, control, is_control),
-        control_idle=control_idle,
-    )
-    return decide(label, workload, inputs, thresholds, control=is_control)
+    chosen = None if several else _choose_device(readings, placement, (*before, *after), server_pids, gpu_uuids)
+    return on(chosen, placement)
 
 
 def _beside(edge: EdgeLine, windows: Sequence[TimeSpan]) -> bool:
@@ -173,7 +185,7 @@ def _choose_device(
     placement: Placement,
     edges: Sequence[EdgeLine],
     server_pids: Collection[int],
-    gpu_uuid: str | None,
+    gpu_uuids: Sequence[str],
 ) -> DeviceReadings | None:
     """The device that the server names; else the one with its process, the one given, the only one of the machine. None
     if several remain: reading only one does not show which was used."""
@@ -187,8 +199,8 @@ def _choose_device(
     }
     if len(holding) == 1:
         return readings.devices.get(holding.pop())
-    if gpu_uuid is not None:
-        return readings.devices.get(gpu_uuid)
+    if gpu_uuids:
+        return readings.devices.get(gpu_uuids[0])
     return next(iter(readings.devices.values()), None) if readings.gpu_count == 1 else None
 
 
@@ -286,7 +298,7 @@ def assess_run(
     run_pids = frozenset(
         pid for several in (*pids.values(), *(run.pids for run in controls.values())) for pid in several
     )
-    gpus = {arm.label: used_gpu(arm.gpu_info) for arm in arms}
+    gpus = {arm.label: used_gpus(arm.gpu_info) for arm in arms}
 
     def judge(
         arm: ArmRecord, workload: str | None, chosen: Sequence[BlockRecord], ended_before: EndedBefore, **more: Any
@@ -307,7 +319,7 @@ def assess_run(
     judged = {
         label: judge(
             run.arm, run.block.workload, [run.block], count_ends([run]),
-            gpu_uuid=gpus.get(label), server_pids=run.pids, own_pids=run_pids, is_control=True,
+            gpu_uuids=gpus.get(label, ()), server_pids=run.pids, own_pids=run_pids, is_control=True,
         )
         for label, run in controls.items()
     }  # fmt: skip

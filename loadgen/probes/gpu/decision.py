@@ -15,7 +15,7 @@ in a series of readings leaves the answer unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import stdev
 from typing import Any, Literal
@@ -41,6 +41,7 @@ from loadgen.probes.gpu.records import (
     Values,
     Witness,
 )
+from loadgen.records.machine import used_gpus
 from loadgen.records.model_config import GPU_ONLY_BACKENDS, backend_name, groups, mapping, real
 from loadgen.records.run import Label
 
@@ -215,6 +216,35 @@ def measure_gpu(
     )
 
 
+def together(gpus: Sequence[Gpu]) -> Gpu:
+    """Several GPUs as one: the mean of what is a share, the least coverage, the sum of power and energy."""
+
+    def total(values: Iterable[float | None]) -> float | None:
+        known = list(values)
+        return None if None in known else sum(value for value in known if value is not None)
+
+    first, count = gpus[0], len(gpus)
+    sums = {
+        name: total(getattr(gpu, name) for gpu in gpus)
+        for name in (
+            "energy_joules", "idle_power_watts", "energy_excess_joules", "joules_per_item", "excess_joules_per_item",
+        )
+    }  # fmt: skip
+    return msgspec.structs.replace(
+        first,
+        **sums,
+        **{name: sum(getattr(gpu, name) for gpu in gpus) for name in ("busy_s", "covered_s")},
+        **{name: min(getattr(gpu, name) for gpu in gpus) for name in ("coverage", "gap_coverage")},
+        **{
+            name: sum(getattr(gpu, name) for gpu in gpus) / count
+            for name in ("utilisation_low", "utilisation_high", "idle_utilisation_low", "idle_utilisation_high")
+        },
+        gap_utilisation_high=tuple(map(max, zip(*(gpu.gap_utilisation_high for gpu in gpus), strict=True))),
+        idle_utilisation_sigma=None,
+        idle_power_sigma_watts=None,
+    )
+
+
 def judge_activity(gpu: Gpu, window_s: float, thresholds: Thresholds) -> Activity | None:
     """`active`, `idle` or `weak`; None without energy or an idle baseline, or if the GPU was busy in the gaps.
 
@@ -336,9 +366,9 @@ def judge_placement(
     """Placement from the server's documents; other servers may offer neither, or anything at all."""
     runtime = mapping((gpu_info or {}).get("runtime"))
     result, share, reason = _judge(runtime, model_config or {}, thresholds)
-    uuid = runtime.get("used_device_uuid")
+    used = used_gpus(gpu_info)
     return Placement(
-        result=result, cpu_share=share, reason=reason, used_device_uuid=uuid if isinstance(uuid, str) else None
+        result=result, cpu_share=share, reason=reason, used_device_uuid=used[0] if len(used) == 1 else None
     )
 
 
@@ -455,6 +485,36 @@ def decide(
         control=control,
         inputs=inputs,
         thresholds=thresholds,
+    )
+
+
+def decide_together(records: Sequence[EvidenceRecord]) -> EvidenceRecord:
+    """The finding for an arm on several GPUs, of which there is a record each: verified only if it is on all of them.
+
+    Where one is not, its finding, code and sentence count. The activity is the least of all, of the CPU control run,
+    whose GPUs have to be idle, the most.
+    """
+    worst = next((record for record in records if record.finding is not GpuFinding.GPU_VERIFIED), None)
+    first, activities = records[0], [record.activity for record in records]
+    order: tuple[Activity | None, ...] = (None, "idle", "weak", "active")
+    if first.control:
+        order = ("active", "weak", None, "idle")
+    gpus = [record.inputs.gpu for record in records if record.inputs.gpu is not None]
+    uuids = ",".join(str(record.uuid) for record in records)
+    inputs = msgspec.structs.replace(
+        first.inputs if worst is None else worst.inputs,
+        gpu=together(gpus) if len(gpus) == len(records) else None,
+        health=msgspec.structs.replace(first.inputs.health, uuid=uuids),
+    )
+    return msgspec.structs.replace(
+        first if worst is None else worst,
+        sentence=f"All {len(records)} GPUs: {first.sentence}" if worst is None else f"{worst.uuid}: {worst.sentence}",
+        notes=tuple(dict.fromkeys(note for record in records for note in record.notes)),
+        activity=next(one for one in order if one in activities),
+        attributed=None if None in [one.attributed for one in records] else all(one.attributed for one in records),
+        no_energy=next((record.no_energy for record in records if record.no_energy is not None), None),
+        inputs=inputs,
+        gpus=tuple(records),
     )
 
 

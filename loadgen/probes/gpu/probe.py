@@ -174,16 +174,24 @@ def findings(result: Result) -> list[FindingRow]:
             arms.index(record.label),
         ),
     )
-    whole = {record.label: record for record in records if record.workload is None and not record.control}
-    return [_row(record, whole.get(record.label), item_of(result.environment)) for record in records]
+    whole = {
+        (record.label, record.uuid): record for record in records if record.workload is None and not record.control
+    }
+    several = {uuid for record in records for uuid in [one.uuid for one in record.gpus]}
+    return [
+        _row(record, whole.get((record.label, record.uuid)), item_of(result.environment), record.uuid in several)
+        for record in records
+    ]
 
 
 def _records(result: Result) -> Sequence[EvidenceRecord]:
+    """Of an arm on several GPUs the finding for all of them, then those for each."""
     evidence = result.of(GpuFound).evidence
-    return evidence.records if evidence is not None else ()
+    records = evidence.records if evidence is not None else ()
+    return [one for record in records for one in (record, *record.gpus)]
 
 
-def _row(record: EvidenceRecord, whole: EvidenceRecord | None, item: str) -> FindingRow:
+def _row(record: EvidenceRecord, whole: EvidenceRecord | None, item: str, one_of_several: bool) -> FindingRow:
     words = record.finding.value + (f" ({record.code})" if record.code is not None else "")
     figures = _figures(record)
     _, utilisation, power, joules, _ = figures
@@ -193,7 +201,7 @@ def _row(record: EvidenceRecord, whole: EvidenceRecord | None, item: str) -> Fin
         reasons.append(f"no J/{item}: {record.no_energy}")
     measured = f"; busy {utilisation}, {power}{energy}" if record.inputs.gpu is not None else ""
     return FindingRow(
-        arm=shown(record.label),
+        arm=shown(record.label) + (f" on {record.uuid}" if one_of_several else ""),
         scenario=(record.workload or ALL_SCENARIOS) + (", CPU control run" if record.control else ""),
         words=words,
         style="ok" if record.control and record.finding is GpuFinding.CPU_FALLBACK else STYLES[record.finding],

@@ -273,10 +273,12 @@ class EvidenceRecord(Record, frozen=True, kw_only=True):
     """This is the CPU control run: it must come out CPU_FALLBACK."""
     inputs: EvidenceInputs
     thresholds: Thresholds
+    gpus: tuple[EvidenceRecord, ...] = ()
+    """Of an arm on several GPUs: the finding for each. Those above are for all of them together."""
 
     @property
     def uuid(self) -> str | None:
-        """The device that the finding is about."""
+        """The device that the finding is about; several are separated by commas."""
         return self.inputs.health.uuid
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import loadgen.report.document as doc
 from loadgen.quantities import join, share
-from loadgen.records.machine import own_devices, used_gpu
+from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.run import ArmRecord, Environment, Experiment, setting_key, shown
 from loadgen.report.charts import several
@@ -122,12 +122,13 @@ def environment_rows(environment: Environment) -> list[tuple[str, str]]:
 
 
 def gpu_text(document: Mapping[str, Any]) -> str:
-    """The GPU that the servers use, and of how many; where no server reports one, the machine's; without any, the
+    """The GPUs that the servers use, and of how many; where no server reports any, the machine's; without any, the
     driver's status."""
-    used = used_gpu(document)
-    devices = own_devices(document, () if used is None else (used,))
-    if used is None or [device.get("uuid") for device in devices] != [used]:
+    used = used_gpus(document)
+    devices = own_devices(document, used)
+    if not used or sorted(str(device.get("uuid")) for device in devices) != list(used):
         names = Counter(str(device.get("name") or "GPU") for device in own_devices(document, ()))
         every = [name if count == 1 else f"{count} × {name}" for name, count in names.items()]
         return ", ".join(every) or str(document.get("status", "unknown")).replace("_", " ")
-    return f"{devices[0].get('name') or 'GPU'} {used}, 1 of {len(own_devices(document, ()))}"
+    named = join([f"{device.get('name') or 'GPU'} {device.get('uuid')}" for device in devices])
+    return f"{named}, {len(devices)} of {len(own_devices(document, ()))}"

@@ -10,7 +10,7 @@ from loadgen.metrics.comparisons import leading_comparisons
 from loadgen.probes.causes import causes_note, time_spent
 from loadgen.probes.gpu.probe import ALL_SCENARIOS, findings
 from loadgen.quantities import counted, join, sentence, share
-from loadgen.records.machine import own_devices, used_gpu
+from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.model_config import padding_in_effect
 from loadgen.records.payloads import inputs_in_brief
 from loadgen.records.run import TRANSPORT_TITLES, ArmRecord, Experiment, shown
@@ -127,9 +127,10 @@ def _hardware(result: Result, arm: ArmRecord) -> str:
     device = str(arm.in_effect.get("device"))
     on_cpu = device.startswith("cpu")
     for document in (arm.gpu_info, environment.gpu if environment and arm.launched else None):
-        used = used_gpu(document)
-        if used is not None and not on_cpu:
-            return next((str(gpu.get("name") or "GPU") for gpu in own_devices(document, (used,))), "GPU")
+        used = used_gpus(document)
+        if used and not on_cpu:
+            name = next((str(gpu.get("name") or "GPU") for gpu in own_devices(document, used)), "GPU")
+            return name if len(used) == 1 else f"{len(used)} × {name}"
     without_gpu = environment is not None and environment.gpu.get("status") not in (None, "ok", "unknown")
     if arm.launched and environment is not None and (on_cpu or without_gpu):
         name = str(environment.host.get("cpu_model") or "of unknown model")

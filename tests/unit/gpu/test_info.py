@@ -82,6 +82,10 @@ def test_of_several_devices_none_is_the_one_that_the_server_uses() -> None:
     runtime = gpu_info(Runtime("torch", "1", "cuda:0,cuda:1", {"device_uuid": "GPU-1"}), OneGpu("GPU-1"))["runtime"]
     assert isinstance(runtime, dict)
     assert (runtime["device"], runtime["used_device_uuid"]) == ("cuda:0,cuda:1", None)
+    assert runtime["used_device_uuids"] == []  # one is told for two devices
+    both = gpu_info(Runtime("torch", "1", "cuda:0,cuda:1", {"device_uuid": "GPU-1,2a"}), OneGpu("GPU-1"))["runtime"]
+    assert isinstance(both, dict)
+    assert (both["used_device_uuid"], both["used_device_uuids"]) == (None, ["GPU-1", "GPU-2a"])
     on_cpu = gpu_info(Runtime("torch", "1", "cpu,cpu"), OneGpu("GPU-1"))["runtime"]
     assert isinstance(on_cpu, dict)
     assert on_cpu["placement"]["result"] == "cpu"

@@ -19,7 +19,7 @@ from loadgen.metrics.facts import Facts
 from loadgen.probes.fairness import as_condition
 from loadgen.probes.gpu.decision import judge_placement
 from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS
-from loadgen.records.machine import own_devices, used_gpu
+from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.probes import Conditions
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, StageTotals, Workload
 from loadgen.run.arms import Arm, requests_seen, stage_totals
@@ -127,7 +127,7 @@ def test_any_description_of_an_arm(
     for record in records:
         kept(record, ArmRecord)
     document = records[0].gpu_info
-    devices = own_devices(document, {uuid} if (uuid := used_gpu(document)) else set())
+    devices = own_devices(document, used_gpus(document))
     taken = Conditions(
         taken_at="", arms=(), cpu_busy_share=None, cpu_governors=None, gpus=tuple(map(as_condition, devices))
     )

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from loadgen.probes.fairness import IDLE_SECONDS, as_condition, read_busy_share, read_conditions
-from loadgen.records.machine import own_devices, used_gpu
+from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.run import ArmRecord, Label
 from loadgen.report.sections.conditions import gpu_text
 from loadgen.run.gpu_recording import gpu_options
@@ -38,7 +38,9 @@ def test_the_devices_that_are_used() -> None:
     assert len(own_devices(document("GPU-2"), ())) == 4
     assert len(own_devices(document("MIG-2"), {"MIG-2"})) == 4
     assert own_devices(None, {"GPU-2"}) == []
-    assert (used_gpu(document("GPU-2")), used_gpu(document(None)), used_gpu({"runtime": None})) == ("GPU-2", None, None)
+    assert [used_gpus(told) for told in (document("GPU-2"), document(None), {"runtime": None})] == [("GPU-2",), (), ()]
+    several = {"runtime": {"used_device_uuid": None, "used_device_uuids": ["GPU-3", "GPU-1", 7]}}
+    assert used_gpus(several) == ("GPU-1", "GPU-3")
 
 
 def test_the_report_names_the_gpu_and_of_how_many() -> None:
@@ -47,6 +49,9 @@ def test_the_report_names_the_gpu_and_of_how_many() -> None:
     assert gpu_text(document(None)) == gpu_text(document("GPU-elsewhere")) == "4 × H200"
     assert gpu_text(document(None, 1)) == "H200"
     assert gpu_text({"status": "no_library"}) == "no library"
+    several = document("GPU-2")
+    several["runtime"]["used_device_uuids"] = ["GPU-2", "GPU-0"]
+    assert gpu_text(several) == "H200 GPU-0 and H200 GPU-2, 2 of 4"
 
 
 def test_conditions_are_those_of_the_used_gpu() -> None:

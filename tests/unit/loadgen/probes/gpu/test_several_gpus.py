@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,7 +117,7 @@ def test_another_gpu_that_falls_off_the_bus_costs_nothing_where_it_is_not_read(r
 def test_the_control_looks_at_the_gpu_of_its_arm(run: Run, plan: Any, cpu_info: Any) -> None:
     """A server on the CPU names no GPU; that the arm's own stayed idle is what the control has to show."""
     slow = plan(busy=0.0, watts=80.0, pids=(), machine=four())
-    control = run(slow, gpu_info=cpu_info, is_control=True, gpu_uuid=OWN)
+    control = run(slow, gpu_info=cpu_info, is_control=True, gpu_uuids=[OWN])
     assert (control.finding, control.activity, control.uuid) == ("CPU_FALLBACK", "idle", OWN)
     assert run(slow, gpu_info=cpu_info, is_control=True).activity is None
 
@@ -125,3 +126,77 @@ def test_a_mig_instance_is_not_the_gpu_that_it_is_of(run: Run, plan: Any, gpu_in
     record = run(plan(machine=four()), gpu_info=telling(gpu_info, "MIG-5c719ed0-1"))
     assert (record.finding, record.code) == ("INCONCLUSIVE", "wrong_gpu")
     assert "part of a GPU" in record.sentence
+
+
+SECOND = "GPU-9-second"
+
+
+def two(second: Callable[[ScriptedReader, Any], ScriptedReader] | None = None) -> Callable[[ScriptedReader, Any], Any]:
+    """A machine with the arm's two GPUs, which do the same unless `second` says what the other one does."""
+
+    def same(first: ScriptedReader, clock: Any) -> ScriptedReader:
+        return ScriptedReader(clock.monotonic_ns, clock.wall_ns, first._phases, pids=(4711,), uuid=SECOND)
+
+    return lambda first, clock: ScriptedMachine([first, (second or same)(first, clock)])
+
+
+def on_both(gpu_info: dict[str, Any]) -> dict[str, Any]:
+    told = {"device": "cuda:0,cuda:1", "used_device_uuid": None, "used_device_uuids": [SECOND, OWN]}
+    return {"runtime": gpu_info["runtime"] | told}
+
+
+def test_an_arm_on_two_gpus_is_verified_on_both_and_pays_for_both(run: Run, plan: Any, gpu_info: Any) -> None:
+    alone, record = run(plan()), run(plan(machine=two()), gpu_info=on_both(gpu_info))
+    assert (record.finding, record.activity, record.attributed) == ("GPU_VERIFIED", "active", True)
+    assert record.uuid == f"{OWN},{SECOND}"
+    assert [(each.finding, each.uuid) for each in record.gpus] == [("GPU_VERIFIED", OWN), ("GPU_VERIFIED", SECOND)]
+    ours, one = record.inputs.gpu, alone.inputs.gpu
+    assert ours is not None
+    assert one is not None
+    for name in ("joules_per_item", "excess_joules_per_item", "energy_joules", "idle_power_watts"):
+        assert getattr(ours, name) == pytest.approx(2 * getattr(one, name), rel=0.01), name
+    assert ours.utilisation_low == pytest.approx(one.utilisation_low, rel=0.01)
+    each = [gpu.joules_per_item for part in record.gpus if (gpu := part.inputs.gpu) is not None]
+    assert sum(joules or 0.0 for joules in each) == pytest.approx(ours.joules_per_item)
+
+
+def test_an_arm_whose_second_gpu_idles_is_not_verified(run: Run, plan: Any, gpu_info: Any) -> None:
+    def idle(_first: ScriptedReader, clock: Any) -> ScriptedReader:
+        return ScriptedReader(clock.monotonic_ns, clock.wall_ns, pids=(4711,), uuid=SECOND)
+
+    record = run(plan(machine=two(idle)), gpu_info=on_both(gpu_info))
+    assert (record.finding, record.code, record.activity) == ("INCONCLUSIVE", "conflict", "idle")
+    assert record.sentence.startswith(f"{SECOND}: ")
+    assert [each.finding for each in record.gpus] == ["GPU_VERIFIED", "INCONCLUSIVE"]
+    assert record.no_energy is not None
+
+
+def test_another_process_on_one_of_two_gpus_spoils_both(run: Run, plan: Any, gpu_info: Any) -> None:
+    def shared(first: ScriptedReader, clock: Any) -> ScriptedReader:
+        return ScriptedReader(clock.monotonic_ns, clock.wall_ns, first._phases, pids=(4711, 900), uuid=SECOND)
+
+    record = run(plan(machine=two(shared)), gpu_info=on_both(gpu_info))
+    assert (record.finding, record.code, record.attributed) == ("INCONCLUSIVE", "unattributed", False)
+
+
+def test_a_second_gpu_that_was_not_read_is_told(run: Run, plan: Any, gpu_info: Any) -> None:
+    record = run(plan(), gpu_info=on_both(gpu_info))
+    assert (record.finding, record.code) == ("INCONCLUSIVE", "wrong_gpu")
+    assert record.inputs.gpu is None
+
+
+def test_the_control_of_an_arm_on_two_gpus_shows_that_both_stay_idle(run: Run, plan: Any, cpu_info: Any) -> None:
+    def idle(_first: ScriptedReader, clock: Any) -> ScriptedReader:
+        return ScriptedReader(clock.monotonic_ns, clock.wall_ns, uuid=SECOND)
+
+    def working(first: ScriptedReader, clock: Any) -> ScriptedReader:
+        return ScriptedReader(clock.monotonic_ns, clock.wall_ns, [*busy_of(first)], uuid=SECOND)
+
+    def busy_of(first: ScriptedReader) -> Sequence[Any]:
+        return [replace(phase, busy=0.9, watts=600.0) for phase in first._phases]
+
+    for second, activity in ((idle, "idle"), (working, "active")):
+        slow = plan(busy=0.0, watts=80.0, pids=(), machine=two(second))
+        control = run(slow, gpu_info=cpu_info, is_control=True, gpu_uuids=[OWN, SECOND])
+        assert (control.finding, control.activity) == ("CPU_FALLBACK", activity)
+        assert [each.activity for each in control.gpus] == ["idle", activity]
