@@ -33,6 +33,15 @@ def nvidia_device_present() -> bool:
     return any(Path(path).exists() for path in _NVIDIA_DEVICES)
 
 
+def check_devices(device: str) -> None:
+    """Raise `ValueError` for a list with the same GPU twice, or with a GPU and the CPU, which compute in different
+    precisions."""
+    devices = device.split(",")
+    gpus = set(map(cuda_index, devices))
+    if len(devices) > 1 and set(devices) != {"cpu"} and (None in gpus or len(gpus) < len(devices)):
+        raise ValueError("list different GPUs, such as cuda:0,cuda:1, or cpu several times")
+
+
 def cuda_index(device: str) -> int | None:
     """The number in `cuda:N` (0 for plain `cuda`); None when `device` does not have that form."""
     kind, _, index = device.partition(":")

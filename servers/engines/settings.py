@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
@@ -159,6 +159,10 @@ class EngineSettings:
         ):
             if value not in offered:
                 raise EngineError(f"the {self.kind} engine has no {name} {value!r}; {choose_from(value, offered)}")
+
+    def on_first(self) -> EngineSettings:
+        """These settings for the first of several devices, which Triton's and the native server's may be."""
+        return replace(self, device=self.device.split(",")[0])
 
     def device_here(self) -> str:
         """The device, cpu or cuda:N. Loads no library, so `auto` means a GPU if the kernel offers one to an engine that

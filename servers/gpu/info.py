@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,22 @@ def _used_uuids(device: str, reported: object, machine: Mapping[str, Any]) -> li
     return [str(devices[0]["uuid"])] if only else []
 
 
+def details_on_all(all_details: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """The first engine's details, with what proves where the model is on each device: all UUIDs, all parameters and
+    nodes, and the kernel probe with the fewest kernels."""
+    details: dict[str, object] = {**all_details[0]}
+    if all(each.get("device_uuid") for each in all_details):
+        details["device_uuid"] = ",".join(each["device_uuid"] for each in all_details)
+    for name in ("parameters_by_device", "nodes_by_provider"):
+        if all(each.get(name) for each in all_details):
+            details[name] = dict(sum((Counter(each[name]) for each in all_details), Counter()))
+    if all(each.get("kernel_probe") for each in all_details):
+        details["kernel_probe"] = min((each["kernel_probe"] for each in all_details), key=itemgetter("kernel_count"))
+    else:
+        details.pop("kernel_probe", None)
+    return details
+
+
 def triton_info(
     server: Mapping[str, Any], config: Mapping[str, Any], log: str | None, machine: Mapping[str, Any]
 ) -> Document:
@@ -198,13 +216,13 @@ def triton_info(
 
     `machine` is the /gpu-info document of the machine on which it runs.
     """
-    in_effect = engine_in_log(log or "") or {}
+    groups = config.get("instance_group")
+    in_effect = engine_in_log(log or "", _devices_of(groups)) or {}
     details = dict(in_effect.get("details") or {})
     nodes = placed_nodes(log or "")
     if nodes and not details.get("nodes_by_provider"):
         details["nodes_by_provider"] = nodes
     backend = config.get("backend") or config.get("platform")
-    groups = config.get("instance_group")
     kinds = (
         {str(group.get("kind")) for group in groups if isinstance(group, Mapping)}
         if isinstance(groups, list)
@@ -220,9 +238,20 @@ def triton_info(
     return {**machine, "runtime": {**runtime, **shown}}
 
 
-def engine_in_log(log: str) -> Mapping[str, Any] | None:
-    """The settings in effect that the python model logs when its engine is ready; the last ones count."""
+def _devices_of(groups: object) -> list[str]:
+    """The GPUs that have instances of a model."""
+    listed = [group.get("gpus") for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+    numbers = {number for some in listed if isinstance(some, list) for number in some if isinstance(number, int)}
+    return [f"cuda:{number}" for number in sorted(numbers)]
+
+
+def engine_in_log(log: str, devices: Sequence[str] = ()) -> Mapping[str, Any] | None:
+    """The settings in effect that the python model logs when its engine is ready; the last ones count.
+
+    With several `devices`: those of each, as one; those of the last one that the log has, if it lacks one.
+    """
     latest: Mapping[str, Any] | None = None
+    by_device: dict[str, Mapping[str, Any]] = {}
     for match in _ENGINE_READY.finditer(log):
         text = match["json"]
         try:
@@ -233,6 +262,10 @@ def engine_in_log(log: str) -> Mapping[str, Any] | None:
             continue
         if isinstance(in_effect, Mapping):
             latest = in_effect
+            by_device[str(in_effect.get("device"))] = in_effect
+    if len(devices) > 1 and all(device in by_device for device in devices):
+        details = details_on_all([dict(by_device[device].get("details") or {}) for device in devices])
+        return {**by_device[devices[0]], "device": ",".join(devices), "details": details}
     return latest
 
 

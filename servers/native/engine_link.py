@@ -6,19 +6,19 @@ import asyncio
 import itertools
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import prod
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
 from servers.engines.processors import cuda_index
+from servers.gpu.info import details_on_all
 from servers.native.engine_process import EngineSide
 from servers.native.errors import FailureLog
 from servers.native.inference import wake_all
@@ -485,15 +485,5 @@ def combined(statuses: Sequence[ModelStatus]) -> ModelStatus:
     if len(descriptions) < len(statuses):
         return ModelStatus(least, None)
     devices = ",".join(description.device for description in descriptions)
-    details: dict[str, Any] = {**descriptions[0].details}
-    all_details: list[Mapping[str, Any]] = [description.details for description in descriptions]
-    if all(each.get("device_uuid") for each in all_details):
-        details["device_uuid"] = ",".join(each["device_uuid"] for each in all_details)
-    for name in ("parameters_by_device", "nodes_by_provider"):
-        if all(each.get(name) for each in all_details):
-            details[name] = dict(sum((Counter(each[name]) for each in all_details), Counter()))
-    if all(each.get("kernel_probe") for each in all_details):
-        details["kernel_probe"] = min((each["kernel_probe"] for each in all_details), key=itemgetter("kernel_count"))
-    else:
-        details.pop("kernel_probe", None)
+    details = details_on_all([description.details for description in descriptions])
     return ModelStatus(least, replace(descriptions[0], device=devices, details=details))

@@ -12,7 +12,7 @@ from servers.cli import defaults, search
 from servers.cli.defaults import ALL, OptionError
 from servers.cli.options import GeneratingOptions, OptionTraits, PadTo, Tuning, flag_of, settings_of
 from servers.engines.padding import parse_pad_to
-from servers.engines.processors import cuda_index, thread_count
+from servers.engines.processors import check_devices, thread_count
 from servers.engines.settings import EngineError, EngineSettings, engine_kind, parse_spinning
 from servers.language.engine import DEFAULT_ENGINE, GENERATING_ENGINES, GenerationSettings, generation_precision
 from servers.language.specification import LanguageModel, is_language_model
@@ -315,11 +315,7 @@ class NativeSettings(GeneratingOptions):
     @field_validator("device")
     @classmethod
     def _one_engine_on_each(cls, device: str) -> str:
-        """Refuse a list with the same GPU twice, or with a GPU and the CPU, which compute in different precisions."""
-        devices = device.split(",")
-        gpus = set(map(cuda_index, devices))
-        if len(devices) > 1 and set(devices) != {"cpu"} and (None in gpus or len(gpus) < len(devices)):
-            raise ValueError("list different GPUs, such as cuda:0,cuda:1, or cpu several times")
+        check_devices(device)
         return device
 
     @field_validator("fronts")

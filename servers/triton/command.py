@@ -170,9 +170,9 @@ def _checked_engine(settings: TritonSettings, specification: ModelSpecification,
 
     try:
         engine = settings.resolved_engine(backend)
-        check_engine(specification.executed, engine)
+        check_engine(specification.executed, engine.on_first())
         padding_of(specification, parse_pad_to(settings.pad_to))
-        engine.check_here()
+        engine.on_first().check_here()
         elsewhere = backend == "python" and environment_of(engine.kind) is not None
     except EngineError as exc:
         raise OptionError(str(exc)) from exc

@@ -269,13 +269,12 @@ def python_config(
 ) -> str:
     """`<model>`: the python backend executing `servers.triton.python_backend`.
 
-    `device` is cpu or cuda:N, already resolved. `parameters` are the engine's settings (engine, precision, weights …);
-    the model refuses to load when its engine reports other ones, so they may be read as settings in effect.
+    `device` is cpu, cuda:N or a list of GPUs, already resolved. `parameters` are the engine's settings (engine,
+    precision, weights …); the model refuses to load when its engine reports other ones, so they may be read as settings
+    in effect.
     With `ragged`, requests of different sizes along the padded axis share a batch, which the model pads.
     """
-    index = cuda_index(device)
-    kind = "KIND_CPU" if index is None else "KIND_GPU"
-    gpus = "" if index is None else f" gpus: [ {index} ]"
+    kind, gpus = ("KIND_CPU", "") if device == "cpu" else ("KIND_GPU", f" gpus: [ {_gpu_numbers(device)} ]")
     return f"""{_header(specification, parameters)}name: {quote(specification.name)}
 backend: "python"
 {_signature(specification, ragged=ragged)}
@@ -343,7 +342,11 @@ def _header(specification: ModelSpecification, parameters: Mapping[str, str] = N
 
 
 def _gpu_group(device: str, instances: int, more: str = "") -> str:
-    return f"instance_group [ {{ kind: KIND_GPU count: {instances} gpus: [ {cuda_index(device)} ]{more} }} ]"
+    return f"instance_group [ {{ kind: KIND_GPU count: {instances} gpus: [ {_gpu_numbers(device)} ]{more} }} ]"
+
+
+def _gpu_numbers(device: str) -> str:
+    return ", ".join(str(cuda_index(one)) for one in device.split(","))
 
 
 def _parameter_lines(parameters: Mapping[str, str]) -> str:
@@ -469,6 +472,12 @@ def parameters_from_model(
 def decoding_from_parameters(parameters: Mapping[str, str]) -> DecodingSettings:
     """The decoding settings of a JPEG model. Raises `KeyError` for a missing parameter."""
     return DecodingSettings(int(parameters["decode_threads"]), int(parameters["max_image_pixels"]))
+
+
+def parameters_of_instance(parameters: Mapping[str, str], number: str) -> dict[str, str]:
+    """The parameters as they are for an instance on GPU `number`, where the model has instances on several."""
+    several = "," in parameters["device"]
+    return {**parameters, "device": f"cuda:{number}"} if several else dict(parameters)
 
 
 def settings_from_parameters(parameters: Mapping[str, str], max_batch_size: int) -> EngineSettings:

@@ -453,7 +453,7 @@ def _assert_numpy(installation: Installation, model: Path) -> None:
 def _engine(settings: TritonSettings, backend: str) -> EngineSettings:
     try:
         engine = settings.resolved_engine(backend)
-        engine.check_here()
+        engine.on_first().check_here()
     except EngineError as exc:
         raise OptionError(str(exc)) from exc
     return engine

@@ -38,6 +38,7 @@ from servers.triton.config import (
     REFERENCE,
     contradictions,
     decoding_from_parameters,
+    parameters_of_instance,
     settings_from_parameters,
 )
 
@@ -165,6 +166,7 @@ class EngineModel:
         """Build, load, verify and warm up the engine; a failure fails the load, with its message in Triton's log."""
         started_ns = time.perf_counter_ns()
         config, parameters, folder = read_launch(args)
+        parameters = parameters_of_instance(parameters, args["model_instance_device_id"])
         max_batch_size = int(config["max_batch_size"])
         private = json.loads((folder / "engine.json").read_bytes())
         specification = get_variant(for_python(private["model"]), parameters["payload"])

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from servers.cli import defaults, search
 from servers.cli.defaults import ALL
 from servers.cli.options import EngineOptions, GeneratingOptions, PadTo, Tuning, settings_of
 from servers.engines.padding import parse_pad_to
-from servers.engines.processors import thread_count
+from servers.engines.processors import check_devices, thread_count
 from servers.engines.settings import EngineError, EngineSettings
 from servers.language.engine import DEFAULT_ENGINE, GenerationSettings, generation_precision
 from servers.models.images import DecodingSettings
@@ -81,7 +81,7 @@ class TritonSettings(EngineOptions, GeneratingOptions):
         ge=1,
         le=64,
         title="Engine",
-        description="Instances of the executed model, each with its own engine and threads.",
+        description="Instances of the executed model on each device, each with its own engine and threads.",
     )
     max_queue_delay_us: Annotated[int, SEARCHED_QUEUE_DELAY] = Field(
         defaults.MAX_QUEUE_DELAY_US,
@@ -114,6 +114,14 @@ class TritonSettings(EngineOptions, GeneratingOptions):
         None, title="Output", description="Triton's log; default: tritonserver.log in the working folder."
     )
 
+    @field_validator("device")
+    @classmethod
+    def _instances_on_each(cls, device: str) -> str:
+        check_devices(device)
+        if device.startswith("cpu,"):
+            raise ValueError("only GPUs can be listed; several instances on the CPU are --instances")
+        return device
+
     @property
     def folder(self) -> Path:
         """The working folder; absolute, since a supervisor may start the server from another folder."""
@@ -127,6 +135,8 @@ class TritonSettings(EngineOptions, GeneratingOptions):
     def resolved_generation(self) -> GenerationSettings:
         """The settings of a generating engine, with device and precision chosen. Raises `EngineError`."""
         engine = DEFAULT_ENGINE if self.engine == type(self).model_fields["engine"].default else self.engine
+        if "," in self.device:
+            raise EngineError(f"device {self.device}: a language model runs on one device; choose one of them")
         device = EngineSettings("torch", "fp32", "eager", self.device).device_here()
         threads = thread_count(self.threads) if device == "cpu" else 0
         return self.generation_settings(engine, device, generation_precision(self.precision, device), threads)
@@ -134,10 +144,14 @@ class TritonSettings(EngineOptions, GeneratingOptions):
     def resolved_engine(self, backend: str = "python") -> EngineSettings:
         """The engine's settings without `auto`: Triton's config must name the device before the engine runs.
 
-        A native backend is an engine of that name with one mode; it pads nothing. Raises `EngineError`.
+        `device` may be a list of GPUs, each with its own instances. A native backend is an engine of that name with one
+        mode; it pads nothing. Raises `EngineError`.
         """
         variant = get_variants(self.model, self.payloads)[0]
         batch = self.max_batch_size or variant.max_batch_size
+        if "," in self.device:
+            engine = self.model_copy(update={"device": self.device.split(",")[0]}).resolved_engine(backend)
+            return engine if engine.device == "cpu" else replace(engine, device=self.device)
         chosen = self if self.engine != "auto" else self.model_copy(update={"engine": "onnxruntime"})
         requested = chosen.engine_settings(batch)
         if backend == "python":

@@ -128,6 +128,31 @@ def test_the_engine_inside_triton_tells_which_of_several_gpus(kind: str) -> None
     assert untold["used_device_uuid"] is None
 
 
+def test_engines_inside_triton_on_several_gpus_are_told_as_one() -> None:
+    def ready(number: int, uuid: str, kernels: int) -> str:
+        details = {
+            "device_uuid": uuid,
+            "parameters_by_device": {f"cuda:{number}": 152},
+            "kernel_probe": {"kernel_count": kernels},
+        }
+        in_effect = {"kind": "torch", "device": f"cuda:{number}", "details": details}
+        return f"I1120 engine ready: {json.dumps({'in_effect': in_effect, 'load_ns': 1})}\n"
+
+    def runtime(log: str, *gpus: int) -> Any:
+        config = {"backend": "python", "instance_group": [{"kind": "KIND_GPU", "count": 1, "gpus": list(gpus)}]}
+        return triton_info({}, config, log, machine("GPU-1", "GPU-2", "GPU-3"))["runtime"]
+
+    log = ready(1, "GPU-3", 90) + ready(0, "GPU-2", 97)
+    both = runtime(log, 0, 1)
+    assert (both["device"], both["used_device_uuids"]) == ("cuda:0,cuda:1", ["GPU-2", "GPU-3"])
+    assert both["placement"]["result"] == "gpu"
+    assert both["placement"]["params_by_device"] == {"cuda:0": 152, "cuda:1": 152}
+    assert both["kernel_probe"] == {"kernel_count": 90}
+    # After a reload on another GPU the last one counts, and one that the log lacks is not made up.
+    assert runtime(log, 0)["used_device_uuids"] == ["GPU-2"]
+    assert runtime(log, 0, 2)["used_device_uuids"] == ["GPU-2"]
+
+
 def test_triton_with_a_native_backend_and_its_verbose_log() -> None:
     config = {"backend": "onnxruntime", "instance_group": [{"kind": "KIND_GPU"}]}
     runtime = triton_info({}, config, VERBOSE, machine("GPU-1"))["runtime"]

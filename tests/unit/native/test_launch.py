@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from servers.engines import settings as engine_settings
 from servers.engines.factory import check_engine
@@ -101,6 +102,25 @@ def test_triton_executes_with_the_faster_engine_of_its_device(monkeypatch: pytes
     monkeypatch.setattr(engine_settings, "nvidia_device_present", lambda: True)
     monkeypatch.setattr("servers.triton.settings.get_variants", lambda *_: (file,))
     assert chosen() == ("onnxruntime", "fp16"), "torch executes no ONNX file"
+
+
+def test_triton_takes_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_settings, "nvidia_device_present", lambda: True)
+    engine = TritonSettings(device="cuda:0,cuda:1").resolved_engine()
+    assert (engine.kind, engine.device, engine.precision) == ("torch", "cuda:0,cuda:1", "fp16")
+    engine.on_first().check_here()
+    assert engine.on_first().device == "cuda:0"
+    assert TritonSettings(device="cuda:0,cuda:1").resolved_engine("onnxruntime").device == "cuda:0,cuda:1"
+    assert TritonSettings(device="cuda:0,cuda:1", engine="null").resolved_engine().device == "cpu", "it uses no GPU"
+    for device, sentence in (
+        ("cuda:0,cuda:0", "list different GPUs"),
+        ("cuda:0,cpu", "list different GPUs"),
+        ("cpu,cpu", "several instances on the CPU are --instances"),
+    ):
+        with pytest.raises(ValidationError, match=sentence):
+            TritonSettings(device=device)
+    with pytest.raises(EngineError, match="runs on one device"):
+        TritonSettings(model="language:demo", device="cuda:0,cuda:1").resolved_generation()
 
 
 def test_an_engine_without_a_processor_to_choose_has_one_default(monkeypatch: pytest.MonkeyPatch) -> None:

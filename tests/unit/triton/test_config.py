@@ -28,6 +28,7 @@ from servers.triton.config import (
     onnxruntime_config,
     parameters_from_model,
     parameters_from_settings,
+    parameters_of_instance,
     python_config,
     quote,
     settings_from_parameters,
@@ -366,6 +367,23 @@ def test_an_engine_that_is_what_the_config_says() -> None:
 def test_every_difference_is_named(change: dict[str, object]) -> None:
     (phrase,) = contradictions(PARAMETERS, 8, replace(IN_EFFECT, **change))  # type: ignore[arg-type]  # it fits
     assert "config says" in phrase
+
+
+def test_instances_on_several_gpus_each_have_their_own_device() -> None:
+    specification = get_specification(DEFAULT_MODEL)
+    settings = replace(ON_CPU, device="cuda:0,cuda:2", threads=0)
+    parameters = parameters_from_settings(settings, RandomWeights(0), None, None)
+    config = parse(python_config(specification, "", settings.device, parameters, instances=2))
+    (group,) = config.instance_group
+    assert (pb.ModelInstanceGroup.Kind.Name(group.kind), list(group.gpus), group.count) == ("KIND_GPU", [0, 2], 2)
+    assert config.parameters["device"].string_value == "cuda:0,cuda:2"
+    own = parameters_of_instance(parameters, "2")
+    assert settings_from_parameters(own, 8).device == "cuda:2"
+    in_effect = replace(IN_EFFECT, device="cuda:2", threads=None, weights="random weights (seed 0)")
+    assert contradictions(own, 8, in_effect) == ()
+    assert contradictions(own, 8, replace(in_effect, device="cuda:0")) != ()
+    alone = {**parameters, "device": "cuda:1"}
+    assert parameters_of_instance(alone, "1") == alone
 
 
 def test_auto_leaves_the_engine_its_mode() -> None:
