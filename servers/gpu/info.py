@@ -197,7 +197,7 @@ def details_on_all(all_details: Sequence[Mapping[str, Any]]) -> dict[str, object
     nodes, and the kernel probe with the fewest kernels."""
     details: dict[str, object] = {**all_details[0]}
     if all(each.get("device_uuid") for each in all_details):
-        details["device_uuid"] = ",".join(each["device_uuid"] for each in all_details)
+        details["device_uuid"] = ",".join(str(each["device_uuid"]) for each in all_details)
     for name in ("parameters_by_device", "nodes_by_provider"):
         if all(each.get(name) for each in all_details):
             details[name] = dict(sum((Counter(each[name]) for each in all_details), Counter()))
@@ -264,8 +264,9 @@ def engine_in_log(log: str, devices: Sequence[str] = ()) -> Mapping[str, Any] | 
             latest = in_effect
             by_device[str(in_effect.get("device"))] = in_effect
     if len(devices) > 1 and all(device in by_device for device in devices):
-        details = details_on_all([dict(by_device[device].get("details") or {}) for device in devices])
-        return {**by_device[devices[0]], "device": ",".join(devices), "details": details}
+        with suppress(TypeError, ValueError, KeyError):  # details that no engine of ours has
+            details = details_on_all([dict(by_device[device]["details"]) for device in devices])
+            return {**by_device[devices[0]], "device": ",".join(devices), "details": details}
     return latest
 
 

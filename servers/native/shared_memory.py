@@ -274,6 +274,8 @@ def open_region(driver: CudaDriver, opening: OpenRegion, own: int | None) -> Cud
         raise InvalidRequestError(f"a raw handle must have {HANDLE_BYTES} bytes, got {len(opening.handle)}")
     if not 0 <= device < driver.device_count:
         raise InvalidRequestError(f"GPU {device} does not exist: this server sees {driver.device_count}, from 0 on")
+    if opening.peer and own is None:
+        raise InvalidRequestError(f"region {name} is for engines on a GPU")
     place = device if own is None else own
     try:
         try:

@@ -109,10 +109,11 @@ def test_a_short_tuning_goes_through_all_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_best_is_found(tmp_path: Path, seed: int) -> None:
-    tuning = run(settings(6.0, seed=seed), tmp_path / "tuning")
+    """Of 144 settings of one server, where three pay only together: docs/tuning.md says how many tries that takes."""
+    tuning = run(settings(10.0, seed=seed), tmp_path / "tuning")
     assert tuning.state == "finished", tuning.error
     for target in ("native", "triton"):
         found = winner(tuning, target)

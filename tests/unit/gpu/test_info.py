@@ -151,6 +151,9 @@ def test_engines_inside_triton_on_several_gpus_are_told_as_one() -> None:
     # After a reload on another GPU the last one counts, and one that the log lacks is not made up.
     assert runtime(log, 0)["used_device_uuids"] == ["GPU-2"]
     assert runtime(log, 0, 2)["used_device_uuids"] == ["GPU-2"]
+    strange = {"kind": "torch", "device": "cuda:1", "details": {"kernel_probe": [1], "parameters_by_device": 7}}
+    told = f"I1120 engine ready: {json.dumps({'in_effect': strange, 'load_ns': 1})}\n"
+    assert runtime(told + ready(0, "GPU-2", 97), 0, 1)["used_device_uuids"] == ["GPU-2"]
 
 
 def test_triton_with_a_native_backend_and_its_verbose_log() -> None:

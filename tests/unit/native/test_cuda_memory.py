@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from servers.native.engine_process import EngineSide
 from servers.native.interface import CloseRegions, OpenRegion
 from servers.native.memory import Arena, ByteBudget, RequestMemory
 from servers.native.settings import NativeSettings
-from servers.native.shared_memory import NO_CUDA_MEMORY, RegionRegister, RegionTable
+from servers.native.shared_memory import NO_CUDA_MEMORY, RegionRegister, RegionTable, open_region
 from servers.protocol.codec import window_array
 from servers.protocol.errors import (
     InternalError,
@@ -217,3 +218,46 @@ def test_a_region_that_a_front_end_cannot_open_is_closed_again(region, driver, m
 
 def refuse(*_arguments):
     raise InvalidRequestError("planted")
+
+
+class PeerDriver:
+    """A driver that maps memory of GPU 1 on those GPUs that reach it."""
+
+    device_count = 3
+
+    def __init__(self, *reaching):
+        self.reaching = reaching
+        self.tried = []
+
+    def open(self, device, _handle):
+        self.tried.append(device)
+        if device not in self.reaching:
+            raise CudaError("no path")
+        return 4096
+
+    def bytes_behind(self, _device, _address):
+        return 64
+
+
+@pytest.mark.parametrize(
+    ("own", "peer", "reaching", "place", "tried"),
+    [
+        (1, False, (1,), 1, [1]),
+        (0, False, (0, 1), 0, [0]),  # by itself
+        (0, False, (1,), 1, [0, 1]),  # through the host
+        (0, True, (0, 1), 0, [0]),
+        (0, True, (1,), None, [0]),
+        (None, False, (1,), 1, [1]),
+        (None, True, (1,), None, []),
+        (0, False, (), None, [0, 1]),
+    ],
+)
+def test_memory_is_mapped_where_the_engine_reaches_it(own, peer, reaching, place, tried):
+    driver: Any = PeerDriver(*reaching)
+    opening = OpenRegion("r", 64, device=1, handle=bytes(64), peer=peer)
+    if place is None:
+        with pytest.raises(InvalidRequestError):
+            open_region(driver, opening, own)
+    else:
+        assert open_region(driver, opening, own).device == place
+    assert driver.tried == tried
