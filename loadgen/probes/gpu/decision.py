@@ -508,7 +508,9 @@ def decide_together(records: Sequence[EvidenceRecord]) -> EvidenceRecord:
     )
     return msgspec.structs.replace(
         first if worst is None else worst,
-        sentence=f"All {len(records)} GPUs: {first.sentence}" if worst is None else f"{worst.uuid}: {worst.sentence}",
+        sentence=f"On each of {len(records)} GPUs: {first.sentence[0].lower()}{first.sentence[1:]}"
+        if worst is None
+        else f"{worst.uuid}: {worst.sentence}",
         notes=tuple(dict.fromkeys(note for record in records for note in record.notes)),
         activity=next(one for one in order if one in activities),
         attributed=None if None in [one.attributed for one in records] else all(one.attributed for one in records),

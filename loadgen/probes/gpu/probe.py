@@ -163,7 +163,8 @@ class FindingRow:
 
 
 def findings(result: Result) -> list[FindingRow]:
-    """The findings over all scenarios first, then those of each scenario, then the control run's."""
+    """The findings over all scenarios first, then those of each scenario, then the control run's. Of an arm on several
+    GPUs the finding for each of them follows the one for all."""
     places = {workload.name: place for place, workload in enumerate(result.experiment.workloads)}
     arms = result.experiment.labels
     records = sorted(
@@ -174,24 +175,21 @@ def findings(result: Result) -> list[FindingRow]:
             arms.index(record.label),
         ),
     )
-    whole = {
-        (record.label, record.uuid): record for record in records if record.workload is None and not record.control
-    }
-    several = {uuid for record in records for uuid in [one.uuid for one in record.gpus]}
-    return [
-        _row(record, whole.get((record.label, record.uuid)), item_of(result.environment), record.uuid in several)
+    rows = [
+        (one, shown(one.label) + ("" if one is record else f" on {one.uuid}"))
         for record in records
+        for one in (record, *record.gpus)
     ]
+    whole = {(one.label, one.uuid): one for one, _ in rows if one.workload is None and not one.control}
+    return [_row(one, arm, whole.get((one.label, one.uuid)), item_of(result.environment)) for one, arm in rows]
 
 
 def _records(result: Result) -> Sequence[EvidenceRecord]:
-    """Of an arm on several GPUs the finding for all of them, then those for each."""
     evidence = result.of(GpuFound).evidence
-    records = evidence.records if evidence is not None else ()
-    return [one for record in records for one in (record, *record.gpus)]
+    return evidence.records if evidence is not None else ()
 
 
-def _row(record: EvidenceRecord, whole: EvidenceRecord | None, item: str, one_of_several: bool) -> FindingRow:
+def _row(record: EvidenceRecord, arm: str, whole: EvidenceRecord | None, item: str) -> FindingRow:
     words = record.finding.value + (f" ({record.code})" if record.code is not None else "")
     figures = _figures(record)
     _, utilisation, power, joules, _ = figures
@@ -201,7 +199,7 @@ def _row(record: EvidenceRecord, whole: EvidenceRecord | None, item: str, one_of
         reasons.append(f"no J/{item}: {record.no_energy}")
     measured = f"; busy {utilisation}, {power}{energy}" if record.inputs.gpu is not None else ""
     return FindingRow(
-        arm=shown(record.label) + (f" on {record.uuid}" if one_of_several else ""),
+        arm=arm,
         scenario=(record.workload or ALL_SCENARIOS) + (", CPU control run" if record.control else ""),
         words=words,
         style="ok" if record.control and record.finding is GpuFinding.CPU_FALLBACK else STYLES[record.finding],

@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.probes.gpu.decision import decide_together
 from loadgen.probes.gpu.probe import findings as finding_rows
 from loadgen.probes.gpu.probe import gpu_chart
-from loadgen.probes.gpu.records import EvidenceFile, InconclusiveCode
+from loadgen.probes.gpu.records import EvidenceFile, EvidenceRecord, InconclusiveCode
 from loadgen.report.contents import result_document
 from loadgen.report.files import write_reports
 from loadgen.report.renderers.terminal import print_document
@@ -55,6 +56,27 @@ def test_on_a_machine_with_four_gpus_all_of_that_holds(tmp_path: Path, monkeypat
     evidence = result.of(GpuFound).evidence
     assert evidence is not None
     assert {record.uuid for record in evidence.records} == {CAPTURE["uuid"]}
+
+
+def test_an_arm_on_two_gpus_has_a_row_for_all_and_one_for_each(tmp_path: Path, terminal: Show) -> None:
+    result = analyse(write_gpu_run(tmp_path))
+    found = result.of(GpuFound)
+    assert found.evidence is not None
+
+    def on_two(record: EvidenceRecord) -> EvidenceRecord:
+        health = msgspec.structs.replace(record.inputs.health, uuid="GPU-2")
+        other = msgspec.structs.replace(record, inputs=msgspec.structs.replace(record.inputs, health=health))
+        return decide_together([record, other])
+
+    records = tuple(on_two(record) if record.label == "a" else record for record in found.evidence.records)
+    told = msgspec.structs.replace(found, evidence=msgspec.structs.replace(found.evidence, records=records))
+    changed = msgspec.structs.replace(result, studies={**result.studies, GpuFound.STUDY: told})
+    rows = finding_rows(changed)
+    assert [row.arm for row in rows[:4]] == ["A", f"A on {CAPTURE['uuid']}", "A on GPU-2", "B"]
+    joules = [float(row.figures[3]) for row in rows[:3]]
+    assert joules[0] == pytest.approx(joules[1] + joules[2], rel=0.01)
+    assert len(rows) == len(finding_rows(result)) + 2 * sum(record.label == "a" for record in records)
+    assert "On each of 2 GPUs: the GPU" in terminal(changed)
 
 
 def test_two_proven_arms_are_ranked_as_gpu_servers(tmp_path: Path, terminal: Show) -> None:
