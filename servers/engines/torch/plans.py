@@ -126,6 +126,8 @@ class PlannedModule:
         self._chosen: dict[int, tuple[ModulePlan, str]] = {}
         """By rows, the plan and where it comes from."""
         self._times_ms: dict[int, dict[str, float]] = {}
+        self._seconds: dict[str, float] = {}
+        """By plan, what building it and its first calls took."""
         self._left_out: dict[str, str] = {}
         """By plan, the reason why it is not used, for the last batch size for which it is not."""
 
@@ -164,6 +166,7 @@ class PlannedModule:
         origins = {str(count): self._chosen[count][1] for count in choice}
         details: dict[str, object] = {
             "plan_seconds": round(monotonic() - self._started, 2),
+            "plan_seconds_each": {title: round(seconds, 2) for title, seconds in self._seconds.items()},
             "plan_origins": origins,
         }
         if self._times_ms:
@@ -245,6 +248,12 @@ class PlannedModule:
 
     def _agrees(self, plan: ModulePlan, rows: int) -> bool:
         """Whether the answers to a batch of `rows` agree; also the first call, in which libraries choose kernels."""
+        began = monotonic()
+        agrees = self._compared(plan, rows)
+        self._seconds[plan.title] = self._seconds.get(plan.title, 0.0) + monotonic() - began
+        return agrees
+
+    def _compared(self, plan: ModulePlan, rows: int) -> bool:
         if (form := self._form(plan)) is None:
             return False
         actual: dict[str, Array] | None = None

@@ -199,6 +199,7 @@ def test_a_plan_executes_in_its_layout_and_without_its_norms(loaded: Any, times:
     assert details["kernels"] == "the model's own module, 2 plans by batch size"
     assert details["plan_times_ms"]["2"][FIRST.title] == 1.0
     assert details["plan_seconds"] >= 0
+    assert set(details["plan_seconds_each"]) == {plan.title for plan in PLANS}
     assert set(details["plan_origins"].values()) == {"measured"}
 
 
