@@ -216,18 +216,15 @@ def triton_info(
 
     `machine` is the /gpu-info document of the machine on which it runs.
     """
-    groups = config.get("instance_group")
+    listed = config.get("instance_group")
+    groups = [group for group in listed if isinstance(group, Mapping)] if isinstance(listed, list) else []
     in_effect = engine_in_log(log or "", _devices_of(groups)) or {}
     details = dict(in_effect.get("details") or {})
     nodes = placed_nodes(log or "")
     if nodes and not details.get("nodes_by_provider"):
         details["nodes_by_provider"] = nodes
     backend = config.get("backend") or config.get("platform")
-    kinds = (
-        {str(group.get("kind")) for group in groups if isinstance(group, Mapping)}
-        if isinstance(groups, list)
-        else set()
-    )
+    kinds = {str(group.get("kind")) for group in groups}
     device = in_effect.get("device")
     if not device:
         # The log names no device. The backend and the instances do, except the python backend's, which may be wrong.
@@ -238,9 +235,9 @@ def triton_info(
     return {**machine, "runtime": {**runtime, **shown}}
 
 
-def _devices_of(groups: object) -> list[str]:
+def _devices_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """The GPUs that have instances of a model."""
-    listed = [group.get("gpus") for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+    listed = [group.get("gpus") for group in groups]
     numbers = {number for some in listed if isinstance(some, list) for number in some if isinstance(number, int)}
     return [f"cuda:{number}" for number in sorted(numbers)]
 

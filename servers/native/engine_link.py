@@ -426,11 +426,11 @@ class EnginePool:
                 raise result
 
     async def _open_region(self, opening: OpenRegion) -> None:
-        place = self._gpus.index(opening.device) if opening.device in self._gpus else 0
-        await self._engines[place].control(opening)
+        home = self._engines[self._gpus.index(opening.device) if opening.device in self._gpus else 0]
+        await home.control(opening)
         if opening.device is not None:
-            others = [engine for engine in self._engines if engine is not self._engines[place]]
-            asked = (engine.control(msgspec.structs.replace(opening, peer=True)) for engine in others)
+            as_peer = msgspec.structs.replace(opening, peer=True)
+            asked = (engine.control(as_peer) for engine in self._engines if engine is not home)
             await asyncio.gather(*asked, return_exceptions=True)  # one that cannot have it gets no such requests
 
     def _with_regions_of(self, queued: QueuedRequest) -> EngineClient:

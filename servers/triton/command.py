@@ -170,9 +170,10 @@ def _checked_engine(settings: TritonSettings, specification: ModelSpecification,
 
     try:
         engine = settings.resolved_engine(backend)
-        check_engine(specification.executed, engine.on_first())
+        first = engine.on_first()
+        check_engine(specification.executed, first)
         padding_of(specification, parse_pad_to(settings.pad_to))
-        engine.on_first().check_here()
+        first.check_here()
         elsewhere = backend == "python" and environment_of(engine.kind) is not None
     except EngineError as exc:
         raise OptionError(str(exc)) from exc

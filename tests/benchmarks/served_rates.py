@@ -119,7 +119,7 @@ def cpu_seconds(process: subprocess.Popen[bytes]) -> dict[int, float]:
 def watched(
     analyzer: PerfAnalyzer, cores: str, interval_ms: int, arguments: list[str], server: Server, process: Any
 ) -> Rate:
-    """One measurement, with what the server did meanwhile. Raises `RuntimeError`."""
+    """One measurement, and what the server did during it. Raises `RuntimeError`."""
     model = arguments[arguments.index("-m") + 1]
     before, cpu, begun = statistics_of(server, model), cpu_seconds(process), time.monotonic()
     images_per_s, p50_ms = measure(analyzer, cores, interval_ms, arguments)
@@ -203,12 +203,11 @@ def main() -> int:
     processes = []
     with tempfile.TemporaryDirectory() as folder:
         try:
+            logs = {server.name: Path(folder) / f"{server.name}.log" for server in given.servers}
             for server in given.servers:
-                processes.append(server.start(given.server_cores, Path(folder) / f"{server.name}.log"))
+                processes.append(server.start(given.server_cores, logs[server.name]))
             for server, process in zip(given.servers, processes, strict=True):
-                say(
-                    f"{server.name} ready after {server.wait_ready(process, Path(folder) / f'{server.name}.log'):.1f} s"
-                )
+                say(f"{server.name} ready after {server.wait_ready(process, logs[server.name]):.1f} s")
             loads = [
                 (transport, load)
                 for own, _, load in (one.rpartition(" ") for one in given.loads.split(","))

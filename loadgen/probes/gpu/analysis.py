@@ -97,14 +97,14 @@ def assess(
     loaded = span_of(load.windows)
     before = [edge for edge in readings.edges if loaded and edge.at_ns <= loaded.start_ns]
     after = [edge for edge in readings.edges if loaded and edge.at_ns >= loaded.end_ns]
+    during = [edge for edge in readings.edges if _beside(edge, (*load.windows, *idle))]
+    edges = [*before[-1:], *during, *after[:1]]
 
     def on(device: DeviceReadings | None, placement: Placement) -> EvidenceRecord:
         gpu: Gpu | None = None
         attribution = NO_ATTRIBUTION
         if device is not None:
             gpu = measure_gpu(device, load.windows, idle, load.items, thresholds)
-            during = [edge for edge in readings.edges if _beside(edge, (*load.windows, *idle))]
-            edges = [*before[-1:], *during, *after[:1]]
             attribution = measure_attribution(
                 device, edges, load.windows, idle, gpu, ended_before, server_pids, own_pids, thresholds,
                 processes_unknown or {}, label,

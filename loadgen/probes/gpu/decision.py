@@ -500,14 +500,15 @@ def decide_together(records: Sequence[EvidenceRecord]) -> EvidenceRecord:
     if first.control:
         order = ("active", "weak", None, "idle")
     gpus = [record.inputs.gpu for record in records if record.inputs.gpu is not None]
+    telling = worst or first
     uuids = ",".join(str(record.uuid) for record in records)
     inputs = msgspec.structs.replace(
-        first.inputs if worst is None else worst.inputs,
+        telling.inputs,
         gpu=together(gpus) if len(gpus) == len(records) else None,
-        health=msgspec.structs.replace(first.inputs.health, uuid=uuids),
+        health=msgspec.structs.replace(telling.inputs.health, uuid=uuids),
     )
     return msgspec.structs.replace(
-        first if worst is None else worst,
+        telling,
         sentence=f"On each of {len(records)} GPUs: {first.sentence[0].lower()}{first.sentence[1:]}"
         if worst is None
         else f"{worst.uuid}: {worst.sentence}",

@@ -49,8 +49,6 @@ SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
 IN_PLACE = (operator.iadd, "add_")
 MOST_VALUES = 2**31 - 2**12
 """The kernel counts in 32 bits, to the end of its last block."""
-
-
 HALVES = (torch.float16, torch.bfloat16)
 
 
