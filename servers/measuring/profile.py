@@ -50,9 +50,12 @@ OWN_KERNELS = {
     "row_kernel": NORMALISATION,
     "first_tokens_kernel": NORMALISATION,
     "patches_kernel": MOVEMENT,
+    "depthwise_kernel": PRODUCTS,
+    "pointwise_kernel": PRODUCTS,
     "epilogue_kernel": ELEMENTWISE,
+    "mean_kernel": OTHER,
 }
-"""The Triton kernels of `servers.engines.torch.vit_kernels` and `epilogue_kernels`."""
+"""The Triton kernels of `servers.engines.torch.vit_kernels` and `convolution_kernels`."""
 
 _NORM = r"layer_?norm|rms_?norm|batch_?norm|group_?norm|instance_?norm|normalization"
 

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from servers.engines.agreement import Proof, disagreement
 from servers.engines.batches import Bucket
 from servers.engines.interface import PLANS_FOLDER
+from servers.engines.torch.convolutions import fused_convolutions
 from servers.engines.torch.copies import capture
 from servers.engines.torch.device import event_pair
-from servers.engines.torch.epilogues import fused_convolutions
 from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, plain_form, reason_of
 from servers.engines.torch.norms import folded_norms, with_layers
 from servers.engines.torch.runner import TORCH_TYPES, Enqueue
@@ -65,7 +65,7 @@ class ModulePlan(NamedTuple):
     folded: bool
     """Whether batch norms are in the weights of the convolutions before them."""
     fused: bool = False
-    """Whether what follows a convolution is one kernel, see `servers.engines.torch.epilogues`; also without norms."""
+    """Whether convolutions are one kernel with what surrounds them, see `servers.engines.torch.convolutions`."""
 
     @property
     def title(self) -> str:
@@ -373,8 +373,15 @@ def cache_key(
         "model": specification.label,
         "structure": hashlib.sha256(text.encode()).hexdigest(),
         "precision": precision,
-        "plans": "; ".join(plan.title for plan in PLANS),
+        "code": code_sha256(),
     }
+
+
+@cache
+def code_sha256() -> str:
+    """Of the files that say what the plans execute."""
+    names = ("plans.py", "norms.py", "convolutions.py", "convolution_kernels.py")
+    return hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in names)).hexdigest()
 
 
 class PlanCache:

@@ -1,4 +1,4 @@
-"""Fused convolutions: answers stay, what cannot be fused is left alone, and the kernel is right on odd sizes."""
+"""Fused convolutions: answers stay, what cannot be fused is left alone, and the kernels are right on odd sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from servers.engines.torch.epilogues import ACTIVATIONS, FusedConvolution, fused_convolutions
+from servers.engines.torch.convolutions import ACTIVATIONS, FusedConvolution, fused_convolutions
 from servers.engines.torch.norms import folded_norms, with_layers
 from servers.models.registry import get_specification
 from servers.models.weights import RandomWeights
@@ -162,7 +162,7 @@ def test_an_input_that_changes_before_the_sum_is_refused() -> None:
 def interpreted() -> dict[str, Any]:
     pytest.importorskip("triton", reason="torch came without Triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("interpreted_epilogue.py")
+    script = Path(__file__).with_name("interpreted_convolutions.py")
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     report: dict[str, Any] = json.loads(done.stdout)
@@ -180,3 +180,58 @@ def test_the_kernel_is_torchs_functions(interpreted: dict[str, Any], activation:
 
 def test_the_kernel_keeps_nan(interpreted: dict[str, Any]) -> None:
     assert interpreted["nan"]
+
+
+@pytest.mark.parametrize("kind", ["depthwise", "pointwise", "means"])
+def test_other_kernels_are_torchs_functions(interpreted: dict[str, Any], kind: str) -> None:
+    if interpreted[kind] is None:
+        pytest.skip("Triton's interpreter has no loops with this NumPy")
+    assert interpreted[kind]
+    limits = {"depthwise": 1e-5, "means": 1e-6, "pointwise": 1e-2}
+    wrong = {
+        case: value
+        for case, value in interpreted[kind].items()
+        if not value <= (2e-2 if "float16" in case else limits[kind])
+    }
+    assert not wrong
+
+
+class Gated(nn.Module):
+    """A block of squeeze and excitation before a convolution, and what may stand between them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.pooled, self.squeeze = nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 1)
+        self.last = nn.Conv2d(8, 4, 3 if how == "window" else 1, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        gates = torch.sigmoid(self.squeeze(self.pooled(images)))
+        values = images * images if self.how == "same shape" else gates * images
+        answer: Tensor = self.last(values)
+        return answer + values[:, :4] if self.how == "used twice" else answer
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("how", "gated"), [("", True), ("window", False), ("same shape", False), ("used twice", False)]
+)
+def test_gates(how: str, gated: bool) -> None:
+    """Only those of single pixels, whose products nothing else reads."""
+    module, images = Gated(how).eval(), torch.randn(2, 8, SIZE, SIZE)
+    fused = fused_convolutions(module, [images])
+    torch.testing.assert_close(fused(images), module(images))
+    assert any(len(node.args) == 3 for node in fused.graph.nodes if node.op == "call_module") == gated
+    assert not any(isinstance(layer, nn.AdaptiveAvgPool2d) for layer in fused.modules())
+
+
+@torch.no_grad()
+def test_means_of_the_pixels_only() -> None:
+    """A pool with larger answers stays."""
+    module = nn.Sequential(
+        nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(2), nn.Conv2d(4, 4, 1), nn.AdaptiveAvgPool2d((1, 1))
+    )
+    images = torch.randn(2, 3, SIZE, SIZE)
+    fused = fused_convolutions(module.eval(), [images])
+    torch.testing.assert_close(fused(images), module(images))
+    assert [layer.output_size for layer in fused.modules() if isinstance(layer, nn.AdaptiveAvgPool2d)] == [2]
