@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import io
 import logging
-import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -103,6 +102,8 @@ def example_sizes(specification: ModelSpecification) -> dict[str, int]:
 def _export(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> None:
     import torch
 
+    from servers.engines.torch.fused_layers import dynamic_shapes
+
     parameter_bytes = sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
     if parameter_bytes > _MAX_BYTES:
         raise ExportError(
@@ -153,19 +154,6 @@ def _rename_inner(graph: Any, reserved: set[str]) -> None:
     for value in inner:
         if value.name in reserved and id(value) not in outer:
             value.name = f"{value.name}/inner"
-
-
-def dynamic_shapes(specification: ModelSpecification) -> tuple[dict[int, Any], ...]:
-    """By input, the free dimensions with their names."""
-    from torch.export import Dim
-
-    free: list[dict[int, Any]] = [{0: Dim("batch", min=1)} for _ in specification.inputs]
-    for axis in specification.axes:
-        dimension = Dim(re.sub(r"\W", "_", axis.name), min=1, max=axis.largest)
-        for tensor, dimensions in zip(specification.inputs, free, strict=True):
-            if (place := axis.places.get(tensor.name)) is not None:
-                dimensions[place] = dimension
-    return tuple(free)
 
 
 def convert_to_fp16(source: Path, path: Path) -> float:
@@ -244,6 +232,7 @@ def write_package(specification: ModelSpecification, module: torch.nn.Module, pa
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
+    from servers.engines.torch.fused_layers import dynamic_shapes
     from servers.models.uint8_module import executed_module
 
     started_ns = time.perf_counter_ns()

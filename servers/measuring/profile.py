@@ -48,6 +48,7 @@ OWN_KERNELS = {
     "attention_kernel": ATTENTION,
     "class_attention_kernel": ATTENTION,
     "row_kernel": NORMALISATION,
+    "sum_norm_kernel": NORMALISATION,
     "first_tokens_kernel": NORMALISATION,
     "patches_kernel": MOVEMENT,
     "depthwise_kernel": PRODUCTS,
@@ -55,7 +56,7 @@ OWN_KERNELS = {
     "epilogue_kernel": ELEMENTWISE,
     "mean_kernel": OTHER,
 }
-"""The Triton kernels of `servers.engines.torch.vit_kernels` and `convolution_kernels`."""
+"""The Triton kernels of `servers.engines.torch`: `vit_kernels`, `convolution_kernels`, `layer_kernels`."""
 
 _NORM = r"layer_?norm|rms_?norm|batch_?norm|group_?norm|instance_?norm|normalization"
 

@@ -1,4 +1,4 @@
-"""The plans of a convolutional model in CUDA graphs: layout, batch norms, fused convolutions, by which is fastest.
+"""The plans of a model in CUDA graphs, by which is fastest: layout, batch norms, fused convolutions, fused layers.
 
 torch executes a model channels-first, and each batch norm, sum and activation as a kernel of its own. Tensor cores read
 channels-last, a batch norm behind a convolution can be part of its weights, and what then follows can be one kernel.
@@ -6,9 +6,12 @@ Which plan is fastest depends on the GPU, the model, the precision and the batch
 load: all plans in turn, as CUDA graphs. A plan is only taken for a batch size if its answers there agree with the
 model's own module in FP32. A plan that fails or does not fit into memory is not used.
 
-The choice is kept in $XDG_CACHE_HOME/abserve/plans for the GPU, the versions, the model's structure and the precision:
-a later load compares answers, but measures nothing. The values of the weights change no time, so they are not part of
-the key.
+A model with few convolutions has two plans, its own layers and `servers.engines.torch.fused_layers`. They are measured
+with one item and with the largest batch, and one of them executes all.
+
+The choice of a convolutional model is kept in $XDG_CACHE_HOME/abserve/plans for the GPU, the versions, the model's
+structure and the precision: a later load compares answers, but measures nothing. The values of the weights change no
+time, so they are not part of the key.
 """
 
 from __future__ import annotations
@@ -23,24 +26,26 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import orjson
 import torch
 from torch import Tensor, nn
 
-from servers.engines.agreement import Proof, disagreement
+from servers.engines.agreement import Proof, disagreement, proof_batch
 from servers.engines.batches import Bucket
 from servers.engines.interface import PLANS_FOLDER
 from servers.engines.torch.convolutions import fused_convolutions
 from servers.engines.torch.copies import capture
 from servers.engines.torch.device import event_pair
-from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, plain_form, reason_of
+from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, as_specified, plain_form, reason_of
+from servers.engines.torch.fused_layers import HALVES, Product, dynamic_shapes, fused_layers
 from servers.engines.torch.norms import folded_norms, with_layers
 from servers.engines.torch.runner import TORCH_TYPES, Enqueue
 from servers.models.files import keep_file, user_cache
@@ -51,7 +56,11 @@ from servers.protocol.tensors import Array
 MEASURING_SECONDS = 10.0
 """For building and measuring the plans of a model. A batch size that is left over has the plan of the nearest one."""
 LEAST_CONVOLUTIONS = 4
-"""A model with fewer, such as a vision transformer with its patches, has no plans."""
+"""A model with fewer, such as a vision transformer with its patches, has no plans of convolutions."""
+LEAST_LAYERS = 4
+"""Linear layers of a model that has plans of layers."""
+EXAMPLE_ROWS, EXAMPLE_SHARE = 3, 0.34
+"""With which a module is exported: sizes unlike each other and above 1, which torch.export would take for constants."""
 MARGIN = 0.98
 """A plan is only preferred to a simpler one if it needs at most this share of its time."""
 TURNS, REPLAYS = 9, 3
@@ -72,6 +81,8 @@ class ModulePlan(NamedTuple):
         more = ", convolutions fused" if self.fused else ", batch norms folded" if self.folded else ""
         return f"channels-{'last' if self.channels_last else 'first'}{more}"
 
+
+P = TypeVar("P", ModulePlan, "LayerPlan")
 
 PLANS = (
     *(ModulePlan(channels_last, folded) for folded in (False, True) for channels_last in (False, True)),
@@ -101,10 +112,96 @@ def planned_form(
     None for a model without plans, and where no plan gives the model's answers to every batch.
     """
     convolutions = sum(isinstance(layer, nn.Conv2d) for layer in module.modules())
-    if convolutions < LEAST_CONVOLUTIONS or specification.padded_axis is not None:
-        return None
     with torch.no_grad():
-        return PlannedModule(module, specification, device, dtype, answers).form(rows)
+        if convolutions >= LEAST_CONVOLUTIONS and specification.padded_axis is None:
+            return PlannedModule(module, specification, device, dtype, answers).form(rows)
+        if sum(isinstance(layer, nn.Linear) for layer in module.modules()) >= LEAST_LAYERS:
+            return layered_form(module, specification, device, dtype, (min(rows), max(rows)), answers)
+    return None
+
+
+class LayerPlan(NamedTuple):
+    """How a module with few convolutions executes."""
+
+    title: str
+
+
+OWN_LAYERS, FUSED_LAYERS = LayerPlan("own layers"), LayerPlan("fused layers")
+
+
+def layered_form(
+    module: nn.Module,
+    specification: ModelSpecification,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: Sequence[int],
+    answers: ComparedAnswers,
+) -> ModelForm:
+    """The form of `module` with fused layers, where its answers agree and it is faster; else with its own."""
+    started, left_out = monotonic(), dict[str, str]()
+    own = plain_form(deepcopy(module), specification, device, dtype)
+    details: dict[str, object] = {}
+    form, gelu = own, own.gelu
+    try:
+        fused, gelu = _with_fused_layers(own, specification, device)
+        if (fault := _fault_of(fused, specification, device, answers)) is None:
+            times: dict[int, dict[LayerPlan, float]] = {}
+            for count in dict.fromkeys(rows):
+                inputs = _tensors(specification, proof_batch(specification, count, 0).inputs, device)
+                outputs = [torch.empty_like(output) for output in as_specified(specification, own.call(inputs))]
+                enqueues = {plan: one.build(Bucket(count)) for plan, one in ((OWN_LAYERS, own), (FUSED_LAYERS, fused))}
+                times[count] = graph_times_ms(enqueues, inputs, outputs, device, left_out)
+            details["plan_times_ms"] = {
+                str(count): {plan.title: round(time_ms, 4) for plan, time_ms in of.items()}
+                for count, of in times.items()
+            }
+            ratios = [of[FUSED_LAYERS] / of[OWN_LAYERS] for of in times.values() if len(of) == 2]
+            if len(ratios) == len(times) and math.prod(ratios) < MARGIN ** len(ratios):
+                form = fused
+        else:
+            left_out[FUSED_LAYERS.title] = fault
+    except Exception as exc:  # noqa: BLE001  a module that is exported may raise anything
+        left_out[FUSED_LAYERS.title] = reason_of(exc)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the graphs
+    chosen = OWN_LAYERS if form is own else FUSED_LAYERS
+    details |= {"plan_seconds": round(monotonic() - started, 2), **({"plans_left_out": left_out} if left_out else {})}
+    return replace(
+        form,
+        kernels=OWN_MODULE if form is own else f"{OWN_MODULE}, {FUSED_LAYERS.title}",
+        gelu=form.gelu if form is own else gelu,
+        plans=lambda: {str(count): chosen.title for count in rows},
+        details=details,
+    )
+
+
+def _with_fused_layers(
+    own: ModelForm, specification: ModelSpecification, device: torch.device
+) -> tuple[ModelForm, str]:
+    """The form, and what its GELU is. Raises as `fused_layers`."""
+    assert isinstance(own.module, nn.Module)  # see plain_form
+    arrays = proof_batch(specification, EXAMPLE_ROWS, 0, EXAMPLE_SHARE).inputs
+    inputs = [
+        tensor.to(own.dtype) if tensor.is_floating_point() else tensor
+        for tensor in _tensors(specification, arrays, device)
+    ]
+    graph = fused_layers(own.module, inputs, dynamic_shapes(specification))
+    tanh = own.dtype in HALVES and any(isinstance(layer, Product) and layer.gelu for layer in graph.modules())
+    return replace(own, module=graph, parameters=tuple(graph.parameters())), "tanh" if tanh else own.gelu
+
+
+def _fault_of(
+    form: ModelForm, specification: ModelSpecification, device: torch.device, answers: ComparedAnswers
+) -> str | None:
+    """How the answers of a form differ from those that are expected; None if they agree."""
+    outputs = as_specified(specification, form.call(_tensors(specification, answers.proof.inputs, device)))
+    arrays = {tensor.name: output.cpu().numpy() for tensor, output in zip(specification.outputs, outputs, strict=True)}
+    actual = answers.proof.without_padding(arrays)
+    return disagreement(specification, answers.expected, actual, answers.precision).fault
+
+
+def _tensors(specification: ModelSpecification, arrays: Mapping[str, Array], device: torch.device) -> list[Tensor]:
+    return [torch.from_numpy(arrays[tensor.name].copy()).to(device) for tensor in specification.inputs]
 
 
 class PlannedModule:
@@ -325,18 +422,18 @@ def measuring_order(rows: Sequence[int]) -> list[int]:
 
 
 def graph_times_ms(
-    enqueues: Mapping[ModulePlan, Enqueue],
+    enqueues: Mapping[P, Enqueue],
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     device: torch.device,
     left_out: dict[str, str],
-) -> dict[ModulePlan, float]:
+) -> dict[P, float]:
     """The median device time of one batch by each plan, as CUDA graphs that are replayed in turn.
 
     A plan that cannot be captured or replayed has none, and its reason is in `left_out`.
     """
-    graphs: dict[ModulePlan, torch.cuda.CUDAGraph] = {}
-    times: dict[ModulePlan, list[float]] = {}
+    graphs: dict[P, torch.cuda.CUDAGraph] = {}
+    times: dict[P, list[float]] = {}
     for plan, enqueue in enqueues.items():
         try:
             graphs[plan] = capture(partial(enqueue, inputs, outputs), device)

@@ -1,0 +1,256 @@
+"""Linear layers, attention and LayerNorm of any module, in fewer kernels.
+
+torch executes a module operation by operation. Here `torch.export`'s graph of the module executes, in which
+
+- linear layers that read the same input are one product (queries, keys and values),
+- a linear layer with GELU behind it has GELU in its product: in its tanh form, whose error of 5e-4 halves round away,
+- a sum and the LayerNorm behind it are one kernel,
+- the boolean masks of attention become numbers once instead of in each layer.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from servers.models.specification import ModelSpecification
+
+aten = torch.ops.aten
+HALVES = (torch.float16, torch.bfloat16)
+WIDEST = 8192
+"""Values of a row that a program of the kernel holds."""
+
+
+def dynamic_shapes(specification: ModelSpecification) -> tuple[dict[int, Any], ...]:
+    """By input, the free dimensions with their names, as torch.export takes them."""
+    from torch.export import Dim
+
+    free: list[dict[int, Any]] = [{0: Dim("batch", min=1)} for _ in specification.inputs]
+    for axis in specification.axes:
+        dimension = Dim(re.sub(r"\W", "_", axis.name), min=1, max=axis.largest)
+        for tensor, dimensions in zip(specification.inputs, free, strict=True):
+            if (place := axis.places.get(tensor.name)) is not None:
+                dimensions[place] = dimension
+    return tuple(free)
+
+
+class SumNorm(nn.Module):
+    """LayerNorm(a + b), and the sum itself where something else reads it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, epsilon: float, *, with_sum: bool) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias, requires_grad=False)
+        self._epsilon, self._with_sum = epsilon, with_sum
+
+    def forward(self, one: Tensor, other: Tensor) -> Any:
+        """[…, width] twice. Returns what it normalised, with `with_sum` the sum and that."""
+        width = len(self.weight)
+        if one.is_cuda and 0 < width <= WIDEST and one.shape == other.shape and one.numel() > 0:
+            from servers.engines.torch.layer_kernels import sum_norm
+
+            total, normal = sum_norm(one.contiguous(), other.contiguous(), self.weight, self.bias, self._epsilon)
+        else:
+            total = one + other
+            normal = functional.layer_norm(total, (width,), self.weight, self.bias, self._epsilon)
+        return (total, normal) if self._with_sum else normal
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, epsilon={self._epsilon}, with_sum={self._with_sum}"
+
+
+class Product(nn.Module):
+    """A linear layer, or several that read the same, one behind the other; with `gelu` GELU(x·Wᵀ + b)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, gelu: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.gelu = gelu
+
+    def forward(self, values: Tensor) -> Tensor:
+        """[…, ins] to […, outs]."""
+        if not self.gelu:
+            return functional.linear(values, self.weight, self.bias)
+        if self.bias is None or values.dtype not in HALVES or not values.is_cuda:
+            return functional.gelu(functional.linear(values, self.weight, self.bias))
+        rows = values.reshape(-1, values.shape[-1])
+        answer: Tensor = aten._addmm_activation(self.bias, rows, self.weight.t(), use_gelu=True)
+        return answer.view(*values.shape[:-1], -1)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, gelu={self.gelu}"
+
+
+def fused_layers(module: nn.Module, inputs: Sequence[Tensor], shapes: Sequence[dict[int, Any]]) -> fx.GraphModule:
+    """The graph of `module`, exported with these inputs, with fused layers. `shapes`: see `dynamic_shapes`.
+
+    Raises `ValueError` if there is nothing to fuse, and whatever torch.export and the module's own code raise.
+    """
+    with torch.no_grad():
+        program = torch.export.export(module, tuple(inputs), dynamic_shapes=tuple(shapes))
+        graph = program.module()
+        assert isinstance(graph, fx.GraphModule)
+        _drop_nothings(graph)
+        changes = sum(change(graph) for change in (_merge_products, _add_gelu, _add_sums, _convert_masks_once))
+        if not changes:
+            raise ValueError("nothing that can be fused surrounds a linear layer or a norm")
+        graph.graph.eliminate_dead_code()
+        graph.delete_all_unused_submodules()
+        graph.recompile()
+    return graph
+
+
+def _drop_nothings(module: fx.GraphModule) -> None:
+    """Remove what only checks, and dropout, which does nothing in eval mode."""
+    for node in list(module.graph.nodes):
+        if node.target is aten.dropout.default and node.args[2] is False:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+        elif node.target is aten._assert_tensor_metadata.default or node.target == "_guards_fn":
+            module.graph.erase_node(node)
+
+
+def _merge_products(module: fx.GraphModule) -> int:
+    """One product of several linear layers that read the same."""
+    reading: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in module.graph.nodes:
+        if node.target is aten.linear.default:
+            reading[node.args[0]].append(node)
+    merged = 0
+    for source, layers in reading.items():
+        weights = [weight for node in layers if (weight := _constant(module, node.args[1])) is not None]
+        biases = [bias for node in layers if (bias := _constant(module, _bias(node))) is not None]
+        if len(layers) < 2 or len(weights) < len(layers) or len(biases) not in (0, len(layers)):
+            continue
+        with module.graph.inserting_before(layers[0]):
+            product = Product(torch.cat(weights), torch.cat(biases) if biases else None)
+            whole = _call(module, f"products_{merged}", product, source)
+            ends = list(accumulate(map(len, weights)))
+            parts = [
+                module.graph.call_function(torch.narrow, (whole, -1, end - len(weight), len(weight)))
+                for end, weight in zip(ends, weights, strict=True)
+            ]
+        for node, part in zip(layers, parts, strict=True):
+            _replace(module, node, part)
+        merged += 1
+    return merged
+
+
+def _add_gelu(module: fx.GraphModule) -> int:
+    """GELU in the product before it."""
+    added = 0
+    for node in list(module.graph.nodes):
+        if node.target is not aten.gelu.default:
+            continue
+        linear = node.args[0]
+        if linear.target is not aten.linear.default or len(linear.users) > 1:
+            continue
+        weight, bias = _constant(module, linear.args[1]), _constant(module, _bias(linear))
+        if weight is None or bias is None:
+            continue
+        with module.graph.inserting_before(node):
+            one = _call(module, f"gelu_{added}", Product(weight, bias, gelu=True), linear.args[0])
+        _replace(module, node, one)
+        module.graph.erase_node(linear)
+        added += 1
+    return added
+
+
+def _add_sums(module: fx.GraphModule) -> int:
+    """A sum of two tensors of one shape, and LayerNorm of its last axis."""
+    added = 0
+    for node in list(module.graph.nodes):
+        if node.target is not aten.layer_norm.default:
+            continue
+        total, shape, weight, bias, epsilon = (*node.args, None, None, 1e-5)[:5]
+        weight, bias = _constant(module, weight), _constant(module, bias)
+        if total.target is not aten.add.Tensor or total.kwargs or len(shape) != 1 or weight is None or bias is None:
+            continue
+        if len(weight) > WIDEST or not _same_shape(*total.args):
+            continue
+        with_sum = len(total.users) > 1
+        with module.graph.inserting_before(node):
+            both = _call(module, f"norm_{added}", SumNorm(weight, bias, epsilon, with_sum=with_sum), *total.args)
+            normal = module.graph.call_function(operator.getitem, (both, 1)) if with_sum else both
+        _replace(module, node, normal)
+        if with_sum and not _moved_sum(module, total, both):
+            raise ValueError("a sum is read before it is normalised")
+        if not with_sum:
+            module.graph.erase_node(total)
+        added += 1
+    return added
+
+
+def _moved_sum(module: fx.GraphModule, total: fx.Node, both: fx.Node) -> bool:
+    """Let the readers of a sum, all behind its norm, read the norm's."""
+    places = {node: place for place, node in enumerate(module.graph.nodes)}
+    readers = [user for user in total.users if user is not both]
+    if any(places[user] < places[both] for user in readers):
+        return False
+    with module.graph.inserting_after(both):
+        part = module.graph.call_function(operator.getitem, (both, 0))
+    part.meta = dict(total.meta)
+    for reader in readers:
+        reader.replace_input_with(total, part)
+    module.graph.erase_node(total)
+    return True
+
+
+def _convert_masks_once(module: fx.GraphModule) -> int:
+    """Numbers for boolean masks that several layers of attention read: torch converts them in each."""
+    reading: defaultdict[tuple[fx.Node, torch.dtype], list[fx.Node]] = defaultdict(list)
+    for node in module.graph.nodes:
+        if node.target is aten.scaled_dot_product_attention.default and len(node.args) > 3:
+            query, mask = node.args[0], node.args[3]
+            if isinstance(mask, fx.Node) and mask.meta["val"].dtype == torch.bool:
+                reading[mask, query.meta["val"].dtype].append(node)
+    for (mask, dtype), layers in reading.items():
+        with module.graph.inserting_after(mask):
+            numbers = module.graph.call_function(_as_numbers, (mask, dtype))
+        for node in layers:
+            node.update_arg(3, numbers)
+    return len(reading)
+
+
+def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def _constant(module: fx.GraphModule, node: Any) -> Tensor | None:
+    """A parameter or buffer of the module that a node reads."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    value: Any = module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value if isinstance(value, Tensor) else None
+
+
+def _bias(linear: fx.Node) -> Any:
+    return linear.args[2] if len(linear.args) > 2 else None
+
+
+def _same_shape(one: Any, other: Any) -> bool:
+    shapes = [
+        getattr(node.meta.get("val"), "shape", None) if isinstance(node, fx.Node) else None for node in (one, other)
+    ]
+    return shapes[0] is not None and shapes[0] == shapes[1]
+
+
+def _call(module: fx.GraphModule, name: str, layer: nn.Module, *arguments: Any) -> fx.Node:
+    module.add_submodule(name, layer)
+    return module.graph.call_module(name, arguments)
+
+
+def _replace(module: fx.GraphModule, node: fx.Node, by: fx.Node) -> None:
+    by.meta = dict(node.meta)
+    node.replace_all_uses_with(by)
+    module.graph.erase_node(node)

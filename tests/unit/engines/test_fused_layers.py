@@ -1,0 +1,225 @@
+"""Fused layers: answers stay in every shape, what cannot be fused is left alone, and only what is faster executes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from servers.engines.agreement import proof_batch
+from servers.engines.settings import EngineSettings
+from servers.engines.torch import plans
+from servers.engines.torch.engine import TorchEngine
+from servers.engines.torch.fused_layers import Product, SumNorm, dynamic_shapes, fused_layers
+from servers.engines.torch.plans import FUSED_LAYERS, OWN_LAYERS
+from servers.models.registry import get_specification
+from servers.models.weights import RandomWeights
+from tests.host_copies import graph_mode_on_cpu
+
+WIDTH, HEADS = 16, 2
+TEXTS = "transformers:distilbert-base-uncased"
+
+
+class Block(nn.Module):
+    """Attention and two linear layers. `how` says where the norms stand and what else is there."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        bias = how != "no bias"
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(3))
+        self.out, self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 32, bias=bias), nn.Linear(32, WIDTH)
+        self.norm, self.last_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.dropout = nn.Dropout(0.5)
+        for layer in (self.norm, self.last_norm):
+            nn.init.normal_(layer.weight)
+            nn.init.normal_(layer.bias)
+
+    def attended(self, values: Tensor, mask: Tensor) -> Tensor:
+        rows, length, _ = values.shape
+        layers = self.query, self.key, self.value
+        query, key, value = (layer(values).view(rows, length, HEADS, -1).transpose(1, 2) for layer in layers)
+        found = functional.scaled_dot_product_attention(query, key, value, mask)
+        answer: Tensor = self.out(found.transpose(1, 2).reshape(rows, length, WIDTH))
+        return answer
+
+    def forward(self, values: Tensor, mask: Tensor) -> Tensor:
+        if self.how == "norms first":
+            values = values + self.attended(self.norm(values), mask)
+            return values + self.last(functional.gelu(self.first(self.last_norm(values))))
+        values = self.norm(self.dropout(self.attended(values, mask)) + values)
+        inner = self.first(values)
+        behind = functional.gelu(inner) + (inner.mean() if self.how == "read twice" else 0.0)
+        total = self.last(behind) + (values.mean(1, keepdim=True) if self.how == "broadcast" else values)
+        answer: Tensor = self.last_norm(total)
+        return answer + total if self.how == "sum read" else answer
+
+
+class Blocks(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(how) for _ in range(2))
+
+    def forward(self, values: Tensor, known: Tensor) -> Tensor:
+        mask = (known > 0)[:, None, None, :].expand(-1, 1, values.shape[1], -1)
+        for block in self.blocks:
+            values = block(values, mask)
+        return values
+
+
+def example(rows: int, length: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    known = torch.ones(rows, length, dtype=torch.int64)
+    known[-1, length // 2 + 1 :] = 0
+    return torch.randn(rows, length, WIDTH, generator=generator), known
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("how", "norms", "with_sum", "gelu"),
+    [
+        ("", 4, 0, 2),
+        ("norms first", 3, 3, 2),  # not the first norm, before which nothing is added
+        ("sum read", 4, 2, 2),
+        ("broadcast", 2, 0, 2),
+        ("read twice", 4, 0, 0),
+        ("no bias", 4, 0, 0),
+    ],
+)
+def test_answers_stay(how: str, norms: int, with_sum: int, gelu: int) -> None:
+    torch.manual_seed(0)
+    module = Blocks(how).eval()
+    batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1, max=64)
+    fused = fused_layers(module, example(3, 7), [{0: batch, 1: length}] * 2)
+    for rows, size in ((1, 7), (3, 7), (2, 11), (5, 3)):
+        torch.testing.assert_close(fused(*example(rows, size)), module(*example(rows, size)), atol=1e-5, rtol=1e-5)
+    sums = [layer for layer in fused.modules() if isinstance(layer, SumNorm)]
+    products = [layer for layer in fused.modules() if isinstance(layer, Product)]
+    assert (len(sums), sum("with_sum=True" in repr(layer) for layer in sums)) == (norms, with_sum)
+    assert sum(layer.gelu for layer in products) == gelu
+    assert [tuple(layer.weight.shape) for layer in products if not layer.gelu] == [(3 * WIDTH, WIDTH)] * 2
+    assert sum(getattr(node.target, "__name__", "") == "_as_numbers" for node in fused.graph.nodes) == 1
+    assert sum(parameter.numel() for parameter in fused.parameters()) == sum(one.numel() for one in module.parameters())
+
+
+@torch.no_grad()
+def test_nothing_to_fuse() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
+    with pytest.raises(ValueError, match="nothing that can be fused"):
+        fused_layers(module, [torch.randn(3, 4)], [{0: torch.export.Dim("batch", min=1)}])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("reference", "norms", "gelu"), [(TEXTS, 12, 6), ("transformers:bert-base-uncased", 24, 12)])
+def test_library_models_answer_as_before(reference: str, norms: int, gelu: int) -> None:
+    pytest.importorskip("transformers")
+    specification = get_specification(reference)
+    module = specification.load_module(RandomWeights(0))
+
+    def batch(rows: int, share: float) -> list[Tensor]:
+        inputs = proof_batch(specification, rows, rows, share).inputs
+        return [torch.from_numpy(inputs[tensor.name]) for tensor in specification.inputs]
+
+    fused = fused_layers(module, batch(3, 0.34), dynamic_shapes(specification))
+    for rows, share in ((1, 0.5), (4, 0.3)):
+        torch.testing.assert_close(fused(*batch(rows, share)), module(*batch(rows, share)), atol=1e-5, rtol=1e-4)
+    assert sum(isinstance(layer, SumNorm) for layer in fused.modules()) == norms
+    assert sum(isinstance(layer, Product) and layer.gelu for layer in fused.modules()) == gelu
+
+
+Times = dict[str, float]
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TorchEngine]]:
+    """Engines in mode graph on the CPU, with planted times of both plans by rows."""
+    pytest.importorskip("transformers")
+    graph_mode_on_cpu(monkeypatch)
+    engines: list[TorchEngine] = []
+    threads = torch.get_num_threads()
+
+    def load(planted: dict[int, tuple[float, float]]) -> TorchEngine:
+        def measure(enqueues: Any, inputs: Any, outputs: Any, _device: Any, _left_out: Any) -> dict[Any, float]:
+            for enqueue in enqueues.values():
+                enqueue(inputs, outputs)
+            return dict(zip((OWN_LAYERS, FUSED_LAYERS), planted[len(inputs[0])], strict=True))
+
+        monkeypatch.setattr(plans, "graph_times_ms", measure)
+        settings = EngineSettings("torch", "fp32", "graph", "cpu", 1, 2, pad_to=(16,))
+        engine = TorchEngine(get_specification(TEXTS), settings, RandomWeights(0))
+        engine.load()
+        engines.append(engine)
+        return engine
+
+    yield load
+    for engine in engines:
+        engine.close()
+    torch.set_num_threads(threads)
+
+
+def plan_of(engine: TorchEngine) -> str:
+    """Of every batch."""
+    by_rows: Any = engine.describe().details["plans"]
+    (title,) = set(by_rows.values())
+    return str(title)
+
+
+@pytest.mark.parametrize(
+    ("planted", "chosen"),
+    [
+        ({1: (1.0, 0.8), 2: (2.0, 1.8)}, FUSED_LAYERS),
+        ({1: (1.0, 1.3), 2: (2.0, 1.8)}, OWN_LAYERS),
+        ({1: (1.0, 0.99), 2: (2.0, 1.99)}, OWN_LAYERS),  # within the margin the simpler one
+    ],
+)
+def test_the_faster_plan_executes(loaded: Any, planted: dict[int, tuple[float, float]], chosen: Any) -> None:
+    engine = loaded(planted)
+    details = engine.describe().details
+    assert plan_of(engine) == chosen.title
+    assert details["plan_times_ms"]["1"] == dict(zip(("own layers", "fused layers"), planted[1], strict=True))
+    assert ("fused" in details["kernels"]) == (chosen is FUSED_LAYERS)
+    inputs = proof_batch(get_specification(TEXTS), 2, 3, 0.1).inputs
+    expected = get_specification(TEXTS).load_module(RandomWeights(0))(*map(torch.from_numpy, inputs.values()))
+    known = inputs["attention_mask"].astype(bool)
+    actual = engine.infer(inputs)["last_hidden_state"]
+    np.testing.assert_allclose(actual[known], expected.detach().numpy()[known], atol=1e-4)
+
+
+def test_wrong_answers_and_failures_leave_the_module_as_it_is(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    faster = {1: (1.0, 0.5), 2: (1.0, 0.5)}
+    with monkeypatch.context() as patched:
+        patched.setattr(SumNorm, "forward", lambda self, one, _other: functional.layer_norm(one, (len(self.weight),)))
+        engine = loaded(faster)
+        assert plan_of(engine) == OWN_LAYERS.title
+        assert engine.describe().details["plans_left_out"].keys() == {FUSED_LAYERS.title}
+    with monkeypatch.context() as patched:
+
+        def fails(*_arguments: object) -> None:
+            raise RuntimeError("torch.export does not know this")
+
+        patched.setattr(plans, "fused_layers", fails)
+        engine = loaded(faster)
+        assert plan_of(engine) == OWN_LAYERS.title
+        assert "does not know this" in engine.describe().details["plans_left_out"][FUSED_LAYERS.title]
+
+
+def test_the_kernel_is_torchs_norm() -> None:
+    """In Triton's interpreter: odd widths, and nothing is written behind."""
+    pytest.importorskip("triton", reason="torch came without Triton")
+    script = Path(__file__).with_name("interpreted_sum_norm.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    errors = json.loads(done.stdout)
+    assert errors
+    assert not {case: error for case, error in errors.items() if not error <= (2e-2 if "float16" in case else 1e-5)}
