@@ -14,9 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, perf_counter_ns
+from typing import TypeVar
 
+import msgspec
 import psutil
 
+from loadgen.documents import last_line
+
+T = TypeVar("T")
 OWN_MODULE: tuple[str, ...] = (sys.executable, "-P", "-m")
 """-P: a file in the current folder that has the name of a module must not be imported instead of it."""
 ABSERVE: tuple[str, ...] = (*OWN_MODULE, "loadgen.entry")
@@ -38,6 +43,21 @@ def cause_in(log: str, causes: Sequence[str]) -> str | None:
     """Why a server ended, by its log and the `causes` of its launch plan; None if the log does not say."""
     matches = (re.search(pattern, log, re.MULTILINE) for pattern in causes)
     return next((match["cause"].strip() for match in matches if match), None)
+
+
+def printed(command: Sequence[str], kind: type[T], seconds: float, name: str, *, before: str = "") -> T:
+    """The last line that a command prints, which is JSON. Raises `ProcessError`: the message calls the command `name`,
+    or is the command's own last line, behind `before`, if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise ProcessError(f"{name} did not answer within {seconds:g} s") from None
+    if done.returncode != 0:
+        raise ProcessError(before + last_line(done.stderr or done.stdout))
+    try:
+        return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=kind)
+    except ValueError as exc:
+        raise ProcessError(f"{name} printed no valid line of JSON ({exc})") from exc
 
 
 class ChildProcess:

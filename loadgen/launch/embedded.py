@@ -11,7 +11,6 @@ import fcntl
 import os
 import random
 import socket
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,8 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from loadgen.child_process import ABSERVE, ChildProcess, ProcessError
-from loadgen.documents import last_line
+from loadgen.child_process import ABSERVE, ChildProcess, ProcessError, printed
 from loadgen.launch.deployment import Deployment, DeploymentError, batch_sentence
 from loadgen.records.run import PLAIN, asked_for
 
@@ -170,19 +168,13 @@ def ask_server(
 ) -> T:
     """What `abserve serve TARGET OPTION` prints with these options, as its last line of JSON. Raises
     `DeploymentError`."""
-    serve = f"abserve serve {target}"
     # Before the options: the last one, without a value, would take it for its own, and a server would start.
     command = [*abserve, "serve", target, option, *to_arguments(options)]
+    serve = f"abserve serve {target}"
     try:
-        done = subprocess.run(command, capture_output=True, check=False, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise DeploymentError(f"{serve} {option} did not answer within {seconds:g} s") from None
-    if done.returncode != 0:
-        raise DeploymentError(f"{serve} cannot start: {last_line(done.stderr or done.stdout)}")
-    try:
-        return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=kind)
-    except ValueError as exc:
-        raise DeploymentError(f"{serve} {option} printed no valid line of JSON ({exc})") from exc
+        return printed(command, kind, seconds, f"{serve} {option}", before=f"{serve} cannot start: ")
+    except ProcessError as exc:
+        raise DeploymentError(str(exc)) from exc
 
 
 def to_arguments(options: Mapping[str, str]) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ ids that every tokenizer has, and no reference can judge the answers.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 from functools import cache
 from secrets import randbits
@@ -15,9 +14,8 @@ from typing import Annotated
 
 import msgspec
 
-from loadgen.child_process import ABSERVE
+from loadgen.child_process import ABSERVE, ProcessError, printed
 from loadgen.client.inputs import InputError
-from loadgen.documents import last_line
 from loadgen.experiment.language import longest_answer
 from loadgen.experiment.prompts import MOST_ID, MOST_TOKENS, UNKNOWN_IDS, PromptError, PromptPlan, PromptShape
 from loadgen.records.payloads import is_language
@@ -51,15 +49,9 @@ def describe_model(model: str, weights: str | None, abserve: tuple[str, ...] = t
     """Ask `abserve language-info`, once per process. Raises `InputError`."""
     command = [*abserve, "language-info", "--model", model, *(() if weights is None else ("--weights", weights))]
     try:
-        done = subprocess.run(command, capture_output=True, check=False, timeout=_INFO_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise InputError(f"abserve language-info --model {model} printed nothing within {_INFO_SECONDS:g} s") from None
-    if done.returncode != 0:
-        raise InputError(last_line(done.stderr or f"{model} cannot be described".encode()))
-    try:
-        return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=LanguageModelInfo)
-    except ValueError as exc:
-        raise InputError(f"abserve language-info --model {model} printed no description ({exc})") from exc
+        return printed(command, LanguageModelInfo, _INFO_SECONDS, f"abserve language-info --model {model}")
+    except ProcessError as exc:
+        raise InputError(str(exc)) from exc
 
 
 def model_info(experiment: Experiment, abserve: Sequence[str] = ABSERVE) -> LanguageModelInfo | None:

@@ -56,7 +56,7 @@ def test_what_cannot_be_described_is_refused_in_the_words_of_the_command(tmp_pat
     abserve = command(tmp_path, "import sys; sys.exit('error: no model nothing')")
     with pytest.raises(InputError, match=r"^no model nothing$"):
         describe_model("language:nothing", None, abserve)
-    with pytest.raises(InputError, match="printed no description"):
+    with pytest.raises(InputError, match="printed no valid line"):
         describe_model("language:other", None, command(tmp_path, "print('{}')"))
 
 
