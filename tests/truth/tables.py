@@ -44,6 +44,16 @@ def one_run_in_twenty() -> Iterator[str]:
         yield f"{machine.name} | {' | '.join(shares)}"
 
 
+def until_decided_with_tails() -> Iterator[str]:
+    """False winners of runs until decided that compare p90 and p99 too."""
+    for machine in (MACHINES[0], *(machine for machine in MACHINES if machine.correlation == STRONGEST.correlation)):
+        endings = [ending for ending in ENDINGS if ending.rule == "until decided"]
+        shares = [
+            percent(promises.Share(winners(ending, machine, 2 * RUNS, tails=True), 2 * RUNS)) for ending in endings
+        ]
+        yield f"{machine.name} | {' | '.join(shares)}"
+
+
 def false_maps(machine: Machine, trials: int, arms: int, sizes: tuple[int, ...] = SIZES) -> promises.Share:
     """Decision surfaces of identical arms that name any winner."""
     rng = np.random.default_rng(31)
@@ -232,6 +242,7 @@ def equal_targets() -> Iterator[str]:
 
 TABLES = (
     (f"the machine | {' | '.join(map(str, ENDINGS))}", one_run_in_twenty, 1),
+    ("the machine, with p90 and p99 | until decided, 30 | 12, four workloads", until_decided_with_tails, 1),
     (
         "the machine | maps of 2 identical arms with any winner | of 3 | planted crossings that are found | in their "
         "interval",
