@@ -28,7 +28,7 @@ import triton.language as tl
 NONE, RELU, RELU6, SILU, HARDSWISH, SIGMOID, HARDSIGMOID = (tl.constexpr(place) for place in range(7))
 """Places in `servers.engines.torch.convolutions.ACTIVATIONS`."""
 UNIT = 8
-"""Channels that are read at once: 16 bytes of halves. Fewer where the number of channels is no multiple."""
+"""Channels that are read at once, which are 16 bytes of halves. If their number is not a multiple of it, fewer are."""
 BLOCK = 2048
 """Values per program behind a convolution."""
 MULTIPROCESSORS = 132
@@ -101,7 +101,7 @@ def depthwise_kernel(
     DILATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each thread has one unit of channels of `COLUMNS` (1, 2 or 4) pixels side by side, for which it reads a tap
+    """Each thread has one unit of channels of `COLUMNS` (2 or 4) pixels side by side, for which it reads a tap
     once."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = place < count
@@ -127,8 +127,7 @@ def depthwise_kernel(
             # Sums of constants, so that a pixel that several columns read is loaded once.
             x = right * DILATION - PADDING
             value += tap * pixels_of(images, line, first + x, on_row, width, channels, channel, lane)
-            if COLUMNS > 1:
-                value_1 += tap * pixels_of(images, line, first + (x + STRIDE), on_row, width, channels, channel, lane)
+            value_1 += tap * pixels_of(images, line, first + (x + STRIDE), on_row, width, channels, channel, lane)
             if COLUMNS > 2:
                 value_2 += tap * pixels_of(
                     images, line, first + (x + 2 * STRIDE), on_row, width, channels, channel, lane
@@ -138,9 +137,8 @@ def depthwise_kernel(
                 )
     place = ((image * out_height + row) * out_width + column) * channels + channel
     store_finished(value, residual, outputs, place, known, lane, HAS_RESIDUAL, ACTIVATION)
-    if COLUMNS > 1:
-        inside = known & (column + 1 < out_width)
-        store_finished(value_1, residual, outputs, place + channels, inside, lane, HAS_RESIDUAL, ACTIVATION)
+    inside = known & (column + 1 < out_width)
+    store_finished(value_1, residual, outputs, place + channels, inside, lane, HAS_RESIDUAL, ACTIVATION)
     if COLUMNS > 2:
         inside = known & (column + 2 < out_width)
         store_finished(value_2, residual, outputs, place + 2 * channels, inside, lane, HAS_RESIDUAL, ACTIVATION)

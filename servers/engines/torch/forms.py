@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -81,9 +81,7 @@ class ModelForm:
 
     def call(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs of a batch in any shape, in the model's own datatypes."""
-        return as_tuple(
-            self.module(*(tensor.to(self.dtype) if tensor.is_floating_point() else tensor for tensor in inputs))
-        )
+        return as_tuple(self.module(*converted(inputs, self.dtype)))
 
     def build(self, bucket: Bucket) -> Enqueue:
         """The function that enqueues batches of this bucket."""
@@ -95,6 +93,11 @@ class ModelForm:
                 out.copy_(answer)
 
         return run
+
+
+def converted(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The tensors, those with a floating point in this datatype."""
+    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
 
 
 def as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -173,8 +176,7 @@ def plain_form(
 
     def examples(rows: int) -> tuple[Tensor, ...]:
         inputs = proof_batch(specification, rows, rows, PROOF_SHARES.get(rows, 1.0)).inputs
-        tensors = (torch.from_numpy(inputs[tensor.name]).to(device) for tensor in specification.inputs)
-        return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+        return converted((torch.from_numpy(inputs[tensor.name]).to(device) for tensor in specification.inputs), dtype)
 
     script, kernels = to_torchscript(executed, mode, examples, max_batch_size, title=OWN_MODULE)
     # A frozen module has no parameters left: they are its constants, in the same memory.

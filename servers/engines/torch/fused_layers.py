@@ -56,7 +56,14 @@ class SumNorm(nn.Module):
         if one.is_cuda and 0 < width <= WIDEST and one.shape == other.shape and one.numel() > 0:
             from servers.engines.torch.layer_kernels import sum_norm
 
-            total, normal = sum_norm(one.contiguous(), other.contiguous(), self.weight, self.bias, self._epsilon)
+            total, normal = sum_norm(
+                one.contiguous(),
+                other.contiguous(),
+                self.weight,
+                self.bias,
+                self._epsilon,
+                with_sum=self._with_sum,
+            )
         else:
             total = one + other
             normal = functional.layer_norm(total, (width,), self.weight, self.bias, self._epsilon)

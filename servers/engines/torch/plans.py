@@ -44,7 +44,7 @@ from servers.engines.interface import PLANS_FOLDER
 from servers.engines.torch.convolutions import fused_convolutions
 from servers.engines.torch.copies import capture
 from servers.engines.torch.device import event_pair
-from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, as_specified, plain_form, reason_of
+from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, as_specified, converted, plain_form, reason_of
 from servers.engines.torch.fused_layers import HALVES, Product, dynamic_shapes, fused_layers
 from servers.engines.torch.norms import folded_norms, with_layers
 from servers.engines.torch.runner import TORCH_TYPES, Enqueue
@@ -141,9 +141,9 @@ def layered_form(
     started, left_out = monotonic(), dict[str, str]()
     own = plain_form(deepcopy(module), specification, device, dtype)
     details: dict[str, object] = {}
-    form, gelu = own, own.gelu
+    form = own
     try:
-        fused, gelu = _with_fused_layers(own, specification, device)
+        fused = _with_fused_layers(own, specification, device)
         if (fault := _fault_of(fused, specification, device, answers)) is None:
             times: dict[int, dict[LayerPlan, float]] = {}
             for count in dict.fromkeys(rows):
@@ -166,28 +166,23 @@ def layered_form(
         torch.cuda.empty_cache()  # of the graphs
     chosen = OWN_LAYERS if form is own else FUSED_LAYERS
     details |= {"plan_seconds": round(monotonic() - started, 2), **({"plans_left_out": left_out} if left_out else {})}
-    return replace(
-        form,
-        kernels=OWN_MODULE if form is own else f"{OWN_MODULE}, {FUSED_LAYERS.title}",
-        gelu=form.gelu if form is own else gelu,
-        plans=lambda: {str(count): chosen.title for count in rows},
-        details=details,
-    )
+    return replace(form, plans=lambda: {str(count): chosen.title for count in rows}, details=details)
 
 
-def _with_fused_layers(
-    own: ModelForm, specification: ModelSpecification, device: torch.device
-) -> tuple[ModelForm, str]:
-    """The form, and what its GELU is. Raises as `fused_layers`."""
+def _with_fused_layers(own: ModelForm, specification: ModelSpecification, device: torch.device) -> ModelForm:
+    """Raises as `fused_layers`."""
     assert isinstance(own.module, nn.Module)  # see plain_form
     arrays = proof_batch(specification, EXAMPLE_ROWS, 0, EXAMPLE_SHARE).inputs
-    inputs = [
-        tensor.to(own.dtype) if tensor.is_floating_point() else tensor
-        for tensor in _tensors(specification, arrays, device)
-    ]
+    inputs = converted(_tensors(specification, arrays, device), own.dtype)
     graph = fused_layers(own.module, inputs, dynamic_shapes(specification))
     tanh = own.dtype in HALVES and any(isinstance(layer, Product) and layer.gelu for layer in graph.modules())
-    return replace(own, module=graph, parameters=tuple(graph.parameters())), "tanh" if tanh else own.gelu
+    return replace(
+        own,
+        module=graph,
+        parameters=tuple(graph.parameters()),
+        kernels=f"{OWN_MODULE}, {FUSED_LAYERS.title}",
+        gelu="tanh" if tanh else own.gelu,
+    )
 
 
 def _fault_of(

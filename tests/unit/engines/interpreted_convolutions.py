@@ -127,7 +127,7 @@ def main() -> None:
         "nan": bool(values.isnan().any()),
         "depthwise": {
             f"{case} columns={columns} {dtype} more={more}": depthwise_error(case, columns, dtype, more)
-            for case, columns, dtype, more in product(DEPTHWISE, (1, 2, 4), types, both)
+            for case, columns, dtype, more in product(DEPTHWISE, (2, 4), types, both)
         },
         "means": {str(shape): mean_error(shape) for shape in [*SHAPES, (1, 20, 25, 30)]},
     }
