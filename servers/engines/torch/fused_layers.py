@@ -3,6 +3,8 @@
 torch executes a module operation by operation. Here `torch.export`'s graph of the module executes, in which
 
 - linear layers that read the same input are one product (queries, keys and values),
+- attention of `nn.MultiheadAttention` to its own input reads queries, keys and values where that product wrote them,
+- patches of an image are one product, as the convolution that they are is slower,
 - a linear layer with GELU behind it has GELU in its product: in its tanh form, whose error of 5e-4 halves round away,
 - a sum and the LayerNorm behind it are one kernel,
 - the boolean masks of attention become numbers once instead of in each layer.
@@ -13,7 +15,8 @@ from __future__ import annotations
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -96,23 +99,107 @@ class Product(nn.Module):
         return f"{tuple(self.weight.shape)}, gelu={self.gelu}"
 
 
+class Patches(nn.Module):
+    """A convolution whose windows are neither padded nor overlap, as one product."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[N, channels, height, width] to [N, outs, height / window height, width / window width]."""
+        (high, wide), (rows, rest_of_rows) = self.weight.shape[2:], divmod(images.shape[2], self.weight.shape[2])
+        columns, rest_of_columns = divmod(images.shape[3], wide)
+        if rest_of_rows or rest_of_columns:
+            return functional.conv2d(images, self.weight, self.bias, (high, wide))
+        windows = images.reshape(len(images), -1, rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5)
+        answer = functional.linear(windows.flatten(3), self.weight.flatten(1), self.bias)
+        return answer.permute(0, 3, 1, 2)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}"
+
+
+class SelfAttention(nn.MultiheadAttention):
+    """Attention that reads queries, keys and values where one product wrote them, where torch's own copies each."""
+
+    @staticmethod
+    def takes(layer: nn.Module) -> bool:
+        """Whether a layer may have this class instead of its own."""
+        if not isinstance(layer, nn.MultiheadAttention) or type(layer) is not nn.MultiheadAttention:
+            return False
+        return not (layer.training or layer.bias_k is not None or layer.add_zero_attn) and layer._qkv_same_embed_dim
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `nn.MultiheadAttention`, which executes where other inputs, weights or more masks are asked for."""
+        mask = options.get("attn_mask")
+        is_plain = not arguments and options.get("key_padding_mask") is None and not options.get("need_weights", True)
+        is_plain &= mask is None or (mask.is_floating_point() and mask.dim() == 2)
+        is_plain &= mask is not None or not options.get("is_causal", False)
+        if not (is_plain and query is key and key is value and query.dim() == 3):
+            answer: tuple[Tensor, Tensor | None] = super().forward(query, key, value, *arguments, **options)
+            return answer
+        batch, sequence = (0, 1) if self.batch_first else (1, 0)
+        products = functional.linear(query, self.in_proj_weight, self.in_proj_bias)
+        heads = products.view(*products.shape[:2], 3, self.num_heads, self.head_dim)
+        queries, keys, values = (part.permute(batch, 2, sequence, 3) for part in heads.unbind(2))
+        attended = functional.scaled_dot_product_attention(queries, keys, values, mask)
+        tokens = attended.permute((0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3))
+        return self.out_proj(tokens.flatten(2)), None
+
+
+@contextmanager
+def _own_attention(module: nn.Module) -> Iterator[None]:
+    """The module with `SelfAttention` as far as it takes its layers."""
+    layers = [layer for layer in module.modules() if SelfAttention.takes(layer)]
+    try:
+        for layer in layers:
+            layer.__class__ = SelfAttention
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = nn.MultiheadAttention
+
+
 def fused_layers(module: nn.Module, inputs: Sequence[Tensor], shapes: Sequence[dict[int, Any]]) -> fx.GraphModule:
     """The graph of `module`, exported with these inputs, with fused layers. `shapes`: see `dynamic_shapes`.
 
     Raises `ValueError` if there is nothing to fuse, and whatever torch.export and the module's own code raise.
     """
     with torch.no_grad():
-        program = torch.export.export(module, tuple(inputs), dynamic_shapes=tuple(shapes))
+        with _own_attention(module):
+            program = torch.export.export(module, tuple(inputs), dynamic_shapes=tuple(shapes))
         graph = program.module()
         assert isinstance(graph, fx.GraphModule)
         _drop_nothings(graph)
-        changes = sum(change(graph) for change in (_merge_products, _add_gelu, _add_sums, _convert_masks_once))
+        changes = sum(change(graph) for change in CHANGES)
         if not changes:
             raise ValueError("nothing that can be fused surrounds a linear layer or a norm")
         graph.graph.eliminate_dead_code()
         graph.delete_all_unused_submodules()
         graph.recompile()
     return graph
+
+
+def _multiply_patches(module: fx.GraphModule) -> int:
+    """A product in place of a convolution that reads every pixel once."""
+    changed = 0
+    for node in list(module.graph.nodes):
+        if node.target is not aten.conv2d.default:
+            continue
+        arguments: tuple[Any, ...] = (*node.args, *_CONVOLUTION[len(node.args) :])
+        images, stride, padding, dilation, groups = arguments[0], *arguments[3:]
+        weight, bias = _constant(module, arguments[1]), _constant(module, arguments[2])
+        if weight is None or (bias is None) != (arguments[2] is None) or tuple(weight.shape[2:]) != tuple(stride):
+            continue
+        if not any(padding) and set(dilation) == {1} and groups == 1 and not node.kwargs:
+            with module.graph.inserting_before(node):
+                _replace(module, node, _call(module, f"patches_{changed}", Patches(weight, bias), images))
+            changed += 1
+    return changed
 
 
 def _drop_nothings(module: fx.GraphModule) -> None:
@@ -225,6 +312,12 @@ def _convert_masks_once(module: fx.GraphModule) -> int:
         for node in layers:
             node.update_arg(3, numbers)
     return len(reading)
+
+
+CHANGES = (_multiply_patches, _merge_products, _add_gelu, _add_sums, _convert_masks_once)
+"""Each returns how often it changed a graph."""
+_CONVOLUTION = (None, None, None, (1, 1), (0, 0), (1, 1), 1)
+"""Arguments of aten.conv2d, as far as they have a default."""
 
 
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:

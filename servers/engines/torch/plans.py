@@ -6,8 +6,8 @@ Which plan is fastest depends on the GPU, the model, the precision and the batch
 load: all plans in turn, as CUDA graphs. A plan is only taken for a batch size if its answers there agree with the
 model's own module in FP32. A plan that fails or does not fit into memory is not used.
 
-A model with few convolutions has two plans, its own layers and `servers.engines.torch.fused_layers`. They are measured
-with one item and with the largest batch, and one of them executes all.
+A model with few convolutions has two plans, its own layers and `servers.engines.torch.fused_layers`, which are measured
+in the same way. Fused layers are compared once, in the batch of the check at load.
 
 The choice of a convolutional model is kept in $XDG_CACHE_HOME/abserve/plans for the GPU, the versions, the model's
 structure and the precision: a later load compares answers, but measures nothing. The values of the weights change no
@@ -23,7 +23,7 @@ import os
 import re
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -116,7 +116,7 @@ def planned_form(
         if convolutions >= LEAST_CONVOLUTIONS and specification.padded_axis is None:
             return PlannedModule(module, specification, device, dtype, answers).form(rows)
         if sum(isinstance(layer, nn.Linear) for layer in module.modules()) >= LEAST_LAYERS:
-            return layered_form(module, specification, device, dtype, (min(rows), max(rows)), answers)
+            return layered_form(module, specification, device, dtype, rows, answers)
     return None
 
 
@@ -137,62 +137,69 @@ def layered_form(
     rows: Sequence[int],
     answers: ComparedAnswers,
 ) -> ModelForm:
-    """The form of `module` with fused layers, where its answers agree and it is faster; else with its own."""
+    """The form of `module` that has fused layers for the batches for which they are faster, if their answers agree."""
     started, left_out = monotonic(), dict[str, str]()
-    own = plain_form(deepcopy(module), specification, device, dtype)
-    details: dict[str, object] = {}
-    form = own
+    own = fused = plain_form(deepcopy(module), specification, device, dtype)
+    times: dict[int, dict[LayerPlan, float]] = {}
     try:
-        fused = _with_fused_layers(own, specification, device)
-        if (fault := _fault_of(fused, specification, device, answers)) is None:
-            times: dict[int, dict[LayerPlan, float]] = {}
-            for count in dict.fromkeys(rows):
+        fused = _with_fused_layers(own, specification, device, answers)
+        for count in measuring_order(rows):
+            if not times or monotonic() - started < MEASURING_SECONDS:
                 inputs = _tensors(specification, proof_batch(specification, count, 0).inputs, device)
                 outputs = [torch.empty_like(output) for output in as_specified(specification, own.call(inputs))]
-                enqueues = {plan: one.build(Bucket(count)) for plan, one in ((OWN_LAYERS, own), (FUSED_LAYERS, fused))}
+                enqueues = {OWN_LAYERS: own.build(Bucket(count)), FUSED_LAYERS: fused.build(Bucket(count))}
                 times[count] = graph_times_ms(enqueues, inputs, outputs, device, left_out)
-            details["plan_times_ms"] = {
-                str(count): {plan.title: round(time_ms, 4) for plan, time_ms in of.items()}
-                for count, of in times.items()
-            }
-            ratios = [of[FUSED_LAYERS] / of[OWN_LAYERS] for of in times.values() if len(of) == 2]
-            if len(ratios) == len(times) and math.prod(ratios) < MARGIN ** len(ratios):
-                form = fused
-        else:
-            left_out[FUSED_LAYERS.title] = fault
     except Exception as exc:  # noqa: BLE001  a module that is exported may raise anything
         left_out[FUSED_LAYERS.title] = reason_of(exc)
+        times.clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the graphs
-    chosen = OWN_LAYERS if form is own else FUSED_LAYERS
-    details |= {"plan_seconds": round(monotonic() - started, 2), **({"plans_left_out": left_out} if left_out else {})}
-    return replace(form, plans=lambda: {str(count): chosen.title for count in rows}, details=details)
+    measured = {count: fastest(of) for count, of in times.items() if OWN_LAYERS in of} or {max(rows): OWN_LAYERS}
+    chosen = {count: measured[nearest(measured, count)[0]] for count in sorted({*rows})}
+    details: dict[str, object] = {
+        "plan_seconds": round(monotonic() - started, 2),
+        "plan_origins": {str(count): "measured" if count in times else "not measured" for count in chosen},
+    }
+    if times:
+        details["plan_times_ms"] = {
+            str(count): {plan.title: round(time_ms, 4) for plan, time_ms in of.items()}
+            for count, of in sorted(times.items())
+        }
+    if left_out:
+        details["plans_left_out"] = left_out
+    form = fused if FUSED_LAYERS in chosen.values() else own
+    if len(set(chosen.values())) > 1:
+        form = replace(
+            form,
+            kernels=f"{OWN_MODULE}, {how_of(chosen.values())}",
+            gelu=form.gelu if form.gelu == own.gelu else f"{own.gelu} or {form.gelu}, as the plans say",
+            enqueue=lambda count: (fused if chosen[count] == FUSED_LAYERS else own).build(Bucket(count)),
+        )
+    return replace(form, plans=lambda: {str(count): plan.title for count, plan in chosen.items()}, details=details)
 
 
-def _with_fused_layers(own: ModelForm, specification: ModelSpecification, device: torch.device) -> ModelForm:
-    """Raises as `fused_layers`."""
+def _with_fused_layers(
+    own: ModelForm, specification: ModelSpecification, device: torch.device, answers: ComparedAnswers
+) -> ModelForm:
+    """Raises `ValueError` if its answers differ from those that are expected, and as `fused_layers`."""
     assert isinstance(own.module, nn.Module)  # see plain_form
     arrays = proof_batch(specification, EXAMPLE_ROWS, 0, EXAMPLE_SHARE).inputs
     inputs = converted(_tensors(specification, arrays, device), own.dtype)
     graph = fused_layers(own.module, inputs, dynamic_shapes(specification))
     tanh = own.dtype in HALVES and any(isinstance(layer, Product) and layer.gelu for layer in graph.modules())
-    return replace(
+    form = replace(
         own,
         module=graph,
         parameters=tuple(graph.parameters()),
         kernels=f"{OWN_MODULE}, {FUSED_LAYERS.title}",
         gelu="tanh" if tanh else own.gelu,
     )
-
-
-def _fault_of(
-    form: ModelForm, specification: ModelSpecification, device: torch.device, answers: ComparedAnswers
-) -> str | None:
-    """How the answers of a form differ from those that are expected; None if they agree."""
     outputs = as_specified(specification, form.call(_tensors(specification, answers.proof.inputs, device)))
     arrays = {tensor.name: output.cpu().numpy() for tensor, output in zip(specification.outputs, outputs, strict=True)}
     actual = answers.proof.without_padding(arrays)
-    return disagreement(specification, answers.expected, actual, answers.precision).fault
+    if (fault := disagreement(specification, answers.expected, actual, answers.precision).fault) is not None:
+        raise ValueError(fault)
+    return form
 
 
 def _tensors(specification: ModelSpecification, arrays: Mapping[str, Array], device: torch.device) -> list[Tensor]:
@@ -234,8 +241,7 @@ class PlannedModule:
                 self._measure(count)
         measured = {count: plan for count, (plan, _) in self._chosen.items()}
         for count in sorted({*rows} - {*measured}):
-            near = sorted(measured, key=lambda other: abs(math.log(other / count)))
-            candidates = dict.fromkeys([*(measured[other] for other in near), *PLANS])
+            candidates = dict.fromkeys([*(measured[other] for other in nearest(measured, count)), *PLANS])
             plan = next((plan for plan in candidates if self._agrees(plan, count)), None)
             if plan is None:
                 return None
@@ -254,7 +260,6 @@ class PlannedModule:
         largest = forms[self._chosen[max(self._chosen)][0]]
         choice = {count: plan for count, (plan, _) in sorted(self._chosen.items())}
         plans = {str(count): plan.title for count, plan in choice.items()}
-        how = next(iter(taken)).title if len(taken) == 1 else f"{len(taken)} plans by batch size"
         origins = {str(count): self._chosen[count][1] for count in choice}
         details: dict[str, object] = {
             "plan_seconds": round(monotonic() - self._started, 2),
@@ -269,7 +274,7 @@ class PlannedModule:
             largest.module,
             largest.parameters,
             self._dtype,
-            f"{OWN_MODULE}, {how}",
+            f"{OWN_MODULE}, {how_of(choice.values())}",
             enqueue=lambda count: forms[choice[count]].build(Bucket(count)),
             plans=lambda: plans,
             details=details,
@@ -398,10 +403,21 @@ def _in_layout(layout: torch.memory_format, _module: nn.Module, arguments: tuple
     )
 
 
-def fastest(times_ms: Mapping[ModulePlan, float]) -> ModulePlan:
-    """The simplest plan that no other one beats by more than the margin."""
+def fastest(times_ms: Mapping[P, float]) -> P:
+    """The simplest plan, of which all come in that order, that no other one beats by more than the margin."""
     least = min(times_ms.values()) / MARGIN
-    return next(plan for plan in PLANS if plan in times_ms and times_ms[plan] <= least)
+    return next(plan for plan, time_ms in times_ms.items() if time_ms <= least)
+
+
+def nearest(measured: Iterable[int], rows: int) -> list[int]:
+    """The batch sizes that were measured, the nearest by ratio first."""
+    return sorted(measured, key=lambda other: abs(math.log(other / rows)))
+
+
+def how_of(plans: Iterable[P]) -> str:
+    """The plans of all batch sizes in a few words."""
+    taken = list(dict.fromkeys(plans))
+    return taken[0].title if len(taken) == 1 else f"{len(taken)} plans by batch size"
 
 
 def measuring_order(rows: Sequence[int]) -> list[int]:

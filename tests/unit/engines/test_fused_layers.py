@@ -20,7 +20,7 @@ from servers.engines.agreement import proof_batch
 from servers.engines.settings import EngineSettings
 from servers.engines.torch import plans
 from servers.engines.torch.engine import TorchEngine
-from servers.engines.torch.fused_layers import Product, SumNorm, dynamic_shapes, fused_layers
+from servers.engines.torch.fused_layers import Patches, Product, SumNorm, dynamic_shapes, fused_layers
 from servers.engines.torch.plans import FUSED_LAYERS, OWN_LAYERS
 from servers.models.registry import get_specification
 from servers.models.weights import RandomWeights
@@ -137,6 +137,74 @@ def test_library_models_answer_as_before(reference: str, norms: int, gelu: int) 
     assert sum(isinstance(layer, Product) and layer.gelu for layer in fused.modules()) == gelu
 
 
+class Attending(nn.Module):
+    """Patches of images, and `nn.MultiheadAttention` to what `how` says."""
+
+    def __init__(self, how: str, *, batch_first: bool) -> None:
+        super().__init__()
+        self.how, self.batch_first = how, batch_first
+        self.patches = nn.Conv2d(3, WIDTH, 4, 4, bias=how != "no bias")
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first, bias=how != "no bias")
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mask = nn.Buffer(torch.full((4, 4), float("-inf")).triu(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patches(images).flatten(2).transpose(1, 2)
+        tokens = tokens if self.batch_first else tokens.transpose(0, 1)
+        key = tokens + 1 if self.how == "another" else tokens
+        padding = images.mean((1, 2, 3))[:, None].expand(-1, 4) > 9 if self.how == "padding" else None
+        mask = {"mask": self.mask, "boolean mask": self.mask < 0}.get(self.how)
+        attended, weights = self.attention(
+            tokens, key, key, key_padding_mask=padding, need_weights=self.how == "weights", attn_mask=mask
+        )
+        answer: Tensor = self.norm(attended + tokens)
+        answer = answer if self.batch_first else answer.transpose(0, 1)
+        return answer if weights is None else answer + weights.mean(2, keepdim=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("how", ["", "mask", "no bias", "another", "padding", "boolean mask", "weights"])
+def test_attention_and_patches(how: str, batch_first: bool) -> None:
+    """Only attention to the own input with a mask of numbers, or none, has another code; the answers never change."""
+    torch.manual_seed(0)
+    module = Attending(how, batch_first=batch_first).eval()
+    images = torch.randn(3, 3, 8, 8)
+    fused = fused_layers(module, [images], [{0: torch.export.Dim("batch", min=1)}])
+    assert type(module.attention) is nn.MultiheadAttention
+    for rows in (1, 2, 5):
+        images = torch.randn(rows, 3, 8, 8)
+        torch.testing.assert_close(fused(images), module(images), atol=1e-5, rtol=1e-5)
+    operations = [node.target for node in fused.graph.nodes]
+    unbinds = torch.ops.aten.unbind.int in operations
+    assert unbinds == (how in ("", "mask", "no bias"))
+    assert sum(isinstance(layer, Patches) for layer in fused.modules()) == 1
+    assert torch.ops.aten.conv2d.default not in operations
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("window", "options"), [((2, 2), {}), ((4, 2), {}), ((3, 3), {}), ((2, 2), {"bias": False})])
+def test_patches_are_the_convolution(window: tuple[int, int], options: Any) -> None:
+    """With windows that leave a rest of the image, too."""
+    convolution = nn.Conv2d(3, 5, window, window, **options)
+    patches = Patches(convolution.weight, convolution.bias)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        images = torch.randn(2, 3, 8, 12).contiguous(memory_format=layout)
+        torch.testing.assert_close(patches(images), convolution(images), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"padding": 1}, {"stride": 1}, {"dilation": 2}, {"groups": 3, "out_channels": 6}])
+def test_other_convolutions_stay(options: Any) -> None:
+    convolution = nn.Conv2d(**{"in_channels": 3, "out_channels": 4, "kernel_size": 2, "stride": 2, **options})
+    module = nn.Sequential(convolution, nn.Flatten(2), nn.Linear(25, 8), nn.GELU()).eval()
+    images = torch.randn(3, 3, 10, 10)
+    module[2] = nn.Linear(convolution(images).flatten(2).shape[2], 8)
+    fused = fused_layers(module, [images], [{0: torch.export.Dim("batch", min=1)}])
+    assert not any(isinstance(layer, Patches) for layer in fused.modules())
+    torch.testing.assert_close(fused(images), module(images), atol=1e-5, rtol=1e-5)
+
+
 Times = dict[str, float]
 
 
@@ -167,32 +235,46 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TorchEngin
     torch.set_num_threads(threads)
 
 
-def plan_of(engine: TorchEngine) -> str:
-    """Of every batch."""
+def plans_of(engine: TorchEngine) -> list[str]:
+    """Of batches of one and two."""
     by_rows: Any = engine.describe().details["plans"]
-    (title,) = set(by_rows.values())
-    return str(title)
+    return [by_rows["1"], by_rows["2"]]
 
 
 @pytest.mark.parametrize(
-    ("planted", "chosen"),
+    ("planted", "chosen", "kernels"),
     [
-        ({1: (1.0, 0.8), 2: (2.0, 1.8)}, FUSED_LAYERS),
-        ({1: (1.0, 1.3), 2: (2.0, 1.8)}, OWN_LAYERS),
-        ({1: (1.0, 0.99), 2: (2.0, 1.99)}, OWN_LAYERS),  # within the margin the simpler one
+        ({1: (1.0, 0.8), 2: (2.0, 1.8)}, [FUSED_LAYERS] * 2, "fused layers"),
+        ({1: (1.0, 0.8), 2: (2.0, 2.2)}, [FUSED_LAYERS, OWN_LAYERS], "2 plans by batch size"),
+        ({1: (1.0, 1.3), 2: (2.0, 1.8)}, [OWN_LAYERS, FUSED_LAYERS], "2 plans by batch size"),
+        ({1: (1.0, 0.99), 2: (2.0, 1.99)}, [OWN_LAYERS] * 2, "own module"),  # within the margin the simpler one
     ],
 )
-def test_the_faster_plan_executes(loaded: Any, planted: dict[int, tuple[float, float]], chosen: Any) -> None:
+def test_the_faster_plan_executes(
+    loaded: Any, planted: dict[int, tuple[float, float]], chosen: Any, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = list[int]()
+    calls = SumNorm.forward
+
+    def counted(self: SumNorm, one: Tensor, other: Tensor) -> Any:
+        called.append(len(one))
+        return calls(self, one, other)
+
+    monkeypatch.setattr(SumNorm, "forward", counted)
     engine = loaded(planted)
     details = engine.describe().details
-    assert plan_of(engine) == chosen.title
+    assert plans_of(engine) == [plan.title for plan in chosen]
     assert details["plan_times_ms"]["1"] == dict(zip(("own layers", "fused layers"), planted[1], strict=True))
-    assert ("fused" in details["kernels"]) == (chosen is FUSED_LAYERS)
-    inputs = proof_batch(get_specification(TEXTS), 2, 3, 0.1).inputs
-    expected = get_specification(TEXTS).load_module(RandomWeights(0))(*map(torch.from_numpy, inputs.values()))
-    known = inputs["attention_mask"].astype(bool)
-    actual = engine.infer(inputs)["last_hidden_state"]
-    np.testing.assert_allclose(actual[known], expected.detach().numpy()[known], atol=1e-4)
+    assert set(details["plan_origins"].values()) == {"measured"}
+    assert details["kernels"].endswith(kernels)
+    for rows in (1, 2):
+        called.clear()
+        inputs = proof_batch(get_specification(TEXTS), rows, 3, 0.1).inputs
+        expected = get_specification(TEXTS).load_module(RandomWeights(0))(*map(torch.from_numpy, inputs.values()))
+        known = inputs["attention_mask"].astype(bool)
+        actual = engine.infer(inputs)["last_hidden_state"]
+        np.testing.assert_allclose(actual[known], expected.detach().numpy()[known], atol=1e-4)
+        assert bool(called) == (chosen[rows - 1] is FUSED_LAYERS)
 
 
 def test_wrong_answers_and_failures_leave_the_module_as_it_is(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +282,7 @@ def test_wrong_answers_and_failures_leave_the_module_as_it_is(loaded: Any, monke
     with monkeypatch.context() as patched:
         patched.setattr(SumNorm, "forward", lambda self, one, _other: functional.layer_norm(one, (len(self.weight),)))
         engine = loaded(faster)
-        assert plan_of(engine) == OWN_LAYERS.title
+        assert plans_of(engine) == [OWN_LAYERS.title] * 2
         assert engine.describe().details["plans_left_out"].keys() == {FUSED_LAYERS.title}
     with monkeypatch.context() as patched:
 
@@ -209,7 +291,7 @@ def test_wrong_answers_and_failures_leave_the_module_as_it_is(loaded: Any, monke
 
         patched.setattr(plans, "fused_layers", fails)
         engine = loaded(faster)
-        assert plan_of(engine) == OWN_LAYERS.title
+        assert plans_of(engine) == [OWN_LAYERS.title] * 2
         assert "does not know this" in engine.describe().details["plans_left_out"][FUSED_LAYERS.title]
 
 
