@@ -151,6 +151,8 @@ def parameters_in_effect(service: ModelService) -> dict[str, str]:
         parameters["threads"] = str(description.threads)
         if (kernels := description.details.get("kernels")) is not None:
             parameters["kernels"] = str(kernels)
+    if (flights := description.details.get("batches_in_flight")) is not None:
+        parameters["batches_in_flight"] = str(flights)
     if plans := description.details.get("plans"):
         assert isinstance(plans, Mapping)
         parameters["plans"] = _by_plan(plans)

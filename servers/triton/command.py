@@ -221,6 +221,7 @@ def _space(settings: TritonSettings, given: Collection[str], console: Console) -
             "spinning": "on" if settings.spinning == "auto" else settings.spinning,
             "max_batch_size": engine.max_batch_size,
             "decode_threads": settings.decoding.thread_count,
+            "instances": settings.instances_on(engine.device, backend),
         }
         not_searched.append(
             "merge-config with preferred_batch_size: NVIDIA recommends it only for TensorRT plans with several profiles"
@@ -232,6 +233,7 @@ def _space(settings: TritonSettings, given: Collection[str], console: Console) -
     }
     # auto chooses the tensorrt backend as soon as there is a plan, which a contender may build.
     stated = ["backend"] if "tensorrt" in here.backends else []
+    stated += ["instances"] if len(here.backends) > 1 else []  # each has another number by default
     return space_json("triton", settings, here, in_effect, given, not_searched, stated)
 
 

@@ -180,9 +180,10 @@ def prepare(
     installation = installation or find_wheel()
     _clean_up()
     shared_bytes = max(region_bytes(model.specification, engine.max_batch_size) for model in models)
-    assert_space(shared_bytes * len(models) * settings.instances)
+    instances = settings.instances_on(engine.device, backend)
+    assert_space(shared_bytes * len(models) * instances)
     delay_us, queue_size = settings.max_queue_delay_us, settings.queue_size
-    serving = Serving(engine, weights, delay_us, queue_size, settings.decoding, backend, settings.instances)
+    serving = Serving(engine, weights, delay_us, queue_size, settings.decoding, backend, instances)
     lay_out(settings.folder, installation, models, serving)
     first, repository = models[0], settings.folder / MODELS
     if settings.merge_config:
@@ -228,7 +229,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     if not model.is_dir():
         raise OptionError(f"--triton-repository {folder} has no model {settings.model}; {_listed(folder)}")
     _assert_name(settings.model)
-    for option, value in {"merge_config": settings.merge_config, "instances": settings.instances > 1}.items():
+    for option, value in {"merge_config": settings.merge_config, "instances": (settings.instances or 1) > 1}.items():
         if value:
             raise OptionError(f"{flag_of(option)} changes generated configs; edit the one in your own repository")
     assert_ready(settings)
@@ -264,7 +265,7 @@ def language_backend(settings: TritonSettings, installation: Installation) -> st
         "max_batch_size": settings.max_batch_size,
         "max_queue_delay_us": settings.max_queue_delay_us,
         "pad_to": parse_pad_to(settings.pad_to),
-        "instances": settings.instances > 1,
+        "instances": (settings.instances or 1) > 1,
     }
     for option, value in without_effect.items():
         if value:

@@ -31,7 +31,7 @@ OF_BACKEND: dict[str, Callable[[search.SearchContext, str, str], bool]] = {
 """Which precisions apply to a backend; behind the python backend the engine may still refuse one."""
 SEARCHED_QUEUE_DELAY = search.Searched(search.by_device((0, 5000), (0, 100, 500, 2000)), ordered=True)
 SEARCHED_INSTANCES = search.Searched(
-    search.by_device((1, 2, 4), (1, 2)),
+    search.by_device((1, 2, 4), (1, 2, 4)),
     ordered=True,
     applies={"threads": lambda here, count, threads: here.device == "cuda" or int(count) * int(threads) <= here.cores},
 )
@@ -76,12 +76,13 @@ class TritonSettings(EngineOptions, GeneratingOptions):
     max_batch_size: Annotated[int | None, search.MAX_BATCH_SIZE] = Field(
         None, ge=1, title="Batching", description="Largest batch; default: the model's."
     )
-    instances: Annotated[int, SEARCHED_INSTANCES] = Field(
-        1,
+    instances: Annotated[int | None, SEARCHED_INSTANCES] = Field(
+        None,
         ge=1,
         le=64,
         title="Engine",
-        description="Instances of the executed model on each device, each with its own engine and threads.",
+        description="Instances of the executed model on each device, each with its own engine and threads; default: 1, "
+        "of the python backend on a GPU 2, which copy and execute in turn.",
     )
     max_queue_delay_us: Annotated[int, SEARCHED_QUEUE_DELAY] = Field(
         defaults.MAX_QUEUE_DELAY_US,
@@ -126,6 +127,11 @@ class TritonSettings(EngineOptions, GeneratingOptions):
     def folder(self) -> Path:
         """The working folder; absolute, since a supervisor may start the server from another folder."""
         return (self.work_dir or self.artefacts / "triton" / str(self.http_port)).absolute()
+
+    def instances_on(self, device: str, backend: str) -> int:
+        """The instances on each device. One of the python backend copies and executes one batch after the other, so
+        that a GPU waits."""
+        return self.instances or (2 if device != "cpu" and backend == "python" else 1)
 
     @property
     def decoding(self) -> DecodingSettings:

@@ -120,6 +120,9 @@ def _reported(arm: ArmRecord | None, key: str) -> object:
         return (arm.model_config or {}).get("name")
     if key == "max_batch_size" and arm.steps:  # an ensemble itself merges no requests
         return (executed_config(arm) or {}).get(key)
+    if key == "instances" and (flights := _number(arm.in_effect.get("batches_in_flight"))):
+        instances = _number(arm.in_effect.get(key))
+        return None if instances is None else int(instances * flights)
     return padding_in_effect(arm) if key == "pad_to" else arm.in_effect.get(key)
 
 
@@ -190,9 +193,16 @@ for _name, _setting, _noun, _severity in (
     ("same_threads", "threads", "number of threads", "invalidates"),
     ("same_max_batch_size", "max_batch_size", "maximum batch size", "invalidates"),
     ("same_queue_delay", "max_queue_delay_us", "queue delay", "warns"),
-    ("same_instances", "instances", "number of instances", "warns"),
 ):
     _declare_same(_name, _setting, _noun, cast("Severity", _severity))
+_declare_same(
+    "same_instances",
+    "instances",
+    "number of batches at once",
+    "warns",
+    "Change --instances of an arm, unless each serves most as it is: an instance of the native server on a GPU has two "
+    "batches in flight, one of Triton's python backend has one.",
+)
 _declare_same(
     "same_pad_to",
     "pad_to",

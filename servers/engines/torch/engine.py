@@ -241,6 +241,7 @@ class TorchEngine(RunnerEngine):
         if (runner := self._runner) is not None:
             graphs, axis = self._mode in GRAPH_MODES, self._specification.padded_axis
             details |= {
+                "batches_in_flight": self.flights,
                 "gelu": form.gelu,
                 "compiled": self._mode == "compile",
                 "cuda_graphs": graphs,

@@ -15,6 +15,7 @@ from servers.cli.defaults import OptionError
 from servers.gpu.command import gpu_exporter, gpu_info
 from servers.triton.command import serve_triton
 from servers.triton.launch import assert_free
+from servers.triton.settings import TritonSettings
 
 CODE = """
 import os
@@ -49,6 +50,23 @@ def test_every_option_has_a_group_and_a_sentence(command: Any) -> None:
 def taken() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "backend", "instances"),
+    [
+        (None, "cpu", "python", 1),
+        (None, "cuda:0", "python", 2),
+        (None, "cuda:0,cuda:1", "python", 2),
+        (None, "cuda:0", "onnxruntime", 1),
+        (1, "cuda:0", "python", 1),
+        (4, "cpu", "onnxruntime", 4),
+    ],
+)
+def test_the_python_backend_has_two_instances_on_a_gpu(
+    asked: int | None, device: str, backend: str, instances: int
+) -> None:
+    assert TritonSettings(instances=asked).instances_on(device, backend) == instances
 
 
 def test_a_taken_port_names_its_option(taken: int) -> None:

@@ -84,6 +84,16 @@ def test_the_arm_that_differs_is_named_and_the_others_are_not(
     assert ok
 
 
+def test_an_instance_with_two_batches_in_flight_counts_as_two() -> None:
+    flying: dict[str, object] = {"batches_in_flight": "2"}
+    two: dict[str, object] = {"instances": 2}
+    ((ok, _, text),) = before(run_of(a=flying, b=flying, c=two), "same_instances")
+    assert (ok, text) == (True, "2")
+    ((ok, _, text),) = before(run_of(a=flying, b=flying, c={"instances": 4}), "same_instances")
+    assert not ok
+    assert "(A 2, C 4)" in text
+
+
 def test_the_padding_of_batches_is_compared_where_there_is_any() -> None:
     padded: dict[str, object] = {"pad_to": "32,64"}
     assert before(run_of(), "same_pad_to") == []
