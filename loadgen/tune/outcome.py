@@ -23,7 +23,7 @@ from loadgen.quantities import Interval, join, number, ratio, ratio_interval, sh
 from loadgen.records.run import Label, item_of
 from loadgen.stats.ratios import SIGNIFICANCE, critical_t
 from loadgen.tune.records import Contender, Space, Tuning
-from loadgen.tune.search import Choice, Search, Standing, gain
+from loadgen.tune.search import Choice, RaceLead, Search, gain
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.headline import Alternatives, fit
 from loadgen.verdict.result import Result
@@ -77,13 +77,8 @@ class TargetOutcome:
     """Other finalists whose measured difference to the best is below the margin of the choice."""
     met_before: bool
     """Whether a finalist met the limit; true without one."""
-    leader: Standing | None
-    """The best of the screenings so far."""
-    gain_so_far: Gain | None
-    """Of the leader over the defaults, in the screenings."""
-    tried: int
-    """Contenders that were measured or are out."""
-    out: tuple[tuple[Contender, str], ...]
+    race: RaceLead
+    """What the search knows."""
     worth: Mapping[str, Gain | None]
     """Of each setting of the winner its gain over itself with that setting put back, the largest first; None if that
     was not measured."""
@@ -219,11 +214,9 @@ def _weight(pair: PairOutcome) -> tuple[bool, float]:
 
 def _target(tuning: Tuning, place: int, choice: Choice | None, search: Search, compared: _Compared) -> TargetOutcome:
     space = tuning.spaces[place]
-    standings = search.standings(space.target)
     contenders = tuple(contender for contender in search.contenders if contender.target == space.target)
     default = next(contender for contender in contenders if not contender.settings)
     winner = next((contender for contender in contenders if contender.name in tuning.winners), None)
-    leader = next((standing for standing in standings if standing.racing), None)
     arms = [contender for contender in (winner, default) if contender is not None]
     lead = compared.of(default, winner)
     return TargetOutcome(
@@ -234,10 +227,7 @@ def _target(tuning: Tuning, place: int, choice: Choice | None, search: Search, c
         winner=winner,
         equals=() if choice is None else tuple(c for c in (choice.winner, *choice.equals) if c not in (None, winner)),
         met_before=choice is None or choice.winner is not None or not compared.limits,
-        leader=leader,
-        gain_so_far=gain(leader, next((s for s in standings if s.contender == default), None)),
-        tried=sum(standing.times > 0 or standing.out is not None for standing in standings),
-        out=tuple((standing.contender, standing.out) for standing in standings if standing.out is not None),
+        race=search.lead(space.target),
         worth={} if winner is None else _worth(winner, search, lead),
         figures={arm.name: figures for arm in arms if (figures := compared.figures(arm))},
         lead=lead,
@@ -439,7 +429,7 @@ def _title(outcome: TuningOutcome) -> str:
 
 def _unfinished(outcome: TuningOutcome) -> str:
     """The state of the search, which is not a result."""
-    tried = sum(target.tried for target in outcome.targets)
+    tried = sum(target.race.tried for target in outcome.targets)
     chosen = any(target.winner is not None for target in outcome.targets)
     where = "the best are chosen, the final did not run" if chosen else "nothing is chosen yet"
     ends = {"failed": ": the tuning failed", "interrupted": ": the tuning was interrupted"}

@@ -14,8 +14,9 @@ from loadgen.quantities import counted, ratio, ratio_interval
 from loadgen.records.run import Label
 from loadgen.report.progress import MovingLine, clock
 from loadgen.tune.outcome import settings_in_words
-from loadgen.tune.race import RaceLead, RaceProgress
+from loadgen.tune.race import RaceProgress
 from loadgen.tune.records import Space, TuningRun
+from loadgen.tune.search import RaceLead
 from loadgen.tune.space import size
 
 
@@ -76,12 +77,14 @@ class RichRaceProgress(MovingLine, RaceProgress):
 
 def lead_in_words(lead: RaceLead, contenders: int) -> str:
     """ "triton: best so far triton-7, 1.31× (1.22–1.40) of its defaults: max-batch-size=16; 9 of 216 tried, 1 out" """
-    tried = f"{lead.tried:,} of {counted(contenders, 'contender')} tried" + (f", {lead.out} out" if lead.out else "")
+    tried = f"{lead.tried:,} of {counted(contenders, 'contender')} tried" + (
+        f", {len(lead.out)} out" if lead.out else ""
+    )
     if lead.best is None:
-        why = "all are out" if lead.tried == lead.out else "nothing keeps the limit so far"
+        why = "all are out" if lead.tried == len(lead.out) else "nothing keeps the limit so far"
         return f"{lead.target}: {why if lead.tried else 'nothing measured yet'}; {tried}"
     contender = lead.best.contender
     if not contender.settings:
         return f"{lead.target}: its defaults are the best so far; {tried}"
-    gain = f", {ratio(lead.factor, lead.ci95)} ({ratio_interval(lead.ci95)}) of its defaults" if lead.factor else ""
+    gain = "" if lead.gain is None else f", {ratio(*lead.gain)} ({ratio_interval(lead.gain[1])}) of its defaults"
     return f"{lead.target}: best so far {contender.name}{gain}: {settings_in_words(contender)}; {tried}"

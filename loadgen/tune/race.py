@@ -20,7 +20,7 @@ from loadgen.child_process import ABSERVE
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.launch.work_folder import work_folder
-from loadgen.quantities import Interval, counted
+from loadgen.quantities import counted
 from loadgen.records.run import Experiment, Label, RunState
 from loadgen.run.interruption import interruptible
 from loadgen.run.preparation import Prepared
@@ -28,7 +28,7 @@ from loadgen.run.progress import RunProgress
 from loadgen.run.storage import StorageError, StoredRunError, read_one, running, write_record
 from loadgen.tune.records import ANCHOR, Contender, Score, Space, Stage, Tuning, TuningRun
 from loadgen.tune.screening import Judged, screen
-from loadgen.tune.search import Choice, Search, Standing, gain
+from loadgen.tune.search import Choice, RaceLead, Search
 from loadgen.tune.settings import TuneSettings, final_settings, screening_settings
 
 FINAL_SHARE, LEAST_FINAL_S, MOST_FINAL_SHARE = 0.25, 240.0, 0.4
@@ -60,22 +60,6 @@ FINAL = "final"
 
 class TuningError(Exception):
     """A tuning cannot go on; the message says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class RaceLead:
-    """How far the search of one target is."""
-
-    target: str
-    tried: int
-    """Contenders that were measured or are out."""
-    out: int
-    """Contenders that are out."""
-    best: Standing | None = None
-    """The best so far; None before anything was measured."""
-    factor: float | None = None
-    """How many times better it is than the target's defaults; None if those were not measured, or are the best."""
-    ci95: Interval | None = None
 
 
 class RaceProgress(RunProgress):
@@ -165,23 +149,6 @@ def tune(
         else:
             race.store(state="finished")
     return race.tuning
-
-
-def leads_of(search: Search) -> list[RaceLead]:
-    """Where the race stands, one line per target."""
-    leads = []
-    for target in search.spaces:
-        standings = search.standings(target)
-        measured = [standing for standing in standings if standing.times and standing.log_ratio is not None]
-        out = sum(standing.out is not None for standing in standings)
-        lead = RaceLead(target, sum(bool(s.times or s.out) for s in standings), out)
-        best = next((standing for standing in measured if standing.racing), None)
-        default = next((standing for standing in measured if not standing.contender.settings), None)
-        if best is not None:
-            factor, ci95 = (None if best is default else gain(best, default)) or (None, None)
-            lead = RaceLead(target, lead.tried, out, best, factor, ci95)
-        leads.append(lead)
-    return leads
 
 
 class _Race:
@@ -355,7 +322,7 @@ class _Race:
         )  # fmt: skip
         self.search.tell(run)
         self.store(runs=(*self.tuning.runs, run))
-        self.progress.run_done(run, leads_of(self.search))
+        self.progress.run_done(run, [self.search.lead(target) for target in self.search.spaces])
         if state.state == "interrupted":
             raise KeyboardInterrupt
         stored = read_one(folder, Experiment)

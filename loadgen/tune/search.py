@@ -98,6 +98,21 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
+class RaceLead:
+    """How far the search of one target is."""
+
+    target: str
+    tried: int
+    """Contenders that were measured or are out."""
+    out: tuple[tuple[Contender, str], ...] = ()
+    """Contenders that are out, and why."""
+    best: Standing | None = None
+    """The best of the screenings; None before anything was measured, and where nothing keeps the limit."""
+    gain: tuple[float, Interval] | None = None
+    """How many times better it is than the target's defaults; None if those were not measured, or are the best."""
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """The winner of one target, see `Search.winners`."""
 
@@ -189,6 +204,15 @@ class Search:
             for s in standings
         ]
         return sorted(raced, key=_rank)
+
+    def lead(self, target: str) -> RaceLead:
+        """Where the race of a target stands."""
+        standings = self.standings(target)
+        tried = sum(standing.times > 0 or standing.out is not None for standing in standings)
+        out = tuple((standing.contender, standing.out) for standing in standings if standing.out is not None)
+        best = next((standing for standing in standings if standing.racing and standing.times), None)
+        default = next((standing for standing in standings if not standing.contender.settings), None)
+        return RaceLead(target, tried, out, best, None if best is default else gain(best, default))
 
     def finalists(self, each: int = 3) -> list[Contender]:
         """The best so many of every target, for fresh runs of the stage `finalists`. With a limit those whose value is

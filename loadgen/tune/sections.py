@@ -123,16 +123,16 @@ def _answer(outcome: TuningOutcome) -> doc.Section | None:
 
 def _in_brief(outcome: TuningOutcome, target: TargetOutcome) -> str:
     """One line of a target: its best settings and what its defaults cost, or the standing of its search."""
-    return f"{_standing(outcome, target)} ({counted(target.tried, 'contender')} tried)"
+    return f"{_standing(outcome, target)} ({counted(target.race.tried, 'contender')} tried)"
 
 
 def _standing(outcome: TuningOutcome, target: TargetOutcome) -> str:
     lead, cost = target.lead, target.cost_of_defaults
     if outcome.final is None or target.best is None or target.winner is None:
-        if target.leader is None:
+        if target.race.best is None:
             return "nothing to tell yet"
-        gain = "" if target.gain_so_far is None else f", {_times(target.gain_so_far)} of its defaults in the screenings"
-        return f"best so far: {settings_in_words(target.leader.contender)}{gain}"
+        gain = "" if target.race.gain is None else f", {_times(target.race.gain)} of its defaults in the screenings"
+        return f"best so far: {settings_in_words(target.race.best.contender)}{gain}"
     words = settings_in_words(target.winner)
     if not target.meets_limit:
         within = limits_in_words(outcome.settings.limits)
@@ -383,7 +383,7 @@ def _deploy(outcome: TuningOutcome, commands: Mapping[str, str], files: Mapping[
 
 def _left_out(outcome: TuningOutcome) -> doc.Section | None:
     """Contenders that may never win, each with its reason."""
-    rows = [(_name(target), settings_in_words(c), why) for target in outcome.targets for c, why in target.out]
+    rows = [(_name(target), settings_in_words(c), why) for target in outcome.targets for c, why in target.race.out]
     problems = [doc.Item(sentence(run.problem), "warning", run.folder) for run in outcome.tuning.runs if run.problem]
     return doc.section(
         "Out of the race",

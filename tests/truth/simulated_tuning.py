@@ -205,10 +205,13 @@ class PlayedTuning:
         return math.inf if choice.winner is None else target.best(room) - target.of(choice.winner)
 
 
-def play(targets: Mapping[str, Planted], seed: int, screenings: int, passes: int = 2, places: int = 5) -> PlayedTuning:
+def play(
+    targets: Mapping[str, Planted], seed: int, screenings: int, passes: int = 2, places: int = 5,
+    kind: type[Search] = Search,
+) -> PlayedTuning:  # fmt: skip
     """One tuning of these targets, without its final."""
     machine = Machine(targets, np.random.default_rng([seed, 1]))
-    search = Search([target.space for target in targets.values()], seed)
+    search = kind([target.space for target in targets.values()], seed)
     screen(search, machine, screenings, places)
     choices = choose(search, machine, passes, places)
     return PlayedTuning(targets, choices, tuple(machine.runs))
@@ -247,12 +250,15 @@ def final(played: PlayedTuning, rng: np.random.Generator, *, rounds: int, restar
     return any(c.leading and {*c.pairing} == {"b", "d"} and c.winner is not None for c in compared)
 
 
-def found_best(plant: Callable[..., Planted], contenders: int, screenings: int, tunings: int) -> Share:
+def found_best(
+    plant: Callable[..., Planted], contenders: int, screenings: int, tunings: int, kind: type[Search] = Search
+) -> Share:
     """Targets whose chosen settings are within 3 % of the best, of tunings of two targets with so many contenders."""
     lost = []
     for seed in range(tunings):
         rng = np.random.default_rng([seed, contenders])
-        played = play({name: plant(contenders, rng, name) for name in ("native", "triton")}, seed, screenings)
+        targets = {name: plant(contenders, rng, name) for name in ("native", "triton")}
+        played = play(targets, seed, screenings, kind=kind)
         lost += [played.lost(choice) for choice in played.choices]
     return Share(sum(loss < CLOSE for loss in lost), len(lost))
 

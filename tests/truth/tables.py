@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from loadgen.stats.ratios import detectable_effect
+from loadgen.tune.search import Search
 from tests.truth import promises, simulated_tuning
 from tests.truth.closed_loops import KINDS, bias
 from tests.truth.planted_runs import TRUTHS, try_truth
@@ -230,6 +231,18 @@ def tunings() -> Iterator[str]:
         yield f"{contenders} | {' | '.join(map(percent, shares))}"
 
 
+def other_searches() -> Iterator[str]:
+    """Targets whose best settings are found, by what searches for them. Needs Optuna."""
+    from tests.truth.other_searches import RandomSearch, TpeSearch
+
+    for contenders, screenings in ((240, 10), (240, 16), (240, 24)):
+        shares = [
+            simulated_tuning.found_best(simulated_tuning.planted, contenders, screenings, TUNINGS, kind)
+            for kind in (Search, RandomSearch, TpeSearch)
+        ]
+        yield f"{contenders} | {5 * screenings // 2} | {' | '.join(map(percent, shares))}"
+
+
 def equal_targets() -> Iterator[str]:
     """Finals of equal targets that name a winner."""
     for start in (0.0, 0.005, 0.01, 0.02):
@@ -254,6 +267,7 @@ TABLES = (
         tunings,
         0,
     ),
+    ("contenders of a target | tried | abserve tune | at random | Optuna's TPE", other_searches, 0),
     ("spread of a start | finals of equal targets with a winner: 1 start | 3 | 5", equal_targets, 0),
     ("clients' time | of it the same for all | rows/s | rows | best rule's rows/s | rows | share", batches, 0),
     ("pairs | 1 comparison | 10 comparisons | 20 comparisons", detectable, 0),

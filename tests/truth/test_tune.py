@@ -13,6 +13,7 @@ import pytest
 from loadgen.records.run import Label
 from loadgen.tune import search as searching
 from loadgen.tune.search import Search
+from tests.truth.other_searches import RandomSearch
 from tests.truth.promises import Share
 from tests.truth.simulated_tuning import (
     CLOSE,
@@ -56,6 +57,11 @@ def test_without_the_regression_it_is_not(monkeypatch: pytest.MonkeyPatch) -> No
     """The test above can fail."""
     monkeypatch.setattr(searching, "FIRST", 1000)
     assert found_best(planted, 240, 12, 6).value < 0.8
+
+
+def test_contenders_at_random_find_the_best_less_often() -> None:
+    found, at_random = (found_best(planted, 240, 10, 10, kind).value for kind in (Search, RandomSearch))
+    assert found > at_random + 0.2
 
 
 def test_equal_targets_get_no_winner() -> None:

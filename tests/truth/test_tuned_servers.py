@@ -19,8 +19,9 @@ from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.tune.declared import read_spaces
 from loadgen.tune.files import read_tuning
-from loadgen.tune.race import Measuring, RaceLead, RaceProgress, tune
+from loadgen.tune.race import Measuring, RaceProgress, tune
 from loadgen.tune.records import Tuning, TuningRun
+from loadgen.tune.search import RaceLead
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import descendants

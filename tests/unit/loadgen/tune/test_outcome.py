@@ -109,7 +109,7 @@ def test_without_a_final_nothing_is_claimed(outcome: TuningOutcome) -> None:
     assert stopped.headline.startswith("No verdict: the tuning was interrupted after 11 ")
     assert stopped.pairs == ()
     for target in stopped.targets:
-        gain = target.gain_so_far
+        gain = target.race.gain
         assert gain is not None
         assert gain[1][0] < gain[0] < gain[1][1]
         assert not target.figures
@@ -150,18 +150,18 @@ def test_the_only_setting_is_worth_what_the_final_shows(tmp_path: Path) -> None:
 
 def test_who_is_out_is_counted_and_named(outcome: TuningOutcome) -> None:
     native, triton = outcome.targets
-    assert (native.tried, triton.tried) == (7, 5)
-    ((contender, why),) = native.out
+    assert (native.race.tried, triton.race.tried) == (7, 5)
+    ((contender, why),) = native.race.out
     assert contender.name == "native-4"
     assert "cosine 0.93" in why
-    assert triton.out == ()
+    assert triton.race.out == ()
 
 
 def test_a_run_that_counts_for_nothing_changes_nothing(outcome: TuningOutcome) -> None:
     scores = tuple(msgspec.structs.replace(score, log_ratio=3.0) for score in outcome.tuning.runs[0].scores)
     useless = TuningRun(folder="09-screening", stage="screening", scores=scores, problem="The machine was busy.")
     again = outcome_of(msgspec.structs.replace(outcome.tuning, runs=(*outcome.tuning.runs, useless)), outcome.final)
-    assert [target.gain_so_far for target in again.targets] == [target.gain_so_far for target in outcome.targets]
+    assert [target.race.gain for target in again.targets] == [target.race.gain for target in outcome.targets]
 
 
 def test_a_limit_is_judged_by_the_final(final_of: Callable[[str], Result]) -> None:

@@ -16,9 +16,10 @@ from loadgen.run.storage import RunStore
 from loadgen.tune import race
 from loadgen.tune.files import read_tuning
 from loadgen.tune.progress import lead_in_words
-from loadgen.tune.race import Measuring, RaceLead, RaceProgress, Shares, forecast, tune
-from loadgen.tune.records import ANCHOR, Score, Space, TunableSetting, Tuning
+from loadgen.tune.race import Measuring, RaceProgress, Shares, forecast, tune
+from loadgen.tune.records import ANCHOR, Contender, Score, Space, TunableSetting, Tuning
 from loadgen.tune.screening import Judged
+from loadgen.tune.search import RaceLead
 from loadgen.tune.settings import TuneSettings
 from tests.truth import tuned_server
 from tests.truth.tuned_server import right, time_ms
@@ -261,7 +262,9 @@ def test_a_forecast_counts_screenings() -> None:
 
 
 def test_the_line_of_a_target_says_why_it_has_no_best() -> None:
-    lines = {lead_in_words(RaceLead("triton", tried, out), 128) for tried, out in ((0, 0), (3, 0), (3, 1), (2, 2))}
+    out = (Contender(name="triton-0", target="triton", settings={}), "Wrong answers.")
+    leads = (RaceLead("triton", tried, (out,) * count) for tried, count in ((0, 0), (3, 0), (3, 1), (2, 2)))
+    lines = {lead_in_words(lead, 128) for lead in leads}
     assert lines == {
         "triton: nothing measured yet; 0 of 128 contenders tried",
         "triton: nothing keeps the limit so far; 3 of 128 contenders tried",
