@@ -205,6 +205,7 @@ def _space(settings: TritonSettings, given: Collection[str], console: Console) -
             "precision": generation.precision,
             "spinning": "off" if settings.spinning == "auto" else settings.spinning,
             "slots": settings.slots or SLOTS[here.device],
+            "instances": 1,
         }
     else:
         specifications = get_variants(settings.model, settings.payloads)
