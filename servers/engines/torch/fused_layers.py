@@ -271,31 +271,17 @@ def _add_sums(module: fx.GraphModule) -> int:
         if len(weight) > WIDEST or not _same_shape(*total.args):
             continue
         with_sum = len(total.users) > 1
-        with module.graph.inserting_before(node):
+        with module.graph.inserting_before(total):  # before all who read the sum
             both = _call(module, f"norm_{added}", SumNorm(weight, bias, epsilon, with_sum=with_sum), *total.args)
-            normal = module.graph.call_function(operator.getitem, (both, 1)) if with_sum else both
+            first, normal = (
+                (module.graph.call_function(operator.getitem, (both, place)) for place in range(2))
+                if with_sum
+                else (both, both)
+            )
         _replace(module, node, normal)
-        if with_sum and not _moved_sum(module, total, both):
-            raise ValueError("a sum is read before it is normalised")
-        if not with_sum:
-            module.graph.erase_node(total)
+        _replace(module, total, first)
         added += 1
     return added
-
-
-def _moved_sum(module: fx.GraphModule, total: fx.Node, both: fx.Node) -> bool:
-    """Let the readers of a sum, all behind its norm, read the norm's."""
-    places = {node: place for place, node in enumerate(module.graph.nodes)}
-    readers = [user for user in total.users if user is not both]
-    if any(places[user] < places[both] for user in readers):
-        return False
-    with module.graph.inserting_after(both):
-        part = module.graph.call_function(operator.getitem, (both, 0))
-    part.meta = dict(total.meta)
-    for reader in readers:
-        reader.replace_input_with(total, part)
-    module.graph.erase_node(total)
-    return True
 
 
 def _convert_masks_once(module: fx.GraphModule) -> int:

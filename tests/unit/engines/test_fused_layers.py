@@ -57,12 +57,15 @@ class Block(nn.Module):
         if self.how == "norms first":
             values = values + self.attended(self.norm(values), mask)
             return values + self.last(functional.gelu(self.first(self.last_norm(values))))
-        values = self.norm(self.dropout(self.attended(values, mask)) + values)
+        values = self.dropout(self.attended(values, mask)) + values
+        before = values * 2 if self.how == "sum read before" else 0.0
+        values = self.norm(values) + before
         inner = self.first(values)
         behind = functional.gelu(inner) + (inner.mean() if self.how == "read twice" else 0.0)
         total = self.last(behind) + (values.mean(1, keepdim=True) if self.how == "broadcast" else values)
+        before = total * 2 if self.how == "sum read before" else 0.0
         answer: Tensor = self.last_norm(total)
-        return answer + total if self.how == "sum read" else answer
+        return answer + total if self.how == "sum read" else answer + before
 
 
 class Blocks(nn.Module):
@@ -91,6 +94,7 @@ def example(rows: int, length: int) -> tuple[Tensor, Tensor]:
         ("", 4, 0, 2),
         ("norms first", 3, 3, 2),  # not the first norm, before which nothing is added
         ("sum read", 4, 2, 2),
+        ("sum read before", 4, 4, 2),
         ("broadcast", 2, 0, 2),
         ("read twice", 4, 0, 0),
         ("no bias", 4, 0, 0),
