@@ -77,9 +77,8 @@ class RichRaceProgress(MovingLine, RaceProgress):
 
 def lead_in_words(lead: RaceLead, contenders: int) -> str:
     """ "triton: best so far triton-7, 1.31× (1.22–1.40) of its defaults: max-batch-size=16; 9 of 216 tried, 1 out" """
-    tried = f"{lead.tried:,} of {counted(contenders, 'contender')} tried" + (
-        f", {len(lead.out)} out" if lead.out else ""
-    )
+    out = f", {len(lead.out)} out" if lead.out else ""
+    tried = f"{lead.tried:,} of {counted(contenders, 'contender')} tried{out}"
     if lead.best is None:
         why = "all are out" if lead.tried == len(lead.out) else "nothing keeps the limit so far"
         return f"{lead.target}: {why if lead.tried else 'nothing measured yet'}; {tried}"
