@@ -52,7 +52,8 @@ def read_environment(gpu: dict[str, object], inputs: dict[str, str | int]) -> En
 
 def command_line() -> str:
     """The command that runs, without the values of headers; bytes that are not UTF-8 become escapes."""
-    program = Path(sys.argv[0]).name.replace("entry.py", "abserve")  # as python -m loadgen.entry
+    name = Path(sys.argv[0]).name
+    program = "abserve" if name == "entry.py" else name  # python -m loadgen.entry
     command = shlex.join([program, *without_secrets(sys.argv[1:])])
     return command.encode("utf-8", "backslashreplace").decode()
 

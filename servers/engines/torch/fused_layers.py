@@ -4,7 +4,7 @@ torch executes a module operation by operation. Here `torch.export`'s graph of t
 
 - linear layers that read the same input are one product (queries, keys and values),
 - attention of `nn.MultiheadAttention` to its own input reads queries, keys and values where that product wrote them,
-- patches of an image are one product, as the convolution that they are is slower,
+- a convolution whose windows neither overlap nor are padded, as for patches of images, is a product,
 - a linear layer with GELU behind it has GELU in its product: in its tanh form, whose error of 5e-4 halves round away,
 - a sum and the LayerNorm behind it are one kernel,
 - the boolean masks of attention become numbers once instead of in each layer.
@@ -30,6 +30,8 @@ aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
 WIDEST = 8192
 """Values of a row that a program of the kernel holds."""
+_CONVOLUTION = (None, None, None, (1, 1), (0, 0), (1, 1), 1)
+"""Arguments of aten.conv2d, as far as they have a default."""
 
 
 def dynamic_shapes(specification: ModelSpecification) -> tuple[dict[int, Any], ...]:
@@ -99,26 +101,18 @@ class Product(nn.Module):
         return f"{tuple(self.weight.shape)}, gelu={self.gelu}"
 
 
-class Patches(nn.Module):
-    """A convolution whose windows are neither padded nor overlap, as one product."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+class Patches(Product):
+    """A convolution whose windows neither overlap nor are padded, as one product."""
 
     def forward(self, images: Tensor) -> Tensor:
         """[N, channels, height, width] to [N, outs, height / window height, width / window width]."""
-        (high, wide), (rows, rest_of_rows) = self.weight.shape[2:], divmod(images.shape[2], self.weight.shape[2])
-        columns, rest_of_columns = divmod(images.shape[3], wide)
-        if rest_of_rows or rest_of_columns:
+        high, wide = self.weight.shape[2:]
+        rows, columns = images.shape[2] // high, images.shape[3] // wide
+        if images.shape[2:] != (rows * high, columns * wide):
             return functional.conv2d(images, self.weight, self.bias, (high, wide))
         windows = images.reshape(len(images), -1, rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5)
         answer = functional.linear(windows.flatten(3), self.weight.flatten(1), self.bias)
         return answer.permute(0, 3, 1, 2)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}"
 
 
 class SelfAttention(nn.MultiheadAttention):
@@ -152,8 +146,8 @@ class SelfAttention(nn.MultiheadAttention):
 
 
 @contextmanager
-def _own_attention(module: nn.Module) -> Iterator[None]:
-    """The module with `SelfAttention` as far as it takes its layers."""
+def _with_self_attention(module: nn.Module) -> Iterator[None]:
+    """Give the layers of `module` the class `SelfAttention` where it takes them, and their own back afterwards."""
     layers = [layer for layer in module.modules() if SelfAttention.takes(layer)]
     try:
         for layer in layers:
@@ -170,13 +164,13 @@ def fused_layers(module: nn.Module, inputs: Sequence[Tensor], shapes: Sequence[d
     Raises `ValueError` if there is nothing to fuse, and whatever torch.export and the module's own code raise.
     """
     with torch.no_grad():
-        with _own_attention(module):
+        with _with_self_attention(module):
             program = torch.export.export(module, tuple(inputs), dynamic_shapes=tuple(shapes))
         graph = program.module()
         assert isinstance(graph, fx.GraphModule)
         _drop_nothings(graph)
-        changes = sum(change(graph) for change in CHANGES)
-        if not changes:
+        changes = (_multiply_patches, _merge_products, _add_gelu, _add_sums, _convert_masks_once)
+        if not sum(change(graph) for change in changes):
             raise ValueError("nothing that can be fused surrounds a linear layer or a norm")
         graph.graph.eliminate_dead_code()
         graph.delete_all_unused_submodules()
@@ -273,11 +267,9 @@ def _add_sums(module: fx.GraphModule) -> int:
         with_sum = len(total.users) > 1
         with module.graph.inserting_before(total):  # before all who read the sum
             both = _call(module, f"norm_{added}", SumNorm(weight, bias, epsilon, with_sum=with_sum), *total.args)
-            first, normal = (
-                (module.graph.call_function(operator.getitem, (both, place)) for place in range(2))
-                if with_sum
-                else (both, both)
-            )
+            first = normal = both
+            if with_sum:
+                first, normal = (module.graph.call_function(operator.getitem, (both, place)) for place in range(2))
         _replace(module, node, normal)
         _replace(module, total, first)
         added += 1
@@ -298,12 +290,6 @@ def _convert_masks_once(module: fx.GraphModule) -> int:
         for node in layers:
             node.update_arg(3, numbers)
     return len(reading)
-
-
-CHANGES = (_multiply_patches, _merge_products, _add_gelu, _add_sums, _convert_masks_once)
-"""Each returns how often it changed a graph."""
-_CONVOLUTION = (None, None, None, (1, 1), (0, 0), (1, 1), 1)
-"""Arguments of aten.conv2d, as far as they have a default."""
 
 
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -140,33 +140,28 @@ def layered_form(
     """The form of `module` that has fused layers for the batches for which they are faster, if their answers agree."""
     started, left_out = monotonic(), dict[str, str]()
     own = fused = plain_form(deepcopy(module), specification, device, dtype)
-    times: dict[int, dict[LayerPlan, float]] = {}
+    measured, times_ms = dict[int, LayerPlan](), dict[int, dict[str, float]]()
     try:
         fused = _with_fused_layers(own, specification, device, answers)
         for count in measuring_order(rows):
-            if not times or monotonic() - started < MEASURING_SECONDS:
+            if not times_ms or monotonic() - started < MEASURING_SECONDS:
                 inputs = _tensors(specification, proof_batch(specification, count, 0).inputs, device)
                 outputs = [torch.empty_like(output) for output in as_specified(specification, own.call(inputs))]
                 enqueues = {OWN_LAYERS: own.build(Bucket(count)), FUSED_LAYERS: fused.build(Bucket(count))}
-                times[count] = graph_times_ms(enqueues, inputs, outputs, device, left_out)
+                times = graph_times_ms(enqueues, inputs, outputs, device, left_out)
+                times_ms[count] = by_title(times)
+                if OWN_LAYERS in times:
+                    measured[count] = fastest(times)
     except Exception as exc:  # noqa: BLE001  a module that is exported may raise anything
         left_out[FUSED_LAYERS.title] = reason_of(exc)
-        times.clear()
+        measured.clear()
+        times_ms.clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the graphs
-    measured = {count: fastest(of) for count, of in times.items() if OWN_LAYERS in of} or {max(rows): OWN_LAYERS}
+    measured = measured or {max(rows): OWN_LAYERS}
     chosen = {count: measured[nearest(measured, count)[0]] for count in sorted({*rows})}
-    details: dict[str, object] = {
-        "plan_seconds": round(monotonic() - started, 2),
-        "plan_origins": {str(count): "measured" if count in times else "not measured" for count in chosen},
-    }
-    if times:
-        details["plan_times_ms"] = {
-            str(count): {plan.title: round(time_ms, 4) for plan, time_ms in of.items()}
-            for count, of in sorted(times.items())
-        }
-    if left_out:
-        details["plans_left_out"] = left_out
+    origins = {count: "measured" if count in times_ms else "not measured" for count in chosen}
+    details = plan_details(started, origins, times_ms, left_out)
     form = fused if FUSED_LAYERS in chosen.values() else own
     if len(set(chosen.values())) > 1:
         form = replace(
@@ -260,16 +255,9 @@ class PlannedModule:
         largest = forms[self._chosen[max(self._chosen)][0]]
         choice = {count: plan for count, (plan, _) in sorted(self._chosen.items())}
         plans = {str(count): plan.title for count, plan in choice.items()}
-        origins = {str(count): self._chosen[count][1] for count in choice}
-        details: dict[str, object] = {
-            "plan_seconds": round(monotonic() - self._started, 2),
-            "plan_seconds_each": {title: round(seconds, 2) for title, seconds in self._seconds.items()},
-            "plan_origins": origins,
-        }
-        if self._times_ms:
-            details["plan_times_ms"] = {str(count): times for count, times in sorted(self._times_ms.items())}
-        if self._left_out:
-            details["plans_left_out"] = self._left_out
+        origins = {count: self._chosen[count][1] for count in choice}
+        details = plan_details(self._started, origins, self._times_ms, self._left_out)
+        details["plan_seconds_each"] = {title: round(seconds, 2) for title, seconds in self._seconds.items()}
         return ModelForm(
             largest.module,
             largest.parameters,
@@ -294,7 +282,7 @@ class PlannedModule:
         finally:
             self._release()
         if times:
-            self._times_ms[rows] = {plan.title: round(time_ms, 4) for plan, time_ms in times.items()}
+            self._times_ms[rows] = by_title(times)
             self._chosen[rows] = fastest(times), "measured"
 
     def _form(self, plan: ModulePlan) -> ModelForm | None:
@@ -412,6 +400,30 @@ def fastest(times_ms: Mapping[P, float]) -> P:
 def nearest(measured: Iterable[int], rows: int) -> list[int]:
     """The batch sizes that were measured, the nearest by ratio first."""
     return sorted(measured, key=lambda other: abs(math.log(other / rows)))
+
+
+def by_title(times_ms: Mapping[P, float]) -> dict[str, float]:
+    """The times as the description of an engine shows them."""
+    return {plan.title: round(time_ms, 4) for plan, time_ms in times_ms.items()}
+
+
+def plan_details(
+    started: float,
+    origins: Mapping[int, str],
+    times_ms: Mapping[int, Mapping[str, float]],
+    left_out: Mapping[str, str],
+) -> dict[str, object]:
+    """How the plans were chosen since `started`: by batch size where each comes from and what was measured, and by plan
+    why it is not used."""
+    details: dict[str, object] = {
+        "plan_seconds": round(monotonic() - started, 2),
+        "plan_origins": {str(count): origin for count, origin in origins.items()},
+    }
+    if times_ms:
+        details["plan_times_ms"] = {str(count): times for count, times in sorted(times_ms.items())}
+    if left_out:
+        details["plans_left_out"] = left_out
+    return details
 
 
 def how_of(plans: Iterable[P]) -> str:
