@@ -28,8 +28,8 @@ hypothesis_settings.load_profile("busy cores")
 
 @pytest.hookimpl(trylast=True)  # what the file's fixtures held is gone
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After each file, what is left of it is no longer searched for cycles: of two million objects that takes a second
-    each time."""
+    """After each file, exclude the objects that are left from garbage collection, which took a second to search two
+    million of them for cycles."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()

@@ -82,7 +82,7 @@ class TritonSettings(EngineOptions, GeneratingOptions):
         le=64,
         title="Engine",
         description="Instances of the executed model on each device, each with its own engine and threads; default: 1, "
-        "of the python backend on a GPU 2, which copy and execute in turn.",
+        "and on a GPU 2 of the python backend, so that one copies while the other executes.",
     )
     max_queue_delay_us: Annotated[int, SEARCHED_QUEUE_DELAY] = Field(
         defaults.MAX_QUEUE_DELAY_US,

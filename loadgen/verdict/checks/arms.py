@@ -200,8 +200,8 @@ _declare_same(
     "instances",
     "number of batches at once",
     "warns",
-    "Change --instances of an arm, unless each serves most as it is: an instance of the native server on a GPU has two "
-    "batches in flight, one of Triton's python backend has one.",
+    "Change --instances, unless every arm has the number with which it is fastest. On a GPU an instance of the native "
+    "server with the engine torch has two batches in flight; an instance of Triton's python backend has one.",
 )
 _declare_same(
     "same_pad_to",
