@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from html import unescape
+from http import HTTPStatus
 from select import POLLIN
 from time import perf_counter_ns
 from typing import Any, Protocol
@@ -26,6 +31,15 @@ _MOST_PARTS = 1_000
 _READ, _WRITE = 1, 2
 """The events of libev's watchers."""
 _EMPTY = memoryview(b"")
+_MOST_ERROR_BYTES = 2**16
+"""How much of a body is searched for a server's words."""
+_SHOWN = 300
+_GZIP_OR_ZLIB = 47
+"""zlib's number for the largest window, with the header of either format."""
+_ERROR_FIELDS = ("error", "title", "message", "msg", "detail", "errors", "reason")
+_DATA_LINE = re.compile(rb"^data: ?(\{.*)$", re.MULTILINE)
+_TITLE = re.compile(r"<title[^>]*>(.*?)</title>", re.IGNORECASE | re.DOTALL)
+_PHRASES: dict[int, str] = {status.value: status.phrase for status in HTTPStatus}
 
 
 class AddressError(ValueError):
@@ -410,16 +424,49 @@ def find_header(head: bytes, key: bytes) -> bytes | None:
 
 
 def failure_message(exchange: Exchange) -> str:
-    """One line for a failed request: the transport's failure, or the status with the server's error."""
-    if exchange.failure is not None:
-        return exchange.failure
-    body = bytes(exchange.body).removeprefix(b"data: ")  # Triton's form of an error before the first event
+    """One line for a failed request: the transport's failure, or the status with the server's words."""
+    return exchange.failure or f"HTTP {exchange.status}: {server_words(exchange)}"
+
+
+def server_words(exchange: Exchange) -> str:
+    """What a server says in a response that is not the expected one, as one line: the target of a redirect, the words
+    of an error in any of the usual forms, the title of a web page, or else the text itself."""
+    if 300 <= exchange.status < 400 and (target := exchange.header("location")):
+        return f"redirects to {one_line(target)}"
+    body, coding = bytes(exchange.body[:_MOST_ERROR_BYTES]), exchange.header("content-encoding") or "identity"
+    if coding in ("gzip", "x-gzip", "deflate"):
+        with suppress(zlib.error):
+            body, coding = zlib.decompressobj(_GZIP_OR_ZLIB).decompress(body, _MOST_ERROR_BYTES), "identity"
+    if coding != "identity":
+        return f"a body in the coding {one_line(coding)}, which was not asked for"
+    event = _DATA_LINE.search(body)  # the form of an error of a server that streams
     try:
-        error = read_json(body)["error"]
-        words = str(error["message"] if isinstance(error, dict) and "message" in error else error)
-    except (DocumentError, KeyError, TypeError):
-        words = body[:80].decode("utf-8", "replace")
-    return f"HTTP {exchange.status}: {one_line(words)}"
+        words = _words_of(read_json(event[1] if event else body))
+    except DocumentError:
+        words = ""
+    text = body.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+    kind = (exchange.header("content-type") or "").partition(";")[0]
+    if not words and (kind == "text/html" or text[:9].lower().startswith(("<html", "<!doctype"))):
+        title = _TITLE.search(text)
+        words = f"a web page with the title {unescape(title[1])}" if title else "a web page"
+    if not words and text[:_SHOWN].count("\ufffd") > _SHOWN // 20:
+        words = f"{len(body):,} bytes that are no text ({kind or 'without a content type'})"
+    return one_line(words or text) or _PHRASES.get(exchange.status) or "an empty body"
+
+
+def _words_of(document: object) -> str:
+    """The words in the document of an error: {"error": …}, {"error": {"message": …}}, {"message": …}, {"detail": …},
+    with the fields that it names; empty without any."""
+    if isinstance(document, list):
+        return "; ".join(filter(None, map(_words_of, document)))
+    if not isinstance(document, dict):
+        return document if isinstance(document, str) else ""
+    fields = {str(key).lower(): value for key, value in document.items()}
+    found = dict.fromkeys(_words_of(fields[key]) for key in _ERROR_FIELDS if fields.get(key))
+    words = ": ".join(filter(None, found))
+    place = fields.get("loc") or fields.get("param")
+    place = ".".join(str(step) for step in place if step != "body") if isinstance(place, list) else place
+    return f"{place}: {words}" if isinstance(place, str) and place and place not in words else words
 
 
 class ClientConnection(Protocol):

@@ -180,7 +180,7 @@ class HttpConnection:
             filled, head_end = self._receive_head(connection, exchange, remaining)
         else:
             raise ResponseError(f"{MALFORMED}: more than 100 interim responses")
-        exchange.head = head
+        exchange.head = head if status < 300 else _with_location(head, bytes(self._view[:head_end]))
         if status in (204, 304):
             exchange.body = self._view[:0]
             exchange.response_bytes = head_end
@@ -308,6 +308,15 @@ def chunk_size(line: bytes) -> int:
     if size < 0 or len(text) > _MOST_DIGITS:
         raise ResponseError(f"{MALFORMED}: impossible chunk size")
     return size
+
+
+def _with_location(head: bytes, received: bytes) -> bytes:
+    """A head in lower case with the target of a redirect as it was received."""
+    start = head.find(b"\r\nlocation:")
+    if start < 0:
+        return head
+    end = head.index(b"\r\n", start + 2)
+    return head[:start] + b"\r\nlocation:" + received[start + len(b"\r\nlocation:") : end] + head[end:]
 
 
 def _closes(head: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 
@@ -9,13 +10,14 @@ import numpy as np
 import pytest
 
 from loadgen.client.bodies import choose_items, for_server, prepare_body
-from loadgen.client.connection import Address, Exchange, failure_message
+from loadgen.client.connection import Address, Exchange, PreparedRequest, failure_message
 from loadgen.client.endpoint import Signature, TensorSignature
-from loadgen.client.http import HttpConnection
+from loadgen.client.http import HttpConnection, request_head
 from loadgen.client.inputs import InputError, SampleInputs
 from loadgen.client.outputs import AnswerError
 from loadgen.client.transports import read_answer
 from loadgen.records.run import body_count
+from tests.hostile_server import hostile_server
 
 SIGNATURE = Signature(
     "m",
@@ -103,7 +105,6 @@ def test_a_binary_answer_is_parsed_into_arrays_of_its_own() -> None:
 def test_a_failed_response_shows_the_servers_error() -> None:
     with pytest.raises(AnswerError, match=r"^HTTP 503: the queue is full$"):
         read_answer(CONNECTION, answer(503, b'{"error": "the  queue\\nis full"}'))
-    assert failure_message(answer(502, b"<html>bad gateway")) == "HTTP 502: <html>bad gateway"
     assert (
         failure_message(answer(400, b'{"error": "\\u001b]0;title\\u0007\\u0000"}'))
         == "HTTP 400: \ufffd]0;title\ufffd\ufffd"
@@ -111,3 +112,49 @@ def test_a_failed_response_shows_the_servers_error() -> None:
     assert failure_message(answer(400, b'{"error": "\xe4"}')) == 'HTTP 400: {"error": "\ufffd"}'
     with pytest.raises(AnswerError, match="cannot be read"):
         read_answer(CONNECTION, answer(200, b"not json"))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"error": {"message": "no such model", "param": "model", "code": 404}}', "no such model"),
+        (b'{"error": {"message": "Unknown argument", "param": "ignore_eos"}}', "ignore_eos: Unknown argument"),
+        (b'{"object": "error", "message": "bad request", "type": "BadRequestError", "param": null}', "bad request"),
+        (b'{"detail": "Not authenticated"}', "Not authenticated"),
+        (
+            b'{"detail": [{"loc": ["body", "cache_salt"], "msg": "Extra"}, {"loc": ["body", "n", 1], "msg": "?"}]}',
+            "cache_salt: Extra; n.1: ?",
+        ),
+        (b'{"status": 400, "error": "Bad Request", "message": "field x"}', "Bad Request: field x"),
+        (b'{"title": "Unauthorized", "detail": "no key", "errors": []}', "Unauthorized: no key"),
+        (b'{"Message": "Missing Authentication Token"}', "Missing Authentication Token"),
+        (b'[{"error": {"message": "API key not valid"}}]', "API key not valid"),
+        (b'event: error\ndata: {"error": {"message": "in a stream"}}\n\n', "in a stream"),
+        (b'{"code": 7}', '{"code": 7}'),
+        (b"upstream connect error", "upstream connect error"),
+        (b"x" * 1000, "x" * 299 + "\u2026"),
+        (b"<!DOCTYPE html>\n<html><title>\nBad &amp; ugly</title>", "a web page with the title Bad & ugly"),
+        (b"<html>bad gateway", "a web page"),
+        (b"", "Bad Gateway"),
+        (bytes(range(128, 256)), "128 bytes that are no text (without a content type)"),
+    ],
+)  # fmt: skip
+def test_the_servers_own_words_are_found_in_any_form(body: bytes, words: str) -> None:
+    assert failure_message(answer(502, body)) == f"HTTP 502: {words}"
+    packed = answer(502, gzip.compress(body), b"content-encoding: gzip")
+    assert failure_message(packed) == f"HTTP 502: {words}"
+
+
+def test_a_body_in_an_unknown_coding_is_named() -> None:
+    assert failure_message(answer(400, b"\x1b\x03", b"content-encoding: br")).startswith(
+        "HTTP 400: a body in the coding br"
+    )
+
+
+def test_a_redirect_names_its_target_as_it_was_sent() -> None:
+    with hostile_server() as server:
+        server.answers["/v1/models"] = (307, {"location": "https://Other.example/API?Key=A"}, b"<html>moved")
+        connection = HttpConnection(Address.parse(server.url))
+        exchange = connection.send(PreparedRequest(request_head("GET", "/v1/models", connection.address)))
+        assert failure_message(exchange) == "HTTP 307: redirects to https://Other.example/API?Key=A"
+        connection.close()
