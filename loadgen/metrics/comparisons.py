@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar
 
@@ -39,7 +39,6 @@ from loadgen.metrics.tokens import samples_of
 from loadgen.quantities import Interval, excludes_one, inverse
 from loadgen.quantities import ratio as factor_words
 from loadgen.records.run import Experiment, Figure, Label, Pairing, Record, Workload, shown
-from loadgen.records.samples import SAMPLE_DTYPE
 from loadgen.run.storage import StoredBlock
 from loadgen.stats.percentiles import Pool, samples_needed
 from loadgen.stats.ratios import (
@@ -54,6 +53,7 @@ from loadgen.stats.ratios import (
     estimate_ratio,
     estimate_restarts,
     geometric_mean,
+    has_log,
     lag_one,
     plausible_correlation,
     unbiased,
@@ -77,9 +77,9 @@ class PooledRequests:
         """Read the samples of further blocks."""
         for block in blocks:
             record, samples = block.record, samples_of(block)
-            answers = np.empty(0, SAMPLE_DTYPE)
-            if samples is not None:
-                answers = measured_answers(samples, is_open=block.workload.is_open)
+            if samples is None:
+                continue
+            answers = measured_answers(samples, is_open=block.workload.is_open)
             functions = (metric.of_requests for metric in metrics_of(block.workload) if metric.quantile is not None)
             for function in dict.fromkeys(functions):
                 if function is not None:
@@ -172,8 +172,9 @@ def pair_metrics(
 
     def pair(workload: Workload, metric: Metric, pairing: Pairing) -> PairedMetric:
         if metric.has_function:
-            return _block_pairs(workload, metric, pairing, by_workload.get(workload.name, ()), requests or {})
-        return _figure_pairs(workload, metric, pairing, figures)
+            of_workload = by_workload.get(workload.name, ())
+            return _with_ratios(_block_pairs(workload, metric, pairing, of_workload, requests or {}))
+        return _with_ratios(_figure_pairs(workload, metric, pairing, figures))
 
     paired = []
     for workload in experiment.workloads:
@@ -189,11 +190,25 @@ def _figure_pairs(workload: Workload, metric: Metric, pairing: Pairing, figures:
     values = {
         (figure.round, figure.label): (figure.value, figure.restart)
         for figure in figures
-        if figure.value and (figure.metric, figure.workload) == (metric.name, workload.name)
+        if figure.value is not None and (figure.metric, figure.workload) == (metric.name, workload.name)
     }
     rounds = side_by_side(values, pairing)
     pairs = tuple(Pair(base, arm, restart) for _, (base, restart), (arm, _) in rounds)
     return PairedMetric(workload, metric, pairing, pairs)
+
+
+def _with_ratios(paired: PairedMetric) -> PairedMetric:
+    """Without its data, and with the reason, where one of its pairs has no ratio: a figure of 0, as the time per token
+    of answers that arrive in one piece, or one that no clock measures."""
+    for number, pair in enumerate(paired.pairs, start=1):
+        figures = dict(zip(paired.pairing, (pair.baseline, pair.arm), strict=True))
+        label = next((label for label, figure in figures.items() if not has_log(figure)), None)
+        if label is not None or not has_log(pair.ratio):
+            label = label or paired.pairing.arm
+            figure = f"{shown(label)}'s {paired.metric.title} is {figures[label]:.4g} {paired.metric.unit_for('item')}"
+            reason = f"{figure.rstrip()} in pair {number} of {len(paired.pairs)}, so there is no ratio"
+            return replace(paired, pairs=(), rounds=(), reason=reason)
+    return paired
 
 
 def _block_pairs(

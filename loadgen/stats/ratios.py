@@ -44,6 +44,8 @@ between the published runs, 0.12. An interval allows for one standard deviation 
 simulation what keeps false winners below 5 % up to a correlation of 0.5 (`tests/truth/test_one_run_in_twenty.py`)."""
 MIN_LOG_SPREAD = 1e-9
 """Spread of log ratios below which they are copies of one number: a clock tick is 1e-9 of a block."""
+MOST_LOG = 700.0
+"""A ratio whose logarithm is larger does not fit into a float, and neither does its inverse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,12 @@ class RatioEstimate:
     """Standard error of the log ratio."""
     degrees: float = 0.0
     """Degrees of freedom of Student's t for that error."""
+
+
+def has_log(value: float) -> bool:
+    """Whether a figure can be part of a ratio, and a ratio of an interval: positive, and neither too small nor too
+    large for its inverse."""
+    return math.exp(-MOST_LOG) <= value <= math.exp(MOST_LOG)
 
 
 def lag_one(ratios: Sequence[float]) -> float | None:
@@ -179,6 +187,8 @@ def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 
         return RatioEstimate(count, math.exp(centre), spread_log=spread, reason=reason)
     error, degrees = error_of_mean(logs, correlation)
     half = critical_t(degrees, SIGNIFICANCE) * error
+    if abs(centre) + half > MOST_LOG:
+        return RatioEstimate(count, math.exp(centre), spread_log=spread, reason="the pairs are too far apart")
     bound = math.log1p(margin)
     below = 1.0 - float(scipy.special.stdtr(degrees, (centre + bound) / error))
     above = float(scipy.special.stdtr(degrees, (centre - bound) / error))
@@ -229,8 +239,11 @@ def between_restarts(groups: Sequence[Sequence[float]]) -> float | None:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Geometric mean of positive values; the ratio of two of them is the geometric mean of the ratios."""
-    return math.exp(math.fsum(math.log(value) for value in values) / len(values))
+    """Geometric mean: 0 with a value of 0, NaN with a negative one. The ratio of two of them is the geometric mean of
+    the ratios."""
+    if all(value > 0.0 for value in values):
+        return math.exp(math.fsum(math.log(value) for value in values) / len(values))
+    return 0.0 if all(value >= 0.0 for value in values) else math.nan
 
 
 def interval_of_mean(values: Sequence[float]) -> tuple[float, float] | None:
@@ -343,7 +356,7 @@ def estimate_anytime(ratios: Sequence[float], margin: float, correlation: float 
     p_equivalence = 1.0
     if -bound < (low + high) / 2.0 < bound:
         p_equivalence = max(_p(logs, bound, correlation), _p(logs, -bound, correlation))
-    unbounded = not math.isfinite(high - low) or high - low > 1400.0
+    unbounded = not (-MOST_LOG <= low <= high <= MOST_LOG)
     estimate = replace(plain, correlation=allowed_correlation(correlation), error_log=None, degrees=0.0)
     if unbounded:
         reason = f"{plain.pairs} pairs are too few for an interval that stays valid after every round"

@@ -34,6 +34,7 @@ import scipy
 from loadgen.stats.percentiles import samples_needed
 from loadgen.stats.ratios import (
     MIN_LOG_SPREAD,
+    MOST_LOG,
     SIGNIFICANCE,
     RatioEstimate,
     Values,
@@ -44,6 +45,7 @@ from loadgen.stats.ratios import (
 )
 
 _LEAST_P = 1e-12
+_MOST = math.exp(MOST_LOG / 2.0)
 _DIGITS = 6
 """Digits kept of the logs of samples: a millionth, well above the resolution of the clock."""
 
@@ -79,7 +81,7 @@ class _ArmPool:
     def tail(self, speed: float, *, exact: bool) -> Tail:
         """The percentile at a log speed; with an interval only if the speed adds nothing to it (`exact`)."""
         low, high = self.interval(SIGNIFICANCE) if self.degrees > 0.0 and exact else (-math.inf, math.inf)
-        is_finite = _known((low, high))
+        is_finite = _known((low + speed, high + speed))
         return Tail(
             math.exp(self.centre + speed), (math.exp(low + speed), math.exp(high + speed)) if is_finite else None
         )
@@ -127,6 +129,8 @@ def estimate_tail_ratio(
     units = len({pair.unit for pair in rounds})
     if not rounds or any(len(pair.a) == 0 or len(pair.b) == 0 for pair in rounds):
         return RatioEstimate(len(rounds), reason="there is no complete pair of blocks"), None
+    if not all(((part >= 0.0) & (part < _MOST)).all() for pair in rounds for part in (pair.a, pair.b)):
+        return RatioEstimate(len(rounds), reason="a block has a value below 0 or without a limit"), None
     medians = [(float(np.median(pair.a)), float(np.median(pair.b))) for pair in rounds]
     if any(0.0 in pair for pair in medians):  # such as the gaps of answers whose tokens were read at once
         return RatioEstimate(len(rounds), reason="half of a block's values are 0"), None
@@ -141,6 +145,9 @@ def estimate_tail_ratio(
         if apart is not None and min(shape.worth for shape in shapes) > min(a.worth, b.worth):
             (a, b), between = shapes, apart
             a_speed, b_speed = (float(speed) for speed in middles.mean(axis=0))
+    a_log, b_log = a.centre + a_speed, b.centre + b_speed
+    if not (_known((a_log, b_log)) and abs(b_log - a_log) <= MOST_LOG):
+        return RatioEstimate(len(rounds), reason="the percentiles have no ratio"), None
     values = a.tail(a_speed, exact=between is _NOTHING), b.tail(b_speed, exact=between is _NOTHING)
     ratio = values[1].value / values[0].value
     if units < 2:
@@ -239,7 +246,7 @@ def _interval(a: _ArmPool, b: _ArmPool, between: _RoundMedians, significance: fl
 
 
 def _known(interval: tuple[float, float]) -> bool:
-    return math.isfinite(interval[0]) and math.isfinite(interval[1])
+    return all(abs(end) <= MOST_LOG for end in interval)
 
 
 def _excludes(interval: tuple[float, float], value: float) -> bool:

@@ -177,7 +177,6 @@ def test_changed_samples(folder: Path, good: Path, change: Callable[[bytes], byt
 @pytest.mark.parametrize(
     ("name", "list_name", "key", "value"),
     [
-        ("cold_starts.json", None, "first_answer_ns", -1),
         ("result.json", "comparisons", "metric", "another"),
         ("result.json", "comparisons", "ratio", -1),
         ("result.json", "comparisons", "arm", "nobody"),

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from loadgen.metrics.comparisons import judge
-from loadgen.metrics.registry import METRICS
+from loadgen.metrics.comparisons import Comparison, compare_all, judge
+from loadgen.metrics.registry import METRICS, metrics_of
+from loadgen.metrics.summaries import BlockSummary, summarise_latency
 from loadgen.quantities import ratio
-from loadgen.records.run import Workload
+from loadgen.records.run import ArmRequest, Experiment, Figure, Workload
+from loadgen.run.progress import LiveRatios
+from loadgen.stats.percentiles import Pool
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
@@ -117,3 +125,92 @@ def test_the_headline_names_every_metric_with_a_decided_difference(tmp_path: Pat
         if c.verdict in ("baseline_better", "arm_better") and not c.leading:
             assert METRICS[c.metric].title in headline, c
     assert "time to ready, p50 latency and p90 latency favour the same arm" in headline
+
+
+STREAMED = Workload(
+    scenario="single", batch_size=1, concurrency=1, requests=1, seconds=1, max_seconds=1, rounds=3, prompt_tokens=8,
+    output_tokens=8,
+)  # fmt: skip
+STARTS = Workload(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=1, max_seconds=1, rounds=3)
+FIGURES = st.one_of(
+    st.floats(), st.sampled_from([0.0, 1.0, 1.0 + 1e-12, -1.0, 1e-320, 5e-324, 1.7e308, math.nan, math.inf])
+)
+
+
+def planned(**more: Any) -> Experiment:
+    return Experiment(
+        arms=(ArmRequest(label="a", target="native"), ArmRequest(label="b", target="native")), model="m", weights="",
+        payload="tokens", transport="completions", workloads=(STREAMED, STARTS), preset="quick", seed=0,
+        equivalence_margin=0.05, threads=1, **more,
+    )  # fmt: skip
+
+
+def figures_in(label: str, pair: int, figure: float | None, restart: int = 0) -> BlockSummary:
+    """A block of which every metric has the same figure."""
+    empty: dict[str, Any] = dict.fromkeys(BlockSummary.__struct_fields__)
+    return BlockSummary(
+        **{
+            **empty, "index": pair, "workload": STREAMED.name, "round": pair, "label": label, "restart": restart,
+            "complete": True, "errors": 0, "throughput_per_s": figure, "latency": summarise_latency(Pool()),
+            "figures": {metric.name: figure for metric in metrics_of(STREAMED)},
+        }
+    )  # fmt: skip
+
+
+def compare(
+    a: list[float | None], b: list[float | None], *, values: bool = False, **more: Any
+) -> tuple[Comparison, ...]:
+    """Every metric of both workloads, all with these figures, one per round; with `values` each block also has requests
+    for the percentiles, which all took that long."""
+    experiment = planned(**more)
+    restart_of = [number * experiment.restarts // len(a) for number in range(len(a))]
+    blocks = [
+        figures_in(label, pair, figure, restart_of[pair])
+        for label, figures in (("a", a), ("b", b))
+        for pair, figure in enumerate(figures)
+    ]
+    starts = [
+        Figure(metric.name, STARTS.name, label, pair, pair, figure)
+        for metric in metrics_of(STARTS)
+        for label, figures in (("a", a), ("b", b))
+        for pair, figure in enumerate(figures)
+    ]
+    requests = {
+        (metric.of_requests, pair): np.full(800, figure or 0.0)
+        for metric in metrics_of(STREAMED)
+        if metric.of_requests is not None
+        for pair, figure in enumerate(b if values else [])
+    }
+    live = LiveRatios(experiment)
+    for block in blocks:
+        live.add(block)
+    return compare_all(experiment, blocks, starts, requests)
+
+
+@given(
+    st.lists(st.tuples(FIGURES, FIGURES), min_size=1, max_size=5), st.booleans(), st.booleans(), st.sampled_from([1, 2])
+)
+def test_no_figure_ends_the_comparison(
+    pairs: list[tuple[float, float]], values: bool, until_decided: bool, restarts: int
+) -> None:
+    """And what has a ratio can be inverted, shown on a logarithmic axis, stored and read."""
+    a, b = zip(*pairs, strict=True)
+    for c in compare(list(a), list(b), values=values, until_decided=until_decided, restarts=restarts):
+        assert c.ratio is not None or c.reason
+        for number in (c.ratio, *(c.ci95 or ()), *c.ratios, c.baseline_value, c.arm_value):
+            assert number is None or (math.isfinite(math.log(number)) and math.isfinite(1.0 / number)), c
+        assert msgspec.json.decode(msgspec.json.encode(c), type=Comparison) == c
+
+
+@pytest.mark.parametrize("figure", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("arms", ["a", "b", "ab"])
+def test_a_figure_without_a_ratio_is_named(figure: float, arms: str) -> None:
+    """Whichever arm it is of; the other workload keeps its verdict."""
+    good: list[float | None] = [1.0, 1.1, 1.2]
+    of = {arm: [1.0, figure, 1.2] if arm in arms else good for arm in "ab"}
+    by_metric = {c.metric: c for c in compare(of["a"], of["b"])}
+    tpot, ready = by_metric["tpot"], by_metric["time_to_ready"]
+    for c in (tpot, ready):
+        assert c.verdict == "inconclusive"
+        assert (c.ratio, c.pairs, c.ratios) == (None, 0, ())
+    assert tpot.reason == f"{arms[0].upper()}'s TPOT is {figure:.4g} ms in pair 2 of 3, so there is no ratio"
