@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.truth import planted_stream
-from tests.truth.planted_stream import MODEL, VOCABULARY, planted_tokens
+from tests import toy_language_server
+from tests.toy_language_server import MODEL, VOCABULARY, planted_tokens
 
 RANDOM_DEFICIT, LARGEST = 9.8, 12.0
 STEP_MS, FRONTS_MS, TRITON_MS = 2.0, 3.0, 6.0
@@ -39,9 +39,11 @@ def launch_plan(target: str, options: list[str]) -> dict[str, object]:
     in_effect = f"engine=slots,device=cpu{f',fronts={settings.fronts}' if native else ''}"
     server = (
         sys.executable,
-        planted_stream.__file__,
+        toy_language_server.__file__,
         "--port",
         settings.http_port,
+        "--first-ms",
+        "5",
         "--step-ms",
         str(STEP_MS + more_ms),
     )

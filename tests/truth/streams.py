@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.result import Result, analyse
+from tests.toy_language_server import toy_process
 
-SERVER = Path(__file__).with_name("planted_stream.py")
 REFERENCE = (sys.executable, str(Path(__file__).with_name("planted_reference.py")))
 PROMPT, TOKENS = 32, 32
 CompareStreams = Callable[..., Result]
@@ -39,21 +38,9 @@ def poisson(rate: float, seconds: float, rounds: int, limits: TokenLimits) -> Wo
 
 @contextmanager
 def planted_streams(arms: Sequence[str]) -> Iterator[list[str]]:
-    """Start a server per arm with its options; yields their URLs."""
-    running: list[subprocess.Popen[str]] = []
-    try:
-        for number, options in enumerate(arms):
-            argv = [sys.executable, str(SERVER), "--seed", str(number), *options.split()]
-            running.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
-        urls = []
-        for process in running:
-            assert process.stdout is not None
-            urls.append(f"http://127.0.0.1:{process.stdout.readline().strip()}")
-        yield urls
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
+    """Start a toy server per arm with its flags; yields their URLs."""
+    with ExitStack() as running:
+        yield [running.enter_context(toy_process(f"--luck {luck} {flags}")) for luck, flags in enumerate(arms)]
 
 
 def compare_streams(out: Path, arms: Sequence[str], *workloads: Workload, margin: float = 0.05) -> Result:

@@ -193,7 +193,7 @@ def test_a_load_generator_without_a_core_has_no_winner(tmp_path: Path) -> None:
     limiter = threading.Thread(target=limit_generator, args=(tmp_path / "run" / "samples", core, ended))
     limiter.start()
     try:
-        result = compare_streams(tmp_path / "run", ["--step-ms 2", "--step-ms 2"], users(16, 64, 2))
+        result = compare_streams(tmp_path / "run", ["--first-ms 5 --step-ms 2"] * 2, users(16, 64, 2))
     finally:
         ended.set()
         limiter.join()

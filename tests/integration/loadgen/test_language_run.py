@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ import pytest
 
 from loadgen.records.tokens import read_tokens
 from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
+from tests.toy_language_server import toy_process
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
-PLANTED = Path(__file__).parents[2] / "truth" / "planted_stream.py"
 SHORT = (
     "--preset",
     "smoke",
@@ -35,18 +35,8 @@ SHORT = (
 @pytest.fixture
 def planted() -> Iterator[Callable[..., str]]:
     """Starts planted servers; returns their URL."""
-    running: list[subprocess.Popen[str]] = []
-
-    def start(options: str = "") -> str:
-        command = [sys.executable, str(PLANTED), "--first-ms", "2", "--step-ms", "1", *options.split()]
-        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        assert running[-1].stdout is not None
-        return f"http://127.0.0.1:{running[-1].stdout.readline().strip()}"
-
-    yield start
-    for process in running:
-        process.kill()
-        process.communicate()
+    with ExitStack() as running:
+        yield lambda flags="": running.enter_context(toy_process(f"--first-ms 2 --step-ms 1 {flags}"))
 
 
 def compare(out: Path, *options: str) -> tuple[int, str]:
@@ -78,7 +68,8 @@ def test_servers_at_urls_say_that_they_stream_tokens(tmp_path: Path, planted: Ca
 def test_servers_that_take_no_ids_get_text_or_a_chat(tmp_path: Path, planted: Callable[..., str]) -> None:
     """One takes prompts of text, the other offers nothing but a chat; what that leaves unproved is said."""
     status, output = compare(
-        tmp_path, "--a", planted("--text-only --no-ids --prose"), "--b", planted("--chat-only"), "--scenarios", "single"
+        tmp_path, "--a", planted("--routes text,chat --no-ids --words prose"), "--b", planted("--routes chat"),
+        "--scenarios", "single",
     )  # fmt: skip
     assert record(tmp_path, "run.json")["state"] == "finished", (status, output)
     assert "A over OpenAI's completions of text, B over OpenAI's chat" in output

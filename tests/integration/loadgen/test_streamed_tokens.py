@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,8 @@ from loadgen.records.tokens import (
     TokenRows,
     read_tokens,
 )
-from tests.truth.planted_stream import planted_tokens
+from tests.toy_language_server import planted_tokens, toy_process
 
-SERVER = Path(__file__).parents[2] / "truth" / "planted_stream.py"
 SHAPE = PromptShape(32, 16)
 PLAN = PromptPlan(low=3, high=4095, seed=7, shapes=(SHAPE, PromptShape(32, 16, 16)))
 NS_PER_MS = 1e6
@@ -47,21 +45,13 @@ class Streams:
 
     def __init__(self, folder: Path, generator: GeneratorProcess) -> None:
         self.folder, self.generator = folder, generator
-        self.running: list[subprocess.Popen[str]] = []
+        self.running = ExitStack()
 
     def start(self, options: str = "") -> str:
-        process = subprocess.Popen([sys.executable, str(SERVER), *options.split()], stdout=subprocess.PIPE, text=True)
-        self.running.append(process)
-        assert process.stdout is not None
-        return f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        return self.running.enter_context(toy_process(f"--first-ms 5 --step-ms 2 {options}"))
 
     def stop(self) -> None:
-        for process in self.running:
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-        self.running = []
+        self.running.close()
 
     def block(
         self, options: str = "", transport: Transport = "completions", plan: PromptPlan = PLAN,
@@ -106,7 +96,7 @@ def by_sample(rows: TokenRows) -> list[Samples]:
 
 @pytest.mark.parametrize("transport", ["completions", "generate_stream"])
 def test_every_token_has_its_time(streams: Streams, transport: Transport) -> None:
-    outcome, samples, rows = streams.block("--first-ms 20 --step-ms 5 --crlf", transport)
+    outcome, samples, rows = streams.block("--first-ms 20 --step-ms 5 --lines crlf --noise comment", transport)
     assert (outcome.errors, outcome.cut_reason, outcome.storage_error) == (0, None, None)
     assert len(samples) == len(rows.answers) == outcome.requests >= 12
     for sample, events in zip(samples, by_sample(rows), strict=True):
@@ -192,10 +182,10 @@ def test_what_is_no_whole_answer_has_failed(streams: Streams, options: str, sent
 
 def test_a_server_without_ids_is_counted_by_its_words_or_its_usage(streams: Streams) -> None:
     for options, plan, flags, has_ids in (
-        ("--no-ids --no-usage", PLAN, 0, True),
-        ("--no-ids --no-usage", PromptPlan(low=3, high=4095, seed=7, shapes=(SHAPE,), text=True), 0, True),
-        ("--no-ids --prose", PLAN, BY_USAGE, False),
-        ("--no-ids --prose --no-usage", PLAN, ASSUMED, False),
+        ("--no-ids --usage never", PLAN, 0, True),
+        ("--no-ids --usage never", PromptPlan(low=3, high=4095, seed=7, shapes=(SHAPE,), text=True), 0, True),
+        ("--no-ids --words prose", PLAN, BY_USAGE, False),
+        ("--no-ids --words prose --usage never", PLAN, ASSUMED, False),
     ):
         outcome, _, rows = streams.block(options, plan=plan)
         assert outcome.errors == 0
@@ -204,10 +194,10 @@ def test_a_server_without_ids_is_counted_by_its_words_or_its_usage(streams: Stre
         assert ((rows.answers["flags"] & IDS) > 0).tolist() == [has_ids] * len(rows.answers)
 
 
-@pytest.mark.parametrize(("options", "flags"), [("", BY_USAGE), ("--no-usage", ASSUMED)])
+@pytest.mark.parametrize(("options", "flags"), [("", BY_USAGE), ("--usage never", ASSUMED)])
 def test_a_chat_is_counted_from_its_first_token_on(streams: Streams, options: str, flags: int) -> None:
     """The chunk with only a role comes at once, and the first token 30 ms later."""
-    outcome, samples, rows = streams.block(f"--chat-only --first-ms 30 {options}", "chat")
+    outcome, samples, rows = streams.block(f"--routes chat --first-ms 30 {options}", "chat")
     assert (outcome.errors, outcome.answers) == (0, ())
     assert (rows.answers["output_tokens"] == 16).all()
     assert not (rows.answers["flags"] & IDS).any()
@@ -216,10 +206,10 @@ def test_a_chat_is_counted_from_its_first_token_on(streams: Streams, options: st
 
 
 def test_prompts_of_text_are_proved_only_where_their_ids_come_back(streams: Streams) -> None:
-    outcome, _, rows = streams.block("--text-only", "text", keep_answers=4)
+    outcome, _, rows = streams.block("--routes text,chat", "text", keep_answers=4)
     assert (outcome.errors, len(outcome.answers)) == (0, 4)
     assert (rows.answers["flags"] & ECHO).all()
-    outcome, _, rows = streams.block("--text-only --wrong-echo", "text", keep_answers=4)
+    outcome, _, rows = streams.block("--routes text,chat --wrong-echo", "text", keep_answers=4)
     assert (outcome.errors, len(outcome.answers)) == (0, 0)
     assert not (rows.answers["flags"] & (ECHO | ECHO_DIFFERS)).any(), "the server made other tokens of the text"
 
