@@ -10,6 +10,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from json import dumps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Unpack
@@ -135,6 +136,8 @@ def _arguments(name: str, value: object) -> Iterator[str]:
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         yield flag if value else f"--no-{flag[2:]}"
+    elif isinstance(value, Mapping) and name.endswith("_body"):
+        yield from (f"{flag}=-{key}" if part is None else f"{flag}={key}={dumps(part)}" for key, part in value.items())
     elif isinstance(value, Mapping):
         yield from (f"{flag}={key}={_text(part)}" for key, part in value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str):

@@ -41,6 +41,9 @@ class CompareOptions(TypedDict, total=False):
     """Send arm A another payload; then no winner is named."""
     a_transport: Literal["completions", "generate_stream", "text", "chat"] | None
     """Protocol of arm A, if it serves a language model and the arms have none in common."""
+    a_body: Mapping[str, object] | None
+    """Add or replace a field of the requests to the language model of arm A (KEY=VALUE, JSON or text), or leave one out
+    (-KEY); repeatable."""
     a_grpc: str | PathLike[str] | None
     """gRPC address of arm A, if its target is a URL: HOST:PORT, or grpcs://HOST:PORT with TLS."""
     a_model: str | PathLike[str] | None
@@ -64,6 +67,9 @@ class CompareOptions(TypedDict, total=False):
     """Send arm B another payload; then no winner is named."""
     b_transport: Literal["completions", "generate_stream", "text", "chat"] | None
     """Protocol of arm B, if it serves a language model and the arms have none in common."""
+    b_body: Mapping[str, object] | None
+    """Add or replace a field of the requests to the language model of arm B (KEY=VALUE, JSON or text), or leave one out
+    (-KEY); repeatable."""
     b_grpc: str | PathLike[str] | None
     """gRPC address of arm B, if its target is a URL: HOST:PORT, or grpcs://HOST:PORT with TLS."""
     b_model: str | PathLike[str] | None
@@ -85,6 +91,7 @@ class CompareOptions(TypedDict, total=False):
     c_option: Mapping[str, object] | None
     c_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
     c_transport: Literal["completions", "generate_stream", "text", "chat"] | None
+    c_body: Mapping[str, object] | None
     c_grpc: str | PathLike[str] | None
     c_model: str | PathLike[str] | None
     c_version: str | PathLike[str] | None
@@ -97,6 +104,7 @@ class CompareOptions(TypedDict, total=False):
     d_option: Mapping[str, object] | None
     d_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
     d_transport: Literal["completions", "generate_stream", "text", "chat"] | None
+    d_body: Mapping[str, object] | None
     d_grpc: str | PathLike[str] | None
     d_model: str | PathLike[str] | None
     d_version: str | PathLike[str] | None
@@ -109,6 +117,7 @@ class CompareOptions(TypedDict, total=False):
     e_option: Mapping[str, object] | None
     e_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
     e_transport: Literal["completions", "generate_stream", "text", "chat"] | None
+    e_body: Mapping[str, object] | None
     e_grpc: str | PathLike[str] | None
     e_model: str | PathLike[str] | None
     e_version: str | PathLike[str] | None
@@ -121,6 +130,7 @@ class CompareOptions(TypedDict, total=False):
     f_option: Mapping[str, object] | None
     f_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
     f_transport: Literal["completions", "generate_stream", "text", "chat"] | None
+    f_body: Mapping[str, object] | None
     f_grpc: str | PathLike[str] | None
     f_model: str | PathLike[str] | None
     f_version: str | PathLike[str] | None
@@ -133,6 +143,7 @@ class CompareOptions(TypedDict, total=False):
     g_option: Mapping[str, object] | None
     g_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
     g_transport: Literal["completions", "generate_stream", "text", "chat"] | None
+    g_body: Mapping[str, object] | None
     g_grpc: str | PathLike[str] | None
     g_model: str | PathLike[str] | None
     g_version: str | PathLike[str] | None
@@ -145,6 +156,7 @@ class CompareOptions(TypedDict, total=False):
     h_option: Mapping[str, object] | None
     h_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
     h_transport: Literal["completions", "generate_stream", "text", "chat"] | None
+    h_body: Mapping[str, object] | None
     h_grpc: str | PathLike[str] | None
     h_model: str | PathLike[str] | None
     h_version: str | PathLike[str] | None

@@ -33,6 +33,13 @@ class HeaderValue(str):
     __slots__ = ("secret",)
 
 
+def split_header(text: str) -> tuple[str, str, str]:
+    """A header written as NAME=VALUE or NAME: VALUE, at the first of the two characters, which no name has. Without
+    either both are empty."""
+    name, mark, value = [*re.split("([=:])", text, maxsplit=1), "", ""][:3]
+    return name.strip(), mark, value.strip()
+
+
 def secret_of(value: object) -> str:
     """What is sent for a header's value."""
     return value.secret if isinstance(value, HeaderValue) else str(value)
@@ -99,7 +106,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def _shown(header: str) -> str:
-    name, joined, value = header.partition("=")
+    name, joined, value = split_header(header)
     if not joined:
         return HIDDEN
-    return header if _REFERENCE.fullmatch(value.strip()) else f"{name}={HIDDEN}"
+    return header if _REFERENCE.fullmatch(value) else f"{name}{joined}{HIDDEN}"

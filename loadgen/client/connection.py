@@ -31,6 +31,7 @@ _MOST_PARTS = 1_000
 _READ, _WRITE = 1, 2
 """The events of libev's watchers."""
 _EMPTY = memoryview(b"")
+_VERSIONED = re.compile(r"/v\d+$")
 _MOST_ERROR_BYTES = 2**16
 """How much of a body is searched for a server's words."""
 _SHOWN = 300
@@ -98,6 +99,10 @@ class Address:
     def url(self) -> str:
         """The normalised URL, without a trailing slash."""
         return f"{'https' if self.tls else 'http'}://{self.authority}{self.base_path}"
+
+    def openai_path(self, name: str) -> str:
+        """A path of OpenAI's API; a base path that ends with a version, as OpenAI's clients take it, has that one."""
+        return f"/{name}" if _VERSIONED.search(self.base_path) else f"/v1/{name}"
 
     def model_path(self, model: str) -> str:
         """The path of a model, or of its version, below which its requests go."""

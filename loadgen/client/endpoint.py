@@ -227,18 +227,14 @@ class Endpoint:
 class CompletionsEndpoint(Endpoint):
     """A server that speaks OpenAI's API and not the Open Inference Protocol, such as vLLM."""
 
-    def _path(self, name: str) -> str:
-        """A path of the API; a base path that ends with /v1, as OpenAI's clients take it, is not repeated."""
-        return f"/{name}" if self.address.base_path.endswith("/v1") else f"/v1/{name}"
-
     def live(self) -> bool:
         """Whether the server lists its models, which a server does once it has loaded them."""
-        return self.status(self._path("models")) == 200
+        return self.status(self.address.openai_path("models")) == 200
 
     def why_not_live(self) -> str:
         """Why the server is not live, from another request, for a message."""
-        exchange = self._get(self._path("models"))
-        return exchange.failure or f"{self._path('models')} answers {exchange.status}"
+        exchange = self._get(self.address.openai_path("models"))
+        return exchange.failure or f"{self.address.openai_path('models')} answers {exchange.status}"
 
     def ready(self, model: str) -> bool:
         """Whether the model is listed."""
@@ -247,7 +243,7 @@ class CompletionsEndpoint(Endpoint):
     def listed_names(self) -> tuple[str, ...] | None:
         """The names of the language models that the server lists; None if it does not speak OpenAI's API."""
         try:
-            document = self.document(self._path("models")) or {}
+            document = self.document(self.address.openai_path("models")) or {}
         except EndpointError:
             return None
         if not isinstance(document.get("data"), list):

@@ -14,7 +14,7 @@ with only a role, is not a chunk with tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from secrets import token_hex
@@ -35,6 +35,11 @@ _WORDS = re.compile(r"\s*t\d{1,9}(?:\s+t\d{1,9})*\s*")
 _FINISH = {None: UNKNOWN, "length": LENGTH, "stop": STOP, "eos": STOP, "eos_token": STOP, "stop_sequence": STOP}
 _DONE = b"[DONE]"
 
+RequestBody = Mapping[str, object]
+"""Changes of the fields of a request: a value adds or replaces one, None leaves it out."""
+NO_CHANGES: RequestBody = {}
+TOKENS_PLACE = "{output_tokens}"
+"""Stands for the number of tokens of the answer in the value of a field."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
 
@@ -42,27 +47,45 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
 # Requests
 
 
+def request_fields(transport: TokenTransport, model: str, body: RequestBody) -> dict[str, object]:
+    """The fields of a request beside its prompt and its salt, with those of `body`."""
+    fields: dict[str, object] = {"max_tokens": TOKENS_PLACE, "ignore_eos": True}
+    if transport != "generate_stream":
+        fields = {
+            "model": model,
+            "max_tokens": TOKENS_PLACE,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+    return {name: value for name, value in (fields | dict(body)).items() if value is not None}
+
+
+def takes_salt(transport: TokenTransport, body: RequestBody) -> bool:
+    """Whether a request has a salt, which only completions know."""
+    return transport in ("completions", "text") and "cache_salt" not in body
+
+
 def prompt_request(
-    transport: TokenTransport, model: str, prompt: Sequence[bytes], max_tokens: int, *, salt: str | None = None
-) -> PreparedRequest:
+    transport: TokenTransport, model: str, prompt: Sequence[bytes], max_tokens: int, *, salt: str | None = None,
+    body: RequestBody = NO_CHANGES,
+) -> PreparedRequest:  # fmt: skip
     """One request without a head. `prompt` is the encoded prompt in three pieces, of which the middle one varies. With
-    a salt, which varies too, the prompt is never found in a cache; only completions have that field."""
-    rest: dict[str, object] = {
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }
-    document: dict[str, object] = {"model": model, "prompt": "" if transport == "text" else []}
+    a salt, which varies too, the prompt is never found in a cache."""
+    document: dict[str, object] = {"prompt": "" if transport == "text" else []}
     closing = b'"' if transport == "text" else b"]"
     if transport == "chat":
-        document, closing = {"model": model, "messages": [{"role": "user", "content": ""}]}, b'"}]'
+        document, closing = {"messages": [{"role": "user", "content": ""}]}, b'"}]'
     if transport == "generate_stream":
-        document, rest, salt = {"input_ids": []}, {"max_tokens": max_tokens, "ignore_eos": True}, None
+        document = {"input_ids": []}
+    if not takes_salt(transport, body):
+        salt = None
     head = msgspec.json.encode(document)[: -len(closing) - 1]
-    tail = closing + b"," + msgspec.json.encode(rest)[1:-1]
+    fields = msgspec.json.encode(request_fields(transport, model, body))
+    fields = fields.replace(b'"%b"' % TOKENS_PLACE.encode(), b"%d" % max_tokens)
+    tail = closing + b"," * (fields != b"{}") + fields[1:-1]
     before, varying, after = prompt
     pieces: tuple[bytes, ...] = (head + before, varying, after + tail + b"}")
     if salt is not None:
@@ -70,13 +93,16 @@ def prompt_request(
     return PreparedRequest(b"", b"".join(pieces), sum(map(len, prompt)), pieces, max_tokens)
 
 
+def stream_path(transport: TokenTransport, address: Address, model: str) -> str:
+    """The route to which prompts go."""
+    if transport == "generate_stream":
+        return f"{address.model_path(model)}/generate_stream"
+    return address.openai_path("chat/completions" if transport == "chat" else "completions")
+
+
 def for_stream(request: PreparedRequest, transport: TokenTransport, address: Address, model: str) -> PreparedRequest:
-    """The request with the head for one server; the body is shared. A base path that ends with /v1, as OpenAI's
-    clients take it, is not repeated."""
-    path = f"{address.model_path(model)}/generate_stream"
-    if transport != "generate_stream":
-        path = "/chat/completions" if transport == "chat" else "/completions"
-        path = path if address.base_path.endswith("/v1") else f"/v1{path}"
+    """The request with the head for one server; the body is shared."""
+    path = stream_path(transport, address, model)
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
     return replace(request, head=request_head("POST", path, address, content_length=len(request.body), headers=headers))
 
@@ -115,20 +141,22 @@ def in_form_of(transport: TokenTransport, plan: PromptPlan) -> PromptPlan:
 
 
 def prepare_prompts(
-    transport: TokenTransport, model: str, plan: PromptPlan, shape: PromptShape, numbers: Iterator[int]
-) -> PreparedPrompts:
+    transport: TokenTransport, model: str, plan: PromptPlan, shape: PromptShape, numbers: Iterator[int],
+    body: RequestBody = NO_CHANGES,
+) -> PreparedPrompts:  # fmt: skip
     """Encode the bodies of a shape. Prompts with a shared prefix have no salt, so that servers may share it. Raises
     `PromptError`."""
     plan = in_form_of(transport, plan)
-    salted = transport in ("completions", "text") and not shape.shared_prefix
+    salted = takes_salt(transport, body) and not shape.shared_prefix
     prepared = plan.prepared(shape)
-    requests = tuple(_encoded(transport, model, plan, shape, ids, salted=salted) for ids in prepared)
+    requests = tuple(_encoded(transport, model, plan, shape, ids, body, salted=salted) for ids in prepared)
     return PreparedPrompts(requests, prepared, (shape,) * len(prepared), plan, salted, numbers)
 
 
 def prepare_trace(
-    transport: TokenTransport, model: str, plan: PromptPlan, trace: Trace, numbers: Iterator[int]
-) -> PreparedPrompts:
+    transport: TokenTransport, model: str, plan: PromptPlan, trace: Trace, numbers: Iterator[int],
+    body: RequestBody = NO_CHANGES,
+) -> PreparedPrompts:  # fmt: skip
     """Encode a body for every request of a trace. They have no salt, so that servers may share what has the same
     hashes. Raises `PromptError`."""
     plan = in_form_of(transport, plan)
@@ -137,20 +165,22 @@ def prepare_trace(
         plan.require(shape)
     prepared = tuple(plan.traced(place, request) for place, request in enumerate(trace.requests()))
     requests = tuple(
-        _encoded(transport, model, plan, shape, ids, salted=False) for shape, ids in zip(shapes, prepared, strict=True)
+        _encoded(transport, model, plan, shape, ids, body, salted=False)
+        for shape, ids in zip(shapes, prepared, strict=True)
     )
     return PreparedPrompts(requests, prepared, shapes, plan, False, numbers)
 
 
 def _encoded(
-    transport: TokenTransport, model: str, plan: PromptPlan, shape: PromptShape, ids: Ids, *, salted: bool
-) -> PreparedRequest:
+    transport: TokenTransport, model: str, plan: PromptPlan, shape: PromptShape, ids: Ids, body: RequestBody, *,
+    salted: bool,
+) -> PreparedRequest:  # fmt: skip
     separator = b" " if plan.text else b","
     start, count = shape.shared_prefix, plan.varying(shape)
     before, after = plan.encode(ids[:start]), plan.encode(ids[start + count :])
     pieces = (before + separator if before else b"", plan.patch(0, count), separator + after if after else b"")
     salt = "0" * 2 * _SALT_BYTES if salted else None
-    return prompt_request(transport, model, pieces, shape.output_tokens, salt=salt)
+    return prompt_request(transport, model, pieces, shape.output_tokens, salt=salt, body=body)
 
 
 # Answers

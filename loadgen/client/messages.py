@@ -10,6 +10,8 @@ While a block opens and while it runs the generator sends null every second, to 
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from loadgen.client.endpoint import Signature
@@ -49,7 +51,9 @@ class Prepare(GeneratorMessage, frozen=True, kw_only=True):
     key: str = ""
     """Two arms that are sent different bodies have two keys."""
     prompts: PromptPlan | None = None
-    """The prompts of a language model, with the transports completions and generate_stream."""
+    """The prompts of a language model."""
+    body: dict[str, Any] = {}
+    """What differs from the usual fields of a request to a language model."""
 
 
 class Open(GeneratorMessage, frozen=True, kw_only=True):

@@ -194,7 +194,7 @@ def ask_tokens(
         raise AnswerError(f"no prompt can be sent over {transport}")
     plan = in_form_of(transport, plan)
     encoded = plan.encode(np.array(prompt, dtype=np.int32))
-    request = prompt_request(transport, target.model, (encoded, b"", b""), max_tokens, salt=salt)
+    request = prompt_request(transport, target.model, (encoded, b"", b""), max_tokens, salt=salt, body=target.body)
     sendable = target.sendable(request)
     connection = target.connection((sendable,), timeout_s=timeout_s)
     try:

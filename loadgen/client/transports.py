@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -23,7 +23,7 @@ from loadgen.client.connection import (
 )
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.event_stream import StreamConnection
-from loadgen.client.generation import for_stream
+from loadgen.client.generation import RequestBody, for_stream
 from loadgen.client.grpc import GrpcConnection, grpc_request
 from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import Array, InputError, SampleInputs
@@ -50,6 +50,8 @@ class InferenceTarget:
     access: Access = DEFAULT_ACCESS
     batched: bool = True
     """Whether its answers have a batch dimension; see `Signature`."""
+    body: RequestBody = field(default_factory=dict)
+    """What differs from the usual fields of a request to a language model."""
 
     def sendable(self, request: Request) -> Request:
         """A prepared request for this server; the bytes are shared."""

@@ -357,10 +357,11 @@ class BlockRunner:
             )
         model = command.signature.model
         bodies: dict[BodyShape, PreparedBodies | PreparedPrompts] = {
-            shape: prepare_prompts(transport, model, plan, shape, self._numbers) for shape in {SETTLING, *plan.shapes}
+            shape: prepare_prompts(transport, model, plan, shape, self._numbers, command.body)
+            for shape in {SETTLING, *plan.shapes}
         }
         if plan.trace is not None:
-            bodies[plan.trace] = prepare_trace(transport, model, plan, plan.trace, self._numbers)
+            bodies[plan.trace] = prepare_trace(transport, model, plan, plan.trace, self._numbers, command.body)
         return bodies
 
     def _bodies(self, command: Prepare) -> Prepared:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -22,7 +23,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from loadgen.documents import DocumentError, one_line
+from loadgen.documents import MOST_BYTES, DocumentError, decode_json, one_line
 from loadgen.experiment.plan import PlanError, unknown
 from loadgen.experiment.settings import (
     DEFAULT_TARGETS,
@@ -36,7 +37,7 @@ from loadgen.experiment.settings import (
     Settings,
     gather_arms,
 )
-from loadgen.headers import HIDDEN
+from loadgen.headers import HIDDEN, split_header
 from loadgen.strict_yaml import read_mapping
 
 _LAST_SHOWN = "c"
@@ -73,7 +74,8 @@ class SettingOption:
     @property
     def is_mapping(self) -> bool:
         """Whether the option takes KEY=VALUE."""
-        return get_origin(self.field.annotation) is dict
+        kind = self.field.annotation
+        return any(get_origin(member) is dict for member in (kind, *get_args(kind)))
 
     def as_parameter(self, arms: str, default: Any) -> inspect.Parameter:
         """A parameter in the signature of a command that shows these arms; `default`, if given, replaces the setting's.
@@ -261,14 +263,30 @@ def write_content(content: Mapping[str, object], sha256: str) -> str:
 def parse_options(flag: str, options: list[str]) -> dict[str, str]:
     """Options given as KEY=VALUE; leading dashes of the key are dropped. Raises `PlanError`."""
     parsed: dict[str, str] = {}
+    header = flag.endswith("-header")
     for option in options:
-        name, separator, value = option.partition("=")
+        name, separator, value = split_header(option) if header else option.partition("=")
         name = name.strip().lstrip("-")
         if not separator or not name:
-            header = flag.endswith("-header")
             shown, example = (HIDDEN, "X-Team=search") if header else (option, "max-queue-delay-us=0")
             raise PlanError(f"{flag} {shown}: write it as KEY=VALUE, as in {example}")
         parsed[name] = value.strip()
+    return parsed
+
+
+def parse_fields(flag: str, options: list[str]) -> dict[str, Any]:
+    """Fields of a request given as KEY=VALUE, where the value is JSON or else a text, or as -KEY for one that is left
+    out. Raises `PlanError`."""
+    parsed: dict[str, Any] = {}
+    for option in options:
+        name, separator, value = option.partition("=")
+        left_out = name.startswith("-")
+        if left_out == bool(separator) or not name.strip("- "):
+            raise PlanError(f"{flag} {option}: write it as KEY=VALUE, as in top_k=1, or as -KEY to leave a field out")
+        parsed[name := name.strip("- ")] = None if left_out else value
+        if not left_out:
+            with suppress(DocumentError):
+                parsed[name] = decode_json(value.encode(), Any, most_bytes=MOST_BYTES)
     return parsed
 
 
@@ -281,7 +299,8 @@ def _set(content: dict[str, Any], option: SettingOption, value: object) -> None:
     last = option.path[-1]
     before = place.get(last)
     if option.is_mapping and isinstance(value, list):
-        value = (before if isinstance(before, dict) else {}) | parse_options(option.flag, value)
+        parse = parse_fields if last == "body" else parse_options
+        value = (before if isinstance(before, dict) else {}) | parse(option.flag, value)
     elif option.repeated and isinstance(value, list):
         value = [*(before if isinstance(before, list) else [] if before is None else [before]), *value]
     place[last] = value

@@ -149,7 +149,9 @@ def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
         raise PlanError(f"{option_of(label, 'option')} {port} has no effect, because abserve chooses free ports")
     elif arm.grpc is not None:
         raise PlanError(f"{option_of(label, 'grpc')} has no effect on {target}, because abserve chooses its address")
-    request = arm.stored(ArmRequest, label=label, settings=options, access=arm.stored(Access))
+    request = arm.stored(
+        ArmRequest, label=label, settings=options, access=arm.stored(Access), body=arm.body or {}
+    )  # fmt: skip
     _check_access(request)
     return request
 

@@ -184,6 +184,11 @@ class ArmSettings(Settings):
     transport: TokenTransport | None = Field(
         None, description="Protocol of arm {arm}, if it serves a language model and the arms have none in common."
     )
+    body: dict[str, Any] | None = Field(
+        None,
+        description="Add or replace a field of the requests to the language model of arm {arm} (KEY=VALUE, JSON or "
+        "text), or leave one out (-KEY); repeatable.",
+    )
     grpc: str | None = Field(
         None, description="gRPC address of arm {arm}, if its target is a URL: HOST:PORT, or grpcs://HOST:PORT with TLS."
     )
@@ -202,6 +207,13 @@ class ArmSettings(Settings):
     insecure: bool = Field(False, description="Do not verify the TLS certificate of arm {arm}.")
     cert: str | None = Field(None, description="Client certificate for arm {arm}, a PEM file (TLS).")
     key: str | None = Field(None, description="Key of that certificate, if it is in another PEM file.")
+
+    @field_validator("body")
+    @classmethod
+    def _without_prompts(cls, fields: dict[str, Any] | None) -> dict[str, Any] | None:
+        if made := next((name for name in ("prompt", "messages", "input_ids") if name in (fields or {})), None):
+            raise ValueError(f"abserve makes the prompts; leave {made} out")
+        return fields
 
     @model_validator(mode="before")
     @classmethod

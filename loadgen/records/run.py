@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import PurePath
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeGuard, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeGuard, get_args
 
 import msgspec
 
@@ -167,6 +167,8 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     """If it differs from the experiment's: a reference for a server that abserve starts, the name on one at a URL."""
     transport: TokenTransport | None = None
     """If it differs from the experiment's, because the arms of a language model have no protocol in common."""
+    body: dict[str, Any] = {}
+    """Fields of the requests to its language model that differ from the usual ones; None: left out."""
 
     @property
     def tls_addresses(self) -> tuple[str, ...]:

@@ -259,13 +259,17 @@ class Arm:
     def body_key(self) -> str:
         """Arms with the same key get the same requests and owe the same answers; a gRPC request contains the model's
         name and version."""
-        return f"{self.model} {self.payload} {self.transport} {self.deployment.access.version} {self.signature}"
+        version, body = self.deployment.access.version, self.request.body
+        return f"{self.model} {self.payload} {self.transport} {version} {self.signature} {body}"
 
     @property
     def target(self) -> InferenceTarget:
         """The target of inference requests."""
         deployment = self.deployment
-        return InferenceTarget(self.transport, deployment.url, self.model, deployment.grpc_address, deployment.access)
+        return InferenceTarget(
+            self.transport, deployment.url, self.model, deployment.grpc_address, deployment.access,
+            body=self.request.body,
+        )  # fmt: skip
 
     def bodies(
         self, samples: Path, signature: Signature, batch_sizes: Iterable[int], experiment: Experiment
@@ -293,6 +297,7 @@ class Arm:
             transport=self.transport,
             key=self.body_key,
             prompts=plan,
+            body=self.request.body,
         )
 
     def load(

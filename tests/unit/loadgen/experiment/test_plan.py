@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loadgen.entry import build
-from loadgen.experiment.options import parse_options
+from loadgen.experiment.options import parse_fields, parse_options
 from loadgen.experiment.plan import (
     PRESETS,
     PlanError,
@@ -22,6 +22,7 @@ from loadgen.experiment.plan import (
 )
 from loadgen.experiment.schedule import schedule
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
+from loadgen.headers import without_secrets
 from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS
 from loadgen.records.run import ArmRequest, Experiment, Workload
 from loadgen.run.progress import Forecast
@@ -95,6 +96,26 @@ def test_arm_options() -> None:
     ]:
         with pytest.raises(PlanError, match=words):
             make_arm("a", ArmSettings(target=target, options=parse_options("--a-option", refused)))
+
+
+def test_fields_of_a_request_are_json_or_text_and_a_dash_leaves_one_out() -> None:
+    given = ["n=1", 'stop=["a"]', "user=bob =2", "seed=null", "-ignore_eos", "x="]
+    fields = {"n": 1, "stop": ["a"], "user": "bob =2", "seed": None, "ignore_eos": None, "x": ""}
+    assert parse_fields("--b-body", given) == fields
+    assert make_arm("b", ArmSettings(target="http://h:1", body=fields)).body == fields
+    for wrong in ("ignore_eos", "-ignore_eos=1", "=1", "-"):
+        with pytest.raises(PlanError, match="KEY=VALUE"):
+            parse_fields("--b-body", [wrong])
+    with pytest.raises(ValueError, match="abserve makes the prompts"):
+        ArmSettings(target="http://h:1", body={"messages": []})
+
+
+def test_a_header_is_written_in_either_form_and_its_value_is_never_shown() -> None:
+    assert parse_options("--b-header", ["Authorization: Bearer a=b", "X=c: d"]) == {
+        "Authorization": "Bearer a=b", "X": "c: d",
+    }  # fmt: skip
+    given = ["--b-header", "Authorization: Bearer secret==", "--a-header=X: secret", "--b-header", "A: $KEY"]
+    assert without_secrets(given) == ["--b-header", "Authorization:…", "--a-header=X:…", "--b-header", "A: $KEY"]
 
 
 def test_options_of_triton_go_to_every_arm_triton_that_does_not_set_its_own() -> None:

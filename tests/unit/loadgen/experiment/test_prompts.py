@@ -63,6 +63,25 @@ def test_a_patched_body_carries_the_prompt_of_its_numbers(transport: TokenTransp
     paths = {"chat": b"chat/completions", "generate_stream": b"v2/models/m/generate_stream"}
     assert head.startswith(b"POST /v1/" + paths.get(transport, b"completions") + b" ")
     assert b"/v1/v1" not in head
+    assert Address.parse("http://h:1/v3").openai_path("models") == "/models"
+
+
+@pytest.mark.parametrize("transport", TOKEN_TRANSPORTS)
+def test_fields_are_replaced_added_and_left_out(transport: TokenTransport) -> None:
+    changes: dict[str, object] = {
+        "max_tokens": None, "ignore_eos": None, "cache_salt": None, "temperature": 0.5, "model": "other",
+        "options": {"limit": "{output_tokens}", "stop": ["]", '"}']},
+    }  # fmt: skip
+    prompts = prepare_prompts(transport, "m", PLAN, PromptShape(4, 9), iter(range(77, 200)), changes)
+    number, patches = prompts.patches(3)
+    document = json.loads(b"".join(assemble(b"", prompts.requests[3].pieces, patches)))
+    assert number == 77
+    assert document["options"] == {"limit": 9, "stop": ["]", '"}']}
+    assert (document["temperature"], document["model"]) == (0.5, "other")
+    assert not {"max_tokens", "ignore_eos", "cache_salt"} & document.keys()
+    nothing = dict.fromkeys([*document, "max_tokens", "ignore_eos", "cache_salt"])
+    bare = prepare_prompts(transport, "m", PLAN, PromptShape(4, 9), iter(range(77, 200)), nothing).requests[0]
+    assert len(json.loads(bare.body)) == 1
 
 
 def test_a_shared_prefix_is_the_same_in_all_prompts() -> None:
