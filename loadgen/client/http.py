@@ -44,6 +44,9 @@ _MOST_INTERIM = 100
 _MOST_TRAILERS = 100
 _NO_HEAD = b"\0"
 """The beginning of no response."""
+SOON_NS = 1_000_000_000
+"""A connection that is closed so soon after a response was not idle for too long: no server's limit for that is below
+a second."""
 _MOST_DIGITS = 10
 """Most digits of a Content-Length or a chunk size."""
 
@@ -73,6 +76,9 @@ class HttpConnection:
         self.reconnects = 0
         self._server_closed = False
         """Whether the server has closed the connection with its last response."""
+        self._closes_soon = False
+        """Whether it closed one soon after a response without saying so, as llama.cpp does after every stream. Then no
+        connection is used twice: the next request would be lost if it were sent just before that."""
         self._deadline = Deadline(timeout_s)
         self._most_bytes = most_bytes + _MAX_HEAD_BYTES
         self._socket: AnySocket | None = None
@@ -98,6 +104,7 @@ class HttpConnection:
         parts = assemble(request.head, request.pieces or ((request.body,) if request.body else ()), patches)
         due_ns = perf_counter_ns()  # before connecting again: a server that closes its connections makes users wait
         if self._socket is not None and self._closed_while_idle(self._socket):
+            self._closes_soon = self._closes_soon or due_ns - self._exchange.end_ns < SOON_NS
             self.close()
             self.reconnects += 1
         if self._socket is None:
@@ -117,7 +124,8 @@ class HttpConnection:
                 sent_whole = False
             self._receive(connection, exchange)
             exchange.end_ns = perf_counter_ns()
-            if not sent_whole or (exchange.head is not self._last_lower and _closes(exchange.head)):
+            closes = exchange.head is not self._last_lower and _closes(exchange.head)
+            if closes or self._closes_soon or not sent_whole:
                 self.close()
             self._server_closed = self._socket is None
         except ResponseError as exc:
