@@ -86,6 +86,13 @@ class PlantedTuning:
     settings: Mapping[str, Any] = field(default_factory=dict)
     noise: float = 0.02
     arms: Mapping[str, SimulatedArm] = field(default_factory=lambda: FINAL_ARMS)
+    more: Sequence[str] = ()
+    """Further targets, each with its defaults, "-0", and what was chosen, "-1"."""
+
+
+def settings_of(name: str) -> dict[str, str]:
+    """What a contender changes; of further targets "-1" the batch size."""
+    return dict(CONTENDERS.get(name, {"max-batch-size": "16"} if name.endswith("-1") else {}))
 
 
 def speed(name: str) -> float:
@@ -112,16 +119,18 @@ def tuning(planted: PlantedTuning | None = None) -> Tuning:
         runs.append(TuningRun(folder="final", stage="final", seconds=240.0))
     return Tuning(
         settings={
-            "arms": ["native", "triton"], "model": "openclip_vit_b32", "minutes": 20.0, "margin": 0.03, **limit,
-            **planted.settings,
+            "arms": ["native", "triton", *planted.more], "model": "openclip_vit_b32", "minutes": 20.0, "margin": 0.03,
+            **limit, **planted.settings,
         },
-        spaces=(NATIVE, TRITON),
+        spaces=(NATIVE, TRITON, *(msgspec.structs.replace(TRITON, target=target, fixed={}) for target in planted.more)),
         contenders=tuple(
-            Contender(name=name, target=name.partition("-")[0], settings=dict(settings))
-            for name, settings in CONTENDERS.items()
+            Contender(name=name, target=name.partition("-")[0], settings=settings_of(name))
+            for name in (*CONTENDERS, *(f"{target}-{number}" for target in planted.more for number in (0, 1)))
         ),
         runs=tuple(runs),
-        winners=("native-3", "triton-2") if "finalists" in planted.stages else (),
+        winners=("native-3", "triton-2", *(f"{target}-1" for target in planted.more))
+        if "finalists" in planted.stages
+        else (),
         state=planted.state,
     )  # fmt: skip
 
@@ -172,7 +181,7 @@ def final(folder: Path, planted: PlantedTuning | None = None) -> Result:
 
 def _with_arms(experiment: Experiment) -> Experiment:
     arms = tuple(
-        msgspec.structs.replace(arm, target=arm.label.partition("-")[0], settings=dict(CONTENDERS[arm.label]))
+        msgspec.structs.replace(arm, target=arm.label.partition("-")[0], settings=settings_of(arm.label))
         for arm in experiment.arms
     )
     return msgspec.structs.replace(experiment, arms=arms)
@@ -180,7 +189,7 @@ def _with_arms(experiment: Experiment) -> Experiment:
 
 def _as_target(record: ArmRecord) -> ArmRecord:
     target = record.label.partition("-")[0]
-    settings = dict(CONTENDERS[record.label])
+    settings = settings_of(record.label)
     title = "native torch 2.15.0 fp32" if target == "native" else "Triton 2.51, python backend, onnxruntime 1.31.1 fp32"
     in_effect = record.in_effect | {name.replace("-", "_"): value for name, value in settings.items()}
     return msgspec.structs.replace(record, target=target, settings=settings, title=title, in_effect=in_effect)

@@ -16,7 +16,6 @@ from loadgen.child_process import ABSERVE
 from loadgen.cli.compare import (
     EXIT_INTERRUPTED,
     EXIT_INVALID,
-    EXIT_VALID,
     OUT,
     check_run,
     plan_experiment,
@@ -254,7 +253,7 @@ def _run(
     if tuning.state == "failed":
         complain(f"what was measured is in {folder}; go on with: {again}")
         return EXIT_INVALID
-    return statuses[-1] if statuses else EXIT_VALID
+    return statuses[-1] if statuses else EXIT_INVALID
 
 
 def _report(folder: Path, tuning: Tuning) -> None:

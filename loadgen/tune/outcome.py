@@ -7,7 +7,7 @@ outcome has the standing of the search, which is not a result: the best of many 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Literal
@@ -23,7 +23,7 @@ from loadgen.quantities import Interval, join, number, ratio, ratio_interval, sh
 from loadgen.records.run import Label, item_of
 from loadgen.stats.ratios import SIGNIFICANCE, critical_t
 from loadgen.tune.records import Contender, Space, Tuning
-from loadgen.tune.search import Choice, RaceLead, Search, gain
+from loadgen.tune.search import Z95, Choice, RaceLead, Search, gain
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.headline import Alternatives, fit
 from loadgen.verdict.result import Result
@@ -71,21 +71,22 @@ class TargetOutcome:
     contenders: tuple[Contender, ...]
     """All that were named."""
     default: Contender
-    winner: Contender | None
-    """Who was chosen from the finalists; None before that. Where none meets the limit it is the nearest."""
+    chosen: Contender | None
+    """Who the finalists' runs chose for the final; None before that. Where none meets the limit it is the nearest."""
     equals: tuple[Contender, ...]
-    """Other finalists whose measured difference to the best is below the margin of the choice."""
-    met_before: bool
-    """Whether a finalist met the limit; true without one."""
+    """Other finalists whose measured difference to the chosen one is below the margin of the choice."""
     race: RaceLead
     """What the search knows."""
     worth: Mapping[str, Gain | None]
-    """Of each setting of the winner its gain over itself with that setting put back, the largest first; None if that
-    was not measured."""
+    """Of each setting of the chosen one its gain over itself with that setting put back, the largest first; None if
+    that was not measured."""
     figures: Mapping[Label, Mapping[str, FinalFigure]]
-    """Of the default and the winner in the final, by the metric's name; empty without a final."""
+    """Of the default and the chosen one in the final, by the metric's name; empty without a final."""
     lead: Comparison | None
-    """The winner beside the defaults in the final; None without a final, or if the defaults won."""
+    """The chosen one beside the defaults in the final; None without a final, or if the defaults were chosen."""
+    start_error: float = 0.0
+    """What the one start of each server may have added to the log of the lead, as a standard error that the screenings
+    show; 0 if the final started them several times, so that its interval includes that."""
 
     @property
     def title(self) -> str:
@@ -93,31 +94,55 @@ class TargetOutcome:
 
     @property
     def best(self) -> Contender | None:
-        """The winner, or the defaults if the final shows that they are better."""
-        if self.lead is not None and self.lead.winner == self.default.name:
+        """The defaults, unless the final shows that the chosen one is better: it alone keeps the limits, or neither or
+        both do and it leads by the goal, or it alone could be measured. None where the final has neither. Whatever is
+        called best, compared or deployed follows this."""
+        measured = [c for c in (self.default, self.chosen) if c is not None and c.name in self.figures]
+        if len(measured) < 2 or self.chosen is None:
+            return next(iter(measured), None)
+        if self.lead is None or self.lead.verdict == "invalid":
             return self.default
-        return self.winner
+        default_keeps, chosen_keeps = (self.keeps_limits(contender) for contender in (self.default, self.chosen))
+        leads = self.is_ahead if default_keeps == chosen_keeps else chosen_keeps
+        return self.chosen if leads else self.default
 
     @property
-    def limited(self) -> list[FinalFigure]:
-        """The figures of the best in the final that have a limit."""
-        figures = {} if self.best is None else self.figures.get(self.best.name, {})
-        return [figure for figure in figures.values() if figure.limit is not None]
+    def is_ahead(self) -> bool:
+        """Whether the final shows that the chosen one is better by the goal, whichever start of it one looks at."""
+        if self.chosen is None or self.lead is None or self.lead.winner != self.chosen.name:
+            return False
+        logs = log_lead(self.lead, self.chosen.name)
+        return logs is not None and logs[0] > math.hypot(logs[0] - logs[1], Z95 * self.start_error)
+
+    def keeps_limits(self, contender: Contender) -> bool:
+        """Whether the final shows that it keeps every limit; true without one."""
+        figures = self.figures.get(contender.name, {}).values()
+        return all(figure.state == "kept" for figure in figures if figure.limit is not None)
 
     @property
     def meets_limit(self) -> bool:
-        """Whether a finalist met the limit, or the best does in the final; true without one."""
-        return self.met_before or (bool(self.limited) and all(figure.state == "kept" for figure in self.limited))
+        """Whether the final shows that the best keeps every limit."""
+        return self.best is not None and self.keeps_limits(self.best)
 
     @property
-    def cost_of_defaults(self) -> tuple[float, Interval | None] | None:
-        """What the defaults lose against the winner, as a share: of the throughput, or of the time that is added to a
-        latency. Below 0 they are better. None where the final does not have both."""
-        lead = None if self.winner is None else log_lead(self.lead, self.winner.name)
-        if lead is None or self.lead is None:
+    def gain(self) -> Gain | None:
+        """How many times better the chosen one is than the defaults in the final, also where that is not certain."""
+        logs = None if self.chosen is None else log_lead(self.lead, self.chosen.name)
+        if logs is None:
             return None
-        cost, *bounds = (-math.expm1(-log) if self.lead.higher_is_better else math.expm1(log) for log in lead)
-        return cost, None if self.lead.ci95 is None else (bounds[0], bounds[1])
+        factor, low, high = map(math.exp, logs)
+        return factor, (low, high)
+
+    @property
+    def cost_of_defaults(self) -> Gain | None:
+        """What the defaults lose against the best, as a share: of the throughput, or of the time that is added to a
+        latency. None unless the final shows that they lose something."""
+        if self.gain is None or self.lead is None or self.best != self.chosen or not self.is_ahead:
+            return None
+        times, (low, high) = self.gain
+        if self.lead.higher_is_better:
+            return 1.0 - 1.0 / times, (1.0 - 1.0 / low, 1.0 - 1.0 / high)
+        return times - 1.0, (low - 1.0, high - 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +165,7 @@ class TuningOutcome:
     unit: str
     targets: tuple[TargetOutcome, ...]
     pairs: tuple[PairOutcome, ...]
-    """Of the targets that meet the limit; the pair that the headline is about first."""
+    """Of the targets that meet the limit, from the best down: first the best one beside the next."""
 
     @property
     def has_verdict(self) -> bool:
@@ -149,10 +174,15 @@ class TuningOutcome:
         return any(comparison.verdict != "invalid" for comparison in leading)
 
     @property
+    def able(self) -> list[TargetOutcome]:
+        """The targets whose best is shown to meet the limit."""
+        return [target for target in self.targets if target.meets_limit]
+
+    @property
     def names(self) -> dict[Label, str]:
         """The arms of the final in a sentence: "Triton at its best", "Triton at its defaults"."""
-        defaults = {target.default.name: f"{target.title} at its defaults" for target in self.targets}
-        return defaults | {t.winner.name: f"{t.title} at its best" for t in self.targets if t.winner is not None}
+        best = {t.best.name: f"{t.title} at its best" for t in self.targets if t.best is not None}
+        return best | {target.default.name: f"{target.title} at its defaults" for target in self.targets}
 
     @property
     def claims(self) -> list[str]:
@@ -169,68 +199,74 @@ class TuningOutcome:
     def headline(self) -> str:
         """The answer in at most 25 words: from the final alone; before it where the search stands."""
         within = limits_in_words(self.settings.limits)
-        able = [target for target in self.targets if target.meets_limit]
         if self.final is None:
             return _unfinished(self)
         if not self.has_verdict:
             return self.final.headline
-        if not able:
+        before = ""
+        if lost := [target.title for target in self.targets if target.best is None]:
+            before = f"{join(lost)} could not be measured; "
+        if failing := [target.title for target in self.targets if target.best is not None and not target.meets_limit]:
+            before += f"{join(failing)} {'is' if len(failing) == 1 else 'are'} not shown to keep {within}; "
+        if not self.able:
             return fit([(f"Nothing that was tried is shown to keep {within}",), _nearest(self), (".",)])
-        missed = [target.title for target in able if any(figure.state == "exceeded" for figure in target.limited)]
-        before: Alternatives = (f"{join(missed)} missed {within} in the final; ",) if missed else ("",)
-        if failing := [target.title for target in self.targets if not target.meets_limit]:
-            before = (f"{join(failing)} {'is' if len(failing) == 1 else 'are'} not shown to keep {within}; ",)
-        parts = [_gain(self, target) for target in able if target.best is not None]
         if self.pairs and (main := self.pairs[0].at_best) is not None:
             parts = [_best_against_best(self, main, within), _at_defaults(self)]
-        text = fit([before, *parts, (".",)])
+        else:
+            parts = [_after(place, _gain(self, target)) for place, target in enumerate(self.able)]
+        text = fit([(before,), *parts, (".",)])
         return text[0].upper() + text[1:]
 
 
 def outcome_of(tuning: Tuning, final: Result | None) -> TuningOutcome:
     """`final` is the result of the folder `final`, if that comparison has run."""
     settings = TuneSettings.model_validate(tuning.settings)
-    search = Search(tuning.spaces, 0, contenders=tuning.contenders, runs=tuning.runs)
+    search = Search(tuning.spaces, settings.seed, contenders=tuning.contenders, runs=tuning.runs)
     choices = {choice.target: choice for choice in search.winners()} if tuning.winners else {}
     compared = _Compared(settings, final)
     targets = tuple(
         _target(tuning, place, choices.get(space.target), search, compared) for place, space in enumerate(tuning.spaces)
     )
-    able = [target for target in targets if target.best is not None and target.meets_limit]
     pairs = [
         PairOutcome(compared.of(one.best, other.best), compared.of(one.default, other.default))
-        for one, other in combinations(able, 2)
+        for one, other in combinations(_best_first([t for t in targets if t.meets_limit], compared), 2)
     ]
     metric = compared.metric
     unit = "" if metric is None or final is None else metric.unit_for(item_of(final.environment))
-    return TuningOutcome(tuning, settings, final, metric, unit, targets, tuple(sorted(pairs, key=_weight)))
+    return TuningOutcome(tuning, settings, final, metric, unit, targets, tuple(pairs))
 
 
-def _weight(pair: PairOutcome) -> tuple[bool, float]:
-    """Sorts pairs: those with a winner first, of these the closest, which are the best two of three."""
-    lead = None if pair.at_best is None else advantage(pair.at_best)
-    return pair.at_best is None or pair.at_best.winner is None, math.inf if lead is None else lead.factor
+def _best_first(targets: Sequence[TargetOutcome], compared: _Compared) -> list[TargetOutcome]:
+    """By what the final measured of the best of each beside that of the first; last what it did not compare."""
+
+    def lead(target: TargetOutcome) -> float:
+        if target is targets[0] or target.best is None:
+            return 0.0
+        logs = log_lead(compared.of(targets[0].best, target.best), target.best.name)
+        return -math.inf if logs is None else logs[0]
+
+    return sorted(targets, key=lead, reverse=True)
 
 
 def _target(tuning: Tuning, place: int, choice: Choice | None, search: Search, compared: _Compared) -> TargetOutcome:
     space = tuning.spaces[place]
     contenders = tuple(contender for contender in search.contenders if contender.target == space.target)
     default = next(contender for contender in contenders if not contender.settings)
-    winner = next((contender for contender in contenders if contender.name in tuning.winners), None)
-    arms = [contender for contender in (winner, default) if contender is not None]
-    lead = compared.of(default, winner)
+    chosen = next((contender for contender in contenders if contender.name in tuning.winners), None)
+    arms = [contender for contender in (chosen, default) if contender is not None]
+    lead = compared.of(default, chosen)
     return TargetOutcome(
         place=place,
         space=space,
         contenders=contenders,
         default=default,
-        winner=winner,
-        equals=() if choice is None else tuple(c for c in (choice.winner, *choice.equals) if c not in (None, winner)),
-        met_before=choice is None or choice.winner is not None or not compared.limits,
+        chosen=chosen,
+        equals=() if choice is None else tuple(c for c in (choice.winner, *choice.equals) if c not in (None, chosen)),
         race=search.lead(space.target),
-        worth={} if winner is None else _worth(winner, search, lead),
+        worth={} if chosen is None else _worth(chosen, search, lead),
         figures={arm.name: figures for arm in arms if (figures := compared.figures(arm))},
         lead=lead,
+        start_error=math.sqrt(2.0) * search.start_spread if compared.is_single_start else 0.0,
     )
 
 
@@ -270,6 +306,10 @@ class _Compared:
         self.final, self.limits = final, settings.limits
         self.of_blocks = None if final is None else goal_metric(settings, final)
         self.metric = ENERGY if self.of_blocks is not None and settings.aim == "energy" else self.of_blocks
+
+    @property
+    def is_single_start(self) -> bool:
+        return self.final is not None and self.final.experiment.restarts == 1
 
     def of(self, one: Contender | None, other: Contender | None) -> Comparison | None:
         """By the metric of the goal; None for a contender beside itself, or one that the final does not have."""
@@ -382,20 +422,26 @@ def _nearest(outcome: TuningOutcome) -> Alternatives:
     worst = [
         (max(known, key=lambda figure: figure.times_limit), target.title)
         for target in outcome.targets
-        if (known := [figure for figure in target.limited if figure.value is not None])
+        for figures in target.figures.values()
+        if (known := [figure for figure in figures.values() if figure.limit is not None and figure.value is not None])
     ]
     figure, title = min(worst, key=lambda item: item[0].times_limit, default=(None, ""))
     return ("",) if figure is None else (f"; {title} comes nearest with {number(figure.value or 0.0)} ms",)
 
 
 def _best_against_best(outcome: TuningOutcome, main: Comparison, within: str) -> Alternatives:
-    under, lead = f" within {within}" if within else "", advantage(main)
+    """The best target beside the next one, which may not be told apart from it."""
+    under, lead, many = f" within {within}" if within else "", advantage(main), len(outcome.able)
     if main.winner is None or lead is None:
-        names = join([target.title for target in outcome.targets if target.best is not None and target.meets_limit])
+        names = join([t.title for t in outcome.able if t.best is not None and t.best.name in main.pairing])
+        of_all = f", the first two of {many}," if many > 2 else ""
         what = "no meaningful difference" if main.verdict == "no_difference" else main.verdict
-        return (f"no winner between {names} at their best{under}: {what}", f"no winner between {names}: {what}")
+        return (
+            f"no winner between {names}{of_all} at their best{under}: {what}",
+            f"no winner between {names}{of_all}: {what}",
+        )
     text, interval = winner_in_words(main, outcome.names, _title(outcome)), ratio_interval(lead.ci95)
-    after = f", the next of {len(outcome.targets)}" if len(outcome.targets) > 2 else ""
+    after = f", the next of {many}" if many > 2 else ""
     shorter = [f"{text}{more} ({interval})" for more in (after + under, after, "")]
     return (f"{text}{after}{under} (95 % interval {interval})", *shorter)
 
@@ -414,13 +460,22 @@ def _at_defaults(outcome: TuningOutcome) -> Alternatives:
 
 def _gain(outcome: TuningOutcome, target: TargetOutcome) -> Alternatives:
     """A single target: its best against its defaults."""
-    lead = None if target.lead is None else advantage(target.lead)
-    if target.lead is None or target.lead.winner is None or target.lead.loser is None or lead is None:
-        return (f"nothing that was tried is shown to be better than the defaults of {target.title}",)
-    names, loser = outcome.names, target.lead.loser
-    names[loser] = names[loser].removeprefix(f"{target.title} at ")
-    text, interval = winner_in_words(target.lead, names, _title(outcome)), ratio_interval(lead.ci95)
+    if target.lead is None or target.cost_of_defaults is None:
+        if target.best == target.default:
+            if any(other.best is not None and not other.meets_limit for other in outcome.targets):
+                return (f"{target.title}'s defaults do, and nothing that was tried is shown to be better",)
+            return (f"nothing that was tried is shown to be better than the defaults of {target.title}",)
+        alone = "keeps the limit, which its defaults are not shown to do"
+        return (f"{target.title} at its best {alone if target.lead else 'works, its defaults could not be measured'}",)
+    names, lead = outcome.names, advantage(target.lead)
+    names[target.default.name] = "its defaults"
+    text, interval = winner_in_words(target.lead, names, _title(outcome)), ratio_interval(lead and lead.ci95)
     return (f"{text} (95 % interval {interval})", f"{text} ({interval})")
+
+
+def _after(place: int, part: Alternatives) -> Alternatives:
+    """The part, set off from one before it."""
+    return [f"; {text}" for text in part] if place else part
 
 
 def _title(outcome: TuningOutcome) -> str:
@@ -430,7 +485,7 @@ def _title(outcome: TuningOutcome) -> str:
 def _unfinished(outcome: TuningOutcome) -> str:
     """The state of the search, which is not a result."""
     tried = sum(target.race.tried for target in outcome.targets)
-    chosen = any(target.winner is not None for target in outcome.targets)
+    chosen = any(target.chosen is not None for target in outcome.targets)
     where = "the best are chosen, the final did not run" if chosen else "nothing is chosen yet"
     ends = {"failed": ": the tuning failed", "interrupted": ": the tuning was interrupted"}
     start = f"No verdict{ends.get(outcome.tuning.state, ' yet')}"

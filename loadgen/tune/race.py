@@ -8,7 +8,7 @@ function of the stored runs: a tuning that goes on after an interruption replays
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -194,8 +194,9 @@ class _Race:
         if not self.tuning.winners:
             self._screen()
             self._measure_finalists()
-            self.store(winners=tuple(self._winner(choice).name for choice in self.search.winners()))
+            self._choose()
         self._put_back()
+        self._choose()  # again: a run that put a setting back may have put a winner out
         self._compare()
 
     def _screen(self) -> None:
@@ -258,17 +259,26 @@ class _Race:
                 return
             self._measure("settings", contenders)
 
+    def _choose(self) -> None:
+        """Store the winner of each target. If these and the defaults are a single arm, the best of what changes a
+        setting takes the place of the defaults, so that the final shows whether anything that was tried is better."""
+        winners = {choice.target: self._winner(choice) for choice in self.search.winners()}
+        if len(self._arms(winners.values())) == 1:
+            others = [c for target in winners if (c := self.search.runner_up(target)) is not None]
+            winners |= {other.target: other for other in others}
+        self.store(winners=tuple(winner.name for winner in winners.values()))
+
+    def _arms(self, winners: Iterable[Contender]) -> dict[Label, ArmSettings]:
+        """The arms of the final: the defaults and the winners, of each what is not out."""
+        both = chain.from_iterable((self._named(f"{winner.target}-0"), winner) for winner in winners)
+        return {contender.name: self._arm(contender) for contender in both if not self._is_out(contender)}
+
     def _compare(self) -> None:
-        """The final comparison of the defaults and the winners. A single arm, which has nothing beside it, has none."""
-        arms: dict[Label, ArmSettings] = {}
-        for choice in self.search.winners():
-            winner = self._winner(choice)
-            default = self._named(f"{choice.target}-0")
-            for contender in (default, winner):
-                if not self._is_out(contender):
-                    arms[contender.name] = self._arm(contender)
+        """The final comparison of the defaults and the winners. Raises `TuningError` without two arms."""
+        arms = self._arms(self._named(name) for name in self.tuning.winners)
         if len(arms) < 2:
-            return
+            left = ", ".join(arms) or "no contender"
+            raise TuningError(f"only {left} could be measured, so there is nothing to compare it with.")
         left_s = max(self.left_s - AFTER_S, LEAST_SHARE_OF_FINAL * self.final_s)
         starts = next((many for many in STARTS if many * self._start_s(len(arms)) <= MOST_START_SHARE * left_s), 1)
         self.progress.stage_begins("final comparison of the defaults and the best")

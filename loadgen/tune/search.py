@@ -232,6 +232,11 @@ class Search:
         which these measured nothing, from the screenings."""
         return tuple(self._choice(target) for target in self.spaces)
 
+    def runner_up(self, target: str) -> Contender | None:
+        """The best that was measured of those that change a setting: a finalist, else one of the screenings."""
+        standings = [*self.standings(target, "finalists"), *self.standings(target)]
+        return next((s.contender for s in standings if s.times and s.out is None and s.contender.settings), None)
+
     def put_back(self, contender: Contender) -> dict[str, Contender]:
         """The contender with one of its settings at the default each, by the name of that setting, for runs of the
         stage `settings`."""

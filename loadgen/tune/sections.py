@@ -127,25 +127,30 @@ def _in_brief(outcome: TuningOutcome, target: TargetOutcome) -> str:
 
 
 def _standing(outcome: TuningOutcome, target: TargetOutcome) -> str:
-    lead, cost = target.lead, target.cost_of_defaults
-    if outcome.final is None or target.best is None or target.winner is None:
+    lead, cost, chosen = target.lead, target.cost_of_defaults, target.chosen
+    if outcome.final is None or target.best is None or chosen is None:
         if target.race.best is None:
-            return "nothing to tell yet"
+            return "nothing to tell yet" if outcome.final is None else "could not be measured"
         gain = "" if target.race.gain is None else f", {_times(target.race.gain)} of its defaults in the screenings"
         return f"best so far: {settings_in_words(target.race.best.contender)}{gain}"
-    words = settings_in_words(target.winner)
-    if not target.meets_limit:
-        within = limits_in_words(outcome.settings.limits)
-        return f"nothing that was tried is shown to keep {within}; nearest: {settings_in_words(target.best)}"
+    words, within = settings_in_words(chosen), limits_in_words(outcome.settings.limits)
     if not outcome.has_verdict:
-        return f"chosen: {settings_in_words(target.best)}; the final gives no verdict on it"
-    if lead is None or cost is None:
-        return "its defaults are the best"
+        return f"chosen: {words}; the final gives no verdict on it"
+    if not target.meets_limit:
+        kept = "keep its defaults" if target.best == target.default else settings_in_words(target.best)
+        return f"nothing that was tried is shown to keep {within}; {kept}"
+    if chosen == target.default:
+        return "keep its defaults: nothing that was tried did better"
+    gain = "" if target.gain is None else f": {_times(target.gain)} of its defaults"
     if target.best == target.default:
-        return f"keep its defaults: in the final they are better than {words}"
-    if lead.winner is None:
-        why = ", not certain after the adjustment for several comparisons" if excludes_one(lead.ci95) else ""
-        return f"{words}; the final shows no difference to its defaults: {percent(*cost)}{why}"
+        if lead is not None and lead.winner == target.default.name:
+            return f"keep its defaults: in the final they are better than {words}"
+        why = ", not certain after the adjustment for several comparisons" if lead and excludes_one(lead.ci95) else ""
+        if lead is not None and lead.winner == chosen.name:
+            why = ", which one start of each server does not show"
+        return f"keep its defaults; {words} is not shown to be better{gain}{why}"
+    if cost is None or lead is None:
+        return f"{words}; its defaults {f'are not shown to keep {within}' if lead else 'could not be measured'}"
     return f"{words}; its defaults {'cost' if lead.higher_is_better else 'add'} {percent(*cost)}"
 
 
@@ -168,15 +173,16 @@ def _best_and_defaults(outcome: TuningOutcome) -> doc.Section | None:
         cost = target.cost_of_defaults if outcome.has_verdict else None
         for arm, figures in target.figures.items():
             value = figures[goal.name].value
-            is_winner = target.winner is not None and arm == target.winner.name
+            is_best = arm != target.default.name and target.best == target.chosen
+            tried = "best" if is_best else "chosen, not shown to be better"
             rows.append(
                 (
                     _name(target),
-                    "best" if arm != target.default.name else "defaults, the best" if is_winner else "defaults",
+                    "defaults" if arm == target.default.name else tried,
                     _with_interval(figures[goal.name]),
                     *([] if price is None else [number(per_million(price, value)) if value else "–"]),
                     measured(figures[P99.name].value, None),
-                    percent(*cost) if cost is not None and is_winner else "",
+                    percent(*cost) if cost is not None and is_best else "",
                     *(_limit_cell(figures[name]) for name in limits),
                 )
             )
@@ -200,21 +206,23 @@ def _limit_cell(figure: FinalFigure) -> doc.Cell:
 
 
 def _settings(outcome: TuningOutcome) -> doc.Section | None:
-    """What differs from the defaults, what each of them is worth, and which finalists are as good."""
+    """What differs from the defaults, what each of them is worth, and which finalists are as good: of targets whose
+    defaults are not kept."""
     rows: list[tuple[doc.Value, ...]] = []
-    for target in outcome.targets:
+    changed = [target for target in outcome.targets if target.best in (None, target.chosen)]
+    for target in changed:
         defaults = {setting.name: setting.default for setting in target.space.settings}
-        best = {} if target.winner is None else target.winner.settings
+        best = {} if target.chosen is None else target.chosen.settings
         rows += [(_name(target), name, defaults[name], best[name], _worth(gain)) for name, gain in target.worth.items()]
     equals = [
         _item(target, f"as good in the finalists' runs: {settings_in_words(contender)}")
-        for target in outcome.targets
+        for target in changed
         for contender in target.equals
     ]
     return doc.section(
         "Settings that differ from the defaults",
         doc.Table((*doc.names("target", "setting", "default", "best"), *doc.numbers("worth")), rows, grouped=True),
-        doc.Text(WORTH if any(gain for target in outcome.targets for gain in target.worth.values()) else "", "note"),
+        doc.Text(WORTH if any(gain for target in changed for gain in target.worth.values()) else "", "note"),
         doc.Items(equals),
         on=doc.READ,
     )
@@ -360,8 +368,8 @@ def _points(outcome: TuningOutcome, target: TargetOutcome) -> list[tuple[Label, 
     """p99 in ms and the goal's value of each contender, geometric means over its runs."""
     scores: dict[Label, list[tuple[float, float]]] = {contender.name: [] for contender in target.contenders}
     for run in outcome.tuning.runs:
-        for score in run.scores if run.problem is None else ():
-            if score.contender in scores and score.p99_ms and score.value > 0.0:
+        for score in (*run.scores, run.anchor) if run.problem is None else ():
+            if score is not None and score.contender in scores and score.p99_ms and score.value > 0.0:
                 scores[score.contender].append((score.p99_ms, score.value))
     means = ((name, [geometric_mean(v) for v in zip(*own, strict=True)]) for name, own in scores.items() if own)
     return [(name, p99_ms, value) for name, (p99_ms, value) in means]

@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+import msgspec
 import numpy as np
 
 from loadgen.records.run import Label
+from loadgen.tune.outcome import TargetOutcome
 from loadgen.tune.records import Contender, Score, Space, Stage, TunableSetting, TuningRun
-from loadgen.tune.search import Choice, Search
+from loadgen.tune.search import Choice, RaceLead, Search
 from loadgen.tune.space import every_contender
 from tests.truth.promises import Share
 from tests.truth.simulated_runs import experiment, plain, simulate
@@ -198,6 +200,8 @@ class PlayedTuning:
     targets: Mapping[str, Planted]
     choices: tuple[Choice, ...]
     runs: tuple[TuningRun, ...]
+    start_spread: float
+    """As the search estimates it."""
 
     def lost(self, choice: Choice, room: float = 0.0) -> float:
         """How much faster the best of a target, `Planted.best`, is than the choice, as a log ratio."""
@@ -207,14 +211,14 @@ class PlayedTuning:
 
 def play(
     targets: Mapping[str, Planted], seed: int, screenings: int, passes: int = 2, places: int = 5,
-    kind: type[Search] = Search,
+    kind: type[Search] = Search, start: float = START,
 ) -> PlayedTuning:  # fmt: skip
     """One tuning of these targets, without its final."""
-    machine = Machine(targets, np.random.default_rng([seed, 1]))
+    machine = Machine(targets, np.random.default_rng([seed, 1]), start=start)
     search = kind([target.space for target in targets.values()], seed)
     screen(search, machine, screenings, places)
     choices = choose(search, machine, passes, places)
-    return PlayedTuning(targets, choices, tuple(machine.runs))
+    return PlayedTuning(targets, choices, tuple(machine.runs), search.start_spread)
 
 
 def screen(search: Search, machine: Machine, screenings: int, places: int = 5) -> None:
@@ -237,17 +241,38 @@ def choose(search: Search, machine: Machine, passes: int, places: int = 5) -> tu
     return search.winners()
 
 
-def final(played: PlayedTuning, rng: np.random.Generator, *, rounds: int, restarts: int, start: float = START) -> bool:
-    """Whether the final comparison of the defaults and the winners of two targets names one of the winners."""
-    speeds = {}
-    for labels, choice in zip(("ab", "cd"), played.choices, strict=True):
-        target = played.targets[choice.target]
-        speeds[labels[0]] = target.speed(in_effect(target.space, {}))
-        speeds[labels[1]] = speeds[labels[0]] if choice.winner is None else target.of(choice.winner)
-    plan = experiment(1, rounds, MARGIN, restarts=restarts, arms=4)
-    effects = {label: math.exp(speed) for label, speed in speeds.items()}
-    compared = simulate(plan, rng, plain, effects, restart_spread=math.sqrt(2.0) * start)
-    return any(c.leading and {*c.pairing} == {"b", "d"} and c.winner is not None for c in compared)
+def final(
+    played: PlayedTuning, rng: np.random.Generator, *, rounds: int, restarts: int, start: float = START
+) -> tuple[bool, bool]:
+    """The final comparison of the defaults and the winners of two targets: whether it names a winner between the best
+    of both, and whether these are the defaults of both."""
+    speeds, outcomes = dict[Label, float](), []
+    for choice in played.choices:
+        target, default = played.targets[choice.target], Contender(name=f"{choice.target}-0", target="", settings={})
+        chosen = choice.winner or default
+        speeds |= {contender.name: target.of(contender) for contender in (default, chosen)}
+        outcomes.append((target, default, chosen))
+    plan = experiment(1, rounds, MARGIN, restarts=restarts, arms=len(speeds))
+    names = dict(zip(plan.labels, speeds, strict=True))
+    effects = {label: math.exp(speeds[name]) for label, name in names.items()}
+    compared = {
+        frozenset(names[label] for label in c.pairing): msgspec.structs.replace(
+            c, baseline=names[c.baseline], arm=names[c.arm]
+        )
+        for c in simulate(plan, rng, plain, effects, restart_spread=math.sqrt(2.0) * start)
+        if c.leading
+    }
+    error = math.sqrt(2.0) * played.start_spread if restarts == 1 else 0.0
+    bests = [
+        TargetOutcome(
+            place=0, space=target.space, contenders=(), default=default, chosen=chosen, equals=(),
+            race=RaceLead("", 0), worth={}, figures={default.name: {}, chosen.name: {}},
+            lead=compared.get(frozenset((default.name, chosen.name))), start_error=error,
+        ).best
+        for target, default, chosen in outcomes
+    ]  # fmt: skip
+    labels = [best.name for best in bests if best is not None]
+    return compared[frozenset(labels)].winner is not None, all(label.endswith("-0") for label in labels)
 
 
 def found_best(
@@ -274,10 +299,21 @@ def equals(contenders: int, screenings: int, seed: int) -> PlayedTuning:
 def named_among_equals(
     contenders: int, screenings: int, tunings: int, *, finals: int, restarts: int = 5, start: float = START
 ) -> Share:
-    """Finals that name one of the winners, of tunings of two targets that are equal with any settings."""
+    """Finals that name a winner between the best of two targets that are equal with any settings."""
     named = 0
     for seed in range(tunings):
         played = equals(contenders, screenings, seed)
         rngs = (np.random.default_rng([seed, number, 2]) for number in range(finals))
-        named += sum(final(played, rng, rounds=15, restarts=restarts, start=start) for rng in rngs)
+        named += sum(final(played, rng, rounds=15, restarts=restarts, start=start)[0] for rng in rngs)
     return Share(named, tunings * finals)
+
+
+def changed_without_reason(screenings: int, tunings: int, *, restarts: int, start: float = START) -> Share:
+    """Short tunings of two equal targets, no setting of which matters, that change a default of one."""
+    changed = 0
+    for seed in range(tunings):
+        flat = {name: Planted(space_of(48, name), lambda _: 0.0, lambda _: False) for name in ("native", "triton")}
+        played = play(flat, seed, screenings, passes=seed % 2, start=start)
+        rng = np.random.default_rng([seed, 3])
+        changed += not final(played, rng, rounds=15, restarts=restarts, start=start)[1]
+    return Share(changed, tunings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -20,16 +21,28 @@ from tests.synthetic_tuning import FINAL_ARMS, PlantedTuning, final, tuning
 
 EQUAL = {name: SimulatedArm(5.0, 7.0, 1.0) for name in FINAL_ARMS}
 WORSE = FINAL_ARMS | {"native-3": SimulatedArm(7.0, 10.0, 1.0)}
+SAME = FINAL_ARMS | {"native-3": FINAL_ARMS["native-0"]}
+"""What was chosen of native is its defaults again."""
+FURTHER = ("fastapi", "litserve")
+MANY = FINAL_ARMS | {
+    "fastapi-0": SimulatedArm(9.0, 14.0, 1.0), "fastapi-1": SimulatedArm(7.0, 11.0, 1.0),
+    "litserve-0": SimulatedArm(9.0, 14.0, 1.0), "litserve-1": SimulatedArm(6.5, 10.5, 1.0),
+}  # fmt: skip
+"""Of further targets the closest two are the slowest."""
 
 
 @pytest.fixture(scope="module")
 def final_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
     """The result of a final with arms of these speeds, made once."""
-    planted = {"planted": FINAL_ARMS, "equal": EQUAL, "worse": WORSE}
+    planted = {"planted": FINAL_ARMS, "equal": EQUAL, "worse": WORSE, "same": SAME}
+    for count in (1, 2):
+        planted[f"{2 + count} targets"] = {
+            name: arm for name, arm in MANY.items() if name in FINAL_ARMS or name.startswith(FURTHER[:count])
+        }
 
     @cache
     def final_of(name: str) -> Result:
-        return final(tmp_path_factory.mktemp(name), PlantedTuning(arms=planted[name]))
+        return final(tmp_path_factory.mktemp(name.replace(" ", "-")), PlantedTuning(arms=planted[name]))
 
     return final_of
 
@@ -69,7 +82,7 @@ def test_the_cost_of_the_defaults_is_a_share_of_what_the_best_serves(outcome: Tu
         assert cost is not None
         share, interval = cost
         best, default = (
-            target.figures[c.name]["throughput"].value for c in (target.winner, target.default) if c is not None
+            target.figures[c.name]["throughput"].value for c in (target.chosen, target.default) if c is not None
         )
         assert best is not None
         assert default is not None
@@ -78,27 +91,105 @@ def test_the_cost_of_the_defaults_is_a_share_of_what_the_best_serves(outcome: Tu
         assert interval[0] < share < interval[1]
 
 
-def test_equal_arms_have_no_winner_and_a_cost_that_includes_nothing(final_of: Callable[[str], Result]) -> None:
+def test_of_equal_arms_the_defaults_are_kept_and_cost_nothing(final_of: Callable[[str], Result]) -> None:
     outcome = outcome_of(tuning(), final_of("equal"))
     assert outcome.headline.startswith("No winner between native and Triton at their best")
     for target in outcome.targets:
-        cost = target.cost_of_defaults
-        assert cost is not None
-        assert cost[1] is not None
-        assert cost[1][0] < 0.0 < cost[1][1] or abs(cost[0]) < 0.02
+        assert target.best == target.default
+        assert target.cost_of_defaults is None
+        assert target.gain is not None
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_headline_is_about_the_best_target_and_the_next(final_of: Callable[[str], Result], count: int) -> None:
+    """Not about the closest two. Whatever the order of the targets."""
+    name, more = "planted" if count == 2 else f"{count} targets", FURTHER[: count - 2]
+    stored = tuning(PlantedTuning(more=more))
+    for spaces in (stored.spaces, stored.spaces[::-1]):
+        outcome = outcome_of(msgspec.structs.replace(stored, spaces=spaces), final_of(name))
+        assert len(outcome.pairs) == count * (count - 1) // 2
+        main = outcome.pairs[0].at_best
+        assert main is not None
+        assert (main.winner, main.loser) == ("triton-2", "native-3")
+        assert outcome.headline.startswith("Triton at its best serves 1.1")
+        assert (f", the next of {count}" in outcome.headline) == (count > 2)
+        assert word_count(outcome.headline) <= MOST_WORDS
+
+
+def test_the_first_two_may_have_no_winner_though_a_third_is_slower(final_of: Callable[[str], Result]) -> None:
+    result = final_of("3 targets")
+    close = tuple(
+        msgspec.structs.replace(c, verdict="inconclusive") if {*c.pairing} == {"triton-2", "native-3"} else c
+        for c in result.comparisons
+    )
+    outcome = outcome_of(tuning(PlantedTuning(more=FURTHER[:1])), msgspec.structs.replace(result, comparisons=close))
+    assert outcome.headline.startswith("No winner between native and Triton, the first two of 3, at their best: ")
+
+
+def test_a_choice_that_is_not_shown_to_be_better_leaves_the_defaults(final_of: Callable[[str], Result]) -> None:
+    outcome = outcome_of(tuning(), final_of("same"))
+    native, triton = outcome.targets
+    assert native.lead is not None
+    assert native.lead.winner is None
+    assert (native.best, triton.best) == (native.default, triton.chosen)
+    assert native.cost_of_defaults is None
+    assert "native at its defaults" in outcome.headline
+    main = outcome.pairs[0].at_best
+    assert main is not None
+    assert {*main.pairing} == {"native-0", "triton-2"}
+
+
+def test_a_limit_that_only_the_choice_keeps_is_a_reason_to_change(final_of: Callable[[str], Result]) -> None:
+    """A limit comes first, whichever of the two is faster; the cost of the defaults stays that of the goal."""
+    result = final_of("same")
+    p99 = {s.label: s.latency.p99_ms for s in result.summaries}
+    outcome = outcome_of(tuning(PlantedTuning(limit_ms=150.0)), result)
+    native, _ = outcome.targets
+    assert p99["native-3"] is not None
+    assert not native.keeps_limits(native.default)
+    assert native.best == native.default
+    only = dict(native.figures)
+    only["native-3"] = {
+        name: replace(figure, value=1.0, ci95=(0.9, 1.1)) if figure.limit else figure
+        for name, figure in native.figures["native-3"].items()
+    }
+    kept = replace(native, figures=only)
+    assert kept.best == kept.chosen
+    assert kept.meets_limit
+    assert kept.cost_of_defaults is None
+
+
+@pytest.mark.parametrize("gone", ["native-0", "native-3"])
+def test_the_only_one_that_could_be_measured_is_the_best(final_of: Callable[[str], Result], gone: str) -> None:
+    result = final_of("planted")
+    left = msgspec.structs.replace(
+        result,
+        summaries=tuple(summary for summary in result.summaries if summary.label != gone),
+        comparisons=tuple(c for c in result.comparisons if gone not in c.pairing),
+    )
+    native, _ = outcome_of(tuning(), left).targets
+    assert native.best is not None
+    assert {native.best.name, gone} == {"native-0", "native-3"}
+
+
+def test_several_targets_without_a_comparison_are_told_in_clauses(final_of: Callable[[str], Result]) -> None:
+    result = final_of("planted")
+    outcome = outcome_of(tuning(), result)
+    apart = replace(outcome, pairs=())
+    assert "; Triton at its best serves" in apart.headline
 
 
 def test_defaults_that_are_better_in_the_final_are_kept(final_of: Callable[[str], Result]) -> None:
     """The winner of the finalists may have been lucky; the final has the last word."""
     outcome = outcome_of(tuning(), final_of("worse"))
     native, triton = outcome.targets
-    assert native.winner is not None
+    assert native.chosen is not None
     assert native.best == native.default
-    assert triton.best == triton.winner
+    assert triton.best == triton.chosen
     best = outcome.pairs[0].at_best
     assert best is not None
     assert {*best.pairing} == {"native-0", "triton-2"}
-    lead = log_lead(native.lead, native.winner.name)
+    lead = log_lead(native.lead, native.chosen.name)
     assert lead is not None
     assert lead[2] < 0.0
     assert "native at its defaults" in outcome.headline
@@ -167,11 +258,12 @@ def test_a_run_that_counts_for_nothing_changes_nothing(outcome: TuningOutcome) -
 def test_a_limit_is_judged_by_the_final(final_of: Callable[[str], Result]) -> None:
     held = outcome_of(tuning(PlantedTuning(limit_ms=150.0)), final_of("planted"))
     assert "within p99 ≤ 150 ms" in held.headline
+    assert held.pairs
     states = {name: f["latency_p99"].state for t in held.targets for name, f in t.figures.items()}
     assert states == {"native-0": "exceeded", "native-3": "kept", "triton-0": "exceeded", "triton-2": "kept"}
     lucky = measured(tuning(PlantedTuning(limit_ms=125.0)), ("native", "triton"), (0.95, 0.92, 0.98))
     missed = outcome_of(lucky, final_of("planted"))
-    assert missed.headline.startswith("Native missed p99 ≤ 125 ms in the final; ")
+    assert missed.headline.startswith("Native is not shown to keep p99 ≤ 125 ms; Triton at its best ")
     assert word_count(missed.headline) <= MOST_WORDS
 
 
@@ -271,4 +363,4 @@ def test_every_claim_names_both_sides_with_its_interval(final_of: Callable[[str]
     )
     text = equal.claims[0]
     assert text.startswith(("no meaningful difference", "inconclusive"))
-    assert "between native at its best and Triton at its best (1.0" in text
+    assert "between native at its defaults and Triton at its defaults (1.0" in text

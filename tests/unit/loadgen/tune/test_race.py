@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -239,6 +240,89 @@ def test_contenders_that_are_never_measured_do_not_hold_it_up(tmp_path: Path, mo
     assert tuning.state == "finished", tuning.error
     assert set(tuning.winners) == {"native-0", "triton-0"}
     assert machine.finals[0].labels == ("native-0", "triton-0")
+
+
+def slow(experiment: Experiment) -> tuple[Judged, RunState]:
+    """Whatever changes a setting is a tenth slower."""
+    scores = [
+        Score(contender=arm.label, log_ratio=-0.1 * bool(arm.settings), error=NOISE, value=1.0)
+        for arm in experiment.arms[1:]
+    ]
+    return Judged(tuple(scores), {}, None, MEASURED), RunState(state="finished", phase="finished")
+
+
+def test_a_single_server_whose_defaults_do_best_has_a_final_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the best of what was tried, so that the answer is a comparison."""
+    machine = Machine(monkeypatch)
+    machine.before_run = slow
+    tuning = run(machine, tmp_path / "t", settings(arms="native"), spaces=SPACES[:1])
+    assert tuning.state == "finished", tuning.error
+    (final,) = machine.finals
+    assert final.labels == ("native-0", *tuning.winners)
+    assert len(final.labels) == 2
+
+
+def test_of_two_servers_one_of_which_is_out_the_other_has_a_final(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
+
+    def no_triton(experiment: Experiment) -> tuple[Judged, RunState]:
+        judged, state = slow(experiment)
+        out = {arm.label: "It did not start." for arm in experiment.arms if arm.target == "triton"}
+        scores = tuple(score for score in judged.scores if score.contender not in out)
+        return replace(judged, scores=scores, out=out), state
+
+    machine.before_run = no_triton
+    tuning = run(machine, tmp_path / "t")
+    assert tuning.state == "finished", tuning.error
+    labels = machine.finals[0].labels
+    assert labels[0] == "native-0"
+    assert len(labels) == 2
+    assert {label.partition("-")[0] for label in labels} == {"native"}
+
+
+def test_a_single_server_of_which_only_the_defaults_work_ends_with_that_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
+
+    def none(experiment: Experiment) -> tuple[Judged, RunState]:
+        out = {arm.label: "It did not start." for arm in experiment.arms[1:]}
+        return Judged((), out, None, MEASURED), RunState(state="finished", phase="finished")
+
+    machine.before_run = none
+    tuning = run(machine, tmp_path / "t", settings(arms="native"), spaces=SPACES[:1])
+    assert tuning.state == "failed"
+    assert "native-0" in (tuning.error or "")
+    assert not machine.finals
+
+
+def test_a_winner_that_fails_while_a_setting_is_put_back_is_no_winner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch)
+    lost: list[Label] = []
+
+    def fails(experiment: Experiment) -> tuple[Judged, RunState] | None:
+        stored = read_tuning(tmp_path / "t")
+        if not stored.winners or lost:
+            return None
+        lost.append(next(label for label in experiment.labels if label in stored.winners))
+        others = [
+            Score(contender=label, log_ratio=0.0, error=NOISE, value=1.0)
+            for label in experiment.labels[1:] if label not in lost
+        ]  # fmt: skip
+        out = {lost[0]: "It did not start."}
+        return Judged(tuple(others), out, None, MEASURED), RunState(state="finished", phase="finished")
+
+    machine.before_run = fails
+    tuning = run(machine, tmp_path / "t", settings(60.0))
+    assert lost
+    assert lost[0] not in tuning.winners
+    assert set(tuning.winners) <= set(machine.finals[0].labels)
 
 
 def test_nothing_that_can_be_measured_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
 from loadgen.tune.outcome import TuningOutcome, outcome_of
+from loadgen.tune.records import TuningRun
 from loadgen.tune.sections import tuning_document
 from loadgen.verdict.result import Result
 from tests.synthetic_tuning import PlantedTuning, final, tuning
@@ -65,6 +66,18 @@ def test_the_front_rises_with_the_latency(outcome: TuningOutcome) -> None:
         assert trace["x"]
     (limit,) = figure.layout["shapes"]
     assert limit["x0"] == limit["x1"] == 150.0
+
+
+def test_the_first_servers_defaults_are_in_the_trade_off_by_the_anchor_of_each_run(outcome: TuningOutcome) -> None:
+    """They are never a contender of a run, so their figures are the anchor's."""
+
+    def as_anchor(run: TuningRun) -> TuningRun:
+        anchor = next((score for score in run.scores if score.contender == "native-0"), None)
+        return msgspec.structs.replace(run, scores=tuple(s for s in run.scores if s is not anchor), anchor=anchor)
+
+    stored = msgspec.structs.replace(outcome.tuning, runs=tuple(map(as_anchor, outcome.tuning.runs)))
+    told, again = (chart(each, "trade-off") for each in (outcome, outcome_of(stored, outcome.final)))
+    assert [trace["x"] for trace in again.data] == [trace["x"] for trace in told.data]
 
 
 def test_without_a_limit_there_is_no_line_and_of_a_latency_no_trade_off(result: Result) -> None:
