@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,17 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "abserve"
 
 
-def keep_file(path: Path, content: bytes) -> None:
+def keep_file(path: Path, content: bytes) -> OSError | None:
     """Write a file of a cache, whole or not at all: readers at the same time see the old one or the new one. One that
-    cannot be written is not kept."""
-    with suppress(OSError):
+    cannot be written is not kept, for the reason that is returned."""
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.stem}-", delete=False) as file:
             file.write(content)
         Path(file.name).replace(path)
+    except OSError as exc:
+        return exc
+    return None
 
 
 class FolderError(Exception):

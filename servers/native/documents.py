@@ -156,6 +156,8 @@ def parameters_in_effect(service: ModelService) -> dict[str, str]:
     if plans := description.details.get("plans"):
         assert isinstance(plans, Mapping)
         parameters["plans"] = _by_plan(plans)
+    if (choices := description.details.get("choices")) is not None:
+        parameters["choices"] = str(choices)
     if description.spinning is not None:
         parameters["spinning"] = description.spinning
     if service.decoding is not None:

@@ -205,6 +205,8 @@ def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) 
     loaded_ns = time.perf_counter_ns()
     engine.warm_up(warm_up_sizes(signature.max_batch_size))
     description = profiled(engine) or description
+    if trouble := description.details.get("choice_trouble"):
+        log.warning(trouble, model=signature.name)
     log.info(
         "ready",
         model=signature.name,

@@ -246,6 +246,41 @@ _declare_same(
 )
 
 
+_DECIDE_CHOICES = (
+    "engine", "engine_version", "mode", "precision", "device", "threads", "model", "payload", "max_batch_size",
+    "pad_to", "slots", "max_length", "prefill_chunk",
+)  # fmt: skip
+"""Settings in effect on which depends what an engine measures at its start, and then executes."""
+
+
+@fairness(
+    "arms with the same settings execute the same",
+    "Arms with the same settings execute differently",
+    "invalidates",
+    "Compare again: a server stores what it chose at its first start, and later starts read it. If that does not help, "
+    "read the servers' logs: they say why a choice could not be stored.",
+    threshold="equal",
+    fault="unfair configuration",
+)
+def same_choices(facts: Facts) -> Iterator[Judgement]:
+    """Skipped where no two arms that report their choices have the same settings."""
+    alike: dict[tuple[object, ...], list[ArmRecord]] = {}
+    for arm in facts.run.arms:
+        if arm.in_effect.get("choices") is not None:
+            alike.setdefault(tuple(arm.in_effect.get(name) for name in _DECIDE_CHOICES), []).append(arm)
+    experiment = facts.run.experiment
+    for arms in (arms for arms in alike.values() if len(arms) > 1):
+        choices = {arm.label: str(arm.in_effect["choices"]) for arm in arms}
+        names = join(list(map(shown, choices)))
+        text = ", ".join(f"{shown(label)} {choice}" for label, choice in choices.items())
+        ok = len(set(choices.values())) == 1
+        detail = f"{names} have the same settings and execute what their servers chose at the start ({text})"
+        if not ok:
+            detail = f"{names} have the same settings, but their servers chose differently at the start ({text})"
+        managed = all(_is_configured(experiment, experiment.arm(label)) for label in choices)
+        yield Judgement(ok, detail, text, severity=None if managed else "warns")
+
+
 @fairness(
     "no two arms share a server",
     "Arms share a server",

@@ -27,6 +27,7 @@ from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, check
 from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
 from servers.engines.processors import openmp_spinning, thread_count
 from servers.engines.settings import PARAMETER_TYPES
+from servers.engines.torch.choice import ChoiceCache, cache_key, digest
 from servers.engines.torch.device import (
     device_details,
     fp32_products,
@@ -140,12 +141,16 @@ class TorchEngine(RunnerEngine):
         batches = [proof_batch(specification, rows, 0).inputs for rows in (1, several)]
         examples = [[torch.from_numpy(batch[tensor.name]) for tensor in specification.inputs] for batch in batches]
         assert isinstance(form.module, torch.nn.Module)  # see plain_form
+        cache = ChoiceCache(cache_key(form.module, specification, self._device, "fp32") | {"items": str(several)})
         try:
-            products = TunedProducts(form.module, *examples)
+            with cache.held():
+                products = _products(form.module, examples, cache)
         except FAILURES as exc:
             return replace(form, kernels=f"{form.kernels}, untuned: {reason_of(exc)}")
         self._products = products.details
-        tuned = replace(form, kernels=f"{form.kernels}, {products.description}")
+        kernels = f"{form.kernels}, {products.description}"
+        trouble = {"choice_trouble": cache.trouble} if cache.trouble else {}
+        tuned = replace(form, kernels=kernels, details={"choices": products.digest, **trouble})
         if not products.changed:
             return tuned
         with self.checking():
@@ -154,7 +159,8 @@ class TorchEngine(RunnerEngine):
             self._checked = compared
             return tuned
         products.restore()
-        return replace(form, kernels=f"{form.kernels}, untuned: with {products.description} {compared.fault}")
+        kernels = f"{form.kernels}, untuned: with {products.description} {compared.fault}"
+        return replace(tuned, kernels=kernels, details={"choices": products.digest, **trouble})
 
     def _axis_buckets(self) -> tuple[Sequence[int], Sequence[int]]:
         """Sizes of the padded axis: all buckets, and those that are prepared at load.
@@ -230,6 +236,7 @@ class TorchEngine(RunnerEngine):
             **device_details(self._device),
             "kernels": form.kernels,
         }
+        details |= form.details
         if form.fp8_layers:
             details["fp8_layers"] = form.fp8_layers
         if self._products:
@@ -247,9 +254,10 @@ class TorchEngine(RunnerEngine):
                 "cuda_graphs": graphs,
                 "buckets": list(runner.rows) if graphs else None,
                 "plans": dict(form.plans()),
-                **form.details,
                 "fp32_products": fp32_products(),
             }
+            if plans := form.plans():
+                details["choices"] = digest(plans)
             if graphs and axis is not None:
                 details |= {f"{axis.name}_buckets": list(runner.sizes), "captured_graphs": runner.captured}
         threads = torch.get_num_threads() if self._device.type == "cpu" else None
@@ -266,6 +274,19 @@ class TorchEngine(RunnerEngine):
     def close(self) -> None:
         self._form = None
         super().close()
+
+
+def _products(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tensor]], cache: ChoiceCache) -> TunedProducts:
+    """The products that an earlier start chose, or those that are measured and stored now."""
+    single, several = examples
+    if stored := cache.read():
+        try:
+            return TunedProducts(module, single, several, stored)
+        except ValueError:
+            cache.reject()
+    products = TunedProducts(module, single, several)
+    cache.write(products.choice)
+    return products
 
 
 class _WritableView:

@@ -7,40 +7,34 @@ load: all plans in turn, as CUDA graphs. A plan is only taken for a batch size i
 model's own module in FP32. A plan that fails or does not fit into memory is not used.
 
 A model with few convolutions has two plans, its own layers and `servers.engines.torch.fused_layers`, which are measured
-in the same way. Fused layers are compared once, in the batch of the check at load.
+in the same way.
 
-The choice of a convolutional model is kept in $XDG_CACHE_HOME/abserve/plans for the GPU, the versions, the model's
-structure and the precision: a later load compares answers, but measures nothing. The values of the weights change no
-time, so they are not part of the key.
+The choice is stored (see `choice`): a later load compares answers, but measures nothing. The values of the weights
+change no time, so they are not part of the key.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import math
-import os
-import re
 import statistics
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partial
-from importlib.metadata import version
-from pathlib import Path
+from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-import orjson
 import torch
 from torch import Tensor, nn
 
 from servers.engines.agreement import Proof, disagreement, proof_batch
 from servers.engines.batches import Bucket
-from servers.engines.interface import PLANS_FOLDER
+from servers.engines.torch.choice import ChoiceCache, cache_key
 from servers.engines.torch.convolutions import fused_convolutions
 from servers.engines.torch.copies import capture
 from servers.engines.torch.device import event_pair
@@ -48,13 +42,13 @@ from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, as_spec
 from servers.engines.torch.fused_layers import HALVES, Product, dynamic_shapes, fused_layers
 from servers.engines.torch.norms import folded_norms, with_layers
 from servers.engines.torch.runner import TORCH_TYPES, Enqueue
-from servers.models.files import keep_file, user_cache
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images, executed_module
 from servers.protocol.tensors import Array
 
-MEASURING_SECONDS = 10.0
-"""For building and measuring the plans of a model. A batch size that is left over has the plan of the nearest one."""
+MEASURING_SECONDS = 30.0
+"""For building and measuring the plans of a model. A batch size that is left over has the plan of the nearest one, also
+at later starts."""
 LEAST_CONVOLUTIONS = 4
 """A model with fewer, such as a vision transformer with its patches, has no plans of convolutions."""
 LEAST_LAYERS = 4
@@ -82,7 +76,15 @@ class ModulePlan(NamedTuple):
         return f"channels-{'last' if self.channels_last else 'first'}{more}"
 
 
-P = TypeVar("P", ModulePlan, "LayerPlan")
+class LayerPlan(NamedTuple):
+    """How a module with few convolutions executes."""
+
+    title: str
+
+
+OWN_LAYERS, FUSED_LAYERS = LayerPlan("own layers"), LayerPlan("fused layers")
+
+P = TypeVar("P", ModulePlan, LayerPlan)
 
 PLANS = (
     *(ModulePlan(channels_last, folded) for folded in (False, True) for channels_last in (False, True)),
@@ -114,98 +116,19 @@ def planned_form(
     convolutions = sum(isinstance(layer, nn.Conv2d) for layer in module.modules())
     with torch.no_grad():
         if convolutions >= LEAST_CONVOLUTIONS and specification.padded_axis is None:
-            return PlannedModule(module, specification, device, dtype, answers).form(rows)
+            return ConvolutionalModule(PLANS, module, specification, device, dtype, answers).form(rows)
         if sum(isinstance(layer, nn.Linear) for layer in module.modules()) >= LEAST_LAYERS:
-            return layered_form(module, specification, device, dtype, rows, answers)
+            plans = OWN_LAYERS, FUSED_LAYERS
+            return LayeredModule(plans, module, specification, device, dtype, answers).form(rows)
     return None
 
 
-class LayerPlan(NamedTuple):
-    """How a module with few convolutions executes."""
-
-    title: str
-
-
-OWN_LAYERS, FUSED_LAYERS = LayerPlan("own layers"), LayerPlan("fused layers")
-
-
-def layered_form(
-    module: nn.Module,
-    specification: ModelSpecification,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: Sequence[int],
-    answers: ComparedAnswers,
-) -> ModelForm:
-    """The form of `module` that has fused layers for the batches for which they are faster, if their answers agree."""
-    started, left_out = monotonic(), dict[str, str]()
-    own = fused = plain_form(deepcopy(module), specification, device, dtype)
-    measured, times_ms = dict[int, LayerPlan](), dict[int, dict[str, float]]()
-    try:
-        fused = _with_fused_layers(own, specification, device, answers)
-        for count in measuring_order(rows):
-            if not times_ms or monotonic() - started < MEASURING_SECONDS:
-                inputs = _tensors(specification, proof_batch(specification, count, 0).inputs, device)
-                outputs = [torch.empty_like(output) for output in as_specified(specification, own.call(inputs))]
-                enqueues = {OWN_LAYERS: own.build(Bucket(count)), FUSED_LAYERS: fused.build(Bucket(count))}
-                times = graph_times_ms(enqueues, inputs, outputs, device, left_out)
-                times_ms[count] = by_title(times)
-                if OWN_LAYERS in times:
-                    measured[count] = fastest(times)
-    except Exception as exc:  # noqa: BLE001  a module that is exported may raise anything
-        left_out[FUSED_LAYERS.title] = reason_of(exc)
-        measured.clear()
-        times_ms.clear()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # of the graphs
-    measured = measured or {max(rows): OWN_LAYERS}
-    chosen = {count: measured[nearest(measured, count)[0]] for count in sorted({*rows})}
-    origins = {count: "measured" if count in times_ms else "not measured" for count in chosen}
-    details = plan_details(started, origins, times_ms, left_out)
-    form = fused if FUSED_LAYERS in chosen.values() else own
-    if len(set(chosen.values())) > 1:
-        form = replace(
-            form,
-            kernels=f"{OWN_MODULE}, {how_of(chosen.values())}",
-            gelu=form.gelu if form.gelu == own.gelu else f"{own.gelu} or {form.gelu}, as the plans say",
-            enqueue=lambda count: (fused if chosen[count] == FUSED_LAYERS else own).build(Bucket(count)),
-        )
-    return replace(form, plans=lambda: {str(count): plan.title for count, plan in chosen.items()}, details=details)
-
-
-def _with_fused_layers(
-    own: ModelForm, specification: ModelSpecification, device: torch.device, answers: ComparedAnswers
-) -> ModelForm:
-    """Raises `ValueError` if its answers differ from those that are expected, and as `fused_layers`."""
-    assert isinstance(own.module, nn.Module)  # see plain_form
-    arrays = proof_batch(specification, EXAMPLE_ROWS, 0, EXAMPLE_SHARE).inputs
-    inputs = converted(_tensors(specification, arrays, device), own.dtype)
-    graph = fused_layers(own.module, inputs, dynamic_shapes(specification))
-    tanh = own.dtype in HALVES and any(isinstance(layer, Product) and layer.gelu for layer in graph.modules())
-    form = replace(
-        own,
-        module=graph,
-        parameters=tuple(graph.parameters()),
-        kernels=f"{OWN_MODULE}, {FUSED_LAYERS.title}",
-        gelu="tanh" if tanh else own.gelu,
-    )
-    outputs = as_specified(specification, form.call(_tensors(specification, answers.proof.inputs, device)))
-    arrays = {tensor.name: output.cpu().numpy() for tensor, output in zip(specification.outputs, outputs, strict=True)}
-    actual = answers.proof.without_padding(arrays)
-    if (fault := disagreement(specification, answers.expected, actual, answers.precision).fault) is not None:
-        raise ValueError(fault)
-    return form
-
-
-def _tensors(specification: ModelSpecification, arrays: Mapping[str, Array], device: torch.device) -> list[Tensor]:
-    return [torch.from_numpy(arrays[tensor.name].copy()).to(device) for tensor in specification.inputs]
-
-
-class PlannedModule:
+class PlannedModule(ABC, Generic[P]):
     """Builds the plans of one module on a device as they are needed, and chooses among them."""
 
     def __init__(
         self,
+        plans: Sequence[P],
         module: nn.Module,
         specification: ModelSpecification,
         device: torch.device,
@@ -213,11 +136,12 @@ class PlannedModule:
         answers: ComparedAnswers,
     ) -> None:
         self._module, self._specification, self._device, self._dtype = module, specification, device, dtype
+        self._plans = plans
+        """The simplest first."""
         self._answers = answers
         self._started = monotonic()
-        self._folded: nn.Module | None = None
-        self._forms: dict[ModulePlan, ModelForm | None] = {}
-        self._chosen: dict[int, tuple[ModulePlan, str]] = {}
+        self._forms: dict[P, ModelForm | None] = {}
+        self._chosen: dict[int, tuple[P, str]] = {}
         """By rows, the plan and where it comes from."""
         self._times_ms: dict[int, dict[str, float]] = {}
         self._seconds: dict[str, float] = {}
@@ -227,27 +151,38 @@ class PlannedModule:
 
     def form(self, rows: Sequence[int]) -> ModelForm | None:
         """Choose for each batch of `rows`; None if no plan gives the model's answers to one of them."""
-        cache = PlanCache(cache_key(self._module, self._specification, self._device, self._answers.precision))
-        kept = cache.read()
-        for count in measuring_order(rows):
-            if (plan := kept.get(count)) is not None and self._agrees(plan, count):
-                self._chosen[count] = plan, "cached"
-            elif monotonic() - self._started < MEASURING_SECONDS:
-                self._measure(count)
-        measured = {count: plan for count, (plan, _) in self._chosen.items()}
-        for count in sorted({*rows} - {*measured}):
-            candidates = dict.fromkeys([*(measured[other] for other in nearest(measured, count)), *PLANS])
-            plan = next((plan for plan in candidates if self._agrees(plan, count)), None)
-            if plan is None:
-                return None
-            self._chosen[count] = plan, "not measured"
-        if self._times_ms:
-            cache.write({**kept, **measured})
-        return self._form_of_choice()
+        cache = ChoiceCache(cache_key(self._module, self._specification, self._device, self._answers.precision))
+        with cache.held():
+            kept = self._kept(cache)
+            for count in measuring_order(rows):
+                if (plan := kept.get(count)) is not None and self._agrees(plan, count):
+                    self._chosen[count] = plan, "cached"
+                elif not self._times_ms or monotonic() - self._started < MEASURING_SECONDS:
+                    self._measure(count)
+            measured = {count: plan for count, (plan, _) in self._chosen.items()}
+            for count in sorted({*rows} - {*measured}):
+                candidates = dict.fromkeys([*(measured[other] for other in nearest(measured, count)), *self._plans])
+                plan = next((plan for plan in candidates if self._agrees(plan, count)), None)
+                if plan is None:
+                    return None
+                self._chosen[count] = plan, "not measured"
+            if self._times_ms:  # also what was not measured: the next start must choose the same
+                plans = {**kept, **{count: plan for count, (plan, _) in self._chosen.items()}}
+                cache.write({"plans": {str(count): plan.title for count, plan in sorted(plans.items())}})
+        return self._form_of_choice(cache.trouble)
 
-    def _form_of_choice(self) -> ModelForm:
+    def _kept(self, cache: ChoiceCache) -> dict[int, P]:
+        """The plans that an earlier start chose, by rows."""
+        titles = {plan.title: plan for plan in self._plans}
+        try:
+            return {int(rows): titles[title] for rows, title in cache.read().get("plans", {}).items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            cache.reject()
+            return {}
+
+    def _form_of_choice(self, trouble: str) -> ModelForm:
         taken = {plan for plan, _ in self._chosen.values()}
-        forms = {plan: form for plan, form in self._forms.items() if plan in taken and form is not None}
+        forms = {plan: form for plan in self._plans if plan in taken and (form := self._forms[plan]) is not None}
         self._forms.clear()
         gc.collect()  # a model may be part of a cycle; once, because it takes 0.1 s
         self._release()
@@ -258,11 +193,15 @@ class PlannedModule:
         origins = {count: self._chosen[count][1] for count in choice}
         details = plan_details(self._started, origins, self._times_ms, self._left_out)
         details["plan_seconds_each"] = {title: round(seconds, 2) for title, seconds in self._seconds.items()}
+        if trouble:
+            details["choice_trouble"] = trouble
+        how, gelus = how_of(choice.values()), list(dict.fromkeys(form.gelu for form in forms.values()))
         return ModelForm(
             largest.module,
             largest.parameters,
             self._dtype,
-            f"{OWN_MODULE}, {how_of(choice.values())}",
+            OWN_MODULE if how == OWN_LAYERS.title else f"{OWN_MODULE}, {how}",
+            " or ".join(gelus) + (", as the plans say" if len(gelus) > 1 else ""),
             enqueue=lambda count: forms[choice[count]].build(Bucket(count)),
             plans=lambda: plans,
             details=details,
@@ -270,7 +209,7 @@ class PlannedModule:
 
     def _measure(self, rows: int) -> None:
         """Choose the fastest of the plans whose answers agree; nothing if none can be measured."""
-        agreeing = [plan for plan in PLANS if self._agrees(plan, rows)]
+        agreeing = [plan for plan in self._plans if self._agrees(plan, rows)]
         self._release()  # a graph has memory of its own
         try:
             inputs, outputs = self._example(rows)
@@ -285,7 +224,7 @@ class PlannedModule:
             self._times_ms[rows] = by_title(times)
             self._chosen[rows] = fastest(times), "measured"
 
-    def _form(self, plan: ModulePlan) -> ModelForm | None:
+    def _form(self, plan: P) -> ModelForm | None:
         """The form with this plan, built when it is first needed; None if it cannot be built."""
         if plan not in self._forms:
             try:
@@ -296,6 +235,36 @@ class PlannedModule:
             if self._forms[plan] is None:  # not in the handler, where the exception holds what failed
                 self._release()
         return self._forms[plan]
+
+    @abstractmethod
+    def _built(self, plan: P) -> ModelForm:
+        """The form with this plan. Raises anything for one that the module cannot have."""
+
+    @abstractmethod
+    def _compared(self, plan: P, rows: int) -> bool:
+        """As `_agrees`; where the answers differ, or it fails, the reason is in `_left_out`."""
+
+    @abstractmethod
+    def _example(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Inputs on the device for measuring, and memory for the outputs."""
+
+    def _agrees(self, plan: P, rows: int) -> bool:
+        """Whether the answers to a batch of `rows` agree; also the first call, in which libraries choose kernels."""
+        began = monotonic()
+        agrees = self._compared(plan, rows)
+        self._seconds[plan.title] = self._seconds.get(plan.title, 0.0) + monotonic() - began
+        return agrees
+
+    def _release(self) -> None:
+        """Return unused memory to the device."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class ConvolutionalModule(PlannedModule[ModulePlan]):
+    """A module with convolutions: their layout, their batch norms, and what is one kernel with them."""
+
+    _folded: nn.Module | None = None
 
     def _built(self, plan: ModulePlan) -> ModelForm:
         own = self._module
@@ -330,13 +299,6 @@ class PlannedModule:
         inputs = [torch.from_numpy(arrays[tensor.name]) for tensor in self._specification.inputs]
         executed = executed_module(self._specification, self._module)
         return [executed.normalised(*inputs)] if isinstance(executed, UInt8Images) else inputs
-
-    def _agrees(self, plan: ModulePlan, rows: int) -> bool:
-        """Whether the answers to a batch of `rows` agree; also the first call, in which libraries choose kernels."""
-        began = monotonic()
-        agrees = self._compared(plan, rows)
-        self._seconds[plan.title] = self._seconds.get(plan.title, 0.0) + monotonic() - began
-        return agrees
 
     def _compared(self, plan: ModulePlan, rows: int) -> bool:
         if (form := self._form(plan)) is None:
@@ -373,10 +335,67 @@ class PlannedModule:
         ]
         return inputs, outputs
 
-    def _release(self) -> None:
-        """Return unused memory to the device."""
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+
+class LayeredModule(PlannedModule[LayerPlan]):
+    """A module with linear layers: its own layers, or fused ones."""
+
+    def _built(self, plan: LayerPlan) -> ModelForm:
+        if plan == OWN_LAYERS:
+            return plain_form(deepcopy(self._module), self._specification, self._device, self._dtype)
+        own = self._own()
+        assert isinstance(own.module, nn.Module)  # see plain_form
+        arrays = proof_batch(self._specification, EXAMPLE_ROWS, 0, EXAMPLE_SHARE).inputs
+        graph = fused_layers(
+            own.module, converted(self._tensors(arrays), own.dtype), dynamic_shapes(self._specification)
+        )
+        tanh = own.dtype in HALVES and any(isinstance(layer, Product) and layer.gelu for layer in graph.modules())
+        form = replace(own, module=graph, parameters=tuple(graph.parameters()), gelu="tanh" if tanh else own.gelu)
+        proof, expected, precision = self._answers
+        fault = disagreement(self._specification, expected, self._answered(form, proof), precision).fault
+        if fault is not None:
+            raise ValueError(fault)
+        return form
+
+    def _compared(self, plan: LayerPlan, rows: int) -> bool:
+        """At several lengths beside the module's own layers, which the engine compares with the module in FP32."""
+        if (form := self._form(plan)) is None:
+            return False
+        if plan == OWN_LAYERS:
+            return True
+        axis = self._specification.padded_axis
+        shares = {1.0} if axis is None else {EXAMPLE_SHARE, 1.0, axis.largest / axis.default}
+        fault: str | None = None
+        try:
+            for share in sorted(shares):
+                proof = proof_batch(self._specification, rows, 0, share)
+                own, fused = self._answered(self._own(), proof), self._answered(form, proof)
+                fault = fault or disagreement(self._specification, own, fused, self._answers.precision).fault
+        except Exception as exc:  # noqa: BLE001  the module's own code may raise anything
+            fault = reason_of(exc)
+        if fault is not None:
+            self._left_out[plan.title] = f"batches of {rows}: {fault}"
+            self._release()
+        return fault is None
+
+    def _example(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
+        inputs = self._tensors(proof_batch(self._specification, rows, 0).inputs)
+        outputs = as_specified(self._specification, self._own().call(inputs))
+        return inputs, [torch.empty_like(output) for output in outputs]
+
+    def _own(self) -> ModelForm:
+        form = self._form(OWN_LAYERS)
+        if form is None:
+            raise ValueError(self._left_out[OWN_LAYERS.title])
+        return form
+
+    def _answered(self, form: ModelForm, proof: Proof) -> dict[str, Array]:
+        outputs = as_specified(self._specification, form.call(self._tensors(proof.inputs)))
+        named = zip(self._specification.outputs, outputs, strict=True)
+        return proof.without_padding({tensor.name: output.cpu().numpy() for tensor, output in named})
+
+    def _tensors(self, arrays: Mapping[str, Array]) -> list[Tensor]:
+        names = [tensor.name for tensor in self._specification.inputs]
+        return [torch.from_numpy(arrays[name].copy()).to(self._device) for name in names]
 
 
 def _places(array: Array, rows: int) -> Array:
@@ -475,53 +494,3 @@ def graph_times_ms(
             end.synchronize()
             times[plan].append(begin.elapsed_time(end) / REPLAYS)
     return {plan: statistics.median(turns[1:]) for plan, turns in times.items()}
-
-
-def cache_key(
-    module: nn.Module, specification: ModelSpecification, device: torch.device, precision: str
-) -> dict[str, str]:
-    """All on which the times depend."""
-    described = re.sub(r" at 0x[0-9a-f]+", "", repr(module))  # of a function, which has another address in each process
-    structure = [described, *(f"{name} {list(value.shape)}" for name, value in module.state_dict().items())]
-    shapes = [f"{tensor.name} {tensor.datatype} {list(tensor.shape)}" for tensor in specification.inputs]
-    text = "\n".join([*structure, *shapes, str(specification.definition_sha256)])
-    return {
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": f"{torch.__version__} {torch.version.cuda}",
-        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
-        "abserve": version("abserve"),
-        "model": specification.label,
-        "structure": hashlib.sha256(text.encode()).hexdigest(),
-        "precision": precision,
-        "code": code_sha256(),
-    }
-
-
-@cache
-def code_sha256() -> str:
-    """Of the files that say what the plans execute."""
-    names = ("plans.py", "norms.py", "convolutions.py", "convolution_kernels.py")
-    return hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in names)).hexdigest()
-
-
-class PlanCache:
-    """The plans that were chosen under one key, in a file of their own; one that cannot be used is left out."""
-
-    def __init__(self, key: Mapping[str, str]) -> None:
-        self._key = dict(key)
-        name = hashlib.sha256(orjson.dumps(self._key, option=orjson.OPT_SORT_KEYS)).hexdigest()
-        folder = os.environ.get(PLANS_FOLDER) or user_cache() / "plans"
-        self._path = Path(folder) / f"{name}.json"
-
-    def read(self) -> dict[int, ModulePlan]:
-        """The plan by rows; empty without a file of this key."""
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            document = orjson.loads(self._path.read_bytes())
-            titles = {plan.title: plan for plan in PLANS}
-            return {int(rows): titles[title] for rows, title in document["plans"].items()}
-        return {}
-
-    def write(self, plans: Mapping[int, ModulePlan]) -> None:
-        """Keep these plans instead of the earlier ones."""
-        document = {"key": self._key, "plans": {str(rows): plan.title for rows, plan in sorted(plans.items())}}
-        keep_file(self._path, orjson.dumps(document))

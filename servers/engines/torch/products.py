@@ -12,11 +12,9 @@ themselves; where their products are packed, they execute without those paths.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
-from time import perf_counter_ns, process_time_ns
 from types import MappingProxyType
 from typing import Any
 
@@ -24,13 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from servers.engines.torch.choice import Call, digest, race
 from servers.engines.torch.norms import folded_norms
 
 TYPICAL_ITEMS = 4
 """Sizes and the whole model are measured for one item and for this many: most batches on a CPU are small."""
 
 MARGIN = 0.97
-"""A size, and the changes of a whole model, are taken if they need at most this share of the time.
+"""A size, and the changes of a whole model, are taken if they clearly need at most this share of the time.
 
 That is the geometric mean for one item and several."""
 MOST_LOSS = 1.05
@@ -39,9 +38,8 @@ MOST_LOSS = 1.05
 MAX_ERROR = 1e-4
 """Largest ‖oneDNN's product - torch's‖ / ‖torch's‖ of a layer whose product is replaced."""
 
-SIZES_SECONDS, MODEL_SECONDS = 1.0, 0.5
-"""Times for measuring all sizes of linear layers, and for each comparison of the whole model."""
-MOST_REPEATS = 21
+SIZE_SECONDS, MODEL_SECONDS = 1.0, 20.0
+"""The most time for measuring one size of linear layers, and for one comparison of the whole model."""
 LEAST_CONVOLUTIONS = 0.1
 """Convolutions with a smaller share of a model's multiplications, as in a vision transformer, stay as they are."""
 
@@ -53,37 +51,50 @@ Change = tuple[nn.Module, str, object]
 class TunedProducts:
     """The products that were chosen for a module, which has them until `restore`."""
 
-    def __init__(self, module: nn.Module, single: Sequence[Tensor], several: Sequence[Tensor]) -> None:
-        """Measure on a batch of one item and one of `several`, and change `module` (FP32, without gradients)."""
+    def __init__(
+        self,
+        module: nn.Module,
+        single: Sequence[Tensor],
+        several: Sequence[Tensor],
+        stored: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Measure on a batch of one item and one of `several`, and change `module` (FP32, without gradients).
+
+        With the `stored` choice of an earlier start nothing is measured. Raises `ValueError` for one that is damaged.
+        """
         items, batches = len(several[0]), (single, several)[: len(several[0])]
         self.details: list[dict[str, object]] = []
         """Of each size of a linear layer, and of each comparison of the whole model, the times and the choice."""
         self.description = "oneDNN's prepacked products are not faster"
-        self._changes: list[Change] = []
+        self._sizes, self._whole, self._changes = set[tuple[int, ...]](), "", list[Change]()
+        if stored:
+            self._take(stored)
         with torch.inference_mode():
             shapes = _input_shapes(module, single)
             weights = list(_linear_weights(shapes))
-            faster = self._faster_sizes(weights, items)
+            if not stored:
+                self._sizes = self._faster_sizes(weights, items)
             packed = {
                 id(weight): product
                 for rows, weight, bias in weights
-                if (rows, *weight.shape, bias is None) in faster
+                if (rows, *weight.shape, bias is None) in self._sizes
                 and (product := agreeing_product(rows, weight, bias, items)) is not None
             }
             linear, convolutions = linear_changes(module, shapes, packed), convolution_changes(shapes)
             candidates = []
             if linear:
-                candidates.append((f"{len(packed)} of {len(weights)} linear products", linear))
+                candidates.append(("linear", f"{len(packed)} of {len(weights)} linear products", linear))
             if convolutions:
-                both = f"{candidates[0][0]} and " if linear else ""
-                candidates.append((f"{both}all {len(convolutions)} convolutions", [*linear, *convolutions]))
+                both = f"{candidates[0][1]} and " if linear else ""
+                title = f"{both}all {len(convolutions)} convolutions"
+                candidates.append(("convolutions", title, [*linear, *convolutions]))
                 if folded := _folded(module, single):
                     changes = [*linear, *convolution_changes(shapes, folded)]
-                    norms = f"{len(folded) // 2} batch norms"
-                    candidates.append((f"{both}all {len(convolutions)} convolutions with {norms}", changes))
-            for what, changes in reversed(candidates):
-                if self._faster_model(what, changes, module, batches):
-                    self.description = f"{what} prepacked by oneDNN"
+                    candidates.append(("norms", f"{title} with {len(folded) // 2} batch norms", changes))
+            for name, title, changes in reversed(candidates):
+                if name == self._whole or (not stored and self._faster_model(title, changes, module, batches)):
+                    self.description, self._whole = f"{title} prepacked by oneDNN", name
+                    self._changes = _exchange(changes)
                     break
 
     @property
@@ -91,10 +102,27 @@ class TunedProducts:
         """Whether the module has other products than its own."""
         return bool(self._changes)
 
+    @property
+    def choice(self) -> dict[str, Any]:
+        """What a later start needs to choose the same."""
+        return {"sizes": sorted(map(list, self._sizes)), "whole": self._whole, "measured": self.details}
+
+    @property
+    def digest(self) -> str:
+        """By which two modules are compared."""
+        return digest([self.description, sorted(map(list, self._sizes)) if self._changes else []])
+
     def restore(self) -> None:
         """Give the module its own products back."""
         _exchange(self._changes)
         self._changes = []
+
+    def _take(self, stored: Mapping[str, Any]) -> None:
+        try:
+            self._sizes = {tuple(map(int, size)) for size in stored["sizes"]}
+            self._whole, self.details = str(stored["whole"]), [dict(each) for each in stored["measured"]]
+        except (KeyError, TypeError) as exc:
+            raise ValueError("not a choice of products") from exc
 
     def _faster_sizes(self, weights: Sequence[tuple[int, Tensor, Tensor | None]], items: int) -> set[tuple[int, ...]]:
         """The sizes at which oneDNN is faster: rows of one item, outputs, inputs, and whether there is no bias."""
@@ -103,28 +131,27 @@ class TunedProducts:
         for size, (weight, bias) in first.items():
             rows = sorted({size[0], size[0] * items})
             product = packed_linear(weight, bias, rows[-1])
-            seconds = SIZES_SECONDS / len(first) / len(rows)
-            times = [_times_of_linear(weight, bias, product, count, seconds) for count in rows]
+            inputs = [_random_rows(count, weight.shape[1]) for count in rows]
+            pairs = [(partial(functional.linear, batch, weight, bias), partial(product, batch)) for batch in inputs]
             what = f"linear {size[2]}→{size[1]}, {' and '.join(map(str, rows))} rows"
-            if self._faster(what, times):
-                faster.add(size)
+            if self._faster(what, pairs, SIZE_SECONDS):
+                faster.add(tuple(map(int, size)))
         return faster
 
-    def _faster(self, what: str, times: Sequence[tuple[float, float]]) -> bool:
-        """Whether the second times, of packed products, are the shorter ones; notes them."""
-        ratios = [packed / own for own, packed in times]
-        chosen = statistics.geometric_mean(ratios) <= MARGIN and max(ratios) <= MOST_LOSS
-        own_ms, packed_ms = ([round(time / 1e6, 4) for time in side] for side in zip(*times, strict=True))
-        self.details.append({"product": what, "own_cpu_ms": own_ms, "packed_cpu_ms": packed_ms, "chosen": chosen})
-        return chosen
+    def _faster(self, what: str, pairs: Sequence[tuple[Call, Call]], seconds: float) -> bool:
+        """Whether packed products, the second of each pair, are clearly faster; notes the times."""
+        won, own_ms, packed_ms, rounds = race(pairs, seconds, MARGIN, MOST_LOSS)
+        times = {"own_cpu_ms": own_ms, "packed_cpu_ms": packed_ms, "rounds": rounds}
+        self.details.append({"product": what, **times, "chosen": won})
+        return won
 
     def _faster_model(
         self, what: str, changes: Sequence[Change], module: nn.Module, batches: Sequence[Sequence[Tensor]]
     ) -> bool:
-        """Make the changes if the whole module is faster with them."""
+        """Whether the whole module is faster with the changes."""
         state = list(changes)
 
-        def changed(inputs: Sequence[Tensor]) -> None:
+        def changed(*inputs: Tensor) -> None:
             nonlocal state
             state = _exchange(state)
             try:
@@ -132,29 +159,8 @@ class TunedProducts:
             finally:
                 state = _exchange(state)
 
-        seconds = MODEL_SECONDS / len(batches)
-        times = [alternating_ns(partial(module, *inputs), partial(changed, inputs), seconds) for inputs in batches]
-        chosen = self._faster(f"whole model with {what}", times)
-        if chosen:
-            self._changes = _exchange(state)
-        return chosen
-
-
-def alternating_ns(first: Callable[[], object], second: Callable[[], object], seconds: float) -> tuple[float, float]:
-    """The median CPU times of two functions, called in turn, so that a change of the machine's speed meets both.
-
-    The CPU time of all threads, because other programs use the cores while a server starts. The first call of each,
-    which prepares what later ones use, counts only if there is no time for another one.
-    """
-    functions, times = (first, second), (list[int](), list[int]())
-    deadline_ns = perf_counter_ns() + round(seconds * 1e9)
-    while not times[0] or (len(times[0]) <= MOST_REPEATS and perf_counter_ns() < deadline_ns):
-        for function, side in zip(functions, times, strict=True):
-            started_ns = process_time_ns()
-            function()
-            side.append(process_time_ns() - started_ns)
-    later = [side[1:] or side for side in times]
-    return statistics.median(later[0]), statistics.median(later[1])
+        pairs = [(partial(module, *inputs), partial(changed, *inputs)) for inputs in batches]
+        return self._faster(f"whole model with {what}", pairs, MODEL_SECONDS)
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None, rows: int) -> Product:
@@ -171,13 +177,6 @@ def agreeing_product(rows: int, weight: Tensor, bias: Tensor | None, items: int)
     expected = functional.linear(inputs, weight, bias)
     error = torch.linalg.vector_norm(product(inputs) - expected) / torch.linalg.vector_norm(expected)
     return product if float(error) <= MAX_ERROR else None
-
-
-def _times_of_linear(
-    weight: Tensor, bias: Tensor | None, product: Product, rows: int, seconds: float
-) -> tuple[float, float]:
-    inputs = _random_rows(rows, weight.shape[1])
-    return alternating_ns(lambda: functional.linear(inputs, weight, bias), lambda: product(inputs), seconds)
 
 
 def _random_rows(rows: int, width: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from servers.engines.agreement import proof_batch
+from servers.engines.interface import PLANS_FOLDER
 from servers.engines.settings import EngineSettings
 from servers.engines.torch import plans
 from servers.engines.torch.engine import TorchEngine
@@ -213,20 +214,23 @@ Times = dict[str, float]
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TorchEngine]]:
-    """Engines in mode graph on the CPU, with planted times of both plans by rows."""
+def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., TorchEngine]]:
+    """Engines in mode graph on the CPU, with planted times of both plans by rows and an empty store of choices each."""
     pytest.importorskip("transformers")
     graph_mode_on_cpu(monkeypatch)
     engines: list[TorchEngine] = []
     threads = torch.get_num_threads()
 
-    def load(planted: dict[int, tuple[float, float]]) -> TorchEngine:
+    def load(planted: dict[int, tuple[float, float]], folder: str = "") -> TorchEngine:
         def measure(enqueues: Any, inputs: Any, outputs: Any, _device: Any, _left_out: Any) -> dict[Any, float]:
             for enqueue in enqueues.values():
                 enqueue(inputs, outputs)
-            return dict(zip((OWN_LAYERS, FUSED_LAYERS), planted[len(inputs[0])], strict=True))
+            times = zip((OWN_LAYERS, FUSED_LAYERS), planted[len(inputs[0])], strict=True)
+            return {plan: time for plan, time in times if plan in enqueues}
 
         monkeypatch.setattr(plans, "graph_times_ms", measure)
+        monkeypatch.setattr(plans, "MEASURING_SECONDS", 600.0)  # on a busy machine
+        monkeypatch.setenv(PLANS_FOLDER, str(tmp_path / (folder or str(len(engines)))))
         settings = EngineSettings("torch", "fp32", "graph", "cpu", 1, 2, pad_to=(16,))
         engine = TorchEngine(get_specification(TEXTS), settings, RandomWeights(0))
         engine.load()
@@ -279,6 +283,36 @@ def test_the_faster_plan_executes(
         actual = engine.infer(inputs)["last_hidden_state"]
         np.testing.assert_allclose(actual[known], expected.detach().numpy()[known], atol=1e-4)
         assert bool(called) == (chosen[rows - 1] is FUSED_LAYERS)
+
+
+def test_a_later_start_has_the_same_plans_and_compares_them(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = loaded({1: (1.0, 0.8), 2: (2.0, 2.2)}, "store").describe().details
+    again = loaded({1: (1.0, 1.8), 2: (2.0, 1.2)}, "store").describe().details
+    assert again["plans"] == first["plans"] == {"1": FUSED_LAYERS.title, "2": OWN_LAYERS.title}
+    assert again["choices"] == first["choices"]
+    assert set(again["plan_origins"].values()) == {"cached"}
+    assert "plan_times_ms" not in again
+    monkeypatch.setattr(SumNorm, "forward", lambda self, one, _: functional.layer_norm(one, (len(self.weight),)))
+    worse = loaded({1: (1.0, 0.8), 2: (2.0, 2.2)}, "store").describe().details
+    assert set(worse["plans"].values()) == {OWN_LAYERS.title}
+    assert worse["choices"] != first["choices"]
+
+
+def test_a_batch_size_with_wrong_answers_keeps_its_own_layers(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have the fused ones; what fails is not the batch of the check at load, which has three rows."""
+    calls = SumNorm.forward
+
+    def wrong(self: SumNorm, one: Tensor, other: Tensor) -> Any:
+        return calls(self, one, other * (3 if len(one) == 1 else 1))
+
+    def failing(self: SumNorm, one: Tensor, other: Tensor) -> Any:
+        return wrong(self, one, other) if len(one) > 1 else functional.linear(one, other)
+
+    for planted in (wrong, failing):
+        monkeypatch.setattr(SumNorm, "forward", planted)
+        details = loaded({1: (1.0, 0.8), 2: (2.0, 1.8)}).describe().details
+        assert details["plans"] == {"1": OWN_LAYERS.title, "2": FUSED_LAYERS.title}
+        assert FUSED_LAYERS.title in details["plans_left_out"]
 
 
 def test_wrong_answers_and_failures_leave_the_module_as_it_is(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,7 +253,7 @@ def test_a_plan_that_fails_costs_only_itself(
 ) -> None:
     """No memory for channels-last at four rows; one plan cannot be built at all."""
     times.update(dict.fromkeys((1, 2, 4), prefers(LAST, FIRST_FOLDED)))
-    in_layout, built = plans._in_layout, plans.PlannedModule._built
+    in_layout, built = plans._in_layout, plans.ConvolutionalModule._built
 
     def full(layout: torch.memory_format, module: nn.Module, arguments: Any) -> Any:
         if layout == torch.channels_last and len(arguments[0]) == 4:
@@ -266,7 +266,7 @@ def test_a_plan_that_fails_costs_only_itself(
         return built(self, plan)
 
     monkeypatch.setattr(plans, "_in_layout", full)
-    monkeypatch.setattr(plans.PlannedModule, "_built", fails)
+    monkeypatch.setattr(plans.ConvolutionalModule, "_built", fails)
     specification = specification_of()
     engine = loaded(specification)
     assert plans_of(engine) == {"1": LAST.title, "2": LAST.title, "4": FIRST.title}

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from torch import nn
 
+from servers.engines.interface import PLANS_FOLDER
 from servers.engines.settings import EngineSettings
-from servers.engines.torch import products
+from servers.engines.torch import choice, products
 from servers.engines.torch.engine import TorchEngine
-from servers.engines.torch.products import Product, TunedProducts, alternating_ns, packed_linear
+from servers.engines.torch.products import Product, TunedProducts, packed_linear
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import TensorSpec
@@ -74,11 +77,21 @@ def scores(engine: TorchEngine, rows: int) -> Any:
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every measurement says that oneDNN takes half of the time, and no convolution is too small."""
     monkeypatch.setattr(products, "LEAST_CONVOLUTIONS", 0.0)
-    monkeypatch.setattr(products, "alternating_ns", lambda first, second, _: (first(), second(), (2.0, 1.0))[2])
+    planted_times(monkeypatch, lambda call: 1 if is_packed(call) else 2)
+
+
+def is_packed(call: Any) -> bool:
+    return getattr(call, "func", None) is not nn.functional.linear and not isinstance(call.func, nn.Module)
+
+
+def planted_times(monkeypatch: pytest.MonkeyPatch, time_ms: Callable[[Any], float]) -> None:
+    """What is measured is also executed."""
+    monkeypatch.setattr(choice, "cpu_ns", lambda call: (call(), round(time_ms(call) * 1e6))[1])
 
 
 @pytest.fixture(autouse=True)
-def same_threads() -> Iterator[None]:
+def same_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv(PLANS_FOLDER, str(tmp_path / "plans"))
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -185,17 +198,124 @@ def test_a_slow_product_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_whole_model_that_is_slower_with_one_batch_keeps_its_own_products(
     rows: int, slower: float, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def times(_first: object, second: Any, _seconds: float) -> tuple[float, float]:
-        if not isinstance(second, partial):  # a product, not the whole module
-            return 2.0, 1.0
-        (batch,) = second.args[0]
-        return (1.0, slower) if len(batch) == rows else (1.0, 0.5)
+    def time_ms(call: Any) -> float:
+        if not is_packed(call):
+            return 1.0
+        batch = call.args[0]
+        return slower if batch.dim() == 4 and len(batch) == rows else 0.5
 
-    monkeypatch.setattr(products, "alternating_ns", times)
+    planted_times(monkeypatch, time_ms)
     module = Tokens().eval().requires_grad_(False)
     tuned = TunedProducts(module, *BATCHES)
     assert tuned.changed is taken
     assert any("forward" in vars(layer) for layer in module.modules()) is taken
+
+
+@pytest.mark.parametrize(("advantage", "noise", "won"), [(0.8, 0.1, True), (0.96, 0.02, False), (1.1, 0.3, False)])
+def test_a_race_is_won_by_a_clear_lead(
+    advantage: float, noise: float, won: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call takes its time and what other programs add, which is often as much again."""
+    decided = []
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        monkeypatch.setattr(
+            choice, "cpu_ns", lambda call, random=random: int(call() * 1e6 * random.lognormal(0, noise))
+        )
+        pairs = [(lambda: 1.0, lambda: advantage), (lambda: 4.0, lambda: 4 * advantage)]
+        decided.append(choice.race(pairs, 60, 0.94, 1.05))
+    assert sum(race.won is won for race in decided) >= 38
+    assert max(race.rounds for race in decided) <= choice.MOST_ROUNDS
+
+
+def test_a_race_alternates_and_has_an_end() -> None:
+    order = list[int]()
+    pairs: list[Any] = [(lambda: order.append(0), lambda: order.append(1))]
+    race = choice.race(pairs, 0, 0.97, 1.05)
+    assert order[2:] == [0, 1]
+    assert (race.won, race.rounds) == (False, 1)
+    choice.race(pairs, 60, 0.97, 1.05)
+    assert order[6:10] == [0, 1, 1, 0]
+
+
+def noisy(seed: int) -> Callable[[Any], float]:
+    """Packed products take as long as others, and other programs add up to as much again."""
+    random = np.random.default_rng(seed)
+    return lambda _call: float(random.uniform(1, 2))
+
+
+def test_two_starts_choose_the_same_whatever_else_the_machine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = list[Any]()
+    for seed in range(4):
+        planted_times(monkeypatch, noisy(seed) if seed else lambda call: 1 if is_packed(call) else 2)
+        starts.append(loaded())
+        monkeypatch.setattr(products, "race", lambda *_: pytest.fail("measured again"))
+    details = [engine.describe().details for engine in starts]
+    assert len({str(each["choices"]) for each in details}) == 1
+    assert len({str(each["kernels"]) for each in details}) == 1
+    assert details[0]["products"] == details[1]["products"]
+    np.testing.assert_array_equal(scores(starts[0], 3), scores(starts[-1], 3))
+
+
+def test_a_stored_choice_with_wrong_answers_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted_times(monkeypatch, lambda call: 1 if is_packed(call) else 2)
+    right = loaded().describe().details
+    monkeypatch.setattr(products, "agreeing_product", lambda _size, weight, bias, _items: wrong(1.1)(weight, bias, 8))
+    engine = loaded()
+    assert "untuned: with" in str(engine.describe().details["kernels"])
+    assert engine.describe().details["choices"] != right["choices"]
+    np.testing.assert_array_equal(scores(engine, 2), scores(loaded("eager"), 2))
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"key": 0, "choice": {}}', None])
+def test_a_damaged_choice_is_made_again_in_one_sentence(
+    content: bytes | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    planted_times(monkeypatch, lambda call: 1 if is_packed(call) else 2)
+    first = loaded().describe().details
+    assert "choice_trouble" not in first
+    (path,) = (tmp_path / "plans").glob("*.json")
+    stored = orjson.loads(path.read_bytes())
+    path.write_bytes(orjson.dumps({**stored, "choice": {"sizes": [3]}}) if content is None else content)
+    again = loaded().describe().details
+    assert str(path) in str(again["choice_trouble"])
+    assert again["choices"] == first["choices"]
+    assert orjson.loads(path.read_bytes()) == stored
+    assert "choice_trouble" not in loaded().describe().details
+
+
+def test_a_choice_that_cannot_be_stored_is_made_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(PLANS_FOLDER, str(tmp_path / "file"))
+    planted_times(monkeypatch, lambda call: 1 if is_packed(call) else 2)
+    details = loaded().describe().details
+    assert "7 of 7" in str(details["kernels"])
+    assert PLANS_FOLDER in str(details["choice_trouble"])
+
+
+def test_two_starts_at_once_choose_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one waits for the first, which chooses what the second would not."""
+    measuring, going_on, measured = threading.Event(), threading.Event(), list[int]()
+
+    def race_of_one(*_arguments: object) -> choice.Race:
+        measured.append(threading.get_ident())
+        measuring.set()
+        assert going_on.wait(60)
+        return choice.Race(measured[0] == threading.get_ident(), [2.0, 2.0], [1.0, 1.0], 6)
+
+    monkeypatch.setattr(products, "race", race_of_one)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(loaded)
+        assert measuring.wait(60)
+        second = threads.submit(loaded)
+        with monkeypatch.context() as patched:
+            waits = threading.Event()
+            patched.setattr(choice, "sleep", lambda _seconds: waits.set())
+            assert waits.wait(60)
+            going_on.set()
+            details = [start.result().describe().details for start in (first, second)]
+    assert len(set(measured)) == 1
+    assert details[0]["choices"] == details[1]["choices"]
 
 
 def test_few_convolutions_are_left_alone() -> None:
@@ -245,20 +365,3 @@ def test_what_the_fast_attention_does_not_do_is_the_layers_own() -> None:
         tuned_answer, tuned_weights = call()
         torch.testing.assert_close(tuned_answer, answer)
         assert (tuned_weights is None) == (weights is None)
-
-
-def test_times_alternate_within_their_seconds() -> None:
-    order: list[int] = []
-
-    def busy(count: int) -> Callable[[], None]:
-        def call() -> None:
-            sum(range(count))
-            order.append(count)
-
-        return call
-
-    started = time.monotonic()
-    first, second = alternating_ns(busy(10_000), busy(40_000), 0.02)
-    assert order == [10_000, 40_000] * (len(order) // 2)
-    assert 0 < first < second
-    assert time.monotonic() - started < 2

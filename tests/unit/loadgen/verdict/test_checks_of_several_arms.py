@@ -161,6 +161,21 @@ def test_spinning_is_compared_where_an_arm_reports_it() -> None:
     assert "the arms differ in thread spinning (A off, B on)" in text
 
 
+def test_arms_with_the_same_settings_execute_the_same() -> None:
+    """What servers chose at their starts is compared among those that have the same settings and report it."""
+    one: dict[str, object] = {"choices": "05e70a41"}
+    other: dict[str, object] = {"choices": "5c7d126a"}
+    assert before(run_of(), "same_choices") == before(run_of(a=one), "same_choices") == []
+    assert before(run_of(a=one, c=other | {"threads": 1}), "same_choices") == []
+    assert [(ok, effect) for ok, effect, _ in before(run_of(a=one, c=one), "same_choices")] == [(True, "invalidates")]
+    ((ok, effect, text),) = before(run_of(a=one, c=other | {"fronts": 0}), "same_choices")
+    assert (ok, effect) == (False, "invalidates")
+    assert "(A 05e70a41, C 5c7d126a)" in text
+    run = run_of(a=one, c=other)
+    by_url = msgspec.structs.replace(run.experiment, deployment="compose")
+    assert [made[:2] for made in before(replace(run, experiment=by_url), "same_choices")] == [(False, "warns")]
+
+
 def test_what_was_asked_for_is_told_apart_from_what_was_not() -> None:
     """B was asked for FP16, C fell to TF32 by itself."""
     run = run_of(asked={"b": {"precision": "fp16"}}, b={"precision": "fp16"}, c={"precision": "tf32"})

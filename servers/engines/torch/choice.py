@@ -1,0 +1,201 @@
+"""A choice among forms of a model: measured until its lead is clear, made once per machine, stored and shown.
+
+Two starts of a server with the same settings must execute the same, whatever other programs ran during either. So the
+first start measures and stores what it chose, starts at the same time wait for it, and later ones only compare answers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
+from math import log
+from pathlib import Path
+from time import monotonic, process_time_ns, sleep
+from typing import Any, NamedTuple
+
+import orjson
+import torch
+from torch import nn
+
+from servers.engines.interface import PLANS_FOLDER
+from servers.models.files import keep_file, user_cache
+from servers.models.specification import ModelSpecification
+
+CLEAR_LEAD = 6
+"""Rounds that one side must win more than the other: by chance, one of 32 races of six rounds ends so."""
+MOST_ROUNDS = 31
+WAIT_SECONDS = 180.0
+"""The longest wait for another start that is choosing; then this one chooses for itself."""
+
+Call = Callable[[], object]
+
+
+class Race(NamedTuple):
+    """How two forms compared, each with the median CPU time of a call per batch, in milliseconds."""
+
+    won: bool
+    own_ms: list[float]
+    other_ms: list[float]
+    rounds: int
+
+
+def race(pairs: Sequence[tuple[Call, Call]], seconds: float, margin: float, most_loss: float) -> Race:
+    """Whether the second function of each pair, one pair per batch, is clearly faster than the first.
+
+    Each round calls all of them, the two of a pair in turn, and is won where the second ones need at most `margin` of
+    the time (the geometric mean of the pairs) and none needs more than `most_loss`. It must win `CLEAR_LEAD` rounds
+    more than it loses, within `seconds` and `MOST_ROUNDS`: a program that takes the cores for some calls decides
+    nothing. The first call of each, which prepares what later ones use, does not count.
+    """
+    deadline = monotonic() + seconds
+    for call in (call for pair in pairs for call in pair):
+        cpu_ns(call)
+    rounds, lead = list[list[tuple[int, int]]](), 0
+    while abs(lead) < CLEAR_LEAD and len(rounds) < MOST_ROUNDS and (monotonic() < deadline or not rounds):
+        first = len(rounds) % 2
+        times = []
+        for pair in pairs:
+            earlier = cpu_ns(pair[first])
+            later = cpu_ns(pair[1 - first])
+            times.append((later, earlier) if first else (earlier, later))
+        ratios = [log(max(other, 1) / max(own, 1)) for own, other in times]
+        lead += 1 if statistics.fmean(ratios) <= log(margin) and max(ratios) <= log(most_loss) else -1
+        rounds.append(times)
+    medians = [
+        [round(statistics.median(times[batch][side] for times in rounds) / 1e6, 4) for batch in range(len(pairs))]
+        for side in range(2)
+    ]
+    return Race(lead >= CLEAR_LEAD, *medians, len(rounds))
+
+
+def cpu_ns(call: Call) -> int:
+    """The CPU time of a call on all threads: other programs use the cores while a server starts."""
+    started_ns = process_time_ns()
+    call()
+    return process_time_ns() - started_ns
+
+
+def digest(choice: object) -> str:
+    """A choice in eight characters, by which two servers are compared."""
+    return hashlib.sha256(orjson.dumps(choice, option=orjson.OPT_SORT_KEYS)).hexdigest()[:8]
+
+
+def cache_key(
+    module: nn.Module, specification: ModelSpecification, device: torch.device, precision: str
+) -> dict[str, str]:
+    """All on which the times of a model depend. The values of its weights change none."""
+    described = re.sub(r" at 0x[0-9a-f]+", "", repr(module))  # of a function, which has another address in each process
+    structure = [described, *(f"{name} {list(value.shape)}" for name, value in module.state_dict().items())]
+    shapes = [f"{tensor.name} {tensor.datatype} {list(tensor.shape)}" for tensor in specification.inputs]
+    text = "\n".join([*structure, *shapes, str(specification.definition_sha256)])
+    return {
+        **machine_key(device),
+        "model": specification.label,
+        "structure": hashlib.sha256(text.encode()).hexdigest(),
+        "precision": precision,
+    }
+
+
+def machine_key(device: torch.device) -> dict[str, str]:
+    """The device and the versions of all that executes on it."""
+    on_gpu = device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "processor": "" if on_gpu else _processor(),
+        "threads": "" if on_gpu else str(torch.get_num_threads()),
+        "torch": f"{torch.__version__} {torch.version.cuda}",
+        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+        "abserve": version("abserve"),
+        "code": _code_sha256(),
+    }
+
+
+def _processor() -> str:
+    try:
+        described = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    return "\n".join(
+        sorted(set(re.findall(r"^(?:model name|CPU part|flags|Features)\s*:.*$", described, re.MULTILINE)))
+    )
+
+
+@cache
+def _code_sha256() -> str:
+    """Of the files that say what is chosen among, and how."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+class ChoiceCache:
+    """The choice that was made under one key, in a file of its own; without one that can be read, it is made again."""
+
+    def __init__(self, key: Mapping[str, str]) -> None:
+        self._key = dict(key)
+        name = hashlib.sha256(orjson.dumps(self._key, option=orjson.OPT_SORT_KEYS)).hexdigest()
+        folder = os.environ.get(PLANS_FOLDER) or user_cache() / "plans"
+        self._path = Path(folder) / f"{name}.json"
+        self.trouble = ""
+        """Why the file could not be read or written, and what that means, in one sentence."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Wait while another start chooses under this key; what it stored can then be read."""
+        lock = self._path.with_suffix(".lock")
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError:  # `write` says so
+            yield
+            return
+        try:
+            deadline = monotonic() + WAIT_SECONDS
+            while not _locked(descriptor) and monotonic() < deadline:
+                sleep(0.05)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def read(self) -> Mapping[str, Any]:
+        """The choice that is stored; empty if there is none, or none that can be read."""
+        try:
+            document = orjson.loads(self._path.read_bytes())
+            if document["key"] == self._key and isinstance(choice := document["choice"], dict):
+                return choice
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError):
+            pass
+        self.reject()
+        return {}
+
+    def reject(self) -> None:
+        """Note that the stored choice is damaged."""
+        self.trouble = f"The stored choice {self._path} is damaged, so this start measured again."
+
+    def write(self, choice: Mapping[str, Any]) -> None:
+        """Keep this choice instead of an earlier one."""
+        failure = keep_file(self._path, orjson.dumps({"key": self._key, "choice": choice}))
+        if failure is not None:
+            self.trouble = (
+                f"The choice cannot be stored in {self._path.parent} ({failure.strerror}), so another start may choose "
+                f"otherwise: make the folder writable, or name another one in {PLANS_FOLDER}."
+            )
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether the lock is held now, or the file system has none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
