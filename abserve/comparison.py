@@ -96,20 +96,24 @@ class _Command:
             model = given.get("model") or os.environ.get(_MODEL) or (file and Path(file).stem) or ""
             self._out = default_out(str(model)) if out is None else Path(str(out))
             command = [*ABSERVE, "compare", *([] if file is None else [os.fspath(file)]), f"--out={self._out}"]
+            self._said = 0  # of the standard error
             self.process: ChildProcess = ChildProcess([*command, *arguments], log_path=errors, pipes=True)
 
     def follow(self, say: Callable[[str], object]) -> None:
         """Say what the command writes, as it comes, until it has ended."""
         decoder = getincrementaldecoder("utf-8")("replace")
         with self.process.log_path.open(encoding="utf-8", errors="replace") as errors:
+            errors.seek(self._said)
             content = None
             while content != b"":
                 if select.select([self.process], [], [], _POLL_SECONDS)[0]:
                     content = os.read(self.process.fileno(), 65536)
                     say(decoder.decode(content))
                 say(errors.read())
+                self._said = errors.tell()
             self.process.popen.wait()
             say(errors.read())
+            self._said = errors.tell()
 
     def interrupt(self) -> None:
         """Ctrl-C for the command, which then stops its servers."""
@@ -148,6 +152,8 @@ def _arguments(name: str, value: object) -> Iterator[str]:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ",".join(map(_text, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from abserve.errors import AbserveError
 from abserve.packages import own_packages
@@ -77,8 +77,11 @@ class Run:
     @cached_property
     def runs(self) -> dict[str, Run]:
         """The runs of a matrix of transports and payloads by the names of their folders; empty for one comparison."""
-        if (self.folder / "experiment.json").exists():
-            return {}
+        with _records(self.folder):
+            from loadgen.documents import kind_of
+
+            if kind_of(self.folder) is not None:
+                return {}
         return {path.parent.name: Run(path.parent) for path in sorted(self.folder.glob("*/experiment.json"))}
 
     @cached_property
@@ -110,6 +113,12 @@ class Run:
         `ratio` (the arm's over the baseline's) with its 95 % interval, the verdict and the winning arm."""
         import numpy as np
 
+        with own_packages():
+            from msgspec.structs import fields
+
+            from loadgen.metrics.comparisons import Comparison
+
+            texts = {"winner", *(field.name for field in fields(Comparison) if str in get_args(field.type))}
         rows: list[dict[str, Any]] = []
         for comparison in self.result.comparisons:
             row: dict[str, Any] = {}
@@ -122,13 +131,13 @@ class Run:
                     row[name] = value
             rows.append(row | {"winner": comparison.winner})
 
-        def column(values: Sequence[Any]) -> np.ndarray[Any, Any]:
+        def column(name: str, values: Sequence[Any]) -> np.ndarray[Any, Any]:
             numbers = [value for value in values if value is not None]
-            if all(isinstance(value, float) for value in numbers):
+            if name not in texts and all(isinstance(value, float) for value in numbers):
                 return np.array([np.nan if value is None else value for value in values], np.float64)
             return np.array(values, object if len(numbers) < len(values) or isinstance(numbers[0], str) else None)
 
-        return Columns({name: column([row[name] for row in rows]) for name in (rows[0] if rows else ())})
+        return Columns({name: column(name, [row[name] for row in rows]) for name in (rows[0] if rows else ())})
 
     def samples(self, workload: str) -> Columns:
         """Every request of a workload, such as "concurrent(16)", in the order of its blocks.
@@ -207,8 +216,14 @@ class Run:
 
 
 def load(folder: str | os.PathLike[str]) -> Run:
-    """The finished, interrupted or published run in a folder. Raises `AbserveError` if it holds none."""
+    """The finished, interrupted or published run in a folder; of a tuning its final. Raises `AbserveError` if it holds
+    none."""
     run = Run(folder)
+    with _records(run.folder):
+        from loadgen.documents import FINAL, kind_of
+
+        if kind_of(run.folder) == "tuning" and kind_of(run.folder / FINAL) is not None:
+            run = Run(run.folder / FINAL)
     if not run.runs:
         _ = run.result
     return run

@@ -13,10 +13,10 @@ import os
 import secrets
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
@@ -153,6 +153,36 @@ def is_stored(folder: Path, name: str) -> bool:
     except (OSError, DocumentError):
         return False
     return True
+
+
+FolderKind = Literal["tuning", "engines", "comparison"]
+FILES_OF: Mapping[FolderKind, tuple[str, ...]] = {
+    "tuning": ("tuning.json",),
+    "engines": ("matrix.json", "plan.json"),
+    "comparison": ("result.json", "experiment.json"),
+}
+"""What each command leaves in its folder: `abserve tune`, `engines` and `compare`."""
+FINAL = "final"
+"""The folder in that of a tuning whose comparison is its answer."""
+
+
+def kind_of(folder: Path) -> FolderKind | None:
+    """What a folder holds; None also for a folder of such folders."""
+    kinds = FILES_OF.items()
+    return next((kind for kind, names in kinds if any(stored_path(folder / name).is_file() for name in names)), None)
+
+
+def results_in(folder: Path) -> Iterator[Path]:
+    """The folders of engine matrices and comparisons in a folder: itself, or those below it. Of a tuning that is its
+    final comparison alone, since its other runs chose, and the best of many looks better than it is."""
+    kind = kind_of(folder)
+    if kind is not None and kind != "tuning":
+        yield folder
+        return
+    inner = [folder / FINAL] if kind == "tuning" else sorted(path for path in folder.iterdir() if path.is_dir())
+    for path in inner:
+        if path.is_dir() and not path.is_symlink():
+            yield from results_in(path)
 
 
 def read_stored(path: Path, most_bytes: int = MOST_RECORD_BYTES) -> bytes:

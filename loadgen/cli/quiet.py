@@ -24,7 +24,7 @@ EXIT_BUSY = 1
 Anyway = Annotated[
     bool,
     typer.Option(
-        "--anyway",
+        "--anyway/--no-anyway",
         envvar="ABSERVE_ANYWAY",
         rich_help_panel=MEASUREMENT,
         help="Measure although other programs use the CPU, instead of waiting up to a minute for them and giving up.",

@@ -19,8 +19,8 @@ def rank(
         typer.Argument(
             metavar="RESULT",
             show_default=False,
-            help="Folders of `abserve engines` and `abserve compare`, folders of such folders, or their matrix.json "
-            "and result.json.",
+            help="Folders of `abserve engines`, `compare` and `tune` (of which only the final counts), folders of such "
+            "folders, or their matrix.json and result.json.",
         ),
     ],
     prices: Annotated[

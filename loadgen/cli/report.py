@@ -50,12 +50,11 @@ def report(
     announce("reading the records", in_logs=False)
     import webbrowser
 
-    from loadgen.engine_matrix.store import is_matrix
+    from loadgen.documents import kind_of
     from loadgen.experiment.plan import unknown
     from loadgen.report.mlflow import MlflowExportError, check_mlflow
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
-    from loadgen.tune.files import is_tuning
     from loadgen.verdict.result import readable
 
     if mlflow is not None and output is not None:
@@ -64,10 +63,8 @@ def report(
     try:
         check_mlflow(mlflow)
         with readable(directory):
-            if is_tuning(directory):
-                stored = _stored_tuning(directory)
-            else:
-                stored = _stored_matrix(directory) if is_matrix(directory) else _stored_comparison(directory)
+            read = {"tuning": _stored_tuning, "engines": _stored_matrix, "comparison": _stored_comparison}
+            stored = read[kind_of(directory) or "comparison"](directory)
             if output is not None:
                 if output not in stored.formats:
                     fail(unknown("--format", output, list(stored.formats)))
@@ -132,9 +129,9 @@ def _stored_matrix(directory: Path) -> StoredResult:
 
 def _stored_tuning(directory: Path) -> StoredResult:
     """MLflow gets its final comparison, which is the answer."""
+    from loadgen.documents import FINAL
     from loadgen.report.mlflow import MlflowExportError, export_result
     from loadgen.tune.files import document_of, formats, read_tuning, stored_outcome, write_reports
-    from loadgen.tune.race import FINAL
 
     tuning = read_tuning(directory)
     outcome = stored_outcome(directory, tuning)

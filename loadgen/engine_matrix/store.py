@@ -82,11 +82,6 @@ class MatrixStore:
             raise StorageError(f"{path} cannot be read: {exc}; remove it, or start again with --out") from exc
 
 
-def is_matrix(directory: Path) -> bool:
-    """Whether a folder holds an engine matrix."""
-    return any(stored_path(directory / name).exists() for name in (MatrixPlan.FILE, Matrix.FILE))
-
-
 def stored_matrix(directory: Path) -> Matrix:
     """The matrix of the stored visits, or the stored matrix.json of a folder without visits, such as a published one.
 

@@ -193,6 +193,8 @@ def from_result(name: str, result: Result) -> RankInput:
         left = LeftOut(result=name, what=f"the comparison of {result.experiment.model}", reason=reason)
         return RankInput(name, result.environment, (), (left,))
 
+    if result.experiment.screening:
+        return nothing("it is a screening of `abserve tune`, which chose; rank the final of its tuning")
     if not result.valid:
         return nothing(f"it is INVALID: {'; '.join(complaints(result.checks)) or 'see its report'}")
     if result.environment is None:

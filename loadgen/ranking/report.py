@@ -9,9 +9,18 @@ from typing import Any
 import msgspec
 
 import loadgen.report.document as doc
-from loadgen.documents import MOST_RECORD_BYTES, DocumentError, decode_json, read_stored, stored_path, write_atomically
+from loadgen.documents import (
+    MOST_RECORD_BYTES,
+    DocumentError,
+    decode_json,
+    kind_of,
+    read_stored,
+    results_in,
+    stored_path,
+    write_atomically,
+)
 from loadgen.engine_matrix.records import Estimate, Matrix
-from loadgen.engine_matrix.store import read_matrix
+from loadgen.engine_matrix.store import read_matrix, stored_matrix
 from loadgen.quantities import counted, items, measured, measured_interval, number, per_second
 from loadgen.ranking.analyse import RankInput, from_matrix, from_result
 from loadgen.ranking.records import (
@@ -67,25 +76,23 @@ def _results_in(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield path.resolve() if path.is_symlink() else path  # a link that the user gives is followed
         return
-    result = _result_of(path)
-    inner = map(_result_of, sorted(path.rglob("*/"))) if result is None else ()
-    results = [each for each in (result, *inner) if each is not None]
+    results = [_result_of(folder) for folder in results_in(path)]
     if not results:
         raise StoredRunError(f"{path} holds no result; {_REMEDY}")
     yield from results
 
 
-def _result_of(folder: Path) -> Path | None:
+def _result_of(folder: Path) -> Path:
     """The matrix or the result of a folder; the folder itself where the result was not made yet."""
-    for name in (Matrix.FILE, FILE_NAME):
-        if stored_path(folder / name).is_file():
-            return folder / name
-    return folder if (folder / "experiment.json").is_file() else None
+    paths = (folder / name for name in (Matrix.FILE, FILE_NAME))
+    return next((path for path in paths if stored_path(path).is_file()), folder)
 
 
 def _read(path: Path) -> RankInput:
     name = str(path.parent if path.name in (Matrix.FILE, FILE_NAME) else path)
     with readable(path):
+        if path.is_dir() and kind_of(path) == "engines":
+            return from_matrix(name, stored_matrix(path))
         if path.is_dir():
             return from_result(name, stored_result(path))
         schema = _schema(path)

@@ -8,21 +8,15 @@ from pathlib import Path
 import msgspec
 
 import loadgen.report.document as doc
-from loadgen.documents import is_stored, write_atomically
+from loadgen.documents import FINAL, write_atomically
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.run.storage import StoredRunError, read_one
 from loadgen.tune.deploy import best_commands, deployed_files
 from loadgen.tune.outcome import TuningOutcome, outcome_of
-from loadgen.tune.race import FINAL
 from loadgen.tune.records import Tuning
 from loadgen.tune.sections import tuning_document
 from loadgen.verdict.result import Result, stored_result
-
-
-def is_tuning(directory: Path) -> bool:
-    """Whether `abserve tune` wrote to this folder."""
-    return is_stored(directory, Tuning.FILE)
 
 
 def encode_tuning(tuning: Tuning) -> bytes:

@@ -23,7 +23,7 @@ from loadgen.quantities import Interval, join, number, ratio, ratio_interval, sh
 from loadgen.records.run import Label, item_of
 from loadgen.stats.ratios import SIGNIFICANCE, critical_t
 from loadgen.tune.records import Contender, Space, Tuning
-from loadgen.tune.search import Z95, Choice, RaceLead, Search, gain
+from loadgen.tune.search import Choice, RaceLead, Search, gain
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.headline import Alternatives, fit
 from loadgen.verdict.result import Result
@@ -33,6 +33,7 @@ TITLES: Mapping[str, str] = {"triton": "Triton", "fastapi": "FastAPI", "litserve
 P99 = METRICS["latency_p99"]
 ENERGY = Metric("joules_per_item", "energy per item", "J", higher_is_better=False, measured_in=lambda _: False)
 """Of the GPU, over all rounds of the final; no metric of a comparison, which has figures of its blocks."""
+Z99 = 2.576
 Gain = tuple[float, Interval]
 """How many times better, with the 95 % interval."""
 
@@ -112,7 +113,7 @@ class TargetOutcome:
         if self.chosen is None or self.lead is None or self.lead.winner != self.chosen.name:
             return False
         logs = log_lead(self.lead, self.chosen.name)
-        return logs is not None and logs[0] > math.hypot(logs[0] - logs[1], Z95 * self.start_error)
+        return logs is not None and logs[0] > math.hypot(logs[0] - logs[1], Z99 * self.start_error)
 
     def keeps_limits(self, contender: Contender) -> bool:
         """Whether the final shows that it keeps every limit; true without one."""

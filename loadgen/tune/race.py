@@ -17,6 +17,7 @@ from time import monotonic
 import msgspec
 
 from loadgen.child_process import ABSERVE
+from loadgen.documents import FINAL
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.launch.work_folder import work_folder
@@ -55,7 +56,6 @@ LEAST_SHARE_OF_FINAL = 0.5
 LAST = 3
 """Runs by which the next one is planned."""
 TITLES: Mapping[Stage, str] = {"screening": "screening", "finalists": "finalists", "settings": "settings put back"}
-FINAL = "final"
 
 
 class TuningError(Exception):

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from loadgen.documents import DocumentError, one_line, read_record, read_stored, stored_path
+from loadgen.documents import FINAL, DocumentError, kind_of, one_line, read_record, read_stored, stored_path
 from loadgen.metrics.breakdown import LatencyBreakdown, break_down
 from loadgen.metrics.comparisons import Comparison, PooledRequests, compare_all, invalidate
 from loadgen.metrics.facts import Facts
@@ -181,8 +181,13 @@ def analyse_run(run: StoredRun) -> Result:
 def stored_result(directory: Path) -> Result:
     """The result of the stored records, or the stored result.json of a folder without samples, such as a published one.
 
-    Without samples the records cannot be analysed again. Raises `StoredRunError`.
+    Without samples the records cannot be analysed again. The result of a tuning is that of its final. Raises
+    `StoredRunError`.
     """
+    if kind_of(directory) == "tuning":
+        directory = directory / FINAL
+        if kind_of(directory) is None:
+            raise StoredRunError(f"{directory.parent} holds a tuning whose final comparison has not run")
     if stored_path(directory / FILE_NAME).exists() and not _records_are_kept(directory):
         return read_result(directory / FILE_NAME)
     runs = sorted(path.parent.name for path in directory.glob("*/experiment.json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,12 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import nbformat
 import psutil
 import pytest
+import typer
 from nbclient import NotebookClient
 
 import abserve
+from abserve.comparison import _arguments, _Command
+from abserve.options import CompareOptions
+from loadgen.child_process import ChildProcess
+from loadgen.cli.compare import compare
+from loadgen.verdict.result import analyse
+from tests.golden.synthetic_run import Plan, write_run
 from tests.integration.loadgen.conftest import await_true, fake_servers
 
 QUICK: dict[str, Any] = {
@@ -85,6 +94,42 @@ def test_wrong_options_are_one_exception_with_the_sentence_of_the_command(projec
             abserve.compare(progress=False, **options)
         assert str(caught.value).startswith(sentence)
     assert [*project.glob("results/*")] == []
+
+
+def test_every_option_that_is_true_or_false_can_be_both() -> None:
+    """False overrides a variable or a file. A list in a mapping is written with commas."""
+    app = typer.Typer()
+    app.command()(compare)
+    command = typer.main.get_command(app)
+    flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    names = [name for name, kind in CompareOptions.__annotations__.items() if "bool" in str(kind)]
+    assert "anyway" in names
+    for name in names:
+        for value in (True, False):
+            assert {*_arguments(name, value)} <= flags, name
+    assert [*_arguments("a_option", {"pad-to": [32, 64]})] == ["--a-option=pad-to=32,64"]
+
+
+def test_what_a_command_writes_to_standard_error_is_told_once(tmp_path: Path) -> None:
+    """Also if an interrupt makes the caller follow it again."""
+    command = object.__new__(_Command)
+    program = [sys.executable, "-c", "import sys; sys.stderr.write('once')"]
+    command.process = ChildProcess(program, log_path=tmp_path / "log", pipes=True)
+    command._said = 0
+    said: list[str] = []
+    command.follow(said.append)
+    command.follow(said.append)
+    command.process.stop()
+    assert "".join(said) == "once"
+
+
+def test_a_text_that_no_row_has_is_none_and_a_number_nan() -> None:
+    comparison = next(iter(analyse(write_run(Path("planted"), Plan(pairs=2))).comparisons))
+    run = abserve.Run("planted")
+    bare = msgspec.structs.replace(comparison, reason=None, p_value=None, verdict="inconclusive")
+    run.__dict__["result"] = msgspec.structs.replace(run.result, comparisons=(bare,))
+    assert run.comparisons["reason"].tolist() == run.comparisons["winner"].tolist() == [None]
+    assert math.isnan(run.comparisons["p_value"][0])
 
 
 @pytest.mark.slow  # by default the cancelled comparison below

@@ -15,10 +15,11 @@ import pytest
 import yaml
 
 from loadgen.child_process import ABSERVE
+from loadgen.documents import kind_of
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.launch.embedded import PortReservation
 from loadgen.tune.deploy import compose_override, deployed_files, no_compose_file, write_deployment
-from loadgen.tune.files import document_of, encode_tuning, is_tuning, read_tuning, stored_outcome, write_reports
+from loadgen.tune.files import document_of, encode_tuning, read_tuning, stored_outcome, write_reports
 from loadgen.tune.outcome import TuningOutcome, outcome_of
 from loadgen.verdict.result import Result, encode_result
 from tests.synthetic_tuning import final, tuning
@@ -176,7 +177,7 @@ def test_an_invalid_final_deploys_nothing_but_can_be_repeated(outcome: TuningOut
 
 
 def test_the_reports_are_made_from_what_is_stored(folder: Path, outcome: TuningOutcome) -> None:
-    assert is_tuning(folder)
+    assert kind_of(folder) == "tuning"
     stored = stored_outcome(folder, read_tuning(folder))
     assert stored.headline == outcome.headline
     report, summary = write_reports(folder, document_of(folder, stored))

@@ -15,9 +15,13 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+import abserve
 from loadgen.cli.rank import rank
 from loadgen.engine_matrix.records import Matrix
+from loadgen.run.storage import read_run
+from loadgen.tune.files import encode_tuning
 from tests.synthetic_matrix import cell, configuration, environment, matrix
+from tests.synthetic_tuning import tuning, write_final
 
 RESULTS = Path(__file__).resolve().parents[4] / "docs/results"
 RESNET = RESULTS / "2026-11-22-h200-models/resnet50"
@@ -125,6 +129,32 @@ def test_the_same_result_given_twice_counts_once(two: list[Path]) -> None:
     document = json.loads(run(two[0], two[0] / "matrix.json", "--json").stdout)
     assert [len(group["options"]) for group in document["groups"]] == [2]
     assert document["machines"][0]["results"] == [str(two[0])]
+
+
+def test_of_a_tuning_only_the_final_is_ranked(tmp_path: Path) -> None:
+    """Its screenings chose, and the best of many looks better than it is."""
+    folder = tmp_path / "tuning"
+    folder.mkdir()
+    (folder / "tuning.json").write_bytes(encode_tuning(tuning()))
+    screening = write_final(folder / "01-screening")
+    experiment = screening / "experiment.json"
+    experiment.write_text(experiment.read_text().replace('"screening":false', '"screening":true'))
+    assert read_run(screening).experiment.screening
+    write_final(folder / "final-2")  # it was interrupted
+    write_final(folder / "final")
+    document = json.loads(run(tmp_path, "--json").stdout)
+    results = {Path(option["result"]).name for group in document["groups"] for option in group["options"]}
+    assert results == {"final"}
+    alone = run(screening)
+    assert alone.exit_code == 1
+    assert "screening of `abserve tune`" in " ".join(alone.output.split())
+    assert abserve.load(folder).folder == folder / "final"
+    assert abserve.Run(folder).runs == {}
+    assert abserve.Run(folder).result == abserve.load(folder).result
+    shutil.rmtree(folder / "final")
+    assert run(folder).exit_code == 2
+    with pytest.raises(abserve.AbserveError, match="final"):
+        abserve.load(folder)
 
 
 def test_a_machine_without_a_price_says_how_to_add_one(two: list[Path], tmp_path: Path) -> None:

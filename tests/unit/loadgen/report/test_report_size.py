@@ -12,8 +12,9 @@ import pytest
 
 import loadgen
 import loadgen.report.document as doc
+from loadgen.documents import kind_of
 from loadgen.engine_matrix.sections import matrix_document
-from loadgen.engine_matrix.store import is_matrix, stored_matrix
+from loadgen.engine_matrix.store import stored_matrix
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import PLOTLY, render_html
 from loadgen.verdict.result import stored_result
@@ -33,7 +34,8 @@ LARGE = {
 @pytest.mark.parametrize("folder", LARGE.values(), ids=LARGE.keys())
 def test_the_report_of_a_large_run_is_small_and_can_be_drawn(folder: str) -> None:
     path = RESULTS / folder
-    document = matrix_document(stored_matrix(path)) if is_matrix(path) else result_document(stored_result(path))
+    is_matrix = kind_of(path) == "engines"
+    document = matrix_document(stored_matrix(path)) if is_matrix else result_document(stored_result(path))
     charts = [block for section in document.sections for block in section.blocks if isinstance(block, doc.Chart)]
     used = {trace["type"] for chart in charts for trace in chart.data}
     assert used <= TRACES
