@@ -267,3 +267,5 @@ class CompareOptions(TypedDict, total=False):
     """Also write the comparisons as CSV, and the blocks to FILE-blocks.csv."""
     mlflow: str | PathLike[str] | None
     """Also export to MLflow: the address of a server, a folder or sqlite:///FILE."""
+    verbose: bool | None
+    """Show what each server at a URL answered when its model was looked for."""

@@ -6,7 +6,7 @@ Whatever cannot run is refused before anything is written.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -66,7 +66,10 @@ from loadgen.records.run import (
     Experiment,
     Label,
     Transport,
+    body_in_words,
+    is_token_transport,
     option_of,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -112,6 +115,9 @@ def compare(
         bool,
         _OUTPUT("--print-experiment", help="Print all settings in effect as an experiment file, and run nothing."),
     ] = False,
+    verbose: Annotated[
+        bool, _OUTPUT("--verbose", help="Show what each server at a URL answered when its model was looked for.")
+    ] = False,
     anyway: Anyway = False,
     **options: object,
 ) -> None:
@@ -126,7 +132,7 @@ def compare(
         notes: tuple[str, ...] = ()
         if not print_experiment:
             announce(CHECKING)
-            settings, notes = name_models(settings)
+            settings, notes = name_models(settings, partial(typer.echo, err=True) if verbose else None)
         plan = plan_experiment(settings)
         for note in (*plan.notes, *notes):
             complain(note, kind="note", style="yellow")
@@ -148,15 +154,19 @@ def compare(
     raise typer.Exit(_write_formats(results, junit, csv, status))
 
 
-def name_models(settings: ExperimentSettings) -> tuple[ExperimentSettings, tuple[str, ...]]:
-    """The settings with the model that servers at URLs have in common, if no setting names it, and notes about that.
-    Raises `PlanError`."""
+def name_models(
+    settings: ExperimentSettings, show: Callable[[str], None] | None = None
+) -> tuple[ExperimentSettings, tuple[str, ...]]:
+    """The settings with the model that servers at URLs have in common, if no setting names it, and notes about that;
+    `show` gets what the servers answered. Raises `PlanError`."""
     from loadgen.launch.deployment import DeploymentError
     from loadgen.launch.discovery import find_models
 
     arms = make_arms(settings)
-    settings = with_language_models(settings, arms)
-    if settings.is_language or "model" in settings.model_fields_set or any(arm.embedded for arm in arms):
+    settings, notes = with_language_models(settings, arms, show)
+    if settings.is_language:
+        return settings, notes
+    if "model" in settings.model_fields_set or any(arm.embedded for arm in arms):
         return settings, ()
     for arm in arms:
         check_reachable(arm, "http")
@@ -177,38 +187,49 @@ def name_models(settings: ExperimentSettings) -> tuple[ExperimentSettings, tuple
     return settings.model_copy(update={"arms": named, "model": model}), found.notes
 
 
-def with_language_models(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> ExperimentSettings:
-    """The settings with the model and the protocol of each server at a URL, if these serve language models. A
-    comparison of nothing but such servers is one of language models, whatever it calls the model. Raises
-    `PlanError`."""
+def with_language_models(
+    settings: ExperimentSettings, arms: Sequence[ArmRequest], show: Callable[[str], None] | None = None
+) -> tuple[ExperimentSettings, tuple[str, ...]]:
+    """The settings with the model, the protocol and the fields of the requests of each server at a URL, if these serve
+    language models, and notes about them. A comparison of nothing but such servers is one of language models, whatever
+    it calls the model. Raises `PlanError`."""
     from loadgen.launch.deployment import DeploymentError
     from loadgen.launch.discovery import find_language_models
 
     urls = [arm for arm in arms if not arm.embedded]
     if not urls or (len(urls) < len(arms) and not settings.is_language):
-        return settings
+        return settings, ()
     for arm in urls:
         check_reachable(arm, "http")
     preferred = served_name(settings.model, TOKENS) or settings.model
+    asked = tuple(name for name in settings.transport or () if is_token_transport(name))
+    is_named = "model" in settings.model_fields_set
     try:
-        found = find_language_models(urls, preferred, certain=settings.is_language)
+        found = find_language_models(
+            urls, preferred, certain=settings.is_language, named=is_named, asked=asked, show=show
+        )  # fmt: skip
     except DeploymentError as exc:
         raise PlanError(str(exc)) from exc
     if found is None:
-        return settings
+        return settings, ()
     named = dict(settings.arms)
-    asked = settings.transport or ()
+    notes: list[str] = []
     common = [
         name
         for name in TOKEN_TRANSPORTS
-        if all(name in served.protocols for served in found.values())
+        if all(name in served.bodies for served in found.values())
         and all(name in SPOKEN.get(arm.target, ()) for arm in arms if arm.embedded)
     ]
     for label, served in found.items():
         given = named[label]
-        chosen = next((name for name in (*asked, *common) if name in served.protocols), served.protocols[0])
+        able = sorted(served.bodies, key=TOKEN_TRANSPORTS.index)
+        chosen = next((name for name in (*asked, *common) if name in able), able[0])
+        body = dict(served.bodies[chosen])
+        notes += served.notes
+        if body != (given.body or {}):
+            notes.append(f"{shown(label)} is asked {body_in_words(body)}, because it refuses other requests")
         model = given.model if served.model == preferred else served.model
-        named[label] = given.model_copy(update={"model": model, "transport": given.transport or chosen})
+        named[label] = given.model_copy(update={"model": model, "transport": chosen, "body": body or None})
     update: dict[str, object] = {"arms": named}
     if not settings.is_language:
         defaults = language_defaults(settings.preset)
@@ -217,7 +238,7 @@ def with_language_models(settings: ExperimentSettings, arms: Sequence[ArmRequest
             update["transport"] = tuple(common[:1]) or None
         if "model" not in settings.model_fields_set:
             update["model"] = found[arms[0].label].model
-    return settings.model_copy(update=update)
+    return settings.model_copy(update=update), tuple(notes)
 
 
 @dataclass(frozen=True, slots=True)

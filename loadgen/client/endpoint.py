@@ -6,11 +6,11 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from loadgen.client.connection import Address, ConnectionRefused, Exchange, PreparedRequest
+from loadgen.client.connection import Address, ConnectionRefused, Exchange, PreparedRequest, server_words
 from loadgen.client.http import HttpConnection, request_head
 from loadgen.documents import MOST_BYTES, DocumentError, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
@@ -66,6 +66,21 @@ class IndexRow(msgspec.Struct, frozen=True):
         return self.state == "READY"
 
 
+class ModelCard(NamedTuple):
+    """One entry of a server's list of its language models."""
+
+    name: str
+    parent: str | None = None
+    """The model that it adapts, if it is an adapter."""
+    root: str | None = None
+    """What is served under the name, where the server says so."""
+
+
+def answer_text(exchange: Exchange) -> str:
+    """What a server answered, for a sentence: "401 (no key)", or why nothing came."""
+    return exchange.failure or f"{exchange.status} ({server_words(exchange)})"
+
+
 class Endpoint:
     """A server's answers about itself, each on a new connection; not for measurements."""
 
@@ -74,7 +89,8 @@ class Endpoint:
         self.address = Address.parse(url, access)
         self._timeout_s = timeout_s
 
-    def _get(self, path: str) -> Exchange:
+    def get(self, path: str) -> Exchange:
+        """The answer to a GET; a refused connection counts as a failed request."""
         return self._send(PreparedRequest(request_head("GET", path, self.address)))
 
     def _send(self, request: PreparedRequest) -> Exchange:
@@ -91,12 +107,12 @@ class Endpoint:
 
     def status(self, path: str) -> int | None:
         """The status of a GET; None when nothing answers."""
-        return self._get(path).status or None
+        return self.get(path).status or None
 
     def document(self, path: str) -> dict[str, Any] | None:
         """The JSON object at a path; None for any status but 200. Raises `EndpointError` when nothing answers or the
         response is not a JSON object."""
-        exchange, request = self._get(path), f"GET {self.address.url}{path}"
+        exchange, request = self.get(path), f"GET {self.address.url}{path}"
         if exchange.failure is not None:
             raise EndpointError(f"{request}: {exchange.failure}")
         if exchange.status != 200:
@@ -115,8 +131,10 @@ class Endpoint:
 
     def why_not_live(self) -> str:
         """Why the server is not live, from another request, for a message."""
-        exchange = self._get("/v2/health/live")
-        return exchange.failure or f"/v2/health/live answers {exchange.status}"
+        return self._why_not("/v2/health/live", self.get("/v2/health/live"))
+
+    def _why_not(self, path: str, exchange: Exchange) -> str:
+        return exchange.failure or f"GET {self.address.base_path}{path} answers {answer_text(exchange)}"
 
     def ready(self, model: str) -> bool:
         """Whether the model is ready."""
@@ -228,32 +246,53 @@ class CompletionsEndpoint(Endpoint):
     """A server that speaks OpenAI's API and not the Open Inference Protocol, such as vLLM."""
 
     def live(self) -> bool:
-        """Whether the server lists its models, which a server does once it has loaded them."""
-        return self.status(self.address.openai_path("models")) == 200
+        """Whether the server answers, with its list of models or without one. A server that still loads its model does
+        not, or with an error of its own."""
+        status = self.status(self.address.openai_path("models"))
+        return status is not None and (status < 500 or status == 501)
 
     def why_not_live(self) -> str:
         """Why the server is not live, from another request, for a message."""
-        exchange = self._get(self.address.openai_path("models"))
-        return exchange.failure or f"{self.address.openai_path('models')} answers {exchange.status}"
+        path = self.address.openai_path("models")
+        return self._why_not(path, self.get(path))
 
-    def ready(self, model: str) -> bool:
-        """Whether the model is listed."""
-        return model in (self.listed_names() or ())
+    def ready(self, model: str) -> bool:  # noqa: ARG002 (a server need not list all its models)
+        """Whether the server answers; discovery has sent a prompt to its model."""
+        return self.live()
 
-    def listed_names(self) -> tuple[str, ...] | None:
-        """The names of the language models that the server lists; None if it does not speak OpenAI's API."""
+    def document(self, path: str) -> dict[str, Any] | None:
+        """The JSON object at a path; None also for the page that some servers send for every path."""
         try:
-            document = self.document(self.address.openai_path("models")) or {}
+            return super().document(path)
         except EndpointError:
-            return None
-        if not isinstance(document.get("data"), list):
-            return None
-        names = (entry.get("id") for entry in _objects(document["data"]))
-        return tuple(name for name in names if isinstance(name, str) and name)
+            if self.live():
+                return None
+            raise
+
+    def list_models(self) -> tuple[tuple[ModelCard, ...] | None, Exchange]:
+        """The language models that the server lists, and its answer; None if that is no list of them."""
+        exchange = self.get(self.address.openai_path("models"))
+        if exchange.failure is not None or exchange.status != 200:
+            return None, exchange
+        try:
+            document = read_json(exchange.body)
+        except DocumentError:
+            return None, exchange
+        entries = document.get("data", ()) if isinstance(document, dict) else document
+        if not isinstance(entries, list | None):
+            return None, exchange
+        named = [entry for entry in _objects(entries) if isinstance(entry.get("id"), str) and entry["id"]]
+        return tuple(
+            ModelCard(card["id"], _text(card.get("parent")), _text(card.get("root"))) for card in named
+        ), exchange
 
     def _listed_models(self) -> tuple[IndexRow, ...] | None:
-        names = self.listed_names()
-        return None if names is None else tuple(IndexRow(name, state="READY") for name in names)
+        cards, _ = self.list_models()
+        return None if cards is None else tuple(IndexRow(card.name, state="READY") for card in cards)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def _objects(entries: object) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from loadgen.client.event_stream import ReceivedStream
 from loadgen.client.http import request_head
 from loadgen.documents import one_line
 from loadgen.experiment.prompts import MOST_ID, Ids, PromptPlan, PromptShape, Trace
-from loadgen.records.run import TEXT_TRANSPORTS, TokenTransport
+from loadgen.records.run import TEXT_TRANSPORTS, TOKENS_PLACE, TokenTransport
 from loadgen.records.tokens import ASSUMED, BY_USAGE, COALESCED, LENGTH, OTHER, STOP, UNKNOWN
 
 _SALT_BYTES = 8
@@ -38,8 +38,6 @@ _DONE = b"[DONE]"
 RequestBody = Mapping[str, object]
 """Changes of the fields of a request: a value adds or replaces one, None leaves it out."""
 NO_CHANGES: RequestBody = {}
-TOKENS_PLACE = "{output_tokens}"
-"""Stands for the number of tokens of the answer in the value of a field."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
 

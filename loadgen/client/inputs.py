@@ -10,7 +10,7 @@ The user's own inputs are checked against the model's metadata and written as su
     FILE.json    perf_analyzer's --input-data: {"data": [{"INPUT": VALUES, …}, …]}; the steps of streams are items too
     FILE.jsonl   one item per line in the same form
     DIR          JPEG files; or, as perf_analyzer's --input-data DIR, one file per input with the values of one item
-                 (for BYTES a text of one element per line); other files there are passed over
+                 (for BYTES a text of one element per line)
 
 VALUES are a list of one item's values, {"content": [...], "shape": [...]} or {"b64": "..."} of the raw bytes; those of
 BYTES are each element after its length of four bytes in little-endian order. Items may differ in shape; nothing pads
@@ -23,10 +23,9 @@ import base64
 import hashlib
 import json
 import math
-import re
 import subprocess
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -76,8 +75,6 @@ Kind = Literal["npz", "json", "jsonl", "images", "raw files"]
 RANDOM_INPUTS = "random"
 """In place of a path: random values of the shapes in the server's metadata."""
 _JPEG = (".jpg", ".jpeg")
-_NOT_INPUTS = re.compile(r"\..*|Thumbs\.db|desktop\.ini|(README|LICEN[CS]E)(\..*)?", re.IGNORECASE)
-"""What other programs and people leave in a folder beside the inputs."""
 Items = list[dict[str, Array]]
 """The inputs of each item by name."""
 
@@ -290,8 +287,6 @@ def read_inputs(directory: Path, payload: str) -> SampleInputs:
     count = next(iter(counts.values()))
     if any(len(of_items) != count for of_items in (*shapes.values(), *([lengths] if lengths else []))):
         raise InputError(f"{directory / MANIFEST} does not describe the {count} items that the folder holds")
-    arrays = {name: array if array.size else array.reshape(count, *shapes.get(name, [array.shape[1:]])[0])
-              for name, array in arrays.items()}  # fmt: skip
     return SampleInputs(arrays, kind, item, lengths, shapes, not manifest.get("shapes"), name, kinds, about)
 
 
@@ -413,10 +408,10 @@ def generated_shape(shape: Sequence[int]) -> Shape:
 def kind_of(path: Path) -> Kind:
     """What a path holds, by its name. Raises `InputError`."""
     if path.is_dir():
-        names = [entry for entry in path.iterdir() if entry.is_file() and not _NOT_INPUTS.fullmatch(entry.name)]
+        names = [entry for entry in path.iterdir() if entry.is_file() and not entry.name.startswith(".")]
         if not names:
             raise InputError(f"--inputs {path} holds no files; give JPEG files, or one file per input")
-        return "images" if 2 * sum(entry.suffix.lower() in _JPEG for entry in names) >= len(names) else "raw files"
+        return "images" if all(entry.suffix.lower() in _JPEG for entry in names) else "raw files"
     if not path.exists():
         raise InputError(f"--inputs {path} does not exist; give a folder, a file, or random")
     for kind in ("npz", "json", "jsonl"):
@@ -450,8 +445,7 @@ def write_given(path: Path, signature: Signature, directory: Path, payload: str)
             case "npz":
                 items = _read_npz(path, signature)
             case "raw files":
-                item, left = _read_raw(path, signature)
-                items, source = [item], source + (f" ({left} passed over)" if left else "")
+                items = [_read_raw(path, signature)]
             case "jsonl":
                 items = _read_lines(path, signature)
             case _:
@@ -459,9 +453,7 @@ def write_given(path: Path, signature: Signature, directory: Path, payload: str)
                 source += f" ({ignored} ignored)" if ignored else ""
         stacked = {name: _stack([item[name] for item in items]) for name in _input_names(items, signature)}
         arrays = {name: array for name, (array, _) in stacked.items()}
-        # JSON loses the sizes after a 0, so empty inputs have theirs here as well
-        shapes = {name: of_items for name, (array, of_items) in stacked.items()
-                  if len(set(of_items)) > 1 or not array.size}  # fmt: skip
+        shapes = {name: of_items for name, (_, of_items) in stacked.items() if len(set(of_items)) > 1}
         write_folder(directory, payload, arrays, {"kind": GIVEN, "source": source, "shapes": shapes})
     except (InputError, OSError, ValueError, MemoryError, zipfile.BadZipFile, EOFError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
@@ -532,18 +524,16 @@ def _of_npz(array: Array, tensor: TensorSignature) -> Array:
     return array
 
 
-def _read_raw(folder: Path, signature: Signature) -> tuple[dict[str, Array], str]:
-    """The item, and the names of what else is there: expected outputs lie beside perf_analyzer's inputs."""
-    taken = {tensor.name for tensor in signature.inputs if (folder / tensor.name).is_file()}
-    _check_names(taken, signature, "the folder")
-    item, left = {}, sorted(entry.name for entry in folder.iterdir() if entry.name not in taken)
+def _read_raw(folder: Path, signature: Signature) -> dict[str, Array]:
+    _check_names([path.name for path in folder.iterdir() if path.is_file()], signature, "the folder")
+    item = {}
     for tensor in signature.inputs:
-        if tensor.name not in taken:
+        if not (folder / tensor.name).is_file():
             continue  # an optional one, by `_check_names`
         content = read_inside(folder, tensor.name, MOST_INPUT_BYTES)
         values = _bytes_of(content.splitlines()) if tensor.datatype == "BYTES" else _from_buffer(content, tensor, "")
         item[tensor.name] = _shaped(values, None, tensor, "")
-    return item, one_line(", ".join(left), 200)
+    return item
 
 
 def _read_json(path: Path, signature: Signature) -> tuple[Items, str]:
@@ -599,7 +589,7 @@ def _item(content: object, signature: Signature, place: str) -> dict[str, Array]
     return {tensor.name: _values(content[tensor.name], tensor, f"{place}, ") for tensor in tensors}
 
 
-def _check_names(names: Collection[str], signature: Signature, place: str) -> None:
+def _check_names(names: Sequence[str] | Mapping[str, object], signature: Signature, place: str) -> None:
     expected = [tensor.name for tensor in signature.inputs]
     if missing := [name for name in expected if name not in names and name not in signature.optional]:
         raise InputError(f"{place} has no input {missing[0]}; the model takes {', '.join(expected)}")

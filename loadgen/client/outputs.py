@@ -51,7 +51,12 @@ _NOT_BINARY = "is not binary, although binary outputs were requested; use --tran
 
 
 class AnswerError(Exception):
-    """An inference failed, or its response breaks the protocol; the message says how."""
+    """An inference failed, or its response breaks the protocol; the message says how. `status` is HTTP's; 0 if none
+    came, or if it does not matter."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class OutputParameters(msgspec.Struct):

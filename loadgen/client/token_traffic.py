@@ -207,5 +207,5 @@ def ask_tokens(
     finally:
         connection.close()
     if fault is not None:
-        raise AnswerError(fault)
+        raise AnswerError(fault, exchange.status)
     return answer

@@ -17,7 +17,6 @@ from loadgen.client.connection import Address, ConnectionRefused, TlsRefused
 from loadgen.client.endpoint import (
     CompletionsEndpoint,
     Endpoint,
-    EndpointError,
     IndexRow,
     Signature,
     model_names,
@@ -32,13 +31,11 @@ from loadgen.client.tls import speaks_tls
 from loadgen.documents import one_line
 from loadgen.records.model_config import pad_sizes, reported_padding
 from loadgen.records.payloads import without_backend
-from loadgen.records.run import DEFAULT_ACCESS, Access, TokenTransport
+from loadgen.records.run import DEFAULT_ACCESS, Access
 
 RUNNING_READY_SECONDS = 5.0
 """How long a server at a URL, which runs already, may take to be ready."""
 _POLL_SECONDS = 0.005
-_MOST_ASKED = 8
-"""Most models of a server that are asked whether they stream."""
 
 RELAYS = frozenset(
     {"docker-proxy", "rootlessport", "slirp4netns", "pasta", "gvproxy", "ssh", "sshd", "nginx", "haproxy", "envoy",
@@ -46,6 +43,7 @@ RELAYS = frozenset(
 )  # fmt: skip
 """Programs that only forward requests: the process that listens is not the one that computes."""
 _NO_SUCH_ROUTE = frozenset({404, 405, 501})
+REFUSED_ACCESS = frozenset({401, 403, 407})
 Roots = tuple[psutil.Process, ...]
 
 
@@ -195,7 +193,7 @@ class RemoteDeployment(Deployment):
             try:
                 grpc.connect()
             except ConnectionRefused as exc:
-                remedy = _tls_remedy(parse_grpc_address(self.grpc_address), "grpcs")
+                remedy = tls_remedy(parse_grpc_address(self.grpc_address), "grpcs")
                 raise DeploymentError(f"gRPC: {exc}{remedy}") from exc
             finally:
                 grpc.close()
@@ -220,7 +218,7 @@ class RemoteDeployment(Deployment):
         except DeploymentError as exc:
             if other := self._other_models(model):
                 raise DeploymentError(other) from exc
-            remedy = _tls_remedy(self._address, "https") or f"; start it, or correct the URL or {self._model_option}"
+            remedy = tls_remedy(self._address, "https") or f"; start it, or correct the URL or {self._model_option}"
             raise DeploymentError(f"{exc}{remedy}") from exc
 
     def wait_live(self) -> Endpoint:
@@ -233,7 +231,7 @@ class RemoteDeployment(Deployment):
             deadline_s,
             lambda: (
                 f"the server at {self.url} is not live {late} ({endpoint.why_not_live()})"
-                f"{_tls_remedy(self._address, 'https') or '; start it, or correct the URL'}"
+                f"{tls_remedy(self._address, 'https') or '; start it, or correct the URL'}"
             ),
         )
         return endpoint
@@ -283,9 +281,14 @@ class RemoteDeployment(Deployment):
             self._check_tls()
         endpoint = Endpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access)
         status = endpoint.status("/v2/health/live")
+        if status in REFUSED_ACCESS:
+            header = self._model_option.replace("model", "header")
+            raise DeploymentError(
+                f"the server at {self.url} refuses access ({endpoint.why_not_live()}); {access_remedy(header)}"
+            )
         if status is None and endpoint.why_not_live().startswith(MALFORMED):
             raise DeploymentError(
-                f"the server at {self.url} does not answer in HTTP/1.1{_tls_remedy(self._address, 'https')}; if this "
+                f"the server at {self.url} does not answer in HTTP/1.1{tls_remedy(self._address, 'https')}; if this "
                 "is its gRPC port, give its HTTP port as the URL"
             )
         if status in _NO_SUCH_ROUTE:
@@ -313,31 +316,18 @@ class RemoteLanguageDeployment(RemoteDeployment):
         """Wait a moment for a server that was started just now."""
         self.wait_ready(model, RUNNING_READY_SECONDS)
 
-    def models_by_protocol(self) -> dict[TokenTransport, tuple[str, ...]]:
-        """The names of its language models, by the protocols under which it lists them; empty without any."""
-        listed: dict[TokenTransport, tuple[str, ...]] = {}
-        if names := CompletionsEndpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access).listed_names():
-            listed["completions"] = names
-        endpoint = Endpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access)
-        names = endpoint.served_models() or () if endpoint.live() else ()
-        if names := tuple(name for name in names[:_MOST_ASKED] if _is_decoupled(endpoint, name)):
-            listed["generate_stream"] = names
-        return listed
-
     def _check_protocol(self) -> None:
         if self._address.tls:
             self._check_tls()
         self.completions_only = not Endpoint(self.url, access=self.access).live()
 
 
-def _is_decoupled(endpoint: Endpoint, model: str) -> bool:
-    """Whether a model may answer a request several times, as one that streams tokens does."""
-    with suppress(EndpointError):
-        return unmeasurable(endpoint.config(model), model) is not None
-    return False
+def access_remedy(option: str, *, given: bool = False) -> str:
+    """What to do about a server that refuses access, by the option that adds a header."""
+    return f"check the value of {option}" if given else f"add {option} 'Authorization: Bearer $KEY'"
 
 
-def _tls_remedy(address: Address, scheme: str) -> str:
+def tls_remedy(address: Address, scheme: str) -> str:
     """The end of a sentence about a server that was asked in plain text and speaks TLS; empty for others."""
     if address.tls or not speaks_tls(address.host, address.port, RUNNING_READY_SECONDS):
         return ""

@@ -125,6 +125,23 @@ def setting_key(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
 
+TOKENS_PLACE = "{output_tokens}"
+"""Stands for the number of tokens of an answer in the value of a field."""
+
+
+def body_in_words(body: Mapping[str, object]) -> str:
+    """How the fields of a request differ from the usual ones: "without cache_salt, ignore_eos and with top_k=1"; empty
+    if they do not."""
+    left_out = [name for name, value in body.items() if value is None]
+    given = [
+        f"{name}={value if isinstance(value, str) else msgspec.json.encode(value).decode()}"
+        for name, value in body.items()
+        if value is not None
+    ]
+    parts = [(word, names) for word, names in (("without", left_out), ("with", given)) if names]
+    return " and ".join(f"{word} {', '.join(names)}" for word, names in parts)
+
+
 def asked_for(settings: dict[str, str], key: str) -> str | None:
     """The requested value of a setting, whatever its spelling."""
     return next((value for name, value in settings.items() if setting_key(name) == key), None)

@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import Any
 
 from servers.language.weights import FileWeights, LanguageWeights, has_weights, parse_language_weights
-from servers.models.files import named_path
 from servers.models.specification import UnknownModelError, choose_from, served_name
 from servers.models.weights import RandomWeights
 
@@ -227,7 +226,7 @@ def _folder_of(reference: str) -> Path | None:
     try:
         folder = Path(name).expanduser()
         if (folder / "config.json").is_file():
-            return named_path(folder)
+            return folder.resolve()
     except OSError:  # a path that nobody may read, or that is too long
         return None
     if source != "transformers" or name.count("/") > 1:

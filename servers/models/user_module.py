@@ -310,10 +310,6 @@ class _Trial:
             try:
                 batches[count] = self.run(_slice(rows, 0, count))
             except Exception as exc:
-                if "padding token" in str(exc):  # as decoders of transformers put it
-                    raise ValueError(
-                        f"the module fails on {count} items ({_first_line(exc)}); set its config.pad_token_id"
-                    ) from exc
                 raise ValueError(
                     f"the module takes one item and fails on {count} ({_first_line(exc)}); servers merge requests, so "
                     "forward must take any number of items: use x.shape[0] or -1 in place of a fixed batch size"
@@ -429,7 +425,7 @@ class _Trial:
         """By input that goes into an embedding unchanged, the embedding's number of rows."""
         import torch
 
-        places = {tensor.data_ptr(): name for name, tensor in rows.items() if tensor.numel()}
+        places = {tensor.data_ptr(): name for name, tensor in rows.items()}
         counts: dict[str, int] = {}
 
         def note(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -519,8 +515,6 @@ def _input(
     """An input whose generated values lie where the sample's do."""
     shape = _shape(name, tensor, [axis.of_inputs for axis in axes], axes)
     values: tuple[int, int] | None = None
-    if not tensor.numel():
-        return Input(name, _datatype(tensor, name), shape, None, padding)
     least, most = float(tensor.min()), float(tensor.max())
     if id_count is not None:
         values = (1 if padding == 0 and id_count > 1 else 0, id_count)

@@ -33,7 +33,17 @@ from loadgen.records.model_config import (
     whole,
 )
 from loadgen.records.payloads import BACKEND_ENDINGS, base_name, served_as, without_backend
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Workload, asked_for, setting_key, shown
+from loadgen.records.run import (
+    TOKENS_PLACE,
+    ArmRecord,
+    ArmRequest,
+    Experiment,
+    Workload,
+    asked_for,
+    body_in_words,
+    setting_key,
+    shown,
+)
 from loadgen.verdict.checks.registry import Find, Judgement, Severity, check, fairness, per_arm
 
 NATIVE = "abserve-native"
@@ -183,6 +193,8 @@ def _declare_same(
     declare(find)
 
 
+REPORTING = ("cache_salt", "return_token_ids", "stream_options")
+"""Fields of a request that change nothing but the report: prompts differ also without a salt."""
 OF_TENSORS = ("max_batch_size", "max_queue_delay_us", "instances")
 """Settings that servers of language models need not have: they have slots."""
 for _name, _setting, _noun, _severity in (
@@ -214,6 +226,33 @@ _declare_same(
 )
 _declare_same("same_slots", "slots", "number of slots", "warns", where_reported=True)
 _declare_same("same_max_length", "max_length", "context length", "warns", where_reported=True)
+
+
+@check(
+    "every arm gets requests with the same fields",
+    "The arms get requests with different fields",
+    "warns",
+    "Give every arm the same fields with --a-body and --b-body, or read the figures as those of different work.",
+    threshold="equal",
+    language=True,
+)
+def same_request_fields(facts: Facts) -> Iterator[Judgement]:
+    """Fields that only say what a server reports, or under which name it takes the length, change no work."""
+    bodies = {arm.label: arm.body for arm in facts.run.experiment.arms}
+    texts = [f"{shown(label)} was asked {body_in_words(body)}" for label, body in bodies.items() if body]
+    works = [_work(body) for body in bodies.values()]
+    changes_work = any(work != works[0] for work in works)
+    alike = all(body == bodies[facts.run.experiment.baseline.label] for body in bodies.values())
+    detail = "; ".join(texts) or "every arm was asked with the usual fields"
+    yield Judgement(alike, detail, len(texts), severity=None if alike or changes_work else "informs")
+
+
+def _work(body: Mapping[str, object]) -> dict[str, object]:
+    """The fields of a request that change what a server has to do."""
+    work = {name: value for name, value in body.items() if name not in REPORTING}
+    if work.get("max_tokens", 0) is None and work.get("max_completion_tokens") == TOKENS_PLACE:
+        work = {name: value for name, value in work.items() if name not in ("max_tokens", "max_completion_tokens")}
+    return work
 
 
 @check(

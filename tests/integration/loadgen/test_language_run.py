@@ -81,6 +81,25 @@ def test_servers_that_take_no_ids_get_text_or_a_chat(tmp_path: Path, planted: Ca
     assert "passed" not in {check["state"] for check in warned}
 
 
+def test_a_server_that_lists_nothing_and_refuses_fields_is_measured_all_the_same(
+    tmp_path: Path, planted: Callable[..., str]
+) -> None:
+    """Every request of the probes and of the load has the fields that were found, or else it would be refused."""
+    status, output = compare(
+        tmp_path, "--a", planted(), "--b", planted("--routes chat --models 404 --strict --refuse max_tokens"),
+        "--b-model", "planted", "--b-transport", "chat", "--scenarios", "single", "--verbose",
+    )  # fmt: skip
+    assert record(tmp_path, "run.json")["state"] == "finished", (status, output)
+    arms = record(tmp_path, "experiment.json")["arms"]
+    changes = {"return_token_ids": None, "ignore_eos": None, "max_tokens": None}
+    assert arms[1]["body"] == changes | {"max_completion_tokens": "{output_tokens}"}
+    assert "GET /v1/models 404 (the list of models answers 404)" in output
+    assert "note: B is asked without" in output
+    checks = {check["name"]: check for check in record(tmp_path, "result.json")["checks"]}
+    assert (checks["same_request_fields"]["state"], checks["same_request_fields"]["severity"]) == ("failed", "warns")
+    assert checks["request_errors"]["state"] == "passed"
+
+
 @pytest.mark.slow
 def test_a_search_alone_has_its_answers_and_caches_checked(tmp_path: Path, planted: Callable[..., str]) -> None:
     status, output = compare(
@@ -187,13 +206,13 @@ def test_a_wrong_arm_costs_no_load(tmp_path: Path, planted: Callable[..., str], 
 def test_a_url_that_answers_no_prompt_is_refused(tmp_path: Path, planted: Callable[..., str]) -> None:
     status, output = compare(tmp_path, "--a", planted(), "--b", planted("--error-every 1"), "--scenarios", "single")
     assert status == 2
-    assert "lists planted at /v1/models and answers no prompt to it (completions: error event: the engine" in output
+    assert "planted answers no prompt (error event: the engine failed)" in output
 
 
 def test_a_url_without_language_models_is_refused(tmp_path: Path, fake_url: Callable[..., str]) -> None:
     status, output = compare(tmp_path, "--model", "language:tiny", "--a", "native", "--b", fake_url())
     assert status == 2
-    assert re.search(r"--b http://\S+ serves no language model: it lists none at /v1/models", output)
+    assert re.search(r"--b http://\S+: it serves no language model that it lists \(GET /v1/models: 404", output)
 
 
 def test_answers_beyond_the_model_are_refused_before_anything_starts(tmp_path: Path) -> None:

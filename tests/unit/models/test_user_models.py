@@ -182,7 +182,7 @@ def model(module: str = "None", inputs: str = X, outputs: str = Y, more: str = "
         (model(inputs=f"{X}, {X}"), "two tensors have the same name"),
         (model(inputs=X.replace("FP32", "float32")), "x has the unknown datatype 'float32'"),
         (model(inputs=X.replace("batch", "n")), 'of x must begin with "batch"'),
-        (model(inputs=X.replace("3)", "-1)")), "sizes from 0 up"),
+        (model(inputs=X.replace("3)", "0)")), "sizes from 1 up"),
         (model(outputs=f"{Y[:-1]}, 'scores')"), "unknown kind 'scores' of y; use one of: embedding"),
         (model(inputs=VARIABLE.format("")), "sizes must give the default and the largest size of n"),
         (model(outputs=Y.replace("3)", "'n')")), "no input has the dimension n of y"),
@@ -379,19 +379,3 @@ def test_values_of_a_users_module_that_its_datatype_cannot_hold(
     )
     with pytest.raises(UnknownModelError, match=f"cannot hold|that {datatype} cannot hold"):
         get_base(f"{tmp_path / 'm.py'}:m")
-
-
-@pytest.mark.parametrize("beside", ["link", "file"])
-def test_a_file_behind_a_link_imports_what_lies_beside_either(tmp_path: Path, beside: str) -> None:
-    folders = {name: tmp_path / name for name in ("link", "file")}
-    for folder in folders.values():
-        folder.mkdir()
-    (folders["file"] / "blob").write_text(
-        "import torch\nfrom neighbour_BESIDE import WIDTH\n".replace("BESIDE", beside)
-        + "def build(): return torch.nn.Linear(WIDTH, 2)\nsample = torch.ones(1, WIDTH)\n"
-    )
-    (folders["link"] / "mine.py").symlink_to("../file/blob")
-    (folders[beside] / f"neighbour_{beside}.py").write_text("WIDTH = 5\n")
-    specification = get_specification(f"{folders['link']}/mine.py:build")
-    assert (specification.inputs[0].item_shape, specification.name) == ((5,), "mine_build")
-    assert specification.load_module(parse_weights(specification.default_weights)) is not None

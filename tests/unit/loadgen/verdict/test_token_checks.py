@@ -85,6 +85,18 @@ def lacks_time(directory: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"minutes": 5.0, "left_out": ["concurrent(16)"]}))
 
 
+def asked(directory: Path, **body: object) -> None:
+    """Edit the request of B: these fields differ from the usual ones."""
+    path = directory / "experiment.json"
+    content = json.loads(path.read_text())
+    content["arms"][1]["body"] = body
+    path.write_text(json.dumps(content))
+
+
+def renamed(directory: Path) -> None:
+    asked(directory, max_tokens=None, max_completion_tokens="{output_tokens}", cache_salt=None)
+
+
 FAULTS: list[tuple[str, str, str, Edit | None, LanguagePlan]] = [
     ("time_for_all", "warns", "concurrent(16) is left out", lacks_time, plan()),
     ("answer_lengths", "invalidates", "of B are too short", None, plan(TokenArm(short_share=0.05))),
@@ -106,6 +118,15 @@ FAULTS: list[tuple[str, str, str, Edit | None, LanguagePlan]] = [
     ("same_slots", "warns", "A 16, B 4", lambda d: in_effect(d, slots=4), plan()),
     ("same_max_length", "warns", "A 128, B 4096", lambda d: in_effect(d, max_length=4096), plan()),
     ("same_protocol", "warns", "B generate_stream", None, plan(TokenArm(transport="generate_stream"))),
+    ("same_request_fields", "warns", "B was asked without ignore_eos", lambda d: asked(d, ignore_eos=None), plan()),
+    ("same_request_fields", "warns", "B was asked with top_k=1", lambda d: asked(d, top_k=1), plan()),
+    (
+        "same_request_fields",
+        "informs",
+        "without max_tokens, cache_salt and with max_completion_tokens",
+        renamed,
+        plan(),
+    ),
     ("server_counts", "warns", "B: it counted", counts_more, plan()),
     ("generator_scheduled", "invalidates", "waited for a core for 40 %", lambda d: slow_client(d, waited=0.4), plan()),
     ("generator_cpu_per_token", "warns", "µs of CPU per token", lambda d: slow_client(d, core=0.4), plan()),
