@@ -27,7 +27,7 @@ from loadgen.records.run import (
     Workload,
 )
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
-from loadgen.records.tokens import ANSWER_DTYPE, COALESCED, EVENT_DTYPE, IDS, LENGTH, STOP, TokenRows, store_tokens
+from loadgen.records.tokens import ANSWER_DTYPE, BY_IDS, EVENT_DTYPE, IDS, LENGTH, STOP, TokenRows, store_tokens
 from loadgen.run.token_answers import JudgedTokens
 from tests.golden.synthetic_run import machine, order_of
 
@@ -59,6 +59,10 @@ class TokenArm:
     distinct: float = 0.9
     coalesced: float = 0.0
     """Share of the chunks that are read with the one before."""
+    text: float = 4.0
+    """Bytes of text per token."""
+    hidden: int = 0
+    """Tokens of an answer that are counted and not streamed."""
     deficit: float = 1e-6
     """Of the worst token of each checked answer …"""
     wrong_share: float = 0.0
@@ -180,11 +184,11 @@ def simulate(
             start_ns + int(begin_ms * 1e6), start_ns + int(begin_ms * 1e6), at_ns[0], at_ns[-1], 420, 230 * tokens, 1,
             user, 0, 200, 0 if tokens < TOKENS else -1,
         )  # fmt: skip
-        flags = np.where(rng.random(len(chunks)) < arm.coalesced, COALESCED, 0)
-        events += [(row, size, at, int(flag)) for (_, size), at, flag in zip(chunks, at_ns, flags, strict=True)]
+        joined = rng.random(len(chunks)) < arm.coalesced
+        events += [(row, size, at, 1 + int(two)) for (_, size), at, two in zip(chunks, at_ns, joined, strict=True)]
         described[row] = (
             TOKENS, PROMPT, PROMPT, tokens, int(arm.usage * tokens), arm.cached, int(arm.distinct * tokens),
-            len(chunks), row, LENGTH if tokens == TOKENS else STOP, IDS,
+            len(chunks), int(arm.text * tokens), arm.hidden, row, LENGTH if tokens == TOKENS else STOP, BY_IDS, IDS,
         )  # fmt: skip
     return samples, TokenRows(np.array(events, EVENT_DTYPE), described)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from loadgen.records.run import BlockRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
-from loadgen.records.tokens import ANSWER_DTYPE, EVENT_DTYPE, IDS, LENGTH
+from loadgen.records.tokens import ANSWER_DTYPE, BY_IDS, EVENT_DTYPE, IDS, LENGTH
 from loadgen.run.storage import StoredBlock
 
 NS_PER_MS = 1_000_000
@@ -40,8 +40,10 @@ def streamed_arrays(
         samples[row]["user"] = 0 if users is None else users[row]
         samples[row]["status"], samples[row]["error"] = (200, -1) if chunks else (200, 0)
         samples[row]["request_bytes"], samples[row]["response_bytes"], samples[row]["batch"] = 400, 200 * tokens, 1
-        events += [(row, count, round((start_ms + at) * NS_PER_MS), 0) for at, count in chunks]
-        described[row] = (asked, prompt, prompt, tokens, tokens, 0, tokens, len(chunks), row, LENGTH, IDS)
+        events += [(row, count, round((start_ms + at) * NS_PER_MS), 1) for at, count in chunks]
+        described[row] = (
+            asked, prompt, prompt, tokens, tokens, 0, tokens, len(chunks), 4 * tokens, 0, row, LENGTH, BY_IDS, IDS,
+        )  # fmt: skip
         now_ms = end_ms
     return samples, np.array(events, dtype=EVENT_DTYPE), described
 

@@ -31,13 +31,17 @@ from loadgen.client.connection import (
     GreenletSocket,
     PreparedRequest,
 )
-from loadgen.client.http import HttpConnection, chunk_size
+from loadgen.client.http import MAX_HEAD_BYTES, HttpConnection, chunk_size
 
 MOST_STREAM_BYTES = 2**26
 """The largest stream that is read; 100,000 tokens with their usage take about half of it."""
+_LEAST_BYTES, _BYTES_PER_TOKEN = 2**20, 2**14
+"""A stream may have so many bytes, and so many more per token that was asked for: 400 are usual, and servers that
+repeat the whole text with each token send more."""
 TOKEN_SECONDS = 4.0
 """How long a token may take on average: 64 users whose server makes 16 tokens per second in all wait so long."""
 _LINE = re.compile(rb"([^\r\n]*)(?:\r\n|\n|\r)")
+_EMPTY_LINES = re.compile(rb"[\r\n]+")
 _END_OF_EVENT = b"\r\n\r\n"
 _CR = _END_OF_EVENT[0]
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -46,6 +50,12 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def answer_limit_s(timeout_s: float, output_tokens: int) -> float:
     """Most seconds of a whole answer of so many tokens, each piece of which comes within `timeout_s` of the last."""
     return timeout_s + TOKEN_SECONDS * output_tokens
+
+
+def most_stream_bytes(request: PreparedRequest) -> int:
+    """The largest answer to a request: a server that goes on after what was asked for is cut off. The prompt may come
+    back with it."""
+    return min(MOST_STREAM_BYTES, _LEAST_BYTES + 4 * len(request.body) + _BYTES_PER_TOKEN * request.output_tokens)
 
 
 class StreamEvent(NamedTuple):
@@ -69,17 +79,17 @@ class ReceivedStream:
     moments: array[int]
     chunked: bool = False
     """Whether the bytes are in HTTP's chunked coding."""
+    head: bytes = b""
+    """The head of the response, in lower case."""
 
-    def events(self) -> list[StreamEvent]:
-        """All events in order. Raises `ResponseError` for a chunk without a size."""
+    def events(self) -> Iterator[StreamEvent]:
+        """All events in order, but those without data. Raises `ResponseError` for a chunk without a size."""
         body, chunk_ends, chunk_places = _decoded(self.raw) if self.chunked else (self.raw, [len(self.raw)], [0])
-        events: list[StreamEvent] = []
         for kind, data, end in _split(body + _END_OF_EVENT):
             last = min(end, len(body)) - 1
             chunk = bisect_right(chunk_ends, last)
             place = chunk_places[chunk] + last - (chunk_ends[chunk - 1] if chunk else 0)
-            events.append(StreamEvent(kind, data, bisect_right(self.ends, place), end <= len(body)))
-        return events
+            yield StreamEvent(kind, data, bisect_right(self.ends, place), end <= len(body))
 
 
 def _decoded(raw: bytes) -> tuple[bytes, list[int], list[int]]:
@@ -108,13 +118,16 @@ def _split(body: bytes) -> Iterator[tuple[bytes, bytes, int]]:
     after a CR may come later."""
     kind = b""
     data: list[bytes] = []
-    start = len(_BYTE_ORDER_MARK) if body.startswith(_BYTE_ORDER_MARK) else 0
-    for match in _LINE.finditer(body, start):
-        line = match[1]
+    place = len(_BYTE_ORDER_MARK) if body.startswith(_BYTE_ORDER_MARK) else 0
+    while (match := _LINE.match(body, place)) is not None:
+        line, place = match[1], match.end()
         if not line:
-            if data:
-                yield kind, data[0] if len(data) == 1 else b"\n".join(data), match.start() + 1
+            joined = b"\n".join(data) if len(data) != 1 else data[0]
+            if joined.strip():
+                yield kind, joined, match.start() + 1
             kind, data = b"", []
+            more = _EMPTY_LINES.match(body, place)
+            place = place if more is None else more.end()
             continue
         field, _, value = line.partition(b":")
         if field == b"data":
@@ -180,6 +193,7 @@ class StreamConnection(HttpConnection):
 
     def send(self, request: PreparedRequest, patches: Sequence[bytes] = ()) -> Exchange:
         self._limits.whole_s = answer_limit_s(self.timeout_s, request.output_tokens)
+        self._most_bytes = most_stream_bytes(request) + MAX_HEAD_BYTES
         return super().send(request, patches)
 
     def _time_is_up(self) -> str:
@@ -195,11 +209,11 @@ class StreamConnection(HttpConnection):
         stream = self._stream
         if not stream.start:
             body, moments = bytes(stream.body), stream.moments[-1:]
-            return ReceivedStream(body, array("q", [len(body)] * len(moments)), array("q", moments))
+            return ReceivedStream(body, array("q", [len(body)] * len(moments)), array("q", moments), head=stream.head)
         start = stream.start
         raw = bytes(self._view[start : stream.ends[-1]])
         ends = array("q", [end - start for end in stream.ends])
-        return ReceivedStream(raw, ends, array("q", stream.moments), stream.chunked)
+        return ReceivedStream(raw, ends, array("q", stream.moments), stream.chunked, stream.head)
 
     def _read_some(self, connection: AnySocket, exchange: Exchange, filled: int) -> int:
         if filled == len(self._buffer):
@@ -240,7 +254,7 @@ class StreamConnection(HttpConnection):
     def _receive_chunked(
         self, connection: AnySocket, exchange: Exchange, start: int, filled: int, *, decode: bool = True
     ) -> None:
-        if exchange.head[9:12] == b"200" and b"text/event-stream" in exchange.head:
+        if exchange.head[9:12] == b"200":  # whatever its type is called
             self._begin_body(start, filled)
             self._stream.chunked, decode = True, False
         super()._receive_chunked(connection, exchange, start, filled, decode=decode)

@@ -39,7 +39,7 @@ _UNQUOTED = "/-._~%!$&'()*+,;=:@?"
 _BUFFER_BYTES = 64 * 1024
 MALFORMED = "malformed response"
 """How the failure of a request begins whose response is not HTTP/1.1."""
-_MAX_HEAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
 _MOST_INTERIM = 100
 _MOST_TRAILERS = 100
 _NO_HEAD = b"\0"
@@ -80,7 +80,7 @@ class HttpConnection:
         """Whether it closed one soon after a response without saying so, as llama.cpp does after every stream. Then no
         connection is used twice: the next request would be lost if it were sent just before that."""
         self._deadline = Deadline(timeout_s)
-        self._most_bytes = most_bytes + _MAX_HEAD_BYTES
+        self._most_bytes = most_bytes + MAX_HEAD_BYTES
         self._socket: AnySocket | None = None
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -225,8 +225,8 @@ class HttpConnection:
             end = self._buffer.find(b"\r\n\r\n", searched, filled)
             if end >= 0:
                 return filled, end + 4
-            if filled >= _MAX_HEAD_BYTES:
-                raise ResponseError(f"{MALFORMED}: more than {_MAX_HEAD_BYTES} bytes of headers")
+            if filled >= MAX_HEAD_BYTES:
+                raise ResponseError(f"{MALFORMED}: more than {MAX_HEAD_BYTES} bytes of headers")
             searched = max(0, filled - 3)
             filled += self._read(connection, exchange, filled)
 
@@ -242,8 +242,8 @@ class HttpConnection:
     ) -> tuple[bytes, int, int]:
         """The line that begins at `start`, where the next one begins, and how many bytes there are now."""
         while (end := self._buffer.find(b"\r\n", start, filled)) < 0:
-            if filled - start > _MAX_HEAD_BYTES:
-                raise ResponseError(f"{MALFORMED}: more than {_MAX_HEAD_BYTES} bytes before a chunk")
+            if filled - start > MAX_HEAD_BYTES:
+                raise ResponseError(f"{MALFORMED}: more than {MAX_HEAD_BYTES} bytes before a chunk")
             filled += self._read(connection, exchange, filled)
         return bytes(self._view[start:end]), end + 2, filled
 
@@ -293,9 +293,7 @@ class HttpConnection:
 
     def _bound(self, needed: int) -> None:
         if needed > self._most_bytes:
-            raise ResponseError(
-                f"the response is larger than the limit of {self._most_bytes - _MAX_HEAD_BYTES:,} bytes"
-            )
+            raise ResponseError(f"the response is larger than the limit of {self._most_bytes - MAX_HEAD_BYTES:,} bytes")
 
     def _grow(self, filled: int) -> None:
         """Double the buffer as bytes arrive, never to a size that the server only announced."""

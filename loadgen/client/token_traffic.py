@@ -29,6 +29,7 @@ from loadgen.client.inputs import Array
 from loadgen.client.outputs import AnswerError
 from loadgen.client.traffic import GOOD, KeptAnswers, SentRequest, Traffic
 from loadgen.client.transports import InferenceTarget, Request
+from loadgen.documents import one_line
 from loadgen.experiment.prompts import SETTLING, PromptPlan
 from loadgen.records.run import TEXT_TRANSPORTS, is_token_transport
 from loadgen.records.samples import SampleWriter
@@ -87,7 +88,7 @@ class TokenTraffic(Traffic):
 
     def settling_fault(self, connection: ClientConnection, exchange: Exchange) -> str | None:
         failure = None if exchange.good else failure_message(exchange)
-        answer = read_answer_stream(_received(connection, exchange))
+        answer = _read(_received(connection, exchange), SETTLING.output_tokens)
         return answer.fault(SETTLING.output_tokens, failure, of_any_length=True)
 
     def _take(self, connection: ClientConnection, exchange: Exchange, sent: SentRequest) -> str | None:
@@ -124,7 +125,7 @@ class TokenTraffic(Traffic):
 
     def _judge(self, held: _HeldAnswer) -> None:
         sent, asked = held.sent, self._prompts.shapes[held.sent.body].output_tokens
-        answer = read_answer_stream(held.stream)
+        answer = _read(held.stream, asked)
         fault = answer.fault(asked, held.failure, of_any_length=self._samples is None)
         if fault is None and not sent.measured:
             self.unmeasured += 1
@@ -171,8 +172,17 @@ class TokenTraffic(Traffic):
         distinct = len(set(answer.ids)) if answer.has_ids else -1
         return (
             shape.output_tokens, shape.prompt_tokens, prompt_tokens, answer.output_tokens, answer.usage_tokens,
-            answer.cached_tokens, distinct, len(answer.chunks), sent.first, answer.finish, flags,
+            answer.cached_tokens, distinct, len(answer.chunks), answer.text_bytes, answer.hidden_tokens, sent.first,
+            answer.finish, answer.counted, flags,
         )  # fmt: skip
+
+
+def _read(stream: ReceivedStream, asked: int) -> StreamedAnswer:
+    """The answer of a stream, whatever it holds: what cannot be read is the fault of this answer alone."""
+    try:
+        return read_answer_stream(stream, asked)
+    except Exception as exc:  # noqa: BLE001 (an answer must not end the run)
+        return StreamedAnswer(error=f"the answer cannot be read ({type(exc).__name__}: {one_line(str(exc), 200)})")
 
 
 def _received(connection: ClientConnection, exchange: Exchange) -> ReceivedStream:
@@ -200,7 +210,7 @@ def ask_tokens(
     try:
         connection.connect()
         exchange = connection.send(sendable)
-        answer = read_answer_stream(_received(connection, exchange))
+        answer = _read(_received(connection, exchange), max_tokens)
         answer.sent_ns = exchange.send_ns
         failure = None if exchange.good else failure_message(exchange)
         fault = answer.fault(max_tokens, failure, of_any_length=of_any_length)

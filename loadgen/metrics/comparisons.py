@@ -27,6 +27,8 @@ import numpy as np
 from loadgen.metrics.registry import (
     ACHIEVED_RATE,
     GOODPUT,
+    TPOT,
+    TTFT,
     Metric,
     PerRequest,
     leading_metric,
@@ -34,7 +36,7 @@ from loadgen.metrics.registry import (
     metrics_of,
     pool_open_loops,
 )
-from loadgen.metrics.summaries import BlockSummary, figure_of
+from loadgen.metrics.summaries import BlockSummary, figure_of, why_missing
 from loadgen.metrics.tokens import samples_of
 from loadgen.quantities import Interval, excludes_one, inverse
 from loadgen.quantities import ratio as factor_words
@@ -225,6 +227,8 @@ def _block_pairs(
     if metric.of_requests is not None and saturated:
         # What a request takes behind a growing backlog depends on the length of the block.
         return PairedMetric(workload, metric, pairing, (), saturated[0], saturated=True)
+    if (reason := why_missing((block for couple in couples for block in couple), metric)) is not None:
+        return PairedMetric(workload, metric, pairing, (), reason)
     if metric.quantile is not None:
         needed = samples_needed(metric.quantile)
         if metric.is_tail or any(block.latency.samples < needed for couple in couples for block in couple):
@@ -447,7 +451,24 @@ def compare_all(
                 restart_effect=None if added is None else math.expm1(added),
             )
         )
-    return tuple(comparisons)
+    return tuple(_without_held_back(comparison, comparisons) for comparison in comparisons)
+
+
+def _without_held_back(comparison: Comparison, comparisons: Sequence[Comparison]) -> Comparison:
+    """The comparison without its winner if that is one by TPOT alone: later the first token, faster the rest, and all
+    together not faster. So looks an arm whose first tokens are held back."""
+    if comparison.metric != TPOT.name or comparison.winner is None:
+        return comparison
+    beside = [c for c in comparisons if (c.scenario, c.pairing) == (comparison.scenario, comparison.pairing)]
+    others = {c.metric: c for c in beside}
+    first, whole = others.get(TTFT.name), next((c for c in beside if c.leading), None)
+    if first is None or whole is None or first.winner != comparison.loser or whole.winner == comparison.winner:
+        return comparison
+    reason = (
+        f"{shown(comparison.winner)} sends its first token later and the others sooner, and is not shown to be faster "
+        "in all: its first tokens are held back"
+    )
+    return msgspec.structs.replace(comparison, verdict="inconclusive", reason=reason)
 
 
 def shared_correlation(paired_metrics: Sequence[PairedMetric]) -> tuple[float, float]:

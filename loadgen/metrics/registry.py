@@ -34,7 +34,15 @@ import numpy as np
 import numpy.typing as npt
 
 from loadgen.experiment.schedule import arrival_count
-from loadgen.metrics.tokens import gaps_ms, good_share, meets_limits, open_goodput_per_s, tokens_per_chunk, values_of
+from loadgen.metrics.tokens import (
+    gaps_ms,
+    good_share,
+    meets_limits,
+    open_goodput_per_s,
+    tokens_per_chunk,
+    values_of,
+    why_unknown,
+)
 from loadgen.quantities import number, per_second
 from loadgen.records.run import Record, Scenario, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencies_ms
@@ -321,7 +329,9 @@ class Metric:
     is_count: bool = False
     """Whether it is a sum, which has no interval."""
     if_missing: str = "a block has no good response"
-    """Why a complete block has no figure."""
+    """Why a complete block has no figure, unless `why_missing` knows."""
+    why_missing: Callable[[Samples], str | None] | None = None
+    """Says of the good responses of a block of one arm why they have no figure."""
 
     @property
     def short_name(self) -> str:
@@ -347,6 +357,12 @@ class Metric:
         if self.quantile is not None:
             return percentile(values, self.quantile)
         return float(np.mean(values)) if len(values) else None
+
+    def reason(self, samples: Samples, workload: Workload) -> str | None:
+        """Why a block of one arm with these samples has no figure, if that is known."""
+        return (
+            None if self.why_missing is None else self.why_missing(measured_answers(samples, is_open=workload.is_open))
+        )
 
     def measure(self, samples: Samples, workload: Workload) -> float | None:
         """The figure of a block from its samples."""
@@ -382,6 +398,13 @@ def is_open_loop(workload: Workload) -> bool:
 def is_streamed(workload: Workload) -> bool:
     """Whether the workload measures streamed tokens; the arms are then compared by those, and not by whole answers."""
     return workload.has_blocks and workload.is_streamed
+
+
+def is_alone(workload: Workload) -> bool:
+    """Whether one user waits for streamed answers, so that the time of an answer says what it gets."""
+    return (
+        is_streamed(workload) and not workload.is_open and workload.concurrency == 1 and workload.scenario != "surface"
+    )
 
 
 def has_whole_answers(workload: Workload) -> bool:
@@ -434,6 +457,7 @@ def _of_tokens(
             compared_in=compared_in,
             of_requests=_COLUMNS.setdefault(column, values_of(column)),
             quantile=quantile,
+            why_missing=why_unknown(column),
         )
     )
 
@@ -468,10 +492,22 @@ OUTPUT_TOKENS = register(
         "tokens/s",
         higher_is_better=True,
         measured_in=is_streamed,
-        compared_in=lambda workload: is_streamed(workload) and not workload.is_open,
+        compared_in=lambda workload: is_streamed(workload) and not workload.is_open and not is_alone(workload),
         of_block=lambda samples, workload: tokens_per_s(samples, workload, "output_tokens"),
     )
 )
+ANSWER_TIME = register(
+    Metric(
+        "answer_time",
+        "time per answer",
+        "ms",
+        higher_is_better=False,
+        measured_in=is_streamed,
+        compared_in=is_alone,
+        of_requests=latencies_ms,
+    )
+)
+"""The mean time from the intended start of a request to the last token of its answer."""
 GOODPUT = register(
     Metric(
         "goodput",
@@ -535,6 +571,7 @@ for _percent in (50, 99):
             measured_in=is_streamed,
             of_requests=gaps_ms,
             quantile=_percent / 100,
+            why_missing=why_unknown("worst_gap_ms"),
         )
     )
 CHUNK_SIZE = register(
@@ -586,14 +623,13 @@ def leading_metric(workload: Workload) -> Metric:
     """The metric that gives a workload's verdict and decides when to stop. In an open loop it is the highest percentile
     of the latency, of streamed answers of the TTFT, that the planned pairs have enough requests for.
 
-    Of streamed answers it is TPOT for a single user, the tokens per second for several users and everywhere on a
-    surface, and in an open loop with limits the goodput."""
+    Of streamed answers it is the time of an answer for a single user, the tokens per second for several users and
+    everywhere on a surface, and in an open loop with limits the goodput."""
     if workload.scenario == "cold-start":
         return TIME_TO_FIRST_ANSWER
     if workload.has_blocks and workload.is_streamed:
         if not workload.is_open:
-            alone = workload.concurrency == 1 and workload.scenario != "surface"
-            return TPOT if alone else OUTPUT_TOKENS
+            return ANSWER_TIME if is_alone(workload) else OUTPUT_TOKENS
         if workload.limits is not None:
             return GOODPUT
     if not workload.is_open or workload.rate_per_s is None:

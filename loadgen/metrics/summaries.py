@@ -31,7 +31,7 @@ from loadgen.metrics.registry import (
 )
 from loadgen.metrics.tokens import samples_of
 from loadgen.quantities import Interval
-from loadgen.records.run import BlockRecord, Label, Record, Workload
+from loadgen.records.run import BlockRecord, Label, Record, Workload, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, good, latencies_ms
 from loadgen.run.storage import StoredBlock
 from loadgen.stats.percentiles import Pool, distribution, percentile
@@ -99,6 +99,8 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     """Requests that had to reconnect because the server had closed the connection; latency includes this."""
     figures: dict[str, float | None] | UnsetType = UNSET
     """Figures of metrics that have no field here."""
+    missing: dict[str, str] | UnsetType = UNSET
+    """Why such a figure is missing, where that is known: "its answers arrive in one piece …"."""
 
 
 class WorkloadSummary(Record, frozen=True, kw_only=True):
@@ -168,6 +170,7 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
     lags_ms, answered = np.empty(0), np.empty(0, dtype=SAMPLE_DTYPE)
     latency = Pool()
     more: dict[str, float | None] = {}
+    missing: dict[str, str] = {}
     share = warm = throughput = open_loop = None
     if samples is not None and len(samples):
         begin_ns, end_ns = int(samples["intended_ns"].min()), int(samples["end_ns"].max())
@@ -180,7 +183,10 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         else:
             share, warm = full_load_share(samples), slow_start(samples)
             throughput = THROUGHPUT.measure(samples, block.workload)
-        more = {metric.name: metric.measure(samples, block.workload) for metric in _without_field(block.workload)}
+        metrics = _without_field(block.workload)
+        more = {metric.name: metric.measure(samples, block.workload) for metric in metrics}
+        reasons = {name: METRICS[name].reason(samples, block.workload) for name, value in more.items() if value is None}
+        missing = {name: reason for name, reason in reasons.items() if reason is not None}
     return BlockSummary(
         index=record.index,
         workload=record.workload,
@@ -211,6 +217,7 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         generator_processes=max(len(record.workers), 1),
         reconnects=record.reconnects,
         figures=more or UNSET,
+        missing=missing or UNSET,
     )
 
 
@@ -229,6 +236,15 @@ def figure_of(summary: BlockSummary | WorkloadSummary, metric: Metric) -> float 
         value: float | None = attrgetter(metric.field)(summary)
         return value
     return None if summary.figures is UNSET else summary.figures.get(metric.name)
+
+
+def why_missing(blocks: Iterable[BlockSummary], metric: Metric) -> str | None:
+    """Why one of the blocks has no figure, with the arm: "B: its answers arrive in one piece …"; None if no block says
+    so."""
+    for block in blocks:
+        if block.missing is not UNSET and (reason := block.missing.get(metric.name)) is not None:
+            return f"{shown(block.label)}: {reason}"
+    return None
 
 
 def tokens_per_answer(summary: WorkloadSummary) -> float | None:

@@ -1,13 +1,18 @@
 """Streamed answers: from the chunks of a block to columns of its samples, which the metrics of tokens read.
 
-With d the moment at which a request fell due, chunk j at aⱼ with kⱼ tokens, n = Σ kⱼ, and J the last chunk:
+A chunk is what one read brought: all tokens in it have one time, whoever joined them. With d the moment at which a
+request fell due, chunk j at aⱼ with kⱼ tokens, n = Σ kⱼ, and J the last chunk:
 
-- TTFT = a₁ − d. A chunk without tokens (a role, an empty text) does not count, so it never ends the wait.
-- TPOT = (a_J − a₁) / (n − k₁): tokens of the first chunk took no time after it, however many there are.
+- The time of an answer is a_J − d.
+- TTFT = a₁ − d. What comes without tokens (a role, an empty text) is no chunk, so it never ends the wait.
+- TPOT = (a_J − a₁) / (n − k₁): the tokens of the first chunk took no time after it, however many there are.
 - The worst gap is the largest aⱼ − aⱼ₋₁ of a request: a stall that a mean hides.
 - The gaps between tokens are what a reader sees: each chunk adds its gap and kⱼ − 1 zeros.
 
-An answer of a single chunk has neither TPOT nor gaps; these columns then hold NaN, and the metrics leave it out.
+An answer of several tokens that comes in one chunk shows none of these but its time: when its first token was there is
+not known. Of an answer with tokens that were counted and not streamed the pace is not known. If more than
+`MOST_UNKNOWN` of a block's answers lack a value, the block has no such figure (`why_unknown`): the mean of the others
+would be that of another kind of answer.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from loadgen.records.run import TokenLimits, Workload
 from loadgen.records.samples import NS_PER_MS, SAMPLE_DTYPE, Samples
@@ -29,7 +35,8 @@ TOKEN_SAMPLE_DTYPE = np.dtype(
         ("prompt_asked", "<i8"),  # tokens of the prompt that was sent
         ("output_tokens", "<i8"),  # tokens that arrived
         ("chunks", "<i8"),  # chunks with tokens
-        ("ttft_ms", "<f8"),
+        ("hidden_tokens", "<i8"),  # tokens that the server counted and did not stream
+        ("ttft_ms", "<f8"),  # until the first chunk, also where that is the whole answer
         ("tpot_ms", "<f8"),
         ("worst_gap_ms", "<f8"),
         ("gaps_ms", "O"),  # float64[output_tokens − 1]: from each token to the next one
@@ -38,6 +45,8 @@ TOKEN_SAMPLE_DTYPE = np.dtype(
 """A sample of a streamed answer."""
 MOST_TOKENS = 2**28
 """More tokens in one block are a damaged file."""
+MOST_UNKNOWN = 0.1
+"""Share of a block's answers that may lack a value."""
 LEAST_GOOD = 0.5
 """Good answers that a block without any counts."""
 NO_GAPS = np.empty(0)
@@ -69,7 +78,8 @@ def with_tokens(
     for row in range(len(wide)):
         wide["gaps_ms"][row] = NO_GAPS
     if answers is not None and len(answers) == len(samples):
-        wide["asked"], wide["prompt_asked"] = answers["asked"], answers["prompt_asked"]
+        for name in ("asked", "prompt_asked", "hidden_tokens"):
+            wide[name] = answers[name]
     if events is not None and len(events) and len(samples):
         _add_chunks(wide, events)
     return wide
@@ -93,7 +103,7 @@ def _add_chunks(wide: Samples, events: Samples) -> None:
     counts = np.add.reduceat(tokens, firsts)
     after_first = counts - tokens[firsts]
     streamed_ms = (at_ns[lasts] - at_ns[firsts]) / NS_PER_MS
-    several = after_first > 0
+    several = chunks > 1
     wide["output_tokens"][owners], wide["chunks"][owners] = counts, chunks
     wide["ttft_ms"][owners] = (at_ns[firsts] - wide["intended_ns"][owners]) / NS_PER_MS
     wide["tpot_ms"][owners[several]] = streamed_ms[several] / after_first[several]
@@ -105,30 +115,76 @@ def _add_chunks(wide: Samples, events: Samples) -> None:
         wide["gaps_ms"][owner] = between_ms[start + 1 : end]
 
 
+def _answered(samples: Samples) -> Samples:
+    """The answers that have tokens."""
+    return samples[samples["chunks"] > 0]
+
+
+def in_one_piece(samples: Samples) -> npt.NDArray[np.bool_]:
+    """Whether each answer had several tokens that came with one read."""
+    return np.asarray((samples["chunks"] == 1) & (samples["output_tokens"] > 1), dtype=np.bool_)
+
+
+def _known(answered: Samples, column: str) -> npt.NDArray[np.bool_]:
+    """Whether each answer has this value. One of a single token has no pace and no gap, and lacks nothing."""
+    lacks = in_one_piece(answered)
+    if column == "tpot_ms":
+        lacks |= answered["hidden_tokens"] > 0
+    return ~lacks
+
+
+def why_unknown(column: str) -> Callable[[Samples], str | None]:
+    """The function that says why a block of one arm has no figure of a column; None if it has one, or no answer."""
+
+    def reason(samples: Samples) -> str | None:
+        answered = _answered(samples)
+        lacking = ~_known(answered, column)
+        if not len(answered):
+            return None
+        if float(lacking.mean()) > MOST_UNKNOWN:
+            pieces = in_one_piece(answered)
+            if float(pieces.mean()) > MOST_UNKNOWN:
+                return "its answers arrive in one piece, so the server or a proxy before it holds the tokens back"
+            return "its server counts tokens that it does not stream"
+        if column != "ttft_ms" and np.isnan(answered[column]).all():
+            return "its answers have one token each"
+        return None
+
+    return reason
+
+
 def values_of(column: str) -> Callable[[Samples], Values]:
-    """The function that reads a column, without the answers that have no such value."""
+    """The function that reads a column, without the answers that have no such value; nothing where too many lack it."""
 
     def values(samples: Samples) -> Values:
-        measured = np.asarray(samples[column], dtype=np.float64)
+        answered = _answered(samples)
+        known = _known(answered, column)
+        if len(known) and float(known.mean()) < 1.0 - MOST_UNKNOWN:
+            return NO_GAPS
+        measured = np.asarray(answered[column][known], dtype=np.float64)
         return measured[~np.isnan(measured)]
 
     return values
 
 
 def gaps_ms(samples: Samples) -> Values:
-    """The gaps between the tokens of all answers together."""
-    return np.concatenate([NO_GAPS, *samples["gaps_ms"].tolist()])
+    """The gaps between the tokens of all answers together; none where too many came in one piece."""
+    answered = _answered(samples)
+    pieces = in_one_piece(answered)
+    if len(pieces) and float(pieces.mean()) > MOST_UNKNOWN:
+        return NO_GAPS
+    return np.concatenate([NO_GAPS, *answered["gaps_ms"][~pieces].tolist()])
 
 
 def tokens_per_chunk(samples: Samples) -> Values:
     """The mean tokens of a chunk of each answer."""
-    streamed = samples[samples["chunks"] > 0]
+    streamed = _answered(samples)
     return np.asarray(streamed["output_tokens"] / streamed["chunks"], dtype=np.float64)
 
 
 def meets_limits(samples: Samples, limits: TokenLimits | None) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Whether each answer is good: complete, as long as asked, and within the limits. Where a value does not exist,
-    its limit holds: an answer of one chunk has no gap."""
+    """Whether each answer is good: complete, as long as asked, and within the limits. An answer of one chunk has no
+    pace and no gap, so these limits hold; the TTFT is then that of the whole answer, which is what its reader sees."""
     is_good = (samples["error"] < 0) & (samples["output_tokens"] > 0)
     is_good &= samples["output_tokens"] == samples["asked"]
     limits = limits or TokenLimits()

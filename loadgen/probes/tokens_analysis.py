@@ -8,6 +8,7 @@ is many times the tolerance below it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,13 +16,13 @@ import numpy as np
 
 from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.facts import Facts
-from loadgen.metrics.tokens import gaps_ms, samples_of, values_of
+from loadgen.metrics.tokens import gaps_ms, in_one_piece, samples_of, values_of
 from loadgen.quantities import number
 from loadgen.quantities import share as percent
 from loadgen.records.probes import JudgedAnswers, ReferenceAnswer
 from loadgen.records.run import TEXT_TRANSPORTS, Found, Label, Record, shown
 from loadgen.records.samples import NS_PER_MS, Samples, good
-from loadgen.records.tokens import ASSUMED, COALESCED, CUT, ECHO, ECHO_DIFFERS, IDS, OTHER, STOP, UNKNOWN
+from loadgen.records.tokens import COUNTED_BY, CUT, ECHO, ECHO_DIFFERS, IDS, OTHER, STOP, UNKNOWN
 from loadgen.run.storage import StoredBlock
 from loadgen.stats.agreement import tolerance_of
 from loadgen.stats.percentiles import Pool, distribution
@@ -68,9 +69,7 @@ class TokenTotals(Record, frozen=True, kw_only=True):
     counts_differ: int
     """Of these, answers of whose tokens the server counted more or fewer than it sent."""
     without_ids: int
-    """Answers with tokens that have no ids, so the server's count or the chunks were counted."""
-    assumed: int
-    """Chunks that have neither ids nor a count, so they counted as one token each."""
+    """Answers with tokens that have no ids."""
     caches_known: int
     """Answers whose server says how many tokens of the prompt came from a cache."""
     cached_tokens: int
@@ -82,13 +81,25 @@ class TokenTotals(Record, frozen=True, kw_only=True):
     tokens: int
     chunks: int
     coalesced: int
-    """Chunks that were read together with the one before them."""
+    """Events that came together with the one before them."""
     stalled: int
     """Good answers with a stall."""
     good: int
     worst_gap_ms: float | None
     median_gap_ms: float | None
     """Between two chunks."""
+    counted: dict[str, int] = {}  # noqa: RUF012 (a field of a struct, which copies it)
+    """Answers with tokens by how these were counted, in the words of `loadgen.records.tokens.COUNTED_BY`."""
+    text_bytes: int = 0
+    """Of the text of all answers that have text."""
+    text_tokens: int = 0
+    """The streamed tokens of these answers."""
+    hidden_tokens: int = 0
+    """Tokens that the server counted and did not stream."""
+    in_one_piece: int = 0
+    """Answers of several tokens that came with one read."""
+    events: int = 0
+    """Events with a part of an answer."""
     steps: int | None = None
     """Steps of the engine by the server's statistics; None: it reports none."""
     step_ms: float | None = None
@@ -104,6 +115,16 @@ class TokenTotals(Record, frozen=True, kw_only=True):
     @property
     def tokens_per_chunk(self) -> float | None:
         return self.tokens / self.chunks if self.chunks else None
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text per streamed token."""
+        return self.text_bytes / self.text_tokens if self.text_bytes and self.text_tokens else None
+
+    @property
+    def counted_by(self) -> str:
+        """How most of its tokens were counted, in words; empty if that is not stored."""
+        return max(self.counted, key=lambda name: self.counted[name], default="")
 
 
 class TokensFound(Found, frozen=True, kw_only=True):
@@ -133,7 +154,8 @@ def analyse(facts: Facts) -> TokensFound:
 
 def total(blocks: Sequence[StoredBlock]) -> TokenTotals | None:
     """The totals of one arm's complete blocks in one workload; None without answers."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
     gaps, between, worst = Pool(), Pool(), Pool()
     timelines: list[tuple[float, Points]] = []
     complete = [block for block in blocks if block.record.complete]
@@ -142,8 +164,8 @@ def total(blocks: Sequence[StoredBlock]) -> TokenTotals | None:
         if samples is None or answers is None or events is None or len(answers) != len(samples):
             continue
         reads_text = block.record.transport in TEXT_TRANSPORTS
-        for name, count in _count(samples, answers, events, reads_text=reads_text).items():
-            counts[name] = counts.get(name, 0) + count
+        counts.update(_count(samples, answers, events, reads_text=reads_text))
+        counted.update(COUNTED_BY[code] for code in answers["counted"][answers["output_tokens"] > 0].tolist())
         answered, index = good(samples), block.record.index
         gaps.add(index, gaps_ms(answered))
         between.add(index, np.diff(events["at_ns"])[np.diff(events["sample"].astype(np.int64)) == 0] / NS_PER_MS)
@@ -162,6 +184,7 @@ def total(blocks: Sequence[StoredBlock]) -> TokenTotals | None:
         **_steps(complete),
         gaps_ms=thinned(distribution(gaps.values)),
         timeline_ms=sorted(timelines)[len(timelines) // 2][1],
+        counted=dict(counted),
         **counts,
     )
 
@@ -244,6 +267,7 @@ def _count(samples: Samples, answers: Samples, events: Samples, *, reads_text: b
         "caches_known": cached >= 0,
         "ids_known": long_enough,
         "repeating": long_enough & (answers["distinct"] < LEAST_DISTINCT * tokens),
+        "in_one_piece": in_one_piece(samples),
         "good": is_good,
     }
     return {name: int(mask.sum()) for name, mask in masks.items()} | {
@@ -251,8 +275,11 @@ def _count(samples: Samples, answers: Samples, events: Samples, *, reads_text: b
         "cached_tokens": int(np.maximum(cached, 0).sum()),
         "tokens": int(tokens[has_tokens].sum()),
         "chunks": len(events),
-        "coalesced": int(((events["flags"] & COALESCED) > 0).sum()),
-        "assumed": int(((events["flags"] & ASSUMED) > 0).sum()),
+        "events": int(events["events"].sum()),
+        "coalesced": int(events["events"].sum()) - len(events),
+        "text_bytes": int(answers["text_bytes"].sum()),
+        "text_tokens": int((tokens - answers["hidden_tokens"])[answers["text_bytes"] > 0].sum()),
+        "hidden_tokens": int(answers["hidden_tokens"].sum()),
     }
 
 

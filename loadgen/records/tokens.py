@@ -2,8 +2,8 @@
 
     samples/NNNN.npy            one row per request, as for every model; of a good answer `first_byte_ns` is the time of
                                 its first chunk with tokens and `end_ns` that of its last one
-    samples/NNNN.events.npy     `EVENT_DTYPE`, one row per chunk with tokens; the chunks of a sample stand together, in
-                                the order in which they came, and the samples ascend
+    samples/NNNN.events.npy     `EVENT_DTYPE`, one row per chunk with tokens, which is what one read brought; the chunks
+                                of a sample stand together, in the order in which they came, and the samples ascend
     samples/NNNN.answers.npy    `ANSWER_DTYPE`, one row per sample, in the order of the samples
 
 Failed requests have their chunks too: all that came before the failure. Times are those of the samples. What a server
@@ -26,35 +26,38 @@ EVENT_DTYPE = np.dtype(
     [
         ("sample", "<u4"),  # index of the sample whose answer the chunk belongs to
         ("tokens", "<u4"),  # tokens in the chunk, at least 1
-        ("at_ns", "<i8"),  # when the read that completed the chunk returned
-        ("flags", "<u4"),  # COALESCED, BY_USAGE, ASSUMED
+        ("at_ns", "<i8"),  # when the read that brought the chunk returned
+        ("events", "<u4"),  # events with a part of the answer in it, at least 1
     ]
 )
-COALESCED: Final = 1
-"""The chunk came in the same read as an earlier chunk of its answer, so both have the same time: the client or the
-network merged them, or the server wrote them at once."""
-BY_USAGE: Final = 2
-"""The chunk has no ids; its tokens are those by which the server's running count grew."""
-ASSUMED: Final = 4
-"""The chunk has neither ids nor a count: it counts as one token, and the answer's last chunk as what the total adds."""
 
 ANSWER_DTYPE = np.dtype(
     [
         ("asked", "<i4"),  # tokens that the answer should have (max_tokens)
         ("prompt_asked", "<i4"),  # tokens of the prompt that was sent
         ("prompt_tokens", "<i4"),  # tokens of the prompt according to the server
-        ("output_tokens", "<i4"),  # tokens of all chunks: their ids, or as the flags of the chunks say
+        ("output_tokens", "<i4"),  # tokens of all chunks, counted as `counted` says
         ("usage_tokens", "<i4"),  # completion tokens according to the server
         ("cached_tokens", "<i4"),  # prompt tokens that the server took from a cache, by its own count
         ("distinct", "<i4"),  # distinct ids in the answer; -1 unless every token has an id
         ("chunks", "<i4"),  # chunks with tokens
+        ("text_bytes", "<i4"),  # of the answer's text in UTF-8
+        ("hidden_tokens", "<i4"),  # tokens that the server counted and did not stream
         ("number", "<i8"),  # the number that the prompt was made from, see `loadgen.experiment.prompts`
         ("finish", "<i2"),  # UNKNOWN, LENGTH, STOP or OTHER
+        ("counted", "<u2"),  # UNCOUNTED to BY_EVENTS
         ("flags", "<u2"),  # IDS, ECHO, ECHO_DIFFERS, CUT
     ]
 )
 UNKNOWN, LENGTH, STOP, OTHER = 0, 1, 2, 3
 """Why an answer ended, by the server's word for it: none, length, stop, another such as error."""
+UNCOUNTED, BY_IDS, BY_RUNNING_USAGE, BY_TOTAL_USAGE, BY_WORDS, BY_LENGTH, BY_EVENTS = range(7)
+"""How the tokens of an answer were counted."""
+COUNTED_BY = (
+    "not at all", "ids", "the server's running usage", "the server's usage at the end, spread over the text",
+    "the words of the text", "the length that was asked for, spread over the text", "events",
+)  # fmt: skip
+"""Each in words."""
 IDS: Final = 1
 """Every token of the answer came with its id."""
 ECHO: Final = 2

@@ -31,7 +31,7 @@ from loadgen.records.machine import Calibration, CalibrationWorkload, TimingErro
 from loadgen.records.payloads import IMAGE_PAYLOADS
 from loadgen.records.run import ID_TRANSPORTS, TRANSPORTS, Transport
 from loadgen.records.samples import good, latencies_ms, read_samples
-from loadgen.records.tokens import COALESCED, read_tokens
+from loadgen.records.tokens import read_tokens
 from loadgen.run.machine import MachineRecordError, command_line, fingerprint, read_machine, utc_now
 from loadgen.stats.percentiles import percentile
 
@@ -226,7 +226,7 @@ class _Measurement:
         self._sinks.delay(0.0)
         self._run(1, users, 2 * users, seconds / 10, _TOKEN_SHAPE)
         outcome = self._run(1, users, 1, seconds, _TOKEN_SHAPE)
-        alone = float(np.mean((read_tokens(self._samples).events["flags"] & COALESCED) == 0))
+        alone = float(np.mean(read_tokens(self._samples).events["events"] == 1))
         tokens = alone * (outcome.requests + outcome.cool_down) * _TOKEN_SHAPE.output_tokens
         cpu_us = outcome.cpu_ns / tokens / 1000.0
         return TokenCeiling(

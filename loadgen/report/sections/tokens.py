@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.metrics.registry import GOOD_SHARE, GOODPUT, METRICS, OUTPUT_TOKENS, TPOT, TTFT, Metric
-from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of, tokens_per_answer
+from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of, tokens_per_answer, why_missing
 from loadgen.metrics.tokens import per_million
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.rate_search_analysis import RatesFound
@@ -18,8 +18,8 @@ from loadgen.stats.ratios import geometric_mean
 from loadgen.verdict.result import Result
 
 SHOWN = {
-    "ttft": "TTFT, ms", "ttft_p99": "p99 TTFT, ms", "tpot": "TPOT, ms", "worst_gap_p90": "p90 worst gap, ms",
-    "gap_p99": "p99 gap, ms", "tokens_per_chunk": "tokens per chunk",
+    "answer_time": "time per answer, ms", "ttft": "TTFT, ms", "ttft_p99": "p99 TTFT, ms", "tpot": "TPOT, ms",
+    "worst_gap_p90": "p90 worst gap, ms", "gap_p99": "p99 gap, ms", "tokens_per_chunk": "tokens per chunk",
 }  # fmt: skip
 """Metrics of the table with their columns, after tokens/s and goodput."""
 USERS = ("single", "concurrent")
@@ -35,6 +35,8 @@ def token_table(result: Result) -> doc.Section | None:
     """The figures of each arm and scenario."""
     workloads = _streamed(result)
     summaries = [s for s in result.summaries if s.workload in workloads and s.requests]
+    counted = {(s.workload, s.label): "" for s in summaries}
+    counted |= {(total.workload, total.label): total.counted_by for total in result.of(TokensFound).totals}
     rows = [
         (
             s.workload,
@@ -42,6 +44,7 @@ def token_table(result: Result) -> doc.Section | None:
             measured(figure_of(s, OUTPUT_TOKENS), interval_of(s, OUTPUT_TOKENS)),
             *_goodput(s),
             *(measured(figure_of(s, METRICS[name]), None) for name in SHOWN),
+            counted[s.workload, s.label],
         )
         for s in summaries
     ]
@@ -53,17 +56,30 @@ def token_table(result: Result) -> doc.Section | None:
             doc.Column(title, "number", title.removesuffix(", ms"), roomy=place > 2)
             for place, title in enumerate(SHOWN.values())
         ),
+        *doc.names("tokens counted by"),
     )
     caption = (
-        "TTFT: from the moment a request fell due to its first token. TPOT: time per output token after the first "
-        "chunk. Both are means over the answers. Worst gap: the longest wait between two chunks of an answer. Gap: "
-        "between two tokens, as a reader sees them."
+        "Time per answer: from the moment a request fell due to its last token. TTFT: to its first token. TPOT: time "
+        "per output token after the first chunk, which is what one read brought. All three are means over the answers. "
+        "Worst gap: the longest wait between two chunks of an answer. Gap: between two tokens, as a reader sees them."
     )
+    caption += "".join(f" Not measured: {reason}." for reason in _reasons(result, workloads))
     if any(workload.limits for workload in workloads.values()):
         limits = dict.fromkeys(str(workload.limits) for workload in workloads.values() if workload.limits)
         caption += f" Good: answers that are complete and within {' or '.join(limits)}, of all requests that fell due."
     table = doc.Table(columns, rows, caption=caption, grouped=True)
     return doc.section("Tokens", table, _step_table(result), on=doc.READ)
+
+
+def _reasons(result: Result, workloads: Iterable[str]) -> list[str]:
+    """Why figures are missing, with the workload where an arm has them elsewhere: "TTFT, TPOT of B: its answers …"."""
+    titles: dict[str, dict[str, None]] = {}
+    for workload in workloads:
+        for name, title in SHOWN.items():
+            blocks = (block for block in result.blocks if block.workload == workload)
+            if (reason := why_missing(blocks, METRICS[name])) is not None:
+                titles.setdefault(reason, {})[title.removesuffix(", ms")] = None
+    return [f"{', '.join(names)} of {reason}" for reason, names in titles.items()]
 
 
 def _step_table(result: Result) -> doc.Table:

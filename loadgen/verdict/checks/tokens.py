@@ -13,6 +13,7 @@ from statistics import fmean, median
 
 from loadgen.metrics.breakdown import contradictions_of
 from loadgen.metrics.facts import Facts, WorkloadFacts, workload_scope
+from loadgen.metrics.tokens import MOST_UNKNOWN
 from loadgen.probes.tokens_analysis import (
     LEAST_DISTINCT,
     LEAST_TOKENS,
@@ -28,13 +29,19 @@ from loadgen.probes.tokens_analysis import (
 from loadgen.quantities import counted, do_not, join, number, share
 from loadgen.records.probes import TokensCompared
 from loadgen.records.run import TEXT_TRANSPORTS, Label, shown
-from loadgen.verdict.checks.registry import Find, Judgement, check, per_load
+from loadgen.verdict.checks.registry import Find, Judgement, Severity, check, per_load
 from loadgen.verdict.checks.run import loaded_arms
 
 CHUNKS_ALIKE = 1.1
 """Ratio of the tokens per chunk of two arms up to which their gaps compare."""
 COALESCED_LIMIT = 0.05
-"""Share of chunks that may arrive together with the one before."""
+"""Share of events that may arrive together with the one before."""
+TEXT_ALIKE, TEXT_DIFFERS = 1.1, 1.25
+"""Ratios of the text per token of two arms: up to the first it is the same, beyond the second one count is wrong. The
+tokenizers of today's models differ by less than that in the same language."""
+LEAST_TEXT_TOKENS = 200
+"""Tokens with text of an arm from which its bytes per token are compared; 200 English tokens have a mean within a few
+percent."""
 STALLED_LIMIT = 0.01
 """Share of answers that may stall."""
 WAITED_LIMIT = 0.1
@@ -48,7 +55,7 @@ CPU_SHARE_THAT_MATTERS = 0.25
 idle, which alone takes 25 to 100 µs; nothing is late for that."""
 
 
-def per_totals(judge: Callable[[Sequence[TokenTotals]], Judgement]) -> Find:
+def per_totals(judge: Callable[[Sequence[TokenTotals]], Judgement | None]) -> Find:
     """Declare a check that judges the totals of all arms in each workload with streamed answers."""
 
     @per_load
@@ -187,15 +194,38 @@ def token_counts(totals: Sequence[TokenTotals]) -> Judgement:
         where = _where(totals, lambda total: total.counts_differ, lambda total: total.counts_known)
         detail = f"the server's usage of {where} differs from the tokens that arrived"
         return Judgement(False, detail, wrong, arms=_having(totals, lambda total: total.counts_differ))
-    if assumed := [shown(total.label) for total in totals if total.assumed]:
-        detail = f"{join(assumed)} sends text without ids or a count, so a chunk counts as one token"
-        return Judgement(None, detail, severity="warns")
-    if silent := [shown(total.label) for total in totals if total.without_ids]:
-        return Judgement(None, f"the tokens of {join(silent)} are counted by the server itself", severity="warns")
+    if silent := [total for total in totals if total.without_ids]:
+        how = "; ".join(f"those of {shown(total.label)} by {total.counted_by}" for total in silent)
+        return Judgement(None, f"tokens without ids are counted by the server's own word: {how}", severity="warns")
     known = sum(total.counts_known for total in totals)
     if not known:
         return Judgement(None, "no server reports its usage; the ids are counted")
     return Judgement(True, f"ids and usage agree in {counted(known, 'answer')}", 0)
+
+
+@check(
+    "a token has as much text on every arm",
+    "A token has more text on one arm than on another",
+    "invalidates",
+    "Find out which server counts tokens that it does not send, or whether the models have different tokenizers: their "
+    "tokens/s do not compare.",
+    threshold=TEXT_ALIKE,
+    fault="wrong answers",
+    language=True,
+    not_known="The text of the tokens was not compared",
+)
+@per_totals
+def text_per_token(totals: Sequence[TokenTotals]) -> Judgement | None:
+    """Answers of one model have about the same bytes per token, whatever the prompts: a server that counts more tokens
+    than it sends has fewer."""
+    sizes = {t.label: t.bytes_per_token for t in totals if t.bytes_per_token and t.text_tokens >= LEAST_TEXT_TOKENS}
+    if len(sizes) < 2:
+        return None
+    apart = max(sizes.values()) / min(sizes.values())
+    detail = "bytes of text per token: " + ", ".join(f"{shown(label)} {number(size)}" for label, size in sizes.items())
+    least = (min(sizes, key=lambda label: sizes[label]),) if apart > TEXT_DIFFERS else ()
+    severity: Severity = "invalidates" if apart > TEXT_DIFFERS else "warns"
+    return Judgement(apart <= TEXT_ALIKE, detail, apart, arms=least, severity=severity)
 
 
 @check(
@@ -364,8 +394,8 @@ def cached_prompts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     "the arms send chunks of the same size",
     "The arms send chunks of different sizes",
     "warns",
-    "Compare tokens/s and TPOT, which do not depend on it, and read gaps and worst gaps per arm; or set the same "
-    "stream interval on every arm.",
+    "Compare tokens/s and the time per answer, which do not depend on it. TTFT includes the wait for the whole first "
+    "chunk, and gaps are between chunks: set the same stream interval on every arm, and turn buffering off.",
     threshold=CHUNKS_ALIKE,
     language=True,
 )
@@ -380,20 +410,58 @@ def chunk_sizes(totals: Sequence[TokenTotals]) -> Judgement:
 
 
 @check(
-    "the load generator read every chunk by itself",
-    "Chunks were read together",
+    "answers arrive piece by piece",
+    "Answers of an arm arrive in one piece",
     "warns",
-    "Give the load generator a core of its own, or use fewer users: gaps between tokens are blurred, tokens/s are not.",
+    "Turn buffering off in the proxy before that server (nginx: proxy_buffering off) or in the server itself: when a "
+    "token was made is not known, so that arm has no TTFT, no TPOT and no gaps. Tokens/s and the time per answer hold.",
+    threshold=MOST_UNKNOWN,
+    language=True,
+)
+@per_totals
+def answers_in_pieces(totals: Sequence[TokenTotals]) -> Judgement:
+    parts = {total.label: _share(total.in_one_piece, total.answers) for total in totals}
+    worst = max(parts.values())
+    whole = [label for label, part in parts.items() if part > MOST_UNKNOWN]
+    detail = join([f"{share(parts[label])} of the answers of {shown(label)}" for label in whole or parts])
+    return Judgement(not whole, f"{detail} came with one read", worst, arms=tuple(whole))
+
+
+@check(
+    "every token that is counted is streamed",
+    "A server counts tokens that it does not stream",
+    "warns",
+    "Let that server stream the thoughts of the model, or turn them off on every arm: its TTFT is that of the visible "
+    "answer, and its TPOT is not known.",
+    threshold=0,
+    language=True,
+)
+@per_totals
+def hidden_tokens(totals: Sequence[TokenTotals]) -> Judgement:
+    hidden = [total for total in totals if total.hidden_tokens]
+    texts = [f"{total.hidden_tokens:,} of {total.tokens:,} tokens of {shown(total.label)}" for total in hidden]
+    detail = f"{join(texts)} were not streamed" if hidden else "no server counts tokens that it does not stream"
+    return Judgement(not hidden, detail, sum(t.hidden_tokens for t in hidden), arms=tuple(t.label for t in hidden))
+
+
+@check(
+    "every event was read by itself",
+    "Events were read together",
+    "warns",
+    "Where one arm alone has them, look for its server's stream interval or a proxy before it; where all have them and "
+    "the load generator waited for a core, give it one, or use fewer users.",
     threshold=COALESCED_LIMIT,
     language=True,
 )
 @per_totals
-def chunks_read(totals: Sequence[TokenTotals]) -> Judgement:
-    """Chunks in one read have one time: the client was late, or the network or the server merged them."""
-    parts = {shown(total.label): _share(total.coalesced, total.chunks) for total in totals}
+def events_read(totals: Sequence[TokenTotals]) -> Judgement:
+    """Events in one read have one time and are one chunk: the server, a proxy, the network or a late client joined
+    them. TTFT and gaps say when chunks came."""
+    parts = {total.label: _share(total.coalesced, total.events) for total in totals}
     worst = max(parts.values())
-    detail = join([f"{share(part)} of the chunks of {label}" for label, part in parts.items()])
-    return Judgement(worst <= COALESCED_LIMIT, f"{detail} came with the chunk before", worst)
+    detail = join([f"{share(part)} of the events of {shown(label)}" for label, part in parts.items()])
+    joined = tuple(label for label, part in parts.items() if part > COALESCED_LIMIT)
+    return Judgement(worst <= COALESCED_LIMIT, f"{detail} came with the one before", worst, arms=joined)
 
 
 @check(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from loadgen.metrics.registry import GOOD_SHARE, GOODPUT, METRICS, OUTPUT_TOKENS, TPOT, TTFT, leading_metric, metrics_of
+from loadgen.metrics.registry import GOOD_SHARE, GOODPUT, METRICS, OUTPUT_TOKENS, TTFT, leading_metric, metrics_of
 from loadgen.metrics.summaries import figure_of, summarise_blocks, summarise_workload
 from loadgen.metrics.tokens import with_tokens
 from loadgen.records.run import TokenLimits, Workload
@@ -33,6 +33,11 @@ def measured(name: str, answers: Sequence[Chunks], workload: Workload | None = N
     if METRICS[name].quantile is None:
         assert figure_of(whole, METRICS[name]) == pytest.approx(figure)
     return figure
+
+
+def reason(name: str, answers: Sequence[Chunks], workload: Workload | None = None) -> str | None:
+    workload = workload or load()
+    return METRICS[name].reason(with_tokens(*streamed_arrays(answers, workload.output_tokens or 0)), workload)
 
 
 STEADY: Chunks = [(20.0, 1), (30.0, 1), (40.0, 1), (50.0, 1)]
@@ -82,12 +87,41 @@ def test_the_worst_gap_shows_a_stall_that_the_mean_hides() -> None:
     assert pace == pytest.approx(11.0, abs=0.1)
 
 
-def test_an_answer_of_one_chunk_has_no_pace_and_no_gap() -> None:
-    at_once: Chunks = [(50.0, 4)]
-    assert measured("tpot", [at_once] * 20) is None
-    assert measured("worst_gap_p90", [at_once] * 70) is None
-    assert measured("tpot", [at_once, STEADY, at_once, STEADY]) == pytest.approx(10.0), "others are not diluted"
-    assert measured("output_tokens_per_s", [at_once] * 3) == pytest.approx(80.0)
+AT_ONCE: Chunks = [(50.0, 4)]
+
+
+@pytest.mark.parametrize("name", ["ttft", "ttft_p50", "tpot", "worst_gap_p90", "gap_p50"])
+def test_answers_in_one_piece_say_nothing_of_their_tokens(name: str) -> None:
+    assert measured(name, [AT_ONCE] * 80) is None
+    assert measured(name, [AT_ONCE, STEADY] * 80) is None, "the others are another kind of answer"
+    assert reason(name, [AT_ONCE, STEADY] * 80) is not None
+    few = [AT_ONCE, *[STEADY] * 79]
+    assert measured(name, few) == measured(name, [STEADY] * 79), "a read or two that joins all is left out"
+    assert reason(name, few) is None
+    assert measured("output_tokens_per_s", [AT_ONCE] * 3) == pytest.approx(80.0)
+    assert measured("answer_time", [AT_ONCE] * 3) == pytest.approx(50.0)
+
+
+def test_answers_of_one_token_have_a_first_token_and_no_pace() -> None:
+    assert measured("ttft", [[(50.0, 1)]] * 3, load(tokens=1)) == pytest.approx(50.0)
+    assert measured("tpot", [[(50.0, 1)]] * 3, load(tokens=1)) is None
+    assert reason("tpot", [[(50.0, 1)]] * 3, load(tokens=1)) != reason("tpot", [AT_ONCE] * 3)
+
+
+def test_tokens_that_were_not_streamed_leave_the_pace_unknown() -> None:
+    samples, events, answers = streamed_arrays([STEADY] * 8, 4)
+    answers["hidden_tokens"][:4] = 2
+    wide = with_tokens(samples, events, answers)
+    assert METRICS["tpot"].measure(wide, load()) is None
+    assert METRICS["tpot"].reason(wide, load()) is not None
+    assert TTFT.measure(wide, load()) == pytest.approx(20.0), "of the visible answer"
+
+
+def test_what_the_first_read_brought_took_no_time_after_it() -> None:
+    """Eight tokens are held back and come at once; the pace of the others is the same."""
+    held = [(90.0, 8), *((90.0 + 10.0 * token, 1) for token in range(1, 57))]
+    assert measured("tpot", [held] * 3, load(tokens=64)) == pytest.approx(10.0)
+    assert measured("ttft", [held] * 3, load(tokens=64)) == pytest.approx(90.0)
 
 
 def test_failed_answers_take_time_and_have_no_tokens() -> None:
@@ -136,7 +170,7 @@ def test_a_closed_loop_has_goodput_too() -> None:
 
 def test_the_metric_that_leads_fits_the_load() -> None:
     limits = TokenLimits(ttft_ms=200.0)
-    assert leading_metric(load()) is TPOT
+    assert leading_metric(load()) is METRICS["answer_time"]
     assert leading_metric(load(users=16)) is OUTPUT_TOKENS
     assert leading_metric(load(rate=20.0, users=64, limits=limits)) is GOODPUT
     assert leading_metric(load(rate=20.0, users=64)) is METRICS["ttft_p90"]
