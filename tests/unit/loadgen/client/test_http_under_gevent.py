@@ -44,6 +44,7 @@ from loadgen.client.event_stream import StreamConnection
 from loadgen.client.http import request_head
 
 CHUNKED = b"HTTP/1.1 200 OK\\r\\nContent-Type: text/event-stream\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n"
+UNTYPED = b"HTTP/1.1 200 OK\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n"
 COUNTED = b"HTTP/1.1 200 OK\\r\\nContent-Type: text/event-stream\\r\\nContent-Length: %d\\r\\n\\r\\n"
 UNTIL_CLOSED = b"HTTP/1.1 200 OK\\r\\nContent-Type: text/event-stream\\r\\nConnection: close\\r\\n\\r\\n"
 EVENTS = [b"data: %d\\n\\n" % number for number in range(9)]
@@ -54,6 +55,7 @@ def chunk(content):
 
 FORMS = {
     "/chunked": [CHUNKED, *map(chunk, EVENTS), b"0\\r\\n\\r\\n"],
+    "/untyped": [UNTYPED, *map(chunk, EVENTS), b"0\\r\\n\\r\\n"],
     "/trailer": [CHUNKED, *map(chunk, EVENTS), b"0\\r\\nA: b\\r\\n", b"\\r\\n"],
     "/split": [CHUNKED, *map(chunk, EVENTS), b"0\\r", b"\\n\\r", b"\\n"],
     "/crlf": [CHUNKED, *[chunk(event.replace(b"\\n", b"\\r\\n")) for event in EVENTS], b"0\\r\\n\\r\\n"],
@@ -93,22 +95,22 @@ for path in FORMS:
     for _ in range(2):
         exchange, stream, connection = ask(path)
         assert exchange.failure is None, (path, exchange.failure)
-        events = stream.events()
+        events = list(stream.events())
         expected = LONG if path == "/long" else EVENTS
         assert [event.data for event in events] == [event[6:-2] for event in expected], path
         moments = [stream.moments[event.read] for event in events]
         assert all(later - earlier > 1_000_000 for earlier, later in itertools.pairwise(moments)), path
         connection.close()
 exchange, stream, _ = ask("/cut")
-assert exchange.failure == "connection closed by the server in the middle of a response" and len(stream.events()) == 1
+assert exchange.failure == "connection closed by the server in the middle of a response" and len(list(stream.events())) == 1
 began = time.monotonic()
 exchange, stream, _ = ask("/stands", 0.3, 9)
 assert exchange.failure == "the server sent nothing for 0.3 s" and 0.2 < time.monotonic() - began < 5.0
-assert len(stream.events()) == 1
+assert len(list(stream.events())) == 1
 began = time.monotonic()
 exchange, stream, _ = ask("/drips", 0.5)
 assert exchange.failure == "no complete answer within 0.5 s" and 0.4 < time.monotonic() - began < 5.0
-assert len(stream.events()) > 2
+assert len(list(stream.events())) > 2
 waits = StreamConnection(address)
 waits.connect()
 job = gevent.spawn(waits.send, PreparedRequest(request_head("GET", "/stands", address)))

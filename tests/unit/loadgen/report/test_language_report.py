@@ -51,7 +51,7 @@ def test_the_headline_says_tokens(result: Result) -> None:
 def test_each_load_is_led_by_its_own_metric(result: Result) -> None:
     leading = {comparison.scenario: comparison.metric for comparison in result.comparisons if comparison.leading}
     assert leading == {
-        "single": "tpot",
+        "single": "answer_time",
         "concurrent(4)": "output_tokens_per_s",
         "concurrent(16)": "output_tokens_per_s",
         "poisson(2/s)": "goodput",
