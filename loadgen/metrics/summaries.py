@@ -242,7 +242,7 @@ def why_missing(blocks: Iterable[BlockSummary], metric: Metric) -> str | None:
     """Why one of the blocks has no figure, with the arm: "B: its answers arrive in one piece …"; None if no block says
     so."""
     for block in blocks:
-        if block.missing is not UNSET and (reason := block.missing.get(metric.name)) is not None:
+        if block.missing and (reason := block.missing.get(metric.name)) is not None:
             return f"{shown(block.label)}: {reason}"
     return None
 
