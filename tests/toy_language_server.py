@@ -38,7 +38,8 @@ FLAGS: dict[str, tuple[Any, str]] = {
     "seed": (0, "another one stands for another model"),
     "routes": ("ids,text,chat,generate", "of ids and text (completions), chat, generate (Triton's), ollama (native)"),
     "models": ("one", "the list: one, several, adapters, empty, or a status as 401 and 404"),
-    "key": ("", "401 without this bearer token"),
+    "key": ("", "refuse requests without this bearer token …"),
+    "key-status": (401, "… with this status"),
     "refuse": ("", "requests with one of these fields, NAME,NAME; `max_tokens` wants max_completion_tokens instead"),
     "strict": (False, "refuse all fields that OpenAI does not have"),
     "refuse-like": ("vllm", "the words of a refusal: vllm, openai or fastapi"),
@@ -76,12 +77,13 @@ FLAGS: dict[str, tuple[Any, str]] = {
     "parts": (False, "a chat's content is a list of parts"),
     "tool-call": (False, "a chat's text is the arguments of a tool call"),
     "role-every": (False, "the role in every delta"),
-    "reasoning": (0, "so many of the tokens are reasoning …"),
+    "reasoning": ("0", "so many of the tokens (8 or 25%) are reasoning …"),
     "reasoning-in": ("reasoning_content", "… in this field of the delta; hidden: counted and not streamed"),
     "usage": ("running", "running (and at the end), end, never, null (in each chunk, and at the end), no-details"),
     "usage-share": (1.0, "share of the tokens that is sent; the usage says all"),
     "usage-claims": (0, "the usage says so many tokens, whatever was sent"),
     "claim-first": (False, "a first chunk without text, at once, whose usage says 1"),
+    "usage-choice": (False, "the chunk with the usage at the end has a choice, without text"),
     "finish": ("", "this finish reason"),
     "finish-apart": (False, "the finish reason comes in a chunk without text"),
     "after-finish": (0, "so many tokens follow the finish reason"),
@@ -124,10 +126,11 @@ LIKE = {
     "lm-studio": "--routes text,chat --no-ids --words prose --usage never --role-every --finish-apart --models several",
     "llama.cpp": "--routes ids,text,chat --no-ids --words prose --usage end --finish-apart"
                  """ --each '{"system_fingerprint":"b6497-cd08fc3e"}'""",
-    "litellm": "--routes text,chat --no-ids --words prose --usage end --finish-apart --key sk-1234",
+    "litellm": "--routes ids,text,chat --no-ids --words prose --usage end --usage-choice --finish-apart --key sk-1234"
+               " --key-status 500",
     "tgi": """--routes text,chat --no-ids --words prose --usage end --role-every --no-space --each '{"id":""}'""",
 }  # fmt: skip
-"""Sources: ollama #4448; lmstudio-bug-tracker #676 and #713; llama.cpp #15444 and #16048; litellm #12417 and #8450;
+"""Sources: ollama #4448; lmstudio-bug-tracker #676 and #713; llama.cpp #15444 and #16048; LiteLLM's proxy 1.108.7,
 text-generation-inference #2531, #3003 and #1648."""
 
 NOISE = {
@@ -144,6 +147,11 @@ OPENAI_FIELDS = {
 def share(text: str) -> float:
     """A share, as 0.05 or 5%."""
     return float(text.rstrip("%")) / (100.0 if text.endswith("%") else 1.0)
+
+
+def amount_of(text: str, tokens: int) -> int:
+    """A number, or a share of the tokens as 25%."""
+    return int(share(text) * (tokens if "%" in text else 1))
 
 
 def flags(argv: Sequence[str] | str) -> argparse.Namespace:
@@ -186,6 +194,7 @@ class Answer:
         lengths = body.get("max_completion_tokens"), body.get("max_tokens"), body.get("options", {}).get("num_predict")
         self.asked = int(next((length for length in lengths if length is not None), 16))
         self.tokens = self._tokens()
+        self.reasoning = amount_of(self.settings.reasoning, len(self.tokens))
         self.finish = self.settings.finish or ("length" if len(self.tokens) == self._sent_if_whole() else "stop")
         self.cached, self.events_made, self.said, self.cut = 0, 0, "", False
 
@@ -232,13 +241,15 @@ class Answer:
             before, sent = sent, sent + count
             ends = not ended and sent >= len(self.tokens) - settings.after_finish
             ended = ended or ends
+            is_hidden = settings.reasoning_in == "hidden" and sent <= self.reasoning
+            if is_hidden and sent < len(self.tokens):
+                continue
+            before = sent if is_hidden else before
             content = self._event(before, sent, self.finish if ends and not settings.finish_apart else None)
             if self.hits(settings.cut_every) and 2 * sent >= len(self.tokens):
                 self.cut = True
                 yield Piece(due_s, content[: len(content) // 2])
                 return
-            if settings.reasoning_in == "hidden" and sent <= settings.reasoning:
-                continue
             if settings.empty_every and number % settings.empty_every == 0:
                 content += self._event(sent, sent)
             if settings.endless:
@@ -268,7 +279,7 @@ class Answer:
             return self._line(data | ({"finish_reason": finish} if finish else {}))
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
         if self.is_chat:
-            choice["delta"] = self._delta(text, is_reasoning=before < settings.reasoning)
+            choice["delta"] = self._delta(text, is_reasoning=before < self.reasoning)
         else:
             choice["text"] = text
         if self.wants_ids:
@@ -310,8 +321,8 @@ class Answer:
         has_details = settings.usage != "no-details"
         if not settings.cache_hidden:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached} if has_details else None
-        if settings.reasoning:
-            reasoned = {"reasoning_tokens": min(settings.reasoning, count)}
+        if self.reasoning:
+            reasoned = {"reasoning_tokens": min(self.reasoning, count)}
             usage["completion_tokens_details"] = reasoned if has_details else None
         return usage
 
@@ -322,7 +333,8 @@ class Answer:
             return b""
         closing = b"" if settings.no_done or settings.ndjson else self._line("[DONE]")
         if settings.usage != "never":
-            closing = self._line({**self._about(), "choices": [], "usage": self._usage(self._total())}) + closing
+            choices = [{"index": 0, "text": "", "delta": {}}] if settings.usage_choice else []
+            closing = self._line({**self._about(), "choices": choices, "usage": self._usage(self._total())}) + closing
         return closing + (self._line({**self._about(), "choices": []}) if settings.after_done else b"")
 
     def _line(self, data: dict[str, Any] | str) -> bytes:
@@ -392,12 +404,12 @@ Pieces = Iterator[Piece]
 
 
 def hold_first(pieces: Pieces, tokens: float, _: float) -> Pieces:
-    waiting: list[Piece] = []
+    waiting = joined([])
     for piece in pieces:
-        waiting.append(piece)
-        if sum(waited.tokens for waited in waiting) >= tokens:
-            yield joined(waiting)
+        waiting = joined([waiting, piece])
+        if waiting.tokens >= tokens:
             break
+    yield waiting
     yield from pieces
 
 
@@ -409,7 +421,7 @@ def hold_last(pieces: Pieces, tokens: float, _: float) -> Pieces:
 
 
 def by_bytes(pieces: Pieces, size: float, _: float) -> Pieces:
-    waiting = Piece(0.0, b"")
+    waiting = joined([])
     for piece in pieces:
         waiting = joined([waiting, piece])
         while len(waiting.content) >= size:
@@ -551,9 +563,8 @@ class ToyLanguageServer:
                 return True
             pieces = answer.pieces() if settings.instead != "empty" else iter(())
             for name, _, amount in (rule.partition(":") for rule in filter(None, settings.buffer.split(","))):
-                number = share(amount or "0") * (len(answer.tokens) if "%" in amount else 1)
-                number = len(answer.tokens) - number if name == "last" else number
-                pieces = BUFFERS[name](pieces, number, arrived_s)
+                number = amount_of(amount or "0", len(answer.tokens))
+                pieces = BUFFERS[name](pieces, len(answer.tokens) - number if name == "last" else number, arrived_s)
             return await self._stream(answer, pieces, writer)
         finally:
             self.under_way -= 1
@@ -601,7 +612,9 @@ class ToyLanguageServer:
                 headers = {name.lower(): value.decode() for name, value in lines.items()}
                 body = await reader.readexactly(int(headers.get(b"content-length", "0")))
                 if self.settings.key and headers.get(b"authorization") != f"Bearer {self.settings.key}":
-                    writer.write(document({"error": {"message": "Incorrect API key provided"}}, 401))
+                    writer.write(
+                        document({"error": {"message": "Incorrect API key provided"}}, self.settings.key_status)
+                    )
                 elif path.endswith(("/completions", "/generate_stream", "/api/chat", "/api/generate")):
                     if not await self.answer(path, json.loads(body), writer):
                         break

@@ -43,17 +43,15 @@ def planted_streams(arms: Sequence[str]) -> Iterator[list[str]]:
         yield [running.enter_context(toy_process(f"--luck {luck} {flags}")) for luck, flags in enumerate(arms)]
 
 
-def compare_streams(out: Path, arms: Sequence[str], *workloads: Workload, margin: float = 0.05) -> Result:
-    """One comparison of planted streams; the first is the baseline, a."""
+def compare_streams(out: Path, arms: Sequence[str], *workloads: Workload, **changes: Any) -> Result:
+    """One comparison of planted streams; the first is the baseline, a. `changes`: fields of the experiment."""
     with planted_streams(arms) as urls:
-        run_streams(out, urls, *workloads, margin=margin)
+        requests = tuple(
+            ArmRequest(label=label, target=url, transport="chat" if "--routes chat" in flags else None)
+            for label, url, flags in zip("abcdefgh", urls, arms, strict=False)
+        )
+        run_arms(out, requests, *workloads, **changes)
     return analyse(out)
-
-
-def run_streams(out: Path, urls: Sequence[str], *workloads: Workload, margin: float = 0.05) -> None:
-    """Run one comparison of the planted streams at these URLs."""
-    arms = tuple(ArmRequest(label=label, target=url) for label, url in zip("abcdefgh", urls, strict=False))
-    run_arms(out, arms, *workloads, equivalence_margin=margin)
 
 
 def run_arms(out: Path, arms: tuple[ArmRequest, ...], *workloads: Workload, **changes: Any) -> None:
@@ -68,13 +66,18 @@ def run_arms(out: Path, arms: tuple[ArmRequest, ...], *workloads: Workload, **ch
 
 def value(result: Result, metric: str, label: str, workload: str | None = None) -> float:
     """An arm's figure over all blocks."""
+    found = figure(result, metric, label, workload)
+    assert found is not None, (metric, label)
+    return found
+
+
+def figure(result: Result, metric: str, label: str, workload: str | None = None) -> float | None:
+    """An arm's figure over all blocks; None where it is not measured."""
     from loadgen.metrics.registry import METRICS
     from loadgen.metrics.summaries import figure_of
 
     (summary, *_) = [s for s in result.summaries if s.label == label and workload in (None, s.workload)]
-    figure = figure_of(summary, METRICS[metric])
-    assert figure is not None, (metric, label)
-    return figure
+    return figure_of(summary, METRICS[metric])
 
 
 def winner_of(result: Result, metric: str, label: str) -> str | None:

@@ -51,7 +51,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Result:
         quick,
         f"{quick} --stop-share 0.05 --stop-at 20",  # b
         f"{quick} --other-from 6",  # c: another seed's weights from 6 requests on
-        f"{quick} --swap-every 8",  # d: one token of another answer now and then
+        f"{quick} --swap-every 2",  # d: one token of another answer now and then
         f"{quick} --error-every 9 --error-after 3",  # e: error events at status 200
         f"{quick} --cut-every 11",  # f
     )
