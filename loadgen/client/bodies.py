@@ -108,6 +108,8 @@ def _of_input(name: str, inputs: SampleInputs) -> Variation | None:
     if array.dtype.hasobject:
         elements = [bytes(row.flat[0]) for row in array if row.size]
         return (_of_jpegs(name, elements) or _of_texts(name, elements)) if len(elements) == len(array) else None
+    if not array.size:
+        return None  # every item is empty
     leading = min(_leading(inputs.own_shape(name, item), array.shape[1:]) for item in range(len(array)))
     digits, place = min(DIGITS, leading), 0
     if array.dtype.kind == "f":
@@ -239,7 +241,9 @@ def raw_tensors(
                 f"the samples do not fit input {expected.name}: the model takes items of shape "
                 f"{list(expected.shape[1:])}, the samples have {list(chosen.shape[1:])}"
             )
-        data = serialize_byte_tensor(chosen).item() if expected.datatype == "BYTES" else chosen.tobytes()
+        data = chosen.tobytes()
+        if expected.datatype == "BYTES":
+            data = b"".join(serialize_byte_tensor(chosen).flat)  # one element, or none for an empty tensor
         places = variation.offsets(chosen, items) if variation and variation.name == expected.name else ()
         shape = chosen.shape if signature.batched else chosen.shape[1:]
         tensors.append(RawTensor(expected.name, expected.datatype, shape, data, places))

@@ -287,6 +287,8 @@ def read_inputs(directory: Path, payload: str) -> SampleInputs:
     count = next(iter(counts.values()))
     if any(len(of_items) != count for of_items in (*shapes.values(), *([lengths] if lengths else []))):
         raise InputError(f"{directory / MANIFEST} does not describe the {count} items that the folder holds")
+    arrays = {name: array if array.size else array.reshape(count, *shapes.get(name, [array.shape[1:]])[0])
+              for name, array in arrays.items()}  # fmt: skip
     return SampleInputs(arrays, kind, item, lengths, shapes, not manifest.get("shapes"), name, kinds, about)
 
 
@@ -453,7 +455,9 @@ def write_given(path: Path, signature: Signature, directory: Path, payload: str)
                 source += f" ({ignored} ignored)" if ignored else ""
         stacked = {name: _stack([item[name] for item in items]) for name in _input_names(items, signature)}
         arrays = {name: array for name, (array, _) in stacked.items()}
-        shapes = {name: of_items for name, (_, of_items) in stacked.items() if len(set(of_items)) > 1}
+        # JSON loses the sizes after a 0, so empty inputs have theirs here as well
+        shapes = {name: of_items for name, (array, of_items) in stacked.items()
+                  if len(set(of_items)) > 1 or not array.size}  # fmt: skip
         write_folder(directory, payload, arrays, {"kind": GIVEN, "source": source, "shapes": shapes})
     except (InputError, OSError, ValueError, MemoryError, zipfile.BadZipFile, EOFError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)

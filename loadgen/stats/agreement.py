@@ -113,8 +113,10 @@ class Agreement:
 
 
 def agree(expected: Array, actual: Array, tolerance: Tolerance, typical: float | None = None) -> Agreement:
-    """Compare two arrays of one shape, not empty, whose first dimension is the item. `typical` is the root mean square
-    of the output's elements, by default of `expected`."""
+    """Compare two arrays of one shape, whose first dimension is the item; empty ones are equal. `typical` is the root
+    mean square of the output's elements, by default of `expected`."""
+    if not expected.size:
+        return Agreement()
     if not (_finite(expected) and _finite(actual)):
         return Agreement(NOT_FINITE, np.inf, np.inf, np.inf, 0.0)
     if tolerance.kind == "labels":
@@ -150,17 +152,20 @@ def worst_of(agreements: Sequence[Agreement]) -> Agreement:
 
 def trimmed(actual: Array, expected: Array) -> Array:
     """An item's output from a batch with longer items, cut to the size that it has alone; unchanged if its shape cannot
-    be made that of `expected` by a cut."""
+    be made that of `expected` by a cut, or if nothing would be left of it."""
     pairs = zip(actual.shape, expected.shape, strict=False)
-    if actual.ndim != expected.ndim or any(size < target for size, target in pairs):
+    if actual.ndim != expected.ndim or not expected.size or any(size < target for size, target in pairs):
         return actual
     return actual[tuple(slice(size) for size in expected.shape)]
 
 
 def all_alike(answers: Sequence[Array]) -> bool:
-    """Whether the answers to several inputs hold the same values, as far as the shortest of them goes."""
+    """Whether the answers to several inputs hold the same values, as far as the shortest of them goes. An empty
+    answer is like other empty ones only."""
     first, *others = (answer.ravel() for answer in answers)
     least = min(map(len, (first, *others)))
+    if not least:
+        return bool(others) and not any(map(len, (first, *others)))
     return bool(others) and all(list(other[:least]) == list(first[:least]) for other in others)
 
 

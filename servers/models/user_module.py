@@ -425,7 +425,7 @@ class _Trial:
         """By input that goes into an embedding unchanged, the embedding's number of rows."""
         import torch
 
-        places = {tensor.data_ptr(): name for name, tensor in rows.items()}
+        places = {tensor.data_ptr(): name for name, tensor in rows.items() if tensor.numel()}
         counts: dict[str, int] = {}
 
         def note(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -515,6 +515,8 @@ def _input(
     """An input whose generated values lie where the sample's do."""
     shape = _shape(name, tensor, [axis.of_inputs for axis in axes], axes)
     values: tuple[int, int] | None = None
+    if not tensor.numel():
+        return Input(name, _datatype(tensor, name), shape, None, padding)
     least, most = float(tensor.min()), float(tensor.max())
     if id_count is not None:
         values = (1 if padding == 0 and id_count > 1 else 0, id_count)

@@ -156,7 +156,7 @@ class RegionTable:
         region = self._regions.get(reference.region)
         if region is None:
             raise NotFoundError(f"shared-memory region {shown(reference.region)} is not registered")
-        check_range(f"the piece of region {shown(region.name)}", reference.offset, reference.byte_size)
+        check_range(f"the piece of region {shown(region.name)}", reference.offset, reference.byte_size, least=0)
         if reference.offset + reference.byte_size > region.byte_size:
             raise InvalidRequestError(
                 f"the request uses {reference.byte_size} bytes from byte {reference.offset} of region "
@@ -239,10 +239,10 @@ class RegionTable:
             raise InvalidRequestError("shared memory is switched off; start the server with --allow-shared-memory")
 
 
-def check_range(what: str, offset: int, byte_size: int) -> None:
-    """Raises `InvalidRequestError` for a range that no memory has."""
-    if offset < 0 or byte_size < 1:
-        raise InvalidRequestError(f"{what} needs an offset ≥ 0 and a size ≥ 1")
+def check_range(what: str, offset: int, byte_size: int, *, least: int = 1) -> None:
+    """Raises `InvalidRequestError` for a range that no memory has, and for one smaller than `least`."""
+    if offset < 0 or byte_size < least:
+        raise InvalidRequestError(f"{what} needs an offset ≥ 0 and a size ≥ {least}")
     if offset + byte_size >= MAX_ADDRESS:
         raise InvalidRequestError(f"offset and size of {what} overflow: their sum does not fit 64 bits")
 

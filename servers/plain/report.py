@@ -50,7 +50,7 @@ def check_values(spec: ModelSpecification, name: str, array: Array, size: int) -
     """Raise `ValueError` for another size than the header's, and for ids that the model's tables do not have."""
     if size != array.nbytes:
         raise ValueError(f"{name} needs a binary_data_size of {array.nbytes}")
-    if (ids := spec.id_counts.get(name)) and not 0 <= array.min() <= array.max() < ids:
+    if (ids := spec.id_counts.get(name)) and array.size and not 0 <= array.min() <= array.max() < ids:
         raise ValueError(f"{name} must be from 0 to {ids - 1}")
 
 

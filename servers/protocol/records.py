@@ -119,8 +119,8 @@ def parse_reference(parameters: Mapping[str, object], owner: str) -> RegionRefer
     if not isinstance(region, str) or not 0 < len(region) <= MAX_REGION_NAME_CHARACTERS:
         raise InvalidRequestError(f"'{REGION}' of {owner} must have 1 to {MAX_REGION_NAME_CHARACTERS} characters")
     byte_size, offset = parameters.get(BYTE_SIZE), parameters.get(OFFSET, 0)
-    if type(byte_size) is not int or byte_size < 1:
-        raise InvalidRequestError(f"'{BYTE_SIZE}' of {owner} must be a whole number ≥ 1")
+    if type(byte_size) is not int or byte_size < 0:
+        raise InvalidRequestError(f"'{BYTE_SIZE}' of {owner} must be a whole number ≥ 0")
     if type(offset) is not int or offset < 0:
         raise InvalidRequestError(f"'{OFFSET}' of {owner} must be a whole number ≥ 0")
     return RegionReference(region, byte_size, offset)
@@ -250,8 +250,9 @@ class ModelSignature:
 
     def check_sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises `InvalidRequestError` for a variable dimension without places, beyond its axis or unequal on it."""
-        for name, shape in shapes.items():
-            if 0 in shape:
+        for spec in self.inputs:
+            name, shape = spec.name, shapes.get(spec.name, ())
+            if any(size == 0 != fixed for size, fixed in zip(shape, spec.shape, strict=False)):
                 raise InvalidRequestError(f"input '{name}' of model '{self.name}' has no elements: {shape_text(shape)}")
         for axis in self.axes:
             sizes = {name: shapes[name][place] for name, place in axis.places.items() if name in shapes}

@@ -336,8 +336,8 @@ def _tensor(described: Input | Output) -> TensorSpec:
         raise ValueError(f"{described.name} has the unknown datatype {described.datatype!r}; {choice}")
     if shape[:1] != ("batch",) or "batch" in shape[1:]:
         raise ValueError(f'the shape of {described.name} must begin with "batch", and name it once')
-    if not all(isinstance(size, str) or (isinstance(size, int) and size > 0) for size in shape):
-        raise ValueError(f"the shape of {described.name} must have sizes from 1 up or names")
+    if not all(isinstance(size, str) or (isinstance(size, int) and size >= 0) for size in shape):
+        raise ValueError(f"the shape of {described.name} must have sizes from 0 up or names")
     return TensorSpec(
         described.name, described.datatype, tuple(-1 if isinstance(size, str) else size for size in shape)
     )

@@ -110,6 +110,17 @@ def test_tensors_travel_through_regions_both_ways(both, count):
         shm.destroy_shared_memory_region(taken)
 
 
+def test_an_empty_piece_is_no_fault(both):
+    """0 bytes where the model needs some are the fault of the shape, as with bytes in the body."""
+    with segment(64):
+        both.register("some", 64)
+        for offset in (0, 64):
+            with pytest.raises(InferenceServerException, match=r"needs 602112 bytes .* got 0"):
+                both.infer(1, "some", 0, offset)
+        with pytest.raises(InferenceServerException, match="uses 0 bytes from byte 65"):
+            both.infer(1, "some", 0, 65)
+
+
 def test_a_piece_inside_a_region_that_begins_off_a_page(both):
     data = images(1, 7)
     with segment(0, b"\0" * 5000 + data.tobytes()):

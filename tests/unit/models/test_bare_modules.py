@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from servers.engines.factory import build_engine
+from servers.engines.settings import EngineSettings
 from servers.models.items import valid_items
 from servers.models.registry import UnknownModelError, get_specification
 from servers.models.specification import ModelSpecification
@@ -203,6 +205,32 @@ def test_a_module_that_cannot_be_served_says_why(tmp_path: Path, returned: str, 
     with pytest.raises(UnknownModelError) as caught:
         specification(tmp_path, FORWARD.format(returned=returned, sample=sample))
     assert words in str(caught.value)
+
+
+EMPTY = """
+class Boxes(nn.Module):
+    def forward(self, x, history):
+        return {"boxes": x.new_zeros(len(x), 0, 4), "scores": x + history.sum()}
+
+def build():
+    return Boxes()
+
+def sample():
+    return {"x": torch.rand(2, 1), "history": torch.zeros(2, 1, 0, dtype=torch.HISTORY)}
+"""
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "float32", "bool"])
+def test_inputs_and_outputs_may_be_empty(tmp_path: Path, dtype: str) -> None:
+    spec = specification(tmp_path, EMPTY.replace("HISTORY", dtype))
+    assert {tensor.name: tensor.shape for tensor in (*spec.inputs, *spec.outputs)} == {
+        "x": (-1, 1), "history": (-1, 1, 0), "boxes": (-1, 0, 4), "scores": (-1, 1),
+    }  # fmt: skip
+    assert valid_items(spec, 0, [1, 1])["history"].shape == (2, 1, 0)
+    engine = build_engine(spec, RandomWeights(0), EngineSettings("torch", device="cpu", threads=1))
+    engine.load()
+    assert engine.infer(valid_items(spec, 0, [1] * 3))["boxes"].shape == (3, 0, 4)
+    engine.close()
 
 
 def test_without_a_sample_the_line_to_add_is_given_and_works(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def model(module: str = "None", inputs: str = X, outputs: str = Y, more: str = "
         (model(inputs=f"{X}, {X}"), "two tensors have the same name"),
         (model(inputs=X.replace("FP32", "float32")), "x has the unknown datatype 'float32'"),
         (model(inputs=X.replace("batch", "n")), 'of x must begin with "batch"'),
-        (model(inputs=X.replace("3)", "0)")), "sizes from 1 up"),
+        (model(inputs=X.replace("3)", "-1)")), "sizes from 0 up"),
         (model(outputs=f"{Y[:-1]}, 'scores')"), "unknown kind 'scores' of y; use one of: embedding"),
         (model(inputs=VARIABLE.format("")), "sizes must give the default and the largest size of n"),
         (model(outputs=Y.replace("3)", "'n')")), "no input has the dimension n of y"),

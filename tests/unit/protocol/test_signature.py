@@ -53,6 +53,12 @@ def test_sizes_beyond_a_models_axis_are_refused(ids: tuple[int, ...], mask: tupl
     OF_IDS.validate(InferRequest("", (tensor("ids", "INT32", 1, 6), tensor("mask", "INT32", 1, 2, 6))))
 
 
+def test_an_empty_input_is_one_of_a_model_that_takes_no_values_there() -> None:
+    signature = ModelSignature("m", "1", (TensorSpec("x", "INT32", (-1, 2, 0)),), OF_IDS.outputs, max_batch_size=4)
+    rows, arrays = signature.validate(InferRequest("", (tensor("x", "INT32", 3, 2, 0),)))
+    assert (rows, arrays["x"].shape) == (3, (3, 2, 0))
+
+
 @pytest.mark.parametrize("wrong", [-1, 10])
 def test_an_id_that_the_model_does_not_know_is_refused(wrong: int) -> None:
     OF_IDS.check_values({"ids": np.array([[0, 9]])})

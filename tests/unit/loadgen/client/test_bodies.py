@@ -5,18 +5,27 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from loadgen.client.bodies import choose_items, for_server, prepare_body
+from loadgen.client.bodies import choose_items, find_variation, for_server, prepare_body, raw_tensors
 from loadgen.client.connection import Address, Exchange, PreparedRequest, failure_message
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.http import HttpConnection, request_head
-from loadgen.client.inputs import InputError, SampleInputs
+from loadgen.client.inputs import (
+    NUMPY_TYPES,
+    SAMPLE_TYPES,
+    InputError,
+    SampleInputs,
+    read_inputs,
+    write_given,
+    write_synthetic,
+)
 from loadgen.client.outputs import AnswerError
-from loadgen.client.transports import read_answer
-from loadgen.records.run import body_count
+from loadgen.client.transports import prepare, read_answer
+from loadgen.records.run import Transport, body_count
 from tests.hostile_server import hostile_server
 
 SIGNATURE = Signature(
@@ -158,3 +167,38 @@ def test_a_redirect_names_its_target_as_it_was_sent() -> None:
         exchange = connection.send(PreparedRequest(request_head("GET", "/v1/models", connection.address)))
         assert failure_message(exchange) == "HTTP 307: redirects to https://Other.example/API?Key=A"
         connection.close()
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc", "shm"])
+@pytest.mark.parametrize("datatype", [*SAMPLE_TYPES])
+def test_an_empty_input_is_no_bytes_of_every_request(datatype: str, transport: Transport, tmp_path: Path) -> None:
+    """Written by the user in each of the forms, beside an input that varies, and alone."""
+    dtype = np.dtype("S1" if datatype == "BYTES" else SAMPLE_TYPES[datatype])
+    for sizes in ((2, 0), (0, 2), (0,)):
+        x = TensorSignature("x", datatype, (-1, *sizes))
+        y = TensorSignature("y", "FP32", (-1, 4))
+        np.savez(tmp_path / "x.npz", x=np.empty((3, *sizes), dtype), y=np.ones((3, 4), "f4"))
+        item = {"x": {"content": [], "shape": list(sizes)}, "y": [1, 2, 3, 4]}
+        (tmp_path / "x.json").write_text(json.dumps({"data": [item] * 3}))
+        for name in ("x.npz", "x.json"):
+            signature = Signature("m", (x, y), (y,))
+            write_given(tmp_path / name, signature, tmp_path / "out", "tensors")
+            given = read_inputs(tmp_path / "out", "tensors")
+            variation = find_variation(given, signature)
+            assert variation is not None
+            assert variation.name == "y"
+            request = prepare(transport, given, signature, (0, 1), variation)
+            assert request.payload_bytes == 2 * 4 * 4
+            (raw, _) = raw_tensors(given, signature, (0, 1))
+            assert (raw.shape, raw.data) == ((2, *sizes), b"")
+            alone = SampleInputs({"x": given.arrays["x"]}, "given")
+            assert find_variation(alone, Signature("m", (x,), (y,))) is None
+            assert prepare(transport, alone, Signature("m", (x,), (y,)), (0, 1)).payload_bytes == 0
+            assert alone.describe()["count"] == 3
+
+
+@pytest.mark.parametrize("datatype", [*NUMPY_TYPES])
+def test_values_for_an_empty_input_are_generated(datatype: str, tmp_path: Path) -> None:
+    tensor = TensorSignature("x", datatype, (-1, 2, 0))
+    write_synthetic(Signature("m", (tensor,), (tensor,)), tmp_path, "tensors", 0)
+    assert read_inputs(tmp_path, "tensors").take("x", (0, 1)).shape == (2, 2, 0)

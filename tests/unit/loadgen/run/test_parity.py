@@ -123,9 +123,19 @@ def test_the_same_nan_on_both_sides_is_no_agreement(value: float) -> None:
         case(both.copy(), both)
 
 
-def test_empty_answers_of_both_arms_are_no_agreement() -> None:
-    with pytest.raises(AnswerError, match="empty"):
-        case(np.zeros((2, 0)), np.zeros((2, 0)))
+@pytest.mark.parametrize("kind", ["tensor", "embedding", "logits", "labels", ""])
+def test_empty_answers_equal_empty_ones_and_no_others(kind: str) -> None:
+    """A detector that finds no boxes."""
+    for shape in ((2, 0), (2, 0, 4), (2, 3, 0)):
+        for dtype in ("f4", "i8", "O"):
+            parity_case = case(np.empty(shape, dtype), np.empty(shape, dtype), kind=kind)
+            assert (parity_case.ok, parity_case.max_abs, parity_case.cosine_min) == (True, 0.0, 1.0)
+    rules = tolerances_for({"y": "FP32"}, {"y": kind}, FP32)
+    empty, other = [{"y": np.empty((1, 0, 4), "f4")}], [{"y": np.ones((1, 2, 4), "f4")}]
+    for kept, answered in ((empty, other), (other, empty)):
+        for way in ("reference", "alone"):
+            with pytest.raises(AnswerError, match="shape"):
+                compare_answers("x", kept, answered, label="b", kind=way, rules=rules)
 
 
 def test_other_outputs_are_told() -> None:
