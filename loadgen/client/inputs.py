@@ -10,7 +10,7 @@ The user's own inputs are checked against the model's metadata and written as su
     FILE.json    perf_analyzer's --input-data: {"data": [{"INPUT": VALUES, …}, …]}; the steps of streams are items too
     FILE.jsonl   one item per line in the same form
     DIR          JPEG files; or, as perf_analyzer's --input-data DIR, one file per input with the values of one item
-                 (for BYTES a text of one element per line)
+                 (for BYTES a text of one element per line); other files there are passed over
 
 VALUES are a list of one item's values, {"content": [...], "shape": [...]} or {"b64": "..."} of the raw bytes; those of
 BYTES are each element after its length of four bytes in little-endian order. Items may differ in shape; nothing pads
@@ -23,9 +23,10 @@ import base64
 import hashlib
 import json
 import math
+import re
 import subprocess
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -75,6 +76,8 @@ Kind = Literal["npz", "json", "jsonl", "images", "raw files"]
 RANDOM_INPUTS = "random"
 """In place of a path: random values of the shapes in the server's metadata."""
 _JPEG = (".jpg", ".jpeg")
+_NOT_INPUTS = re.compile(r"\..*|Thumbs\.db|desktop\.ini|(README|LICEN[CS]E)(\..*)?", re.IGNORECASE)
+"""What other programs and people leave in a folder beside the inputs."""
 Items = list[dict[str, Array]]
 """The inputs of each item by name."""
 
@@ -410,10 +413,10 @@ def generated_shape(shape: Sequence[int]) -> Shape:
 def kind_of(path: Path) -> Kind:
     """What a path holds, by its name. Raises `InputError`."""
     if path.is_dir():
-        names = [entry for entry in path.iterdir() if entry.is_file() and not entry.name.startswith(".")]
+        names = [entry for entry in path.iterdir() if entry.is_file() and not _NOT_INPUTS.fullmatch(entry.name)]
         if not names:
             raise InputError(f"--inputs {path} holds no files; give JPEG files, or one file per input")
-        return "images" if all(entry.suffix.lower() in _JPEG for entry in names) else "raw files"
+        return "images" if 2 * sum(entry.suffix.lower() in _JPEG for entry in names) >= len(names) else "raw files"
     if not path.exists():
         raise InputError(f"--inputs {path} does not exist; give a folder, a file, or random")
     for kind in ("npz", "json", "jsonl"):
@@ -447,7 +450,8 @@ def write_given(path: Path, signature: Signature, directory: Path, payload: str)
             case "npz":
                 items = _read_npz(path, signature)
             case "raw files":
-                items = [_read_raw(path, signature)]
+                item, left = _read_raw(path, signature)
+                items, source = [item], source + (f" ({left} passed over)" if left else "")
             case "jsonl":
                 items = _read_lines(path, signature)
             case _:
@@ -528,16 +532,18 @@ def _of_npz(array: Array, tensor: TensorSignature) -> Array:
     return array
 
 
-def _read_raw(folder: Path, signature: Signature) -> dict[str, Array]:
-    _check_names([path.name for path in folder.iterdir() if path.is_file()], signature, "the folder")
-    item = {}
+def _read_raw(folder: Path, signature: Signature) -> tuple[dict[str, Array], str]:
+    """The item, and the names of what else is there: expected outputs lie beside perf_analyzer's inputs."""
+    taken = {tensor.name for tensor in signature.inputs if (folder / tensor.name).is_file()}
+    _check_names(taken, signature, "the folder")
+    item, left = {}, sorted(entry.name for entry in folder.iterdir() if entry.name not in taken)
     for tensor in signature.inputs:
-        if not (folder / tensor.name).is_file():
+        if tensor.name not in taken:
             continue  # an optional one, by `_check_names`
         content = read_inside(folder, tensor.name, MOST_INPUT_BYTES)
         values = _bytes_of(content.splitlines()) if tensor.datatype == "BYTES" else _from_buffer(content, tensor, "")
         item[tensor.name] = _shaped(values, None, tensor, "")
-    return item
+    return item, one_line(", ".join(left), 200)
 
 
 def _read_json(path: Path, signature: Signature) -> tuple[Items, str]:
@@ -593,7 +599,7 @@ def _item(content: object, signature: Signature, place: str) -> dict[str, Array]
     return {tensor.name: _values(content[tensor.name], tensor, f"{place}, ") for tensor in tensors}
 
 
-def _check_names(names: Sequence[str] | Mapping[str, object], signature: Signature, place: str) -> None:
+def _check_names(names: Collection[str], signature: Signature, place: str) -> None:
     expected = [tensor.name for tensor in signature.inputs]
     if missing := [name for name in expected if name not in names and name not in signature.optional]:
         raise InputError(f"{place} has no input {missing[0]}; the model takes {', '.join(expected)}")

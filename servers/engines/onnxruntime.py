@@ -48,7 +48,7 @@ from servers.engines.interface import Engine, EngineDescription, EngineError, ex
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.gpu.cuda_library import device_uuid
 from servers.gpu.info import MAX_CPU_TIME_RATIO
-from servers.models.files import for_library
+from servers.models.files import for_library, loadable_parts
 from servers.models.specification import ModelSpecification
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import Array, TensorSpec
@@ -107,7 +107,8 @@ class OnnxRuntimeEngine(Engine):
         self._mode = self._resolve_mode(index)
         try:
             providers = self._providers(index, graphs=self._mode == "graph")
-            session = ort.InferenceSession(for_library(path), self._session_options(index), providers=providers)
+            with loadable_parts(path) as whole:
+                session = ort.InferenceSession(for_library(whole), self._session_options(index), providers=providers)
         except Exception as exc:  # ORT's exceptions share no base but Exception
             reason = beyond_runtime(path, exc) or f"ONNX Runtime cannot load {path.name}: {ort_reason(exc)}"
             remedy = "; use mode session" if "graph capture" in str(exc) else ""
@@ -254,7 +255,8 @@ class OnnxRuntimeEngine(Engine):
         options = self._session_options(index)
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
-        session = ort.InferenceSession(for_library(self._file), options, providers=self._providers(index, graphs=False))
+        with loadable_parts(self._file) as whole:
+            session = ort.InferenceSession(for_library(whole), options, providers=self._providers(index, graphs=False))
         batch = random_inputs(self._specification, rows, 0, sizes)
         for _ in range(repeats):
             session.run([tensor.name for tensor in self._specification.outputs], as_strings(batch))

@@ -21,6 +21,7 @@ import numpy as np
 from servers.engines.onnxruntime import PRECISION_KEY, ort_reason
 from servers.export.manifest import ExportError
 from servers.export.parity import BATCHES, corpus_pixels
+from servers.models.files import load_onnx
 from servers.models.images import normalise
 from servers.models.items import jpeg_paths, valid_items
 from servers.models.specification import ModelSpecification
@@ -46,7 +47,7 @@ def quantise(specification: ModelSpecification, source: Path, path: Path) -> tup
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
     started_ns = time.perf_counter_ns()
-    model = onnx.load(source)
+    model = load_onnx(source)
     chosen = _quantised_nodes(model.graph)
     if not chosen:
         raise ExportError(

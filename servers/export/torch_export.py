@@ -22,6 +22,7 @@ from servers.engines.batches import random_inputs
 from servers.engines.interface import first_line
 from servers.engines.onnxruntime import PRECISION_KEY
 from servers.export.manifest import FUSED, JAX, OPSETS, STANDARD, ExportError, FileForm
+from servers.models.files import load_onnx
 from servers.models.specification import ModelSpecification
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def convert_to_fp16(source: Path, path: Path) -> float:
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     started_ns = time.perf_counter_ns()
-    model = onnx.load(source)
+    model = load_onnx(source)
     typed = bool(model.graph.value_info)  # torch's export names the type of every tensor, other exporters may not
     with quiet_exporter():
         model = convert_float_to_float16(

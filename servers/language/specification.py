@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from servers.language.weights import FileWeights, LanguageWeights, has_weights, parse_language_weights
+from servers.models.files import named_path
 from servers.models.specification import UnknownModelError, choose_from, served_name
 from servers.models.weights import RandomWeights
 
@@ -226,7 +227,7 @@ def _folder_of(reference: str) -> Path | None:
     try:
         folder = Path(name).expanduser()
         if (folder / "config.json").is_file():
-            return folder.resolve()
+            return named_path(folder)
     except OSError:  # a path that nobody may read, or that is too long
         return None
     if source != "transformers" or name.count("/") > 1:

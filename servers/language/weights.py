@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.files import parts_sha256
+from servers.models.files import named_path, parts_sha256
 from servers.models.weights import RandomWeights, WeightsError, parse_weights
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def parse_language_weights(option: str | None, default: LanguageWeights) -> Lang
             raise WeightsError(f"--weights {folder.name}: the folder has no .safetensors file")
         if pin and not (len(pin) == 64 and set(pin) <= set("0123456789abcdef")):
             raise WeightsError(f"--weights {option}: after @sha256: give 64 hexadecimal digits")
-        return FileWeights(folder.resolve(), pin or None)
+        return FileWeights(named_path(folder), pin or None)
     source = parse_weights(option)
     if isinstance(source, RandomWeights):
         return source

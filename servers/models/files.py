@@ -128,13 +128,80 @@ def _wrapped(exc: OSError, final: Path) -> FolderError:
 
 
 def onnx_parts(path: Path, model: Any = None) -> tuple[Path, ...]:
-    """The file itself and those with its external data, which may not exist. `model` is the file as it was loaded
-    without them. Raises what `onnx.load` raises."""
+    """The file itself and those with its external data, which may not exist: beside the path, or beside the file that
+    it links to. `model` is the file as it was loaded without them. Raises what `onnx.load` raises."""
     import onnx
 
     model = onnx.load(path, load_external_data=False) if model is None else model
     beside = {entry.value for tensor in _tensors(model) for entry in tensor.external_data if entry.key == "location"}
-    return (path, *(path.parent / name for name in sorted(beside)))
+    places = ((place, *(place.parent / name for name in sorted(beside))) for place in (path, path.resolve()))
+    named, real = places
+    return real if all(part.exists() for part in real) and not all(part.exists() for part in named) else named
+
+
+def named_path(text: str | Path) -> Path:
+    """The absolute path of a file that the user names, without following links: what lies beside it is looked for
+    beside this name, and its ending is that of this name. Hugging Face's cache has links to files named by a hash.
+    Only as far as `..` goes back are links followed."""
+    path = Path(text).expanduser().absolute()
+    if ".." not in path.parts:
+        return path
+    end = len(path.parts) - path.parts[::-1].index("..")
+    return Path(*path.parts[:end]).resolve().joinpath(*path.parts[end:])
+
+
+def in_one_place(parts: tuple[Path, ...]) -> bool:
+    """Whether the files that the parts of an ONNX model are, or link to, lie together: ONNX Runtime refuses weights
+    outside the folder of the model's file."""
+    model, *data = (part.resolve() for part in parts)
+    return all(part.is_relative_to(model.parent) for part in data)
+
+
+def place_parts(parts: tuple[Path, ...], folder: Path, name: str) -> None:
+    """Put the parts of an ONNX model into a folder, the file itself under this name: as links if they lie together,
+    else as files. Raises `OSError`."""
+    together, origin = in_one_place(parts), parts[0].parent
+    for part in parts:
+        place = folder / (name if part is parts[0] else part.relative_to(origin))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if together:
+            place.symlink_to(part.absolute())
+            continue
+        try:
+            os.link(part.resolve(), place)
+        except OSError:  # another file system, or another owner's file
+            shutil.copyfile(part, place)
+
+
+@contextmanager
+def loadable_parts(path: Path) -> Iterator[Path]:
+    """An ONNX file that ONNX Runtime can load with its external data: the user's, unless the parts are links to several
+    folders, then a copy for as long as the block lasts. Raises what `onnx.load` raises."""
+    linked = any(map(Path.is_symlink, (path, *path.parent.iterdir())))
+    parts = onnx_parts(path) if linked else (path,)  # reading the whole model takes a while
+    if in_one_place(parts):
+        yield parts[0]
+        return
+    with tempfile.TemporaryDirectory(prefix="abserve-onnx-") as folder:
+        place_parts(parts, Path(folder), path.name)
+        yield Path(folder) / path.name
+
+
+def load_onnx(path: Path) -> Any:
+    """An ONNX model with its external data, which may be links: `onnx.load` refuses those."""
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    folder = onnx_parts(path, model)[0].parent
+    for tensor in _tensors(model):
+        about = {entry.key: entry.value for entry in tensor.external_data}
+        if "location" in about:
+            with (folder / about["location"]).open("rb") as file:
+                file.seek(int(about.get("offset", 0)))
+                tensor.raw_data = file.read(int(about.get("length", -1)))
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+    return model
 
 
 def parts_sha256(parts: tuple[Path, ...]) -> str:

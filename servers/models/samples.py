@@ -71,6 +71,9 @@ def _write_images(specification: ModelSpecification, folder: Path, images: Path 
     document = _document(specification, "photographs" if images is None else "given", len(paths))
     if images is None:
         document["credits"] = credits_text()
+    else:
+        left = sorted({entry.name for entry in images.iterdir()} - {path.name for path in paths})
+        document["source"] = images.absolute().name + (f" ({', '.join(left)[:200]} passed over)" if left else "")
     digest = hashlib.sha256(repr((document, preprocessing)).encode())
     for path in paths:
         digest.update(path.name.encode() + bytes.fromhex(file_sha256(path)))
@@ -97,7 +100,8 @@ def _write_images(specification: ModelSpecification, folder: Path, images: Path 
 def _jpegs(folder: Path) -> Sequence[Path]:
     if not folder.is_dir():
         raise SamplesError(f"--images {folder}: no such folder")
-    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".jpg", ".jpeg"))
+    # Hidden ones are what other systems keep beside a picture: macOS writes ._NAME.jpg.
+    paths = sorted(path for path in folder.glob("[!.]*") if path.suffix.lower() in (".jpg", ".jpeg"))
     if not paths:
         raise SamplesError(f"--images {folder}: no .jpg or .jpeg files in it")
     inside = folder.resolve()

@@ -310,6 +310,10 @@ class _Trial:
             try:
                 batches[count] = self.run(_slice(rows, 0, count))
             except Exception as exc:
+                if "padding token" in str(exc):  # as decoders of transformers put it
+                    raise ValueError(
+                        f"the module fails on {count} items ({_first_line(exc)}); set its config.pad_token_id"
+                    ) from exc
                 raise ValueError(
                     f"the module takes one item and fails on {count} ({_first_line(exc)}); servers merge requests, so "
                     "forward must take any number of items: use x.shape[0] or -1 in place of a fixed batch size"

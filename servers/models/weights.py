@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.files import for_library, onnx_parts, parts_sha256
+from servers.models.files import for_library, named_path, onnx_parts, parts_sha256
 
 if TYPE_CHECKING:
     import torch
@@ -126,9 +126,10 @@ def parse_weights(option: str | None, default: str = "random:0") -> WeightsSourc
         if not path.is_file():
             close = get_close_matches(path.name, [file.name for file in path.parent.glob("*")], n=1)
             raise WeightsError(f"--weights {name}: no such file{f'; did you mean {close[0]}?' if close else ''}")
+        named = named_path(path)
         if revision is not None:
             raise WeightsError(f"--weights {text}: a file has no revision; pin it with @sha256: and its hash")
-        return CheckpointWeights(path.resolve(), sha256)
+        return CheckpointWeights(named if named.suffix else named.resolve(), sha256)
     if not name:
         raise WeightsError("--weights is empty: give random:SEED, a pretrained tag or a checkpoint file")
     if "@" in name:

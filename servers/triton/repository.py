@@ -32,6 +32,7 @@ from typing import Any
 from servers.cli.defaults import MAX_QUEUE_DELAY_US, OptionError, chosen_tuning
 from servers.engines.processors import openmp_spinning
 from servers.engines.settings import SPINS, EngineSettings
+from servers.models.files import onnx_parts, place_parts
 from servers.models.images import DecodingSettings
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.specification import ModelSpecification
@@ -189,8 +190,9 @@ def _place_native(models: Path, model: PlacedModel, serving: Serving) -> None:
     folder = models / serving.name(executed)
     write_model(folder, config, {})
     artefact = folder / "1" / artefact_name(executed, backend.suffix)
-    if not artefact.is_symlink():  # JPEG and UINT8 execute the same file
-        artefact.symlink_to(model.artefact.absolute())
+    if not artefact.exists():  # JPEG and UINT8 execute the same file
+        parts = onnx_parts(model.artefact) if model.artefact == executed.file else (model.artefact,)
+        place_parts(parts, artefact.parent, artefact.name)
     if specification.decodes_to is not None:
         name = serving.name(specification)
         decoding = serving.decoding

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, get_args
 
 import numpy as np
 
-from servers.models.files import file_sha256
+from servers.models.files import file_sha256, named_path
 from servers.models.items import random_items, valid_items
 from servers.models.modules import load_strictly, option_of, read_state, ready
 from servers.models.specification import (
@@ -63,7 +63,7 @@ def specify(reference: str) -> ModelSpecification | None:
     match = _REFERENCE.fullmatch(reference)
     if match is None:
         return None
-    path = Path(match["file"]).expanduser().resolve()
+    path = named_path(match["file"])
     make = _function(path, match["function"])
     label = f"{path.name}:{match['function']}"
     model = _call(make, path, label, 0)
@@ -126,9 +126,9 @@ def _executed(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look the module up
-    folder = str(path.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # the file may import its neighbours; last, so that none hides an installed package
+    for folder in (str(path.parent), str(path.resolve().parent)):  # beside a link, and beside the file
+        if folder not in sys.path:
+            sys.path.append(folder)  # the file may import its neighbours; last, so that none hides an installed package
     spec.loader.exec_module(module)
     return module
 

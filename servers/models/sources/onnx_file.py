@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.files import onnx_parts, parts_sha256
+from servers.models.files import named_path, onnx_parts, parts_sha256
 from servers.models.specification import Axis, ModelSpecification, UnknownModelError, served_name
 from servers.models.weights import WeightsError, WeightsSource
 from servers.protocol.tensors import TensorSpec
@@ -38,7 +38,7 @@ def specify(reference: str) -> ModelSpecification | None:
     """The specification of a file. Raises `UnknownModelError` for one that cannot be read or takes no batches."""
     if not takes(reference):
         return None
-    path = Path(reference).expanduser().resolve()
+    path = named_path(reference)
     model = _model(path)
     graph = model.graph
     weights = {value.name for value in graph.initializer}

@@ -7,6 +7,7 @@ configuration) with `logits`. A folder's own weights are the default ones.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from servers.models.files import file_sha256
+from servers.models.files import file_sha256, named_path
 from servers.models.modules import (
     fill_zero_weights,
     hub_file,
@@ -90,7 +91,7 @@ def specify(name: str) -> ModelSpecification | None:
                 "--local-dir DIR, and give DIR"
             )
         return None
-    path = Path(name).expanduser().resolve()
+    path = named_path(name)
     if path.name == "config.json":
         path = path.parent
     _refuse_own_code(path)
@@ -134,6 +135,8 @@ def _specification(config: Any, **fields: Any) -> ModelSpecification:
             "FILE.py"
         )
     classifier = any("ForSequenceClassification" in architecture for architecture in config.architectures or ())
+    if classifier:
+        _check_padding(config, title)
     pad, largest = config.pad_token_id or 0, largest if isinstance(largest, int) and largest > 0 else 512
     if config.model_type in _TYPES_FROM_PADDING:
         largest -= pad + 1
@@ -164,6 +167,24 @@ def _specification(config: Any, **fields: Any) -> ModelSpecification:
         load_module=partial(_load, config, classifier, title, fields.get("find_pretrained")),
         **fields,
     )
+
+
+def _check_padding(config: Any, title: str) -> None:
+    """Raises `UnknownModelError` for a decoder that cannot tell which token of an item is the last."""
+    import transformers
+
+    classes = transformers.AutoModelForSequenceClassification._model_mapping  # type: ignore[attr-defined]
+    if type(config) not in classes or "pad_token_id" not in inspect.getsource(classes[type(config)].forward):
+        return
+    pad = config.pad_token_id
+    if pad is None or not 0 <= pad < config.vocab_size:
+        ends = getattr(config, "eos_token_id", None)
+        example = ends if isinstance(ends, int) and 0 <= ends < config.vocab_size else "ID"
+        fault = "names no padding token" if pad is None else f"has the padding token {pad}, outside its vocabulary"
+        raise UnknownModelError(
+            f"{title} classifies the last token before the padding, and its configuration {fault}; write "
+            f'"pad_token_id": {example} into its config.json'
+        )
 
 
 def _weights_of(path: Path) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from servers.models.files import named_path
 from servers.models.sources import onnx_file
 from servers.models.specification import ModelSpecification, UnknownModelError
 from servers.protocol.tensors import TensorSpec
@@ -26,7 +27,7 @@ def specify(reference: str) -> ModelSpecification | None:
     """The specification of a folder. Raises `UnknownModelError` for a model without an ONNX file."""
     if not takes(reference):
         return None
-    folder = Path(reference).expanduser().resolve()
+    folder = named_path(reference)
     config = read_config(folder)
     specification = onnx_file.specify(str(_file(folder, config)))
     assert specification is not None

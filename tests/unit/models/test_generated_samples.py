@@ -80,11 +80,13 @@ def test_a_users_pictures_are_resized_as_the_corpus_is(tmp_path: Path) -> None:
     (own / "b.JPG").write_bytes(jpeg_paths()[1].read_bytes())
     (own / "a.jpeg").write_bytes(jpeg_paths()[0].read_bytes())
     (own / "notes.txt").touch()
+    (own / "._a.jpeg").write_bytes(b"of macOS")
     model = get_base("torchvision:resnet18")
     write_samples(model, tmp_path / "corpus")
     write_samples(model, tmp_path / "given", images=own)
     document = json.loads((tmp_path / "given/samples.json").read_text())
     assert (document["kind"], document["count"], "credits" in document) == ("given", 2, False)
+    assert document["source"] == "own (._a.jpeg, notes.txt passed over)"
     expected = np.load(tmp_path / "corpus/pixel_values.fp32.npy")[:2]
     np.testing.assert_array_equal(np.load(tmp_path / "given/pixel_values.fp32.npy"), expected)
     (own / "b.JPG").write_bytes(b"no picture")

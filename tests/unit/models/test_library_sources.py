@@ -258,6 +258,20 @@ def test_a_folder_of_transformers_is_served_with_its_own_weights(folders: Path) 
         classifier.load_module(parse_weights(encoder.default_weights))
 
 
+def test_a_folder_of_links_to_blobs_is_served_with_its_weights(folders: Path, tmp_path: Path) -> None:
+    """As Hugging Face's cache holds a model: the files' names and endings are those of the links."""
+    (tmp_path / "snapshot").mkdir()
+    for number, file in enumerate(sorted((folders / "Tiny-BERT").iterdir())):
+        (tmp_path / f"blob{number}").write_bytes(file.read_bytes())
+        (tmp_path / "snapshot" / file.name).symlink_to(f"../blob{number}")
+    (tmp_path / "latest").symlink_to("snapshot")
+    for name in ("snapshot", "latest", "snapshot/config.json"):
+        specification = get_base(str(tmp_path / name))
+        weights = pin(parse_weights(specification.default_weights), None)
+        assert weights.label.startswith("checkpoint model.safetensors, SHA-256 ")
+        specification.load_module(weights)
+
+
 def test_padding_does_not_change_the_answers_of_real_tokens(folders: Path) -> None:
     for name in ("Tiny-BERT", "roberta"):
         specification = get_base(str(folders / name))
@@ -380,3 +394,28 @@ def test_a_known_type_needs_no_code_though_its_folder_names_some(tmp_path: Path)
     config = transformers.DistilBertConfig(vocab_size=30, dim=8, n_heads=2, n_layers=1, hidden_dim=8)
     (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "auto_map": {"AutoConfig": "own.Own"}}))
     assert [one.name for one in get_specification(str(tmp_path)).inputs] == ["input_ids", "attention_mask"]
+
+
+DECODERS = {
+    "gpt2": {"vocab_size": 99, "n_embd": 32, "n_layer": 1, "n_head": 2, "eos_token_id": 7},
+    "llama": {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "intermediate_size": 64, "eos_token_id": [5, 7]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("pad", [None, -1, 99])
+def test_a_classifier_of_the_last_token_needs_a_padding_token(tmp_path: Path, kind: str, pad: int | None) -> None:
+    architecture = {"gpt2": "GPT2", "llama": "Llama"}[kind] + "ForSequenceClassification"
+    config = {"model_type": kind, "architectures": [architecture], **DECODERS[kind], "pad_token_id": pad}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    example = {"gpt2": '"pad_token_id": 7 into', "llama": '"pad_token_id": ID into'}[kind]
+    with pytest.raises(UnknownModelError, match=example):
+        get_base(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "pad_token_id": 7}))
+    specification = get_base(str(tmp_path))
+    module = specification.load_module(RandomWeights(0))
+    assert answers(module, *arguments(specification, [4, 9])).shape == (2, 2)
+    encoder = tmp_path / "encoder.json"
+    encoder.write_text(json.dumps({**config, "architectures": [], "pad_token_id": None}))
+    assert [tensor.name for tensor in get_base(str(encoder)).outputs] == ["last_hidden_state"]

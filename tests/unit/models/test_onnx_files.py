@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from servers.engines.factory import build_engine
+from servers.engines.settings import EngineSettings
 from servers.export.artefacts import users_manifest
+from servers.models.files import load_onnx, onnx_parts, place_parts
 from servers.models.sources import onnx_file
 from servers.models.specification import UnknownModelError
-from servers.models.weights import CheckpointWeights, WeightsError, pin, verify
+from servers.models.weights import CheckpointWeights, WeightsError, parse_weights, pin, verify
 
 PLACES = ("initializer", "constant", "subgraph", "function", "sparse")
 
@@ -121,3 +126,52 @@ def test_a_type_that_the_protocol_lacks_is_named_with_the_remedy(tmp_path: Path,
         onnx_file.specify(str(tmp_path / "m.onnx"))
     assert f"m.onnx: odd is {words}, which the protocol does not have; " in str(refused.value)
     assert remedy in str(refused.value)
+
+
+def linked(tmp_path: Path, layout: str) -> Path:
+    """A product of x with external weights, as a link named model.onnx: in Hugging Face's cache, beside weights that
+    are no link, to a file with its weights beside it, and through a link to the folder."""
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots/1"
+    for place in (blobs, folder):
+        place.mkdir(parents=True)
+    weights = numpy_helper.from_array(np.arange(9, dtype="f4").reshape(3, 3), "w")
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", values[:1], values[1:], [weights])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
+    onnx.save(model, blobs / "aaaa", save_as_external_data=True, location="ext.data", size_threshold=0)
+    (folder / "model.onnx").symlink_to("../../blobs/aaaa")
+    if layout == "hub":
+        (folder / "ext.data").symlink_to((blobs / "ext.data").rename(blobs / "bbbb"))
+    elif layout == "beside the link":
+        (blobs / "ext.data").rename(folder / "ext.data")
+    elif layout == "folder":
+        (tmp_path / "latest").symlink_to("blobs")
+        (blobs / "aaaa").rename(blobs / "model.onnx")
+        return tmp_path / "latest/model.onnx"
+    return folder / "model.onnx"
+
+
+@pytest.mark.parametrize("layout", ["hub", "beside the link", "beside the file", "folder"])
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_model_behind_links_is_loaded_under_its_own_name(
+    tmp_path: Path, layout: str, relative: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = linked(tmp_path, layout)
+    monkeypatch.chdir(path.parent)
+    specification = onnx_file.specify(os.path.relpath(path, Path.cwd()) if relative else str(path))
+    assert specification is not None
+    assert (specification.title, specification.name) == ("model.onnx", "model")
+    weights = pin(parse_weights(str(path)), None)
+    assert isinstance(weights, CheckpointWeights)
+    assert specification.file is not None
+    assert users_manifest(specification, weights, specification.file).sha256 == weights.sha256
+    engine = build_engine(specification, weights, EngineSettings("onnxruntime", device="cpu", threads=1), path)
+    engine.load()
+    x = np.ones((2, 3), "f4")
+    np.testing.assert_array_equal(engine.infer({"x": x})["y"], x @ np.arange(9, dtype="f4").reshape(3, 3))
+    engine.close()
+    assert load_onnx(path).graph.initializer[0].raw_data == np.arange(9, dtype="f4").tobytes()
+    placed = tmp_path / "repository/1"
+    place_parts(onnx_parts(path), placed, "served.onnx")
+    session = ort.InferenceSession(placed / "served.onnx")
+    np.testing.assert_array_equal(session.run(None, {"x": x})[0], x @ np.arange(9, dtype="f4").reshape(3, 3))

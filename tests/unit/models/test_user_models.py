@@ -379,3 +379,19 @@ def test_values_of_a_users_module_that_its_datatype_cannot_hold(
     )
     with pytest.raises(UnknownModelError, match=f"cannot hold|that {datatype} cannot hold"):
         get_base(f"{tmp_path / 'm.py'}:m")
+
+
+@pytest.mark.parametrize("beside", ["link", "file"])
+def test_a_file_behind_a_link_imports_what_lies_beside_either(tmp_path: Path, beside: str) -> None:
+    folders = {name: tmp_path / name for name in ("link", "file")}
+    for folder in folders.values():
+        folder.mkdir()
+    (folders["file"] / "blob").write_text(
+        "import torch\nfrom neighbour_BESIDE import WIDTH\n".replace("BESIDE", beside)
+        + "def build(): return torch.nn.Linear(WIDTH, 2)\nsample = torch.ones(1, WIDTH)\n"
+    )
+    (folders["link"] / "mine.py").symlink_to("../file/blob")
+    (folders[beside] / f"neighbour_{beside}.py").write_text("WIDTH = 5\n")
+    specification = get_specification(f"{folders['link']}/mine.py:build")
+    assert (specification.inputs[0].item_shape, specification.name) == ((5,), "mine_build")
+    assert specification.load_module(parse_weights(specification.default_weights)) is not None

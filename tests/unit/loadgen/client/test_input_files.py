@@ -11,7 +11,7 @@ import pytest
 
 from loadgen.client.bodies import choose_items, prepare_body
 from loadgen.client.endpoint import Signature, TensorSignature
-from loadgen.client.inputs import InputError, SampleInputs, kind_of, read_inputs, write_given
+from loadgen.client.inputs import InputError, SampleInputs, image_folder, kind_of, read_inputs, write_given
 
 SIGNATURE = Signature(
     "m",
@@ -181,6 +181,36 @@ def test_a_folder_of_raw_files_is_one_item(tmp_path: Path) -> None:
     for name in ("ids", "scale", "word"):
         (folder / name).unlink()
     assert kind_of(folder) == "images"
+
+
+BESIDE = (".DS_Store", "._ids", "Thumbs.db", "README.md", "y", "validation")
+"""A hidden file, other systems' files, an expected output of perf_analyzer's layout; the last is a folder."""
+
+
+def test_what_lies_beside_raw_files_is_passed_over_and_noted(tmp_path: Path) -> None:
+    folder = tmp_path / "raw"
+    (folder / "validation").mkdir(parents=True)
+    for name, content in {"ids": b"\4" + bytes(7), "scale": bytes(8), "word": b"one\n"}.items():
+        (folder / name).write_bytes(content)
+    for name in BESIDE[:-1]:
+        (folder / name).write_bytes(b"\0\1")
+    inputs = given(folder, None, tmp_path)
+    same(inputs, 0, [4], [0, 0], b"one")
+    source = str(inputs.about["source"])
+    assert source.startswith("raw (")
+    assert all(name in source for name in BESIDE)
+    (folder / "scale").unlink()
+    with pytest.raises(InputError, match="the folder has no input scale"):
+        given(folder, None, tmp_path)
+
+
+@pytest.mark.parametrize("beside", [*BESIDE[:-1], "._a.jpg"])
+def test_a_folder_of_pictures_may_hold_other_files(tmp_path: Path, beside: str) -> None:
+    for name in ("a.jpg", "b.JPEG", beside):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "raw").mkdir()
+    assert kind_of(tmp_path) == "images"
+    assert image_folder(str(tmp_path)) == tmp_path
 
 
 def test_items_of_different_shapes_never_share_a_request(tmp_path: Path) -> None:
