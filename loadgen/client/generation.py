@@ -276,7 +276,7 @@ class StreamedAnswer:
                 return f"{reason} (after {progress})" if self.output_tokens else reason
         if self.torn:
             return f"the stream ended inside an event after {progress}"
-        if self.output_tokens == asked or (of_any_length and self.output_tokens):
+        if self.output_tokens == asked or (of_any_length and (self.output_tokens or self.hidden_tokens)):
             return None
         if self.usage_tokens > 0 and not self.chunks:
             return f"the server counts {self.usage_tokens:,} tokens and sent neither text nor ids"
@@ -482,6 +482,8 @@ class _AnswerReading:
             answer.counted = BY_IDS
         elif parts and total > 0:
             self._count_by_usage(total)
+        elif total > 0:  # a short answer may be all thoughts
+            answer.hidden_tokens = min(self._thoughts, total)
         elif parts and self._words:
             answer.counted, answer.ids = BY_WORDS, self._words
             for part in parts:

@@ -12,7 +12,8 @@ request fell due, chunk j at aⱼ with kⱼ tokens, n = Σ kⱼ, and J the last 
 An answer of several tokens that comes in one chunk shows none of these but its time: when its first token was there is
 not known. Of an answer with tokens that were counted and not streamed the pace is not known. If more than
 `MOST_UNKNOWN` of a block's answers lack a value, the block has no such figure (`why_unknown`): the mean of the others
-would be that of another kind of answer.
+would be that of another kind of answer. It has none either where the first read of most answers brings several events,
+as through a proxy with a buffer: now and then a late client joins two, and nearly always somebody holds them back.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ TOKEN_SAMPLE_DTYPE = np.dtype(
         ("prompt_asked", "<i8"),  # tokens of the prompt that was sent
         ("output_tokens", "<i8"),  # tokens that arrived
         ("chunks", "<i8"),  # chunks with tokens
+        ("first_events", "<i8"),  # events that the first chunk brought
         ("hidden_tokens", "<i8"),  # tokens that the server counted and did not stream
         ("ttft_ms", "<f8"),  # until the first chunk, also where that is the whole answer
         ("tpot_ms", "<f8"),
@@ -47,6 +49,9 @@ MOST_TOKENS = 2**28
 """More tokens in one block are a damaged file."""
 MOST_UNKNOWN = 0.1
 """Share of a block's answers that may lack a value."""
+MOST_HELD_BACK = 0.5
+"""Share of a block's answers whose first read may bring several events. A load generator that waits for a core joins
+some, too."""
 LEAST_GOOD = 0.5
 """Good answers that a block without any counts."""
 NO_GAPS = np.empty(0)
@@ -105,6 +110,7 @@ def _add_chunks(wide: Samples, events: Samples) -> None:
     streamed_ms = (at_ns[lasts] - at_ns[firsts]) / NS_PER_MS
     several = chunks > 1
     wide["output_tokens"][owners], wide["chunks"][owners] = counts, chunks
+    wide["first_events"][owners] = events["events"][firsts]
     wide["ttft_ms"][owners] = (at_ns[firsts] - wide["intended_ns"][owners]) / NS_PER_MS
     wide["tpot_ms"][owners[several]] = streamed_ms[several] / after_first[several]
     wide["worst_gap_ms"][owners[several]] = np.maximum.reduceat(gaps_ms, firsts)[several]
@@ -133,24 +139,23 @@ def _known(answered: Samples, column: str) -> npt.NDArray[np.bool_]:
     return ~lacks
 
 
+def _why_unknown(answered: Samples, column: str) -> str | None:
+    if not len(answered):
+        return None
+    if float(in_one_piece(answered).mean()) > MOST_UNKNOWN:
+        return "its answers arrive in one piece, so the server or a proxy before it holds the tokens back"
+    if float((answered["first_events"] > 1).mean()) > MOST_HELD_BACK:
+        return "its events arrive several at a time, so the server or a proxy before it holds the tokens back"
+    if float((~_known(answered, column)).mean()) > MOST_UNKNOWN:
+        return "its server counts tokens that it does not stream"
+    if column != "ttft_ms" and np.isnan(answered[column]).all():
+        return "its answers have one token each"
+    return None
+
+
 def why_unknown(column: str) -> Callable[[Samples], str | None]:
     """The function that says why a block of one arm has no figure of a column; None if it has one, or no answer."""
-
-    def reason(samples: Samples) -> str | None:
-        answered = _answered(samples)
-        lacking = ~_known(answered, column)
-        if not len(answered):
-            return None
-        if float(lacking.mean()) > MOST_UNKNOWN:
-            pieces = in_one_piece(answered)
-            if float(pieces.mean()) > MOST_UNKNOWN:
-                return "its answers arrive in one piece, so the server or a proxy before it holds the tokens back"
-            return "its server counts tokens that it does not stream"
-        if column != "ttft_ms" and np.isnan(answered[column]).all():
-            return "its answers have one token each"
-        return None
-
-    return reason
+    return lambda samples: _why_unknown(_answered(samples), column)
 
 
 def values_of(column: str) -> Callable[[Samples], Values]:
@@ -158,22 +163,20 @@ def values_of(column: str) -> Callable[[Samples], Values]:
 
     def values(samples: Samples) -> Values:
         answered = _answered(samples)
-        known = _known(answered, column)
-        if len(known) and float(known.mean()) < 1.0 - MOST_UNKNOWN:
+        if _why_unknown(answered, column) is not None:
             return NO_GAPS
-        measured = np.asarray(answered[column][known], dtype=np.float64)
+        measured = np.asarray(answered[column][_known(answered, column)], dtype=np.float64)
         return measured[~np.isnan(measured)]
 
     return values
 
 
 def gaps_ms(samples: Samples) -> Values:
-    """The gaps between the tokens of all answers together; none where too many came in one piece."""
+    """The gaps between the tokens of all answers together; none where they are not known."""
     answered = _answered(samples)
-    pieces = in_one_piece(answered)
-    if len(pieces) and float(pieces.mean()) > MOST_UNKNOWN:
+    if _why_unknown(answered, "worst_gap_ms") is not None:
         return NO_GAPS
-    return np.concatenate([NO_GAPS, *answered["gaps_ms"][~pieces].tolist()])
+    return np.concatenate([NO_GAPS, *answered["gaps_ms"][~in_one_piece(answered)].tolist()])
 
 
 def tokens_per_chunk(samples: Samples) -> Values:

@@ -98,6 +98,8 @@ class TokenTotals(Record, frozen=True, kw_only=True):
     """Tokens that the server counted and did not stream."""
     in_one_piece: int = 0
     """Answers of several tokens that came with one read."""
+    held_back: int = 0
+    """Other answers whose first read brought several events."""
     events: int = 0
     """Events with a part of an answer."""
     steps: int | None = None
@@ -268,6 +270,7 @@ def _count(samples: Samples, answers: Samples, events: Samples, *, reads_text: b
         "ids_known": long_enough,
         "repeating": long_enough & (answers["distinct"] < LEAST_DISTINCT * tokens),
         "in_one_piece": in_one_piece(samples),
+        "held_back": (samples["first_events"] > 1) & ~in_one_piece(samples),
         "good": is_good,
     }
     return {name: int(mask.sum()) for name, mask in masks.items()} | {

@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 from loadgen.metrics.breakdown import contradictions_of
 from loadgen.metrics.facts import Facts, WorkloadFacts, workload_scope
-from loadgen.metrics.tokens import MOST_UNKNOWN
+from loadgen.metrics.tokens import MOST_HELD_BACK, MOST_UNKNOWN
 from loadgen.probes.tokens_analysis import (
     LEAST_DISTINCT,
     LEAST_TOKENS,
@@ -27,6 +27,7 @@ from loadgen.probes.tokens_analysis import (
     wrong_answers,
 )
 from loadgen.quantities import counted, do_not, join, number, share
+from loadgen.records.payloads import is_language
 from loadgen.records.probes import TokensCompared
 from loadgen.records.run import TEXT_TRANSPORTS, Label, shown
 from loadgen.verdict.checks.registry import Find, Judgement, Severity, check, per_load
@@ -247,7 +248,7 @@ def tokens_agree(facts: Facts) -> Iterator[Judgement]:
     run = facts.run
     texts = {arm.label for arm in run.experiment.arms if run.experiment.transport_of(arm) in TEXT_TRANSPORTS}
     loads = [(workload, loaded) for workload in run.experiment.workloads if (loaded := loaded_arms(run, workload))]
-    if loads and not run.has_records_of(TokensCompared):
+    if loads and not (run.has_records_of(TokensCompared) and is_language(run.experiment.model)):
         yield Judgement(None, "abserve does not know the model, so it has no reference", severity="warns")
         return
     for workload, loaded in loads:
@@ -410,21 +411,28 @@ def chunk_sizes(totals: Sequence[TokenTotals]) -> Judgement:
 
 
 @check(
-    "answers arrive piece by piece",
-    "Answers of an arm arrive in one piece",
+    "tokens arrive as they are made",
+    "The tokens of an arm are held back",
     "warns",
-    "Turn buffering off in the proxy before that server (nginx: proxy_buffering off) or in the server itself: when a "
-    "token was made is not known, so that arm has no TTFT, no TPOT and no gaps. Tokens/s and the time per answer hold.",
+    "Turn buffering off in the proxy before that server (nginx: proxy_buffering off; HAProxy: option http-no-delay) or "
+    "in the server; if the load generator waited for a core, give it one. When a token was made is not known, so that "
+    "arm has no TTFT, no TPOT and no gaps. Tokens/s and the time per answer hold.",
     threshold=MOST_UNKNOWN,
     language=True,
 )
 @per_totals
-def answers_in_pieces(totals: Sequence[TokenTotals]) -> Judgement:
-    parts = {total.label: _share(total.in_one_piece, total.answers) for total in totals}
-    worst = max(parts.values())
-    whole = [label for label, part in parts.items() if part > MOST_UNKNOWN]
-    detail = join([f"{share(parts[label])} of the answers of {shown(label)}" for label in whole or parts])
-    return Judgement(not whole, f"{detail} came with one read", worst, arms=tuple(whole))
+def tokens_held_back(totals: Sequence[TokenTotals]) -> Judgement:
+    """Where answers arrive in one piece, or the first read of most of them brings several events, somebody waits."""
+    texts: dict[Label, str] = {}
+    for total in totals:
+        whole, several = (_share(count, total.answers) for count in (total.in_one_piece, total.held_back))
+        if whole > MOST_UNKNOWN:
+            texts[total.label] = f"{share(whole)} of the answers of {shown(total.label)} came with one read"
+        elif several > MOST_HELD_BACK:
+            texts[total.label] = f"{share(several)} of {shown(total.label)}'s answers begin with several events at once"
+    worst = max(_share(total.in_one_piece, total.answers) for total in totals)
+    detail = "; ".join(texts.values()) or f"at most {share(worst)} of an arm's answers came with one read"
+    return Judgement(not texts, detail, worst, arms=tuple(texts))
 
 
 @check(

@@ -267,6 +267,10 @@ def test_thoughts_that_are_counted_and_not_streamed() -> None:
     visible = [chat(content="abcd")] * 14
     hidden = streamed(*visible, final(64, reasoning_tokens=50))
     assert (hidden.hidden_tokens, tokens(hidden), hidden.fault(64)) == (50, [51, *[1] * 13], None)
+    short = streamed(chat(role="assistant"), final(2, reasoning_tokens=2), "[DONE]")
+    assert (short.fault(2, of_any_length=True), short.fault(2) is None) == (None, False), (
+        "it warms up, and shows nothing"
+    )
     streams = streamed(*[chat(reasoning="abcd")] * 50, *visible, final(64, reasoning_tokens=50))
     assert (streams.hidden_tokens, tokens(streams)) == (0, [1] * 64)
     inline = streamed(chat(content="<think>"), *[chat(content="abcd")] * 63, final(64, reasoning_tokens=50))

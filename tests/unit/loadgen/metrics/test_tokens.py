@@ -102,6 +102,19 @@ def test_answers_in_one_piece_say_nothing_of_their_tokens(name: str) -> None:
     assert measured("answer_time", [AT_ONCE] * 3) == pytest.approx(50.0)
 
 
+@pytest.mark.parametrize("name", ["ttft", "tpot", "worst_gap_p90", "gap_p50"])
+def test_tokens_that_somebody_holds_back_have_no_times(name: str) -> None:
+    """A proxy joins the first events of most answers; a late client those of a few, which count with their read."""
+    samples, events, answers = streamed_arrays([STEADY] * 80, 4)
+    firsts = np.flatnonzero(np.diff(events["sample"].astype(np.int64), prepend=-1))
+    for joined, is_known in ((firsts[:30], True), (firsts[:60], False)):
+        events["events"] = 1
+        events["events"][joined] = 3
+        wide = with_tokens(samples, events, answers)
+        assert (METRICS[name].measure(wide, load()) is not None) == is_known
+        assert (METRICS[name].reason(wide, load()) is None) == is_known
+
+
 def test_answers_of_one_token_have_a_first_token_and_no_pace() -> None:
     assert measured("ttft", [[(50.0, 1)]] * 3, load(tokens=1)) == pytest.approx(50.0)
     assert measured("tpot", [[(50.0, 1)]] * 3, load(tokens=1)) is None
