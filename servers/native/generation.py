@@ -25,7 +25,7 @@ from servers.native.errors import (
     http_status,
     shutting_down,
 )
-from servers.native.http import Application, HttpFrontEnd, HttpServerConnection
+from servers.native.http import CONTINUE, Application, HttpFrontEnd, HttpServerConnection
 from servers.native.http_parser import STATUS_LINES, HttpRequest, HttpResponse, RequestHead, json_response
 from servers.native.inference import ModelService, ServedModels
 from servers.native.interface import ApplyStatus, FrontEndOpened, ModelStatus
@@ -93,13 +93,14 @@ class GenerationLink(asyncio.Protocol):
         """Tell the engine that clients are answered now."""
         self._send(Control(next(self._numbers), FrontEndOpened()))
 
-    def submit(self, sink: AnswerSink, request: TokenRequest, received_ns: int) -> int:
-        """Queue a checked request; returns its number. Raises `UnavailableError`."""
+    def submit(self, sink: AnswerSink, request: TokenRequest, received_ns: int, client: str = "") -> int:
+        """Queue a checked request; returns its number. `client` is its address where its requests are limited, else
+        empty. Raises `UnavailableError`."""
         if self._ended:
             raise UnavailableError(ENGINE_ENDED)
         number = next(self._numbers)
         self._sinks[number] = sink
-        self._send(Generate(number, request.prompt, request.max_tokens, request.ignore_eos, received_ns))
+        self._send(Generate(number, request.prompt, request.max_tokens, request.ignore_eos, received_ns, client))
         return number
 
     def cancel(self, number: int) -> None:
@@ -180,6 +181,14 @@ class GenerationService(ModelService):
         self.max_length = 0
         """Both as the engine says once it is loaded."""
         self.link = GenerationLink(link_number, self._apply, self.fail)
+
+    def submit(
+        self, sink: AnswerSink, request: TokenRequest, received_ns: int, transport: asyncio.BaseTransport
+    ) -> int:
+        """See `GenerationLink.submit`; `transport` is the client's."""
+        peer = transport.get_extra_info("peername") if self.settings.max_client_requests else None
+        client = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+        return self.link.submit(sink, request, received_ns, client)
 
     @property
     def largest_body_bytes(self) -> int:
@@ -283,7 +292,13 @@ class PendingGeneration:
 
     @property
     def streams(self) -> bool:
+        """Whether the response comes in pieces."""
         return isinstance(self._answer, EventStream)
+
+    @property
+    def interim(self) -> bytes:
+        """Inside a stream, a comment."""
+        return self._answer.comment if self._begun and isinstance(self._answer, EventStream) else CONTINUE
 
     def begin(self, body: memoryview) -> None:
         """Check the request and pass it to the engine."""
@@ -293,7 +308,7 @@ class PendingGeneration:
             check_request(request.prompt, request.max_tokens, self._service)
             self._times.decode_ns = time.perf_counter_ns() - self._times.start_ns - self._times.receive_ns
             self._answer = self._answer_to(request)
-            self._number = self._service.link.submit(self, request, self._times.start_ns)
+            self._number = self._service.submit(self, request, self._times.start_ns, self._connection.transport)
         except ContractError as error:
             self.failed(error)
         except Exception:

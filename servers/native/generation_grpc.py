@@ -205,7 +205,7 @@ class PendingStreamedTokens:
     def _submit(self, request: TokenRequest) -> None:
         if not self._message.hold(WAITING_BYTES):
             raise UnavailableError(HOLDS_ENOUGH)
-        self._number = self._service.link.submit(self, request, self._times.start_ns)
+        self._number = self._service.submit(self, request, self._times.start_ns, self._call.transport)
 
     def _refuse(self, error: Exception) -> None:
         if isinstance(error, ContractError):
@@ -248,6 +248,8 @@ class PendingStreamedTokens:
 
 class GenerationGrpcFrontEnd(GrpcConnections):
     """All methods of the service, for a language model. Belongs to one event loop."""
+
+    streams_tokens = True
 
     def __init__(
         self, models: ServedModels[GenerationService], settings: NativeSettings, memory: RequestMemory

@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -75,6 +75,9 @@ class GenerationLoop:
         self._opened: set[FrontEndChannel] = set()
         self._owners: dict[int, FrontEndChannel] = {}
         """By number: whose request it is, of all that wait or are generated."""
+        self._client_of: dict[int, str] = {}
+        self._clients: Counter[str] = Counter()
+        """How many of these each client has, where that is limited."""
         self._unaware: set[FrontEndChannel] = set()
         """Front ends that do not know yet that the model is accepting."""
         self._queue: OrderedDict[int, Generate] = OrderedDict()
@@ -191,7 +194,15 @@ class GenerationLoop:
             self._end(channel, message.number, failure_of(full))
         elif self._stop_by is not None:
             self._end(channel, message.number, failure_of(shutting_down()))
+        elif message.client and self._clients[message.client] >= self._settings.max_client_requests:
+            most = RefusedError(
+                "queue_full", f"this client has {self._settings.max_client_requests} requests under way"
+            )
+            self._end(channel, message.number, failure_of(most))
         else:
+            if message.client:
+                self._client_of[message.number] = message.client
+                self._clients[message.client] += 1
             self._owners[message.number] = channel
             self._queue[message.number] = message
 
@@ -201,13 +212,14 @@ class GenerationLoop:
         try:
             engine.add(request)
         except ContractError as error:
-            self._end(self._owners.pop(message.number), message.number, failure_of(error))
+            self._end(self._disown(message.number), message.number, failure_of(error))
         else:
             self._statistics.record_prompt(len(message.prompt), waited_ns)
 
     def _cancel(self, engine: GeneratingEngine, number: int) -> None:
-        if self._owners.pop(number, None) is None:  # it is finished
+        if number not in self._owners:  # it is finished
             return
+        self._disown(number)
         if self._queue.pop(number, None) is None:
             engine.cancel(number)
 
@@ -224,7 +236,7 @@ class GenerationLoop:
             if message is None:
                 message = messages[channel] = Generated([], [], [], [])
             if emission.finish is not None:
-                del owners[number]
+                self._disown(number)
                 failure = None
                 if emission.finish == "error":
                     failure = failure_of(InternalError(emission.message or "the engine could not generate the answer"))
@@ -236,6 +248,14 @@ class GenerationLoop:
                 message.several.append((number, list(tokens)))
         for channel, message in messages.items():
             channel.send([message])
+
+    def _disown(self, number: int) -> FrontEndChannel:
+        """A request has ended: forget whose it is."""
+        if (client := self._client_of.pop(number, None)) is not None:
+            self._clients[client] -= 1
+            if not self._clients[client]:
+                del self._clients[client]
+        return self._owners.pop(number)
 
     def _end(self, channel: FrontEndChannel, number: int, failure: Failure) -> None:
         channel.send([Generated([], [], [], [Finished(number, [], "error", failure)])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -51,6 +52,10 @@ class CallConnection(Protocol):
     """Complete messages of its calls that wait for the answers before them."""
     stopping: bool
     """The server ends, and takes no more calls."""
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        """The client's."""
 
     @property
     def arriving_messages(self) -> int:
@@ -155,6 +160,11 @@ class Call:
         """The client's last frame has been used."""
         self.closed = False
         self.receive_window = STREAM_WINDOW
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        """The client's."""
+        return self._connection.transport
 
     # The client's bytes
 

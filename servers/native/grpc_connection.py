@@ -31,7 +31,7 @@ from servers.native.http2 import (
     ending_frame,
     read_call_head,
 )
-from servers.native.limits import MAX_INFLATING, STREAM_UNREAD_BYTES, InflatingThread, Turns
+from servers.native.limits import MAX_INFLATING, STREAM_UNREAD_BYTES, InflatingThread, Turns, Uptake
 from servers.native.memory import ALIGNMENT, GrpcMessage, RequestMemory, UnreadAnswers
 from servers.native.settings import NativeSettings
 from servers.native.statistics import Statistics
@@ -108,6 +108,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         self._unacknowledged = 0  # bytes received since the connection's window was updated
         self._answers = OutgoingMessages(self._write, self._end)
         self._unread = UnreadAnswers(connections.budget)
+        self._uptake = Uptake()
         self._choked_since = 0.0  # when the client stopped reading; 0: it reads
         self._cut_off = False  # because it does not read
         self._paused = False  # nothing is read from the transport
@@ -173,6 +174,10 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
 
     # Called by the front end
 
+    @property
+    def transport(self) -> asyncio.Transport:
+        return self._transport
+
     def shut_down(self) -> None:
         """Take no more calls; close when those under way are answered."""
         self.stopping = True
@@ -211,7 +216,8 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         """End what has taken too long (see `Call.expire`); `seconds` have passed since the last time."""
         settings = self._connections.settings
         self._credit = min(MAX_CREDIT, self._credit + int(CREDIT_PER_S * seconds))
-        if self._choked_since and now > self._choked_since + settings.read_timeout_s:
+        late = self._connections.streams_tokens and self._uptake.is_late(self._transport, now, settings.read_timeout_s)
+        if late or (self._choked_since and now > self._choked_since + settings.read_timeout_s):
             self._abort()
             return
         self.has_room(0)
@@ -583,6 +589,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
     def _write(self, data: bytes) -> None:
         if not self._transport.is_closing():
             self._transport.write(data)
+            self._uptake.sent += len(data)
 
 
 def _number(content: bytes) -> int:
@@ -593,6 +600,9 @@ def _number(content: bytes) -> int:
 
 class GrpcConnections(ABC):
     """All gRPC connections of one event loop, with the memory, the turns and the time limits that they share."""
+
+    streams_tokens = False
+    """Whether what a client does not take holds up an engine, and is never much."""
 
     def __init__(
         self,

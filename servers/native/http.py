@@ -44,7 +44,7 @@ from servers.native.http_parser import (
     refusal,
 )
 from servers.native.inference import ModelService, ServedModels
-from servers.native.limits import STREAM_UNREAD_BYTES, Turns
+from servers.native.limits import STREAM_UNREAD_BYTES, Turns, Uptake
 from servers.native.memory import UNCOUNTED_BYTES, RequestMemory, UnreadAnswers
 from servers.native.settings import NativeSettings
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
@@ -76,7 +76,7 @@ Application = Callable[
     Awaitable[None],
 ]
 
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = b"connection: close\r\n"
 
 
@@ -116,8 +116,9 @@ class PendingRequest(Protocol):
     """A request between its last byte and its response. Belongs to the event loop; exactly one of its ends is taken."""
 
     @property
-    def streams(self) -> bool:
-        """Whether the response comes in pieces, so that a client that sends its end has left."""
+    def interim(self) -> bytes:
+        """Bytes without a meaning at this place of the response: the system of a client that has left answers them with
+        a reset."""
 
     def begin(self, body: memoryview) -> None:
         """Start on it; the connection may have the response before this returns."""
@@ -262,6 +263,8 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         self._pipelined = False  # the request came before the last one's response
         self._advancing = False
         self._choked = False  # the client reads slower than it is answered
+        self._uptake: Uptake | None = None  # while a response is streamed
+        self._cut_off = False  # because it does not read
         self._paused = False  # nothing is read from the transport
         self._stopping = False  # this request is the last
         self._ended = False  # the client sends nothing more
@@ -309,12 +312,13 @@ class HttpServerConnection(asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool:
         """The client sends nothing more. True if it may still wait for a response, for which the connection stays."""
-        if not self._busy or self._transport.is_closing() or (self._pending is not None and self._pending.streams):
+        if not self._busy or self._transport.is_closing():
             return False
         assert self._request is not None
         self._ended = self._stopping = True
-        if self._request.head.version != "1.0":  # which has no interim responses
-            self._transport.write(_CONTINUE)
+        interim = CONTINUE if self._pending is None else self._pending.interim
+        if self._request.head.version != "1.0" or interim != CONTINUE:  # which has no interim responses
+            self._transport.write(interim)
         asyncio.get_running_loop().call_later(LEFT_S, self._check_left)
         self._wait_at_most(0)
         return True
@@ -336,16 +340,12 @@ class HttpServerConnection(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         """The client reads more slowly than it is answered: its next request has to wait."""
         self._choked = True
-        if self._busy:  # a streamed response: the client gets this long to catch up
-            self._wait_at_most(self._settings.read_timeout_s)
 
     def resume_writing(self) -> None:
         """The client has caught up."""
         self._choked = False
         self._unread.count(self._transport.get_write_buffer_size())
-        if self._busy:
-            self.deadline = NEVER
-        elif self._lingered < 0:
+        if not self._busy and self._lingered < 0:
             self._wait_at_most(self._settings.keep_alive_timeout_s)
             self._go_on()
 
@@ -372,7 +372,11 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         """The deadline has passed."""
         if self.waits_for_room:
             self._find_room()
-        elif self._ended and self._busy:
+        elif self._uptake is not None and self._uptake.is_late(
+            self._transport, time.monotonic(), self._settings.read_timeout_s
+        ):
+            self._abort()
+        elif self._uptake is not None or (self._ended and self._busy):
             self._check_left()
         elif self._busy or self._lingered >= 0 or self._transport.get_write_buffer_size():
             self._transport.abort()
@@ -384,6 +388,10 @@ class HttpServerConnection(asyncio.BufferedProtocol):
             self._transport.close()
 
     # Called by the pending request
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        return self._transport
 
     @property
     def gone(self) -> bool:
@@ -404,7 +412,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
     @property
     def choked(self) -> bool:
         """Whether the client reads more slowly than it is answered."""
-        return self._choked
+        return self._choked or self._cut_off
 
     def has_room(self, count: int) -> bool:
         """Whether a response of `count` bytes may wait for the client to read it; they count as held until it has.
@@ -425,11 +433,15 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         """Send a piece of a response that is not complete. Cuts off a client that leaves too much of it unread."""
         if self._given_up or self._transport.is_closing():
             return
+        if self._uptake is None:
+            self._uptake = Uptake()
+            self._wait_at_most(0)  # look at it at every tick
         self._transport.write(data)
+        self._uptake.sent += len(data)
         if self._choked:
             unsent = self._transport.get_write_buffer_size()
             if unsent > STREAM_UNREAD_BYTES or not self._unread.count(unsent):
-                self._transport.abort()
+                self._abort()
 
     def close_after_response(self) -> None:
         """The end of the response is the end of the connection."""
@@ -437,6 +449,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
 
     def send(self, data: bytes, more: Sequence[bytes] = ()) -> None:
         """Send a response's bytes, or the last piece of them, in pieces if they are many; in the event loop."""
+        self._uptake = None
         if self._given_up:
             return
         transport = self._transport
@@ -516,7 +529,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
 
     def _await_body(self, head: RequestHead) -> None:
         if head.expects_continue:
-            self._transport.write(_CONTINUE)
+            self._transport.write(CONTINUE)
         self._body_by = time.monotonic() + self._settings.read_timeout_s
         self._wait_at_most(self._body_seconds_left)
 
@@ -540,6 +553,11 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         self._body_by += max(0.0, ROOM_WAIT_S - self._body_seconds_left)
         self._wait_at_most(self._body_seconds_left)
         self._go_on()
+
+    def _abort(self) -> None:
+        """Cut off a client that does not read."""
+        self._cut_off = True
+        self._transport.abort()
 
     def _check_left(self) -> None:
         """End the connection of a client that has sent its end, if it does not read either."""

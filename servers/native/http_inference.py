@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from servers.native.errors import HOLDS_ENOUGH, INTERNAL_ERROR, FailureLog, failure_reason
-from servers.native.http import Application, HttpFrontEnd, HttpServerConnection
+from servers.native.http import CONTINUE, Application, HttpFrontEnd, HttpServerConnection
 from servers.native.http_parser import HttpRequest, HttpResponse, RequestHead, refusal
 from servers.native.inference import InferenceService, ServedModels
 from servers.native.interface import QueuedRequest
@@ -118,8 +118,8 @@ class PendingHttpRequest:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def streams(self) -> bool:
-        return False
+    def interim(self) -> bytes:
+        return CONTINUE
 
     def begin(self, body: memoryview) -> None:
         """Queue the request, or answer it in a task; the connection may have the response before this returns."""

@@ -128,6 +128,8 @@ class Generate(msgspec.Struct, array_like=True, tag=6, gc=False):
     ignore_eos: bool
     received_ns: int
     """When it came, by `perf_counter_ns`."""
+    client: str = ""
+    """The client's address, where the number of its requests is limited."""
 
 
 class Finished(msgspec.Struct, array_like=True, gc=False):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import struct
+import termios
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from fcntl import ioctl
 from typing import TypeVar
 
 from servers.protocol.errors import InvalidRequestError, TooLargeError, UnavailableError
@@ -19,6 +23,10 @@ INFLATED_STEP_BYTES = 64 * 1024
 """Compressed bodies are inflated in steps of this size, which fit into memory that the heap has anyway."""
 STREAM_UNREAD_BYTES = 2**20
 """A client that leaves more of a streamed response unread is cut off; it may also leave less only for so long."""
+UNREAD_S = 5.0
+LEAST_TAKEN_PER_S = 2048
+"""A client that in `UNREAD_S`, or `read_timeout_s` if that is less, has not taken what was sent before, must have taken
+so many bytes per second."""
 MAX_INFLATING = 8
 """Most compressed bodies that are inflated and parsed, or wait for that, in each front end over HTTP and over gRPC.
 
@@ -26,6 +34,40 @@ A connection has one request at a time.
 """
 
 R = TypeVar("R")
+
+
+class Uptake:
+    """What a client takes of what it is sent, by what its system has acknowledged: this one's takes megabytes for a
+    client that reads nothing."""
+
+    __slots__ = ("_before", "_taken", "_until", "sent")
+
+    def __init__(self) -> None:
+        self.sent = 0
+        """Bytes that were given to the transport."""
+        self._before = 0  # of these, when the present period began
+        self._taken = 0  # by then
+        self._until = 0.0
+
+    def is_late(self, transport: asyncio.Transport, now: float, read_timeout_s: float) -> bool:
+        """Whether the client leaves too much unread, or takes too little of it."""
+        unread = transport.get_write_buffer_size() + _unacknowledged(transport)
+        if unread > STREAM_UNREAD_BYTES:
+            return True
+        if now < self._until:
+            return False
+        seconds, taken = min(UNREAD_S, read_timeout_s), self.sent - unread
+        late = taken < self._before and taken - self._taken < LEAST_TAKEN_PER_S * seconds
+        self._before, self._taken, self._until = self.sent, taken, now + seconds
+        return late
+
+
+def _unacknowledged(transport: asyncio.Transport) -> int:
+    """Bytes in the system's send buffer, those on their way included."""
+    connected = transport.get_extra_info("socket")
+    with suppress(OSError, ValueError, AttributeError):
+        return int(struct.unpack("i", ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4)))[0])
+    return 0
 
 
 class Turns:

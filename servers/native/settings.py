@@ -26,7 +26,7 @@ TENSORS_ONLY = (
     *("busy_poll_us", "added_delay_ms"),
 )
 """Options that only a model of tensors has."""
-TOKENS_ONLY = ("slots", "max_length", "prefill_chunk", "graphs")
+TOKENS_ONLY = ("slots", "max_length", "prefill_chunk", "graphs", "max_client_requests")
 """Options that only a language model has."""
 DEFAULT_SLOTS = 256
 """Statistics count the steps of up to so many rows, where the engine chooses how many slots it has."""
@@ -146,6 +146,13 @@ class NativeSettings(GeneratingOptions):
         ge=1,
         title="Limits",
         description="Bodies that arrive, wait or are executed, and unread answers, in bytes; more get 503.",
+    )
+    max_client_requests: int = Field(
+        0,
+        ge=0,
+        title="Limits",
+        description="Of a language model: requests of one client address that wait or are generated; the next one gets "
+        "503. 0: no limit.",
     )
     read_timeout_s: float = Field(
         30,

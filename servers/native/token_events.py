@@ -51,6 +51,11 @@ class EventStream(TokenAnswer):
     def failure(self, error: ContractError) -> bytes:
         """The end of a stream that has begun and cannot go on."""
 
+    @property
+    def comment(self) -> bytes:
+        """An event that clients pass over."""
+        return self._framed(b":\n\n")
+
     def _framed(self, events: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events
 

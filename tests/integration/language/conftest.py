@@ -98,5 +98,6 @@ class EventStream:
 
 def events_of(content: bytes) -> list[Any]:
     assert content.endswith(b"\n\n")
-    events = [part.removeprefix(b"data: ") for part in content.split(b"\n\n")[:-1]]
+    parts = [part for part in content.split(b"\n\n")[:-1] if part != b":"]  # which is a comment
+    events = [part.removeprefix(b"data: ") for part in parts]
     return ["[DONE]" if event == b"[DONE]" else json.loads(event) for event in events]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -297,6 +298,23 @@ def test_a_client_that_stops_reading_for_too_long_is_cut_off(gated: StartGated, 
         client.send(data(message([5], 5000)))  # less than the bound
         assert client.answer(1).reset == CANCEL
     wait_until(lambda: server.metric(SLOTS) == 0, "the slot is free")
+
+
+@pytest.mark.slow
+@FRONTS
+def test_what_the_systems_buffers_hold_is_unread_too(gated: StartGated, fronts: str) -> None:
+    server = ready(gated, "--fronts", fronts, "--max-length", "10000", "--read-timeout-s", "0.3")
+    hold(server, 3000)
+    with opened(server, window=2**31 - 1) as client, opened(server) as reader:
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.widen(0, 2**31 - 1 - 65535)
+        client.send(data(message([5], 5000)))
+        reader.send(data(message([5], 9)))
+        assert len(read_messages(reader, 9)) == 9
+        wait_until(lambda: server.metric(SLOW) == 1, "it is cut off")
+        reader.send(data(message([6], 3)))
+        release(server)
+        assert len(read_messages(reader, 12)) == 12
 
 
 # The end

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -173,6 +174,77 @@ def test_a_client_that_stops_reading_for_too_long_is_cut_off(gated: StartGated, 
     reader.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
     wait_until(lambda: server.metric("abserve_native_slots_in_use{") == 0, "the slot is free")
     reader.close()
+
+
+@FRONTS
+def test_what_the_systems_buffers_hold_is_unread_too(gated: StartGated, fronts: str) -> None:
+    """Clients with small buffers hold no slot, though the server's system takes all that is written; one that has read
+    what came keeps its own, however long the next token takes."""
+    server = ready(gated, "--fronts", fronts, "--slots", "4", "--max-length", "10000", "--read-timeout-s", "0.3")
+    hold(server, 2000)
+    with contextlib.ExitStack() as stack:
+        reader = stack.enter_context(EventStream(server, STREAM, request(2010)))
+        for _ in range(3):
+            sink = stack.enter_context(socket.socket())
+            sink.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sink.connect(("127.0.0.1", server.port))
+            body = json.dumps(request(5000)).encode()
+            sink.sendall(
+                b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (STREAM.encode(), len(body)) + body
+            )
+        assert reader.read_head() == 200
+        drain = Thread(target=reader.read_until, args=(b"0\r\n\r\n",))
+        drain.start()
+        cut_off = 'abserve_native_requests_failure_total{model="scripted",reason="slow_client"'
+        wait_until(lambda: server.metric(cut_off) == 3, "all but the reader are cut off")
+        release(server)
+        drain.join(20)
+        assert len(reader.events()) == 2010
+    wait_until(lambda: server.metric("abserve_native_slots_in_use{") == 0, "the slots are free")
+
+
+@FRONTS
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_a_client_that_closes_its_half_gets_its_whole_stream(gated: StartGated, fronts: str, version: str) -> None:
+    server = ready(gated, "--fronts", fronts, "--slots", "2")
+    hold(server, 3)
+    with EventStream(server, STREAM, request(9), version) as late:
+        held_after_two(server, late)
+        late.socket.shutdown(socket.SHUT_WR)
+        with EventStream(server, STREAM, request(9), version) as early:
+            early.socket.shutdown(socket.SHUT_WR)
+            server.metric("abserve_native_ready{")
+            release(server)
+            for stream in (early, late):
+                assert stream.read_until(b"the end").count(b"data: ") == 9
+    assert server.metric("abserve_native_client_disconnects_total{") == 0
+
+
+@FRONTS
+def test_a_client_has_only_so_many_requests_where_that_is_limited(gated: StartGated, fronts: str) -> None:
+    server = ready(gated, "--fronts", fronts, "--slots", "4", "--max-client-requests", "2")
+    hold(server)
+    with EventStream(server, STREAM, request(3)) as one, EventStream(server, STREAM, request(3)) as two:
+        wait_until(lambda: number(server, "steps") == 1, "the first has a slot")
+        server.metric("abserve_native_ready{")
+        with EventStream(server, STREAM, request(3)) as third, elsewhere(server, request(3)) as other:
+            server.metric("abserve_native_ready{")
+            release(server)
+            assert third.read_head() == 503
+            assert b"this client has 2 requests under way" in third.read_until(b"}")
+            assert other.recv(12) == b"HTTP/1.1 200"
+        for stream in (one, two):
+            assert stream.read_head() == 200
+            assert len(stream.events()) == 3
+    assert post(server, "/v2/models/scripted/generate", request(3))[0] == 200
+
+
+def elsewhere(server: Server, document: dict[str, Any]) -> socket.socket:
+    """The same request from another address."""
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=20, source_address=("127.0.0.2", 0))
+    body = json.dumps(document).encode()
+    client.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (STREAM.encode(), len(body)) + body)
+    return client
 
 
 @FRONTS
