@@ -200,3 +200,8 @@ class TokensCompared(JudgedAnswers, frozen=True, kw_only=True):
     workload: str
     label: Label
     restart: int
+    firsts: int | None = None
+    """Of the probe: prompts to which both the baseline and this arm gave a first token that can be compared. None for
+    the baseline, for other workloads and in older runs."""
+    equal_firsts: int = 0
+    """Of these, prompts to which both gave the same."""

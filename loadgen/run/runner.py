@@ -61,7 +61,7 @@ from loadgen.run.preparation import (
 )
 from loadgen.run.progress import RunProgress
 from loadgen.run.storage import RunError, RunStore, StorageError, running
-from loadgen.run.token_answers import TokenAnswers, equal_answers, probe_answers
+from loadgen.run.token_answers import ProbePrompts, TokenAnswers, equal_answers
 from loadgen.stats.agreement import Tolerance, tolerance_of
 
 ANSWERS_OF_SMOKE = 16
@@ -225,12 +225,12 @@ def _probe_answers(context: RunContext, plan: PromptPlan, tolerance: Tolerance) 
     answers = context.answers
     assert isinstance(answers, TokenAnswers)
     answers.restart = context.restart
-    probed = [
-        answer
-        for label, arm in tuple(context.arms.items())
-        for answer in _unless_left_out(context, label, partial(probe_answers, {label: arm}, plan, context.restart))
-        or ()
-    ]
+    prompts, probed = ProbePrompts.of(plan), []
+    for label, arm in tuple(context.arms.items()):
+        told = _unless_left_out(context, label, partial(prompts.ask, label, arm, context.restart))
+        if told is not None:
+            probed += told[0]
+            answers.beginnings += told[1]
     answers.prompted += probed
     context.progress.now(equal_answers(probed, tuple(context.arms)))
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
@@ -23,16 +24,25 @@ import msgspec
 import numpy as np
 
 from loadgen.client.connection import AddressError, ConnectionRefused
-from loadgen.client.generation import TokenId
+from loadgen.client.generation import StreamedAnswer, TokenId
 from loadgen.client.messages import BlockOutcome
 from loadgen.client.outputs import AnswerError
 from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.traffic import unpacked
 from loadgen.documents import last_line, one_line
-from loadgen.experiment.prompts import PromptPlan, PromptShape
+from loadgen.experiment.prompts import SETTLING, PromptPlan, PromptShape
 from loadgen.records.payloads import is_language
 from loadgen.records.probes import ReferenceAnswer, TokensCompared
-from loadgen.records.run import MODEL_WEIGHTS, TEXT_TRANSPORTS, Experiment, Label, Workload, shown
+from loadgen.records.run import (
+    ID_TRANSPORTS,
+    MODEL_WEIGHTS,
+    TEXT_TRANSPORTS,
+    Experiment,
+    Label,
+    Workload,
+    body_in_words,
+    shown,
+)
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm
 from loadgen.run.language import probe_prompts
@@ -41,6 +51,8 @@ from loadgen.run.storage import RunError
 PROBE_PROMPTS = 4
 PROBE_TOKENS = 16
 """The longest answer to a prompt of the probe; the load's are shorter at most."""
+FIRST_PROMPTS = 16
+"""More prompts of the probe, as short as those that settle a connection: only how their answers begin matters."""
 PROBE_PROMPT_TOKENS = 512
 """The longest prompt that is sent again to find a cache: long enough to show one, and not so long that sixty of them
 take minutes on a CPU."""
@@ -67,6 +79,26 @@ class PromptedAnswer:
     user: int
     prompt: Sequence[int]
     output: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBeginning:
+    """How an arm begins its answer to a prompt of the probe."""
+
+    label: Label
+    restart: int
+    request: int
+    first: int | None
+    """The first id; None if it sends none."""
+    text: str
+
+    def agrees(self, other: AnswerBeginning) -> bool | None:
+        """Whether both begin alike; None if one has neither an id nor a text. Servers may send more or less text at
+        once, so that one text is the beginning of the other."""
+        if self.first is not None and other.first is not None:
+            return self.first == other.first
+        shorter, longer = sorted((self.text.strip(), other.text.strip()), key=len)
+        return longer.startswith(shorter) if shorter else None
 
 
 class JudgedTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +173,7 @@ class TokenAnswers(AnswersUnderLoad):
 
     restart: int = 0
     prompted: list[PromptedAnswer] = field(default_factory=list)
+    beginnings: list[AnswerBeginning] = field(default_factory=list)
 
     def begin(self) -> None:
         """Store an empty record, so that a run that ends before the comparison shows that it is missing. Raises
@@ -178,13 +211,44 @@ class TokenAnswers(AnswersUnderLoad):
             )
             groups.setdefault((answer.workload, answer.label, answer.restart), []).append(compared)
         shared = document.fields(self.tolerance.precision, error)
-        self.store.write_all(
-            TokensCompared,
-            [
-                TokensCompared(workload=workload, label=label, restart=restart, answers=tuple(answers), **shared)
-                for (workload, label, restart), answers in groups.items()
-            ],
-        )
+        agreed = agreement(self.beginnings, experiment)
+        records = []
+        for key in dict.fromkeys([*groups, *agreed]):
+            workload, label, restart = key
+            firsts, equal = agreed.get(key, (None, 0))
+            answers = tuple(groups.get(key, ()))
+            records.append(
+                TokensCompared(
+                    workload=workload, label=label, restart=restart, answers=answers, firsts=firsts,
+                    equal_firsts=equal, **shared,
+                )
+            )  # fmt: skip
+        self.store.write_all(TokensCompared, records)
+
+
+def agreement(
+    beginnings: Sequence[AnswerBeginning], experiment: Experiment
+) -> dict[tuple[str, Label, int], tuple[int, int]]:
+    """By the key of each arm's record of the probe, how many first tokens can be compared with the baseline's, and how
+    many are equal. Arms that read text and arms that read ids get other prompts, which are not compared."""
+    baseline = experiment.baseline
+    transports = {arm.label: experiment.transport_of(arm) for arm in experiment.arms}
+    forms = {label: "ids" if name in ID_TRANSPORTS else name for label, name in transports.items()}
+    of_baseline = {(each.restart, each.request): each for each in beginnings if each.label == baseline.label}
+    counts = {
+        (PROBE, arm.label, restart): (0, 0)
+        for arm in experiment.arms
+        for restart in dict.fromkeys(each.restart for each in beginnings)
+        if arm.label != baseline.label
+    }
+    for each in beginnings:
+        key = PROBE, each.label, each.restart
+        other, count = of_baseline.get((each.restart, each.request)), counts.get(key)
+        if count is None or other is None or forms[each.label] != forms[baseline.label]:
+            continue
+        agrees = each.agrees(other)
+        counts[key] = count[0] + (agrees is not None), count[1] + (agrees is True)
+    return counts
 
 
 def within_limit(answers: Sequence[PromptedAnswer], most_tokens: int = MOST_JUDGED_TOKENS) -> list[PromptedAnswer]:
@@ -241,30 +305,56 @@ def ask_reference(
 # The probe before the load
 
 
-def probe_answers(arms: Mapping[Label, Arm], plan: PromptPlan, restart: int) -> list[PromptedAnswer]:
-    """Send a few prompts to every arm, one at a time. Raises `RunError` for an arm that does not answer them as
-    asked."""
-    shape = min(plan.shapes, key=lambda shape: shape.prompt_tokens)
-    short = PromptShape(shape.prompt_tokens, min(shape.output_tokens, PROBE_TOKENS), shape.shared_prefix)
-    prompts = probe_prompts(plan, short, PROBE_PROMPTS)
-    return [
-        answer
-        for label, arm in arms.items()
-        for answer in _answers_of(label, arm, plan, prompts, short.output_tokens, restart)
-    ]
+@dataclass(frozen=True, slots=True)
+class ProbePrompts:
+    """The prompts of one probe, the same for every arm, and new in each."""
+
+    plan: PromptPlan
+    shape: PromptShape
+    whole: Sequence[Sequence[int]]
+    """Those whose answers are kept for the reference."""
+    short: Sequence[Sequence[int]]
+    """Those of whose answers only the beginning matters."""
+
+    @classmethod
+    def of(cls, plan: PromptPlan) -> Self:
+        shape = min(plan.shapes, key=lambda shape: shape.prompt_tokens)
+        whole = PromptShape(shape.prompt_tokens, min(shape.output_tokens, PROBE_TOKENS), shape.shared_prefix)
+        return cls(plan, whole, probe_prompts(plan, whole, PROBE_PROMPTS), probe_prompts(plan, SETTLING, FIRST_PROMPTS))
+
+    def ask(self, label: Label, arm: Arm, restart: int) -> tuple[list[PromptedAnswer], list[AnswerBeginning]]:
+        """Send them to an arm, one at a time. Raises `RunError` for an arm that does not answer them as asked; of the
+        short ones an answer that does not come is only missing."""
+        prompted, beginnings = _answers_of(label, arm, self.plan, self.whole, self.shape.output_tokens, restart)
+        for number, prompt in enumerate(self.short, start=len(self.whole)):
+            with suppress(AnswerError, ConnectionRefused):
+                answer = ask_tokens(
+                    arm.target, self.plan, prompt, SETTLING.output_tokens, timeout_s=_timeout_s(arm), of_any_length=True
+                )
+                beginnings.append(_beginning(label, restart, number, answer))
+        return prompted, beginnings
+
+
+def _timeout_s(arm: Arm) -> float:
+    return max(arm.request_timeout_s, 120.0)
+
+
+def _beginning(label: Label, restart: int, number: int, answer: StreamedAnswer) -> AnswerBeginning:
+    return AnswerBeginning(label, restart, number, answer.ids[0] if answer.ids else None, answer.text)
 
 
 def _answers_of(
     label: Label, arm: Arm, plan: PromptPlan, prompts: Sequence[Sequence[int]], tokens: int, restart: int
-) -> list[PromptedAnswer]:
-    answers = []
+) -> tuple[list[PromptedAnswer], list[AnswerBeginning]]:
+    answers, beginnings = [], []
     for number, prompt in enumerate(prompts):
         try:
-            answer = ask_tokens(arm.target, plan, prompt, tokens, timeout_s=max(arm.request_timeout_s, 120.0))
+            answer = ask_tokens(arm.target, plan, prompt, tokens, timeout_s=_timeout_s(arm))
         except (AnswerError, ConnectionRefused, AddressError) as exc:
+            changes = f"; it was asked {body_in_words(arm.request.body)}" if arm.request.body else ""
             raise RunError(
                 f"{shown(label)} does not answer the prompts of the probe as asked ({len(prompt)} → {tokens} tokens): "
-                f"{exc}{arm.failure_message()}",
+                f"{exc}{changes}{arm.failure_message()}",
                 label,
             ) from exc
         same = answer.prompt_ids == list(prompt)
@@ -275,9 +365,11 @@ def _answers_of(
                 f"tokens, not {len(prompt)} of these ids; turn off templates and truncation on that server",
                 label,
             )
+        if answer.has_ids:  # the text of so long an answer is seldom equal
+            beginnings.append(_beginning(label, restart, number, answer))
         if answer.has_ids and (same or not reads_text):
             answers.append(PromptedAnswer(PROBE, label, restart, "probe", number, 0, prompt, answer.ids))
-    return answers
+    return answers, beginnings
 
 
 def equal_answers(answers: Sequence[PromptedAnswer], labels: Sequence[Label]) -> str:

@@ -18,11 +18,16 @@ from loadgen.metrics.registry import GOODPUT, leading_metric
 from loadgen.probes.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding
 from loadgen.probes.rate_search_analysis import RatesFound, Trial
 from loadgen.quantities import counted, join, number, share
-from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart
+from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart, TokensCompared
 from loadgen.records.run import Label, ParityRecord, Workload, shown
 from loadgen.run.storage import StoredRun
 from loadgen.verdict.checks.registry import Judgement, check, per_comparison, per_load
 
+LEAST_ALIKE = 0.5
+"""Share of the probe's prompts to which all arms give the same first token, below which a check warns: rounding changes
+few of them."""
+FIRSTS_THAT_PROVE = 16
+"""So many prompts without one equal first token show that an arm has another model."""
 Evidence = Mapping[Label, EvidenceRecord | None]
 """The finding about each arm, the baseline first."""
 
@@ -268,6 +273,49 @@ def answers_depend_on_inputs(facts: Facts) -> Iterator[Judgement]:
         yield Judgement(False, detail, len(same), severity="warns" if only_labels else None, arms=tuple(same))
     elif judged:
         yield Judgement(True, "different inputs get different answers", 0)
+
+
+@check(
+    "the arms begin their answers with the same tokens",
+    "The arms begin their answers with other tokens",
+    "invalidates",
+    "Serve the same model, weights and chat template on every arm, and compare what each answers to one prompt.",
+    threshold=LEAST_ALIKE,
+    fault="wrong answers",
+    language=True,
+    not_known="It is not known whether the arms serve the same model",
+)
+def same_first_tokens(facts: Facts) -> Iterator[Judgement]:
+    """Judge how many prompts of the probe get the same first token, as an id or as text, as from the baseline: none of
+    at least 16 takes the verdict away, fewer than half warn. Skipped for runs from before they were compared."""
+    experiment, counts = facts.run.experiment, dict[Label, tuple[int, int]]()
+    for record in facts.run.records_of(TokensCompared):
+        if record.firsts is not None:
+            firsts, equal = counts.get(record.label, (0, 0))
+            counts[record.label] = firsts + record.firsts, equal + record.equal_firsts
+    if not counts:
+        return
+    baseline = shown(experiment.baseline.label)
+    if silent := [shown(label) for label, (firsts, _) in counts.items() if not firsts]:
+        detail = f"{baseline} and {join(silent)} read prompts in other forms, or one of them sends neither ids nor text"
+        yield Judgement(None, detail)
+    judged = {label: (equal, firsts) for label, (firsts, equal) in counts.items() if firsts}
+    if not judged:
+        return
+    apart = tuple(label for label, (equal, firsts) in judged.items() if equal < LEAST_ALIKE * firsts)
+    is_certain = not any("temperature" in arm.body for arm in experiment.arms)
+    others = [label for label, (equal, firsts) in judged.items() if not equal and firsts >= FIRSTS_THAT_PROVE]
+    parts = {label: equal / firsts for label, (equal, firsts) in judged.items()}
+    detail = join([
+        f"{equal} of {firsts} answers of {shown(label)}" for label, (equal, firsts) in judged.items()
+        if not apart or label in apart
+    ])  # fmt: skip
+    detail += f" begin as those of {baseline} do"
+    if others and is_certain:
+        detail += f": {join(list(map(shown, others)))} has another model, or prompts reach it differently"
+    yield Judgement(
+        not apart, detail, min(parts.values()), severity=None if others and is_certain else "warns", arms=apart
+    )
 
 
 @check(

@@ -62,6 +62,20 @@ def test_servers_at_urls_say_that_they_stream_tokens(tmp_path: Path, planted: Ca
     assert {(entry["workload"], entry["label"]) for entry in compared} >= {("probe", "a"), ("concurrent(2)", "b")}
     assert all(answer["deficit"] is None for entry in compared for answer in entry["answers"])
     assert len(record(tmp_path, "cache_probes.json")[0]["fresh_ns"]) > 5
+    assert "4 of 4 probe answers have the same ids on every arm" in output
+    checks = {check["name"]: check for check in record(tmp_path, "result.json")["checks"]}
+    assert (checks["same_first_tokens"]["state"], checks["same_first_tokens"]["value"]) == ("passed", 1.0)
+
+
+def test_another_model_is_no_comparison(tmp_path: Path, planted: Callable[..., str]) -> None:
+    """B answers every prompt with other tokens, as fast as A."""
+    status, output = compare(tmp_path, "--a", planted(), "--b", planted("--seed 7"), "--scenarios", "single")
+    assert status == 1, output
+    assert "0 of 4 probe answers have the same ids" in output
+    (check,) = [check for check in record(tmp_path, "result.json")["checks"] if check["name"] == "same_first_tokens"]
+    assert (check["state"], check["severity"], check["arms"]) == ("failed", "invalidates", ["b"])
+    counts = {entry["label"]: entry["firsts"] for entry in record(tmp_path, "token_answers.json") if entry["firsts"]}
+    assert counts == {"b": 20}
 
 
 @pytest.mark.slow  # by default test_streamed_tokens.py asks such a server

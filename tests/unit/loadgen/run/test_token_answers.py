@@ -12,10 +12,17 @@ import pytest
 from loadgen.client.inputs import InputError
 from loadgen.experiment.prompts import UNKNOWN_IDS, PromptShape
 from loadgen.records.payloads import inputs_in_brief
-from loadgen.records.run import Experiment, Workload
+from loadgen.records.run import ArmRequest, Experiment, Workload
 from loadgen.run.language import describe_model, describe_prompts, model_info, probe_prompts, prompt_plan
 from loadgen.run.storage import RunError
-from loadgen.run.token_answers import PromptedAnswer, ask_reference, equal_answers, within_limit
+from loadgen.run.token_answers import (
+    AnswerBeginning,
+    PromptedAnswer,
+    agreement,
+    ask_reference,
+    equal_answers,
+    within_limit,
+)
 from tests.integration.loadgen.conftest import make_experiment
 
 INFO = {
@@ -101,6 +108,41 @@ def test_equal_answers_are_counted_by_prompt() -> None:
     answers = [answer("a", 0, [1]), answer("b", 0, [1]), answer("a", 1, [1]), answer("b", 1, [2])]
     assert equal_answers(answers, ("a", "b")) == "1 of 2 probe answers have the same ids on every arm"
     assert equal_answers(answers[::2], ("a", "b")).endswith("; B sent no ids")
+
+
+def begins(label: str, number: int, first: int | None, text: str = "") -> AnswerBeginning:
+    return AnswerBeginning(label, 0, number, first, text)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "agree"),
+    [
+        ((5, " a"), (5, " b"), True),
+        ((5, " a"), (6, " a"), False),
+        ((None, " the"), (5, "the cat"), True),
+        ((None, "the cat"), (None, "the "), True),
+        ((None, "the"), (None, "cat"), False),
+        ((None, " "), (5, "cat"), None),
+        ((5, ""), (None, "cat"), None),
+    ],
+)
+def test_beginnings_are_compared_by_ids_or_else_by_text(
+    one: tuple[int | None, str], other: tuple[int | None, str], agree: bool | None
+) -> None:
+    pair = begins("a", 0, *one), begins("b", 0, *other)
+    assert pair[0].agrees(pair[1]) is pair[1].agrees(pair[0]) is agree
+
+
+def test_first_tokens_are_counted_against_the_baseline_of_the_same_form() -> None:
+    arms = tuple(
+        ArmRequest(label=label, target="http://h:1", transport=transport)
+        for label, transport in (("a", "completions"), ("b", "generate_stream"), ("c", "text"), ("d", None))
+    )
+    experiment = msgspec.structs.replace(language_experiment((8, 4)), arms=arms)
+    told = [begins("a", 0, 1), begins("a", 1, 2), begins("b", 0, 1), begins("b", 1, 3), begins("c", 0, 1)]
+    assert agreement(told, experiment) == {
+        ("probe", "b", 0): (2, 1), ("probe", "c", 0): (0, 0), ("probe", "d", 0): (0, 0),
+    }  # fmt: skip
 
 
 JUDGE = """

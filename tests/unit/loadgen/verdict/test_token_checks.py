@@ -97,6 +97,18 @@ def renamed(directory: Path) -> None:
     asked(directory, max_tokens=None, max_completion_tokens="{output_tokens}", cache_salt=None)
 
 
+def probed(directory: Path, equal: int, firsts: int) -> None:
+    """Add what the probe found: so many equal first tokens of B."""
+    path = directory / TokensCompared.FILE
+    found = TokensCompared(workload="probe", label="b", restart=0, answers=(), firsts=firsts, equal_firsts=equal)
+    path.write_bytes(msgspec.json.encode([*json.loads(path.read_text()), found]))
+
+
+def probed_at_any_temperature(directory: Path) -> None:
+    probed(directory, 0, 20)
+    asked(directory, temperature=None)
+
+
 FAULTS: list[tuple[str, str, str, Edit | None, LanguagePlan]] = [
     ("time_for_all", "warns", "concurrent(16) is left out", lacks_time, plan()),
     ("answer_lengths", "invalidates", "of B are too short", None, plan(TokenArm(short_share=0.05))),
@@ -123,6 +135,16 @@ FAULTS: list[tuple[str, str, str, Edit | None, LanguagePlan]] = [
     ("same_slots", "warns", "A 16, B 4", lambda d: in_effect(d, slots=4), plan()),
     ("same_max_length", "warns", "A 128, B 4096", lambda d: in_effect(d, max_length=4096), plan()),
     ("same_protocol", "warns", "B generate_stream", None, plan(TokenArm(transport="generate_stream"))),
+    (
+        "same_first_tokens",
+        "invalidates",
+        "0 of 16 answers of B begin as those of A",
+        lambda d: probed(d, 0, 16),
+        plan(),
+    ),
+    ("same_first_tokens", "warns", "0 of 15 answers of B", lambda d: probed(d, 0, 15), plan()),
+    ("same_first_tokens", "warns", "9 of 20 answers of B", lambda d: probed(d, 9, 20), plan()),
+    ("same_first_tokens", "warns", "0 of 20 answers of B", probed_at_any_temperature, plan()),
     ("same_request_fields", "warns", "B was asked without ignore_eos", lambda d: asked(d, ignore_eos=None), plan()),
     ("same_request_fields", "warns", "B was asked with top_k=1", lambda d: asked(d, top_k=1), plan()),
     (
