@@ -82,8 +82,11 @@ def engines(
     compared with FP32. Reports latency and throughput with 95 % intervals, memory, energy and one-time costs.
 
     Exit status: 0 everything was measured and every answer is the model's, 1 a configuration failed or answered
-    wrongly, 2 an option or a file is wrong, 130 interrupted (what was measured is kept).
+    wrongly or other programs took too much of the CPU, 2 an option or a file is wrong, 130 interrupted (what was
+    measured is kept).
     """
+    from loadgen.engine_matrix.store import MatrixStore
+
     check_files({"--json": json_file})
     check_export(mlflow)
     chosen = given_options(context, options, OPTIONS)
@@ -93,10 +96,12 @@ def engines(
         if resume is not None:
             store, plan, environment = _stored(resume, file, chosen)
         else:
-            store, plan, environment = _new(out, _settings(file, chosen))
+            plan, environment = _new(out, _settings(file, chosen))
     except PlanError as exc:
         fail(str(exc))
-    await_quiet(anyway)
+    await_quiet(anyway)  # before a folder is made
+    if resume is None:
+        store = MatrixStore(out or default_out("engines"))
     raise typer.Exit(_run(store, plan, environment, json_file, mlflow, fresh=resume is None))
 
 
@@ -105,11 +110,10 @@ def _settings(file: Path | None, options: dict[SettingOption, object]) -> Matrix
     return checked_settings(MatrixSettings, content, file, options)
 
 
-def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, MatrixPlan, Environment]:
-    """Nothing is written yet but the default folder. Raises `PlanError`."""
+def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixPlan, Environment]:
+    """Nothing is written yet. Raises `PlanError`."""
     from loadgen.engine_matrix.plan import expand, make_plan, requests_of
     from loadgen.engine_matrix.records import MatrixPlan
-    from loadgen.engine_matrix.store import MatrixStore
     from loadgen.engine_matrix.worker_process import check, read_offers
     from loadgen.run.machine import read_environment
 
@@ -129,7 +133,7 @@ def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixStore, Matri
     configurations = expand(settings, offers)
     checks = check(requests_of(settings, configurations, offers), ENGINE_WORKER)
     plan = make_plan(settings, offers, configurations, checks)
-    return MatrixStore(out or default_out("engines")), plan, read_environment(offers.gpu, {})
+    return plan, read_environment(offers.gpu, {})
 
 
 def _stored(
@@ -244,15 +248,18 @@ def _report(
 
 
 def exit_status(matrix: Matrix) -> int:
-    """The status of a matrix that was not interrupted: whether every configuration was measured and right."""
+    """The status of a matrix that was not interrupted: whether every configuration was measured and right, on a machine
+    that others left alone."""
     from loadgen.engine_matrix.records import NO_MODEL
+    from loadgen.verdict.checks.registry import invalidating
 
     failed = any(configuration.errors for configuration in matrix.configurations)
     wrong = any(
         cell.fault is not None and matrix.configurations[cell.configuration].configuration.engine != NO_MODEL
         for cell in matrix.cells
     )
-    return EXIT_FAILED if failed or wrong or not matrix.cells else EXIT_MEASURED
+    spoilt = bool(invalidating(matrix.checks))
+    return EXIT_FAILED if failed or wrong or spoilt or not matrix.cells else EXIT_MEASURED
 
 
 def _again(folder: Path) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import median
 from types import MappingProxyType
 from typing import TypeVar
@@ -41,11 +42,12 @@ from loadgen.engine_matrix.records import (
     Shape,
     Visit,
     Winner,
+    described,
     shape_text,
 )
 from loadgen.probes.tokens_analysis import fault_text, proves_nothing, wrong_answers
 from loadgen.quantities import number
-from loadgen.records.run import Environment, RunState
+from loadgen.records.run import Environment, Label, MachineLoad, RunState
 from loadgen.stats.percentiles import percentile
 from loadgen.stats.ratios import (
     SIGNIFICANCE,
@@ -56,10 +58,15 @@ from loadgen.stats.ratios import (
     geometric_mean,
     interval_of_mean,
 )
+from loadgen.verdict.checks.machine import cpu_steal, judge_others, judge_steal, other_processes
+from loadgen.verdict.checks.registry import Check, invalidating
 
 MOST_WAITING = 2.0
 """Times its latency that a batch may take while its energy is measured."""
 N = TypeVar("N", int, float)
+MARGIN = 0.05
+"""Difference in the share of the CPU that others took from two engines that makes them incomparable, δ of a comparison
+by default."""
 NO_MARGIN = 1.0
 """`estimate_ratio` also tests for equivalence, which is not used here."""
 PATHS: Mapping[str, str] = {
@@ -117,6 +124,8 @@ def analyse(
     verdicts = {(cell.configuration, cell.shape): cell for cell in (judged.cells if judged else ())}
     cells = cells_of(plan, visits, verdicts)
     configurations = tuple(_configuration(plan, place, visits) for place in range(len(plan.configurations)))
+    checks = machine_checks(plan, visits)
+    found = winners(plan, tuple(cells.values()))
     return Matrix(
         state=state,
         environment=environment,
@@ -126,8 +135,30 @@ def analyse(
             _cell_result(plan, cell, baseline_cell(plan, cells, cell, _precisions(plan, cell)), verdicts.get(key))
             for key, cell in cells.items()
         ),
-        winners=winners(plan, tuple(cells.values())),
+        winners=tuple(replace(winner, certain=False) for winner in found) if invalidating(checks) else found,
         break_even=break_even(plan, configurations, visits, cells),
+        checks=checks,
+    )
+
+
+def machine_checks(plan: MatrixPlan, visits: Sequence[Visit]) -> tuple[Check, ...]:
+    """The checks of a comparison that say whether the engines had the machine, and the same share of it; none for
+    visits that did not record it."""
+    readings: dict[Label, list[MachineLoad]] = {}
+    scopes: dict[Label, Scope] = {}
+    is_one = len({configuration.scope for configuration in plan.configurations}) == 1
+    for visit in visits:
+        if visit.cells and visit.machine is not None and visit.machine.total_ns > 0:
+            configuration = plan.configurations[visit.configuration]
+            label = configuration.title if is_one else described(configuration)
+            readings.setdefault(label, []).append(visit.machine)
+            scopes[label] = configuration.scope
+    if not readings:
+        return ()
+    pairings = [(one, other) for one, other in combinations(readings, 2) if scopes[one] == scopes[other]]
+    return (
+        cpu_steal.stated(judge_steal(readings, pairings, MARGIN)),
+        other_processes.stated(judge_others(readings, pairings, MARGIN)),
     )
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from loadgen.engine_matrix.plan import PlannedVisit, request_of, schedule
-from loadgen.engine_matrix.records import Configuration, Conversion, MatrixPlan, Measured, Visit, shape_text
+from loadgen.engine_matrix.records import Configuration, Conversion, MatrixPlan, Measured, Visit, described, shape_text
 from loadgen.engine_matrix.store import MatrixStore
 from loadgen.engine_matrix.worker_process import LIMITS, CellError, Limits, WorkerError, WorkerProcess
-from loadgen.quantities import counted
 from loadgen.records.run import RunState
 from loadgen.run.interruption import interruptible, uninterrupted
 from loadgen.run.machine import utc_now
+from loadgen.run.machine_watch import machine_load, read_processors
 from loadgen.run.storage import StorageError
 
 CORES = len(os.sched_getaffinity(0))
@@ -35,12 +35,6 @@ MOST_FAILURES = 2
 
 VisitDone = Callable[[Configuration, Visit, int, int, float], object]
 """Hears of a stored visit: how many of how many are done, and the seconds left, estimated from those of this run."""
-
-
-def described(configuration: Configuration) -> str:
-    """For a reader: "torchvision:resnet50 torch/eager fp32, 2 threads"."""
-    threads = "" if configuration.threads is None else f", {counted(configuration.threads, 'thread')}"
-    return f"{configuration.model} {configuration.title}{threads}"
 
 
 def run_matrix(
@@ -252,11 +246,13 @@ class _MatrixRun:
                     self._processes[planned.configuration], self._current = process, None
                 process.wait_until_ready(configuration)
             base = self._with_costs(base, planned.configuration, process, prepared)
+            before = read_processors()
             for cell in planned.cells:
                 try:
                     cells.append(process.measure(cell, seconds, energy=energy))
                 except CellError as exc:
                     error = error or f"{shape_text(cell)}: {exc}"
+            base = msgspec.structs.replace(base, machine=machine_load(before, read_processors(), ()))
             if self._plan.settings.get("profile") and planned.round == self._plan.rounds - 1 and cells:
                 cells = _with_kernels(cells, process)
         except WorkerError as exc:

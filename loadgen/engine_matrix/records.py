@@ -22,7 +22,8 @@ import msgspec
 from loadgen.quantities import Interval, counted
 from loadgen.records.payloads import is_language
 from loadgen.records.probes import JudgedAnswers
-from loadgen.records.run import Environment, Record, RunState
+from loadgen.records.run import Environment, MachineLoad, Record, RunState
+from loadgen.verdict.checks.registry import Check
 
 Shape = tuple[int, int | None]
 """A batch size and a length; the length is None for a model without an axis of variable size."""
@@ -77,6 +78,12 @@ class Configuration(Record, frozen=True, kw_only=True):
         """torch/graph; onnxruntime/extended CPU, 2 threads"""
         threads = "" if self.threads is None else f", {counted(self.threads, 'thread')}"
         return f"{self.engine_mode}{' CPU' if self.device == 'cpu' else ''}{threads}"
+
+
+def described(configuration: Configuration) -> str:
+    """For a reader: "torchvision:resnet50 torch/eager fp32, 2 threads"."""
+    threads = "" if configuration.threads is None else f", {counted(configuration.threads, 'thread')}"
+    return f"{configuration.model} {configuration.title}{threads}"
 
 
 class RefusedCombination(Record, frozen=True, kw_only=True):
@@ -209,6 +216,8 @@ class Visit(Record, frozen=True, kw_only=True):
     """The engine's description: version, precision, mode, device and threads in effect, details."""
     item: str = "item"
     cells: tuple[Measured, ...] = ()
+    machine: MachineLoad | None = None
+    """Use of the cores while the cells were measured; None in results of earlier versions."""
 
 
 class Estimate(Record, frozen=True, kw_only=True):
@@ -397,5 +406,7 @@ class Matrix(Record, frozen=True, kw_only=True):
     cells: tuple[CellResult, ...]
     winners: tuple[Winner, ...] = ()
     break_even: tuple[BreakEven, ...] = ()
+    checks: tuple[Check, ...] = ()
+    """Whether other programs or the hypervisor took CPU time; none in results of earlier versions."""
     answers: tuple[dict[str, str], ...] = ()
     """Answers to four fixed questions, which earlier versions stored."""

@@ -22,8 +22,20 @@ from loadgen.engine_matrix.records import (
     Winner,
     shape_text,
 )
-from loadgen.quantities import counted, items, join, measured, measured_interval, number, ratio, ratio_interval, share
+from loadgen.quantities import (
+    counted,
+    items,
+    join,
+    measured,
+    measured_interval,
+    number,
+    ratio,
+    ratio_interval,
+    sentence,
+    share,
+)
 from loadgen.report.sections.conditions import environment_rows, fact_table, gpu_text
+from loadgen.verdict.checks.registry import invalidating, validity
 
 LONG_NS = 2e6
 """Batches of which the host's launch and wait are a small share; sustained times include both."""
@@ -101,11 +113,16 @@ def overview(matrix: Matrix) -> doc.Section | None:
         notes.append(doc.Text(f"{counted(len(plan.refused), 'combination')} refused: see Refused combinations."))
     if plan.rounds < 2:
         notes.append(doc.Text("One round shows no spread: there are no intervals and no certain winner.", "warning"))
-    complete = finished and missing <= 0
+    failed_checks = [check for check in matrix.checks if check.ok is False]
+    notes[:0] = [
+        doc.Text(f"{check.title}: {sentence(check.detail)} {check.remedy}", "warning") for check in failed_checks
+    ]
+    complete, spoilt = finished and missing <= 0, bool(invalidating(matrix.checks))
+    badge = validity(matrix.checks) if spoilt else "COMPLETE" if complete else "INCOMPLETE"
     fastest = [doc.Item(_sentence(matrix, scope, cells), lead=label) for scope, label, cells in views(matrix)]
     panel = doc.Panel(
-        f"Engine matrix: {'COMPLETE' if complete else 'INCOMPLETE'}",
-        "ok" if complete else "failed",
+        f"Engine matrix: {badge}",
+        "ok" if complete and not spoilt else "failed",
         f"{ran}, on {_machine(matrix)}",
         (doc.Items(fastest), *notes),
     )
@@ -266,6 +283,8 @@ def _format(value: float | None, form: str) -> str:
 
 
 def _doubt(matrix: Matrix, winner: Winner) -> str:
+    if invalidating(matrix.checks):
+        return "not certain: see above"
     if winner.unbeaten in (None, winner.runner_up):
         return "not certain"
     return f"not certain over {matrix.plan.configurations[winner.unbeaten].title}"

@@ -42,7 +42,7 @@ from loadgen.ranking.records import (
 )
 from loadgen.records.run import ArmRecord, Environment, Label, Workload, item_of, shown
 from loadgen.stats.ratios import geometric_mean, interval_of_mean
-from loadgen.verdict.checks.registry import complaints
+from loadgen.verdict.checks.registry import complaints, invalidating
 from loadgen.verdict.result import Result
 
 NOT_REPORTED = "not reported"
@@ -128,6 +128,9 @@ def _text(value: object) -> str | None:
 
 def from_matrix(name: str, matrix: Matrix) -> RankInput:
     """One option per configuration and sequence length, with a point per batch size."""
+    if invalidating(matrix.checks):
+        left = LeftOut(result=name, what="its engines", reason=f"it is INVALID: {'; '.join(complaints(matrix.checks))}")
+        return RankInput(name, matrix.environment, (), (left,))
     machine = machine_of(matrix.environment).id
     candidates, left_out = [], []
     for place, measured in enumerate(matrix.configurations):

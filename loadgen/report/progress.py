@@ -23,8 +23,7 @@ from rich.text import Text
 
 from loadgen.documents import one_line
 from loadgen.engine_matrix.analyse import samples_ns
-from loadgen.engine_matrix.measure import described
-from loadgen.engine_matrix.records import NO_MODEL, Configuration, Measured, Visit
+from loadgen.engine_matrix.records import NO_MODEL, Configuration, Measured, Visit, described
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import BlockSummary
 from loadgen.quantities import counted, excludes_one, number, per_second

@@ -7,11 +7,12 @@ use. A server that uses all cores loses about that share of its throughput.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial, wraps
-from itertools import pairwise
+from itertools import chain, pairwise
+from operator import itemgetter
 
 import numpy as np
 import scipy
@@ -44,6 +45,10 @@ TAKEN_LIMIT = 0.03
 """Share of the cores, over an arm's blocks: a server that uses all cores loses at most about 3 %, below δ = 5 %."""
 MOST_TAKEN = 0.20
 """Share taken in the median block above which the blocks do not measure the whole machine."""
+MOST_NAMED = 8
+"""Shares that the detail names; of more, as engines may be, the highest and the lowest."""
+Readings = Mapping[Label, Sequence[MachineLoad]]
+"""The use of the cores in each block, by arm."""
 APART_ERRORS = 4.0
 """Standard errors, in addition to δ, by which the arms' shares must differ."""
 
@@ -281,7 +286,12 @@ def machine_steady(facts: Facts) -> Iterator[Judgement]:
 )
 @per_load
 def cpu_steal(load: WorkloadFacts, facts: Facts) -> Judgement | None:
-    return _judge_taken(load, facts, "the hypervisor", lambda machine: machine.steal_ns)
+    return judge_steal(*found) if (found := _readings(load, facts)) else None
+
+
+def judge_steal(readings: Readings, pairings: Sequence[tuple[Label, Label]], margin: float) -> Judgement:
+    """Of what was measured in turn, also engines without a server, by pairs that must have had the same machine."""
+    return _judge_taken(readings, pairings, margin, "the hypervisor", lambda machine: machine.steal_ns)
 
 
 @check(
@@ -295,10 +305,15 @@ def cpu_steal(load: WorkloadFacts, facts: Facts) -> Judgement | None:
 )
 @per_load
 def other_processes(load: WorkloadFacts, facts: Facts) -> Judgement | None:
-    judgement = _judge_taken(load, facts, "other programs", _others_ns)
-    if judgement is None or judgement.ok is not False:
+    return judge_others(*found) if (found := _readings(load, facts)) else None
+
+
+def judge_others(readings: Readings, pairings: Sequence[tuple[Label, Label]], margin: float) -> Judgement:
+    """`judge_steal` for the CPU time of other programs, which are named."""
+    judgement = _judge_taken(readings, pairings, margin, "other programs", _others_ns)
+    if judgement.ok is not False:
         return judgement
-    worst = max(_machines(load), key=lambda of_block: _others_ns(of_block[1]) or 0)[1]
+    worst = max(chain.from_iterable(readings.values()), key=lambda machine: _others_ns(machine) or 0)
     return replace(judgement, detail=f"{judgement.detail}; in the worst block: {programs_in_words(worst.others)}")
 
 
@@ -307,29 +322,29 @@ def _others_ns(machine: MachineLoad) -> int | None:
     return None if machine.known_ns is None else machine.busy_ns - machine.known_ns
 
 
-def _machines(load: WorkloadFacts) -> list[tuple[Label, MachineLoad]]:
-    """The arm and the use of the cores of each complete block that recorded it."""
-    records = [block.record for block in load.stored if block.record.complete]
-    return [
-        (record.label, record.machine)
-        for record in records
-        if record.machine is not None and record.machine.total_ns > 0
-    ]
+def _readings(load: WorkloadFacts, facts: Facts) -> tuple[Readings, Sequence[tuple[Label, Label]], float] | None:
+    """The use of the cores in the complete blocks of each arm; None without such a block."""
+    records, experiment = [block.record for block in load.stored if block.record.complete], facts.run.experiment
+    readings: dict[Label, list[MachineLoad]] = {label: [] for label in experiment.labels}
+    for record in records:
+        if record.machine is not None and record.machine.total_ns > 0:
+            readings[record.label].append(record.machine)
+    return (readings, experiment.pairings, experiment.equivalence_margin) if records else None
 
 
 def _judge_taken(
-    load: WorkloadFacts, facts: Facts, taker: str, taken_ns: Callable[[MachineLoad], int | None]
-) -> Judgement | None:
-    """Judge the CPU time taken from the cores; None without a complete block. An arm's blocks are judged together,
-    since the kernel counts in coarse steps. It warns, and invalidates if the arms had unequal shares of the machine or
-    all had little of it."""
-    if not any(block.record.complete for block in load.stored):
-        return None
-    experiment = facts.run.experiment
-    taken: dict[Label, list[tuple[int, int]]] = {label: [] for label in experiment.labels}
-    for label, machine in _machines(load):
-        if (ns := taken_ns(machine)) is not None:
-            taken[label].append((ns, machine.total_ns))
+    readings: Readings,
+    pairings: Sequence[tuple[Label, Label]],
+    margin: float,
+    taker: str,
+    taken_ns: Callable[[MachineLoad], int | None],
+) -> Judgement:
+    """Judge the CPU time taken from the cores. An arm's blocks are judged together, since the kernel counts in coarse
+    steps. It warns, and invalidates if the arms had unequal shares of the machine or all had little of it."""
+    taken = {
+        label: [(ns, machine.total_ns) for machine in of_arm if (ns := taken_ns(machine)) is not None]
+        for label, of_arm in readings.items()
+    }
     if not all(taken.values()):
         return Judgement(None, "CPU time was not recorded")
     blocks = {label: np.array([ns / of_ns for ns, of_ns in of_arm]) for label, of_arm in taken.items()}
@@ -338,7 +353,8 @@ def _judge_taken(
         label: max(sum(o for o, _ in of_arm) / sum(of for _, of in of_arm), 0.0) for label, of_arm in taken.items()
     }
     most, shares = max(pooled.values()), np.concatenate(list(blocks.values()))
-    (first, of_first), *rest = pooled.items()
+    ordered = sorted(pooled.items(), key=itemgetter(1), reverse=True)
+    (first, of_first), *rest = pooled.items() if len(pooled) <= MOST_NAMED else (ordered[0], ordered[-1])
     of_arms = [f"{share(of_first)} of the CPU's time in {shown(first)}'s blocks"]
     of_arms += [f"{share(of_arm)} in {shown(label)}'s" for label, of_arm in rest]
     detail = f"{join(of_arms)} went to {taker}"
@@ -351,8 +367,7 @@ def _judge_taken(
         for k, of_arm in blocks.items()
     }
     apart = any(
-        abs(pooled[a] - pooled[b]) > max(experiment.equivalence_margin, APART_ERRORS * math.hypot(errors[a], errors[b]))
-        for a, b in experiment.pairings
+        abs(pooled[a] - pooled[b]) > max(margin, APART_ERRORS * math.hypot(errors[a], errors[b])) for a, b in pairings
     )
     if apart:
         detail += ", so the arms did not have the same machine"

@@ -96,20 +96,23 @@ class CheckDefinition:
     def checks(self, facts: Facts) -> Iterator[Check]:
         if self.language not in (None, facts.run.experiment.is_language):
             return
+        yield from map(self.stated, self.find(facts))
+
+    def stated(self, outcome: Judgement) -> Check:
+        """The check with this outcome, also of what is no comparison."""
         titles = {True: self.title, False: self.failed, None: self.not_known or self.title}
-        for outcome in self.find(facts):
-            yield Check(
-                name=self.name,
-                title=titles[outcome.ok],
-                state="unknown" if outcome.ok is None else "passed" if outcome.ok else "failed",
-                severity=outcome.severity or (self.unknown if outcome.ok is None else self.severity),
-                scope=outcome.scope,
-                value=outcome.value,
-                threshold=self.threshold if outcome.threshold is None else outcome.threshold,
-                detail=outcome.detail,
-                remedy=outcome.remedy or self.remedy,
-                arms=() if outcome.ok else outcome.arms,
-            )
+        return Check(
+            name=self.name,
+            title=titles[outcome.ok],
+            state="unknown" if outcome.ok is None else "passed" if outcome.ok else "failed",
+            severity=outcome.severity or (self.unknown if outcome.ok is None else self.severity),
+            scope=outcome.scope,
+            value=outcome.value,
+            threshold=self.threshold if outcome.threshold is None else outcome.threshold,
+            detail=outcome.detail,
+            remedy=outcome.remedy or self.remedy,
+            arms=() if outcome.ok else outcome.arms,
+        )
 
 
 CHECKS: dict[str, CheckDefinition] = {}

@@ -49,9 +49,9 @@ MEASURING = (
 # which imports them when they are asked for.
 LOADGEN = (
     "quantities", "documents", "strict_yaml", "headers", "child_process", "records", "stats",
-    "experiment", "client", "launch", "locust", "probes.registry", "engine_matrix.records", "run.storage", "metrics",
-    "tune.records", "tune.settings", "tune.space", "tune.search", *ANALYSES, "verdict", "tune.outcome", "engine_matrix",
-    "ranking.records", "ranking.analyse", "run",
+    "experiment", "client", "launch", "locust", "probes.registry", "run.storage", "metrics",
+    "tune.records", "tune.settings", "tune.space", "tune.search", *ANALYSES, "verdict", "tune.outcome",
+    "engine_matrix.records", "engine_matrix", "ranking.records", "ranking.analyse", "run",
     "engine_matrix.worker_process", "engine_matrix.judging", "engine_matrix.measure",
     "report.document", "report.charts",
     "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",

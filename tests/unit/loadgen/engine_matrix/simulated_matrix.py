@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from loadgen.engine_matrix.analyse import analyse
 from loadgen.engine_matrix.records import (
@@ -17,7 +18,7 @@ from loadgen.engine_matrix.records import (
     RefusedCombination,
     Visit,
 )
-from loadgen.records.run import Environment, RunState
+from loadgen.records.run import Environment, MachineLoad, RunState
 
 ENVIRONMENT = Environment(
     started_at="2026-11-24T03:00:00Z",
@@ -116,6 +117,25 @@ def visits(
                 )
             )
     return made
+
+
+def disturbed(made: Sequence[Visit], shares: Sequence[float]) -> list[Visit]:
+    """The visits while others took these shares of two cores, by configuration."""
+    return [
+        replace(
+            visit,
+            machine=MachineLoad(
+                total_ns=20_000_000_000,
+                steal_ns=0,
+                busy_ns=10_000_000_000 + round(shares[visit.configuration] * 20_000_000_000),
+                known_ns=10_000_000_000,
+                others=("PID 812 ffmpeg, 0.97 cores",),
+                runnable=1,
+                waited_ns=None,
+            ),
+        )
+        for visit in made
+    ]
 
 
 def matrix(asked: MatrixPlan, latency: Latency, state: RunState | None = FINISHED, **given: Any) -> Matrix:

@@ -18,12 +18,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from loadgen.cli.engines import exit_status
 from loadgen.cli.report import report
 from loadgen.engine_matrix import files
 from loadgen.engine_matrix.analyse import analyse
 from loadgen.engine_matrix.records import Configuration, Conversion, Matrix, MatrixPlan, Visit, Winner
 from loadgen.engine_matrix.sections import matrix_document
 from loadgen.engine_matrix.store import read_matrix
+from loadgen.ranking.analyse import from_matrix
 from loadgen.records.run import RunState
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
@@ -39,6 +41,7 @@ from tests.unit.loadgen.engine_matrix.simulated_matrix import (
     TORCH,
     VIT,
     configuration,
+    disturbed,
     matrix,
     per_item,
     plan,
@@ -379,3 +382,40 @@ def test_a_plan_without_an_environment_names_what_is_missing(tmp_path: Path) -> 
     status, output = run(str(tmp_path))
     assert status == 2
     assert "environment.json is missing" in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("shares", "badge", "status"),
+    [
+        ((0.0, 0.0), "Engine matrix: COMPLETE", 0),
+        ((0.04, 0.04), "Engine matrix: COMPLETE", 0),
+        ((0.5, 0.5), "Engine matrix: INVALID: busy machine", 1),
+        ((0.0, 0.3), "Engine matrix: INVALID: busy machine", 1),
+    ],
+)
+def test_what_others_took_of_the_cpu_is_told_and_takes_the_certainty(
+    shares: tuple[float, float], badge: str, status: int
+) -> None:
+    """By the checks of a comparison; `rank` leaves such a matrix out."""
+    asked = plan(TORCH, ONNX, batches=(4,))
+    made = disturbed(visits(asked, SPEEDS), shares)
+    analysed = analyse(asked, ENVIRONMENT, made, FINISHED)
+    others = next(check for check in analysed.checks if check.name == "other_processes")
+    assert (others.ok, exit_status(analysed)) == (max(shares) < 0.03, status)
+    text = render_markdown(matrix_document(analysed))
+    assert badge in text.splitlines()[0]
+    assert ("ffmpeg" in text) == (max(shares) > 0.03)
+    assert [winner.certain for winner in analysed.winners] == [status == 0]
+    ranked = from_matrix("m", analysed)
+    assert bool(ranked.candidates) == (status == 0)
+    assert any("INVALID" in left.reason for left in ranked.left_out) == (status == 1)
+
+
+def test_engines_of_different_scopes_need_not_have_the_same_machine() -> None:
+    asked = plan(TORCH, configuration(model=VIT), batches=(4,))
+    analysed = analyse(asked, ENVIRONMENT, disturbed(visits(asked, SPEEDS), (0.0, 0.15)), FINISHED)
+    assert [check.severity for check in analysed.checks if not check.ok] == ["warns"]
+
+
+def test_visits_of_earlier_versions_have_no_checks() -> None:
+    assert matrix(plan(TORCH, ONNX), SPEEDS).checks == ()

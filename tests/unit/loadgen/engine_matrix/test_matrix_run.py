@@ -71,6 +71,8 @@ def test_every_visit_is_stored_with_all_its_cells(tmp_path: Path, processes: str
         assert visit.error is None
         assert {(cell.batch, cell.length) for cell in visit.cells} == {(b, n) for b in (1, 4) for n in (8, 16)}
         assert visit.item == "image"
+        assert visit.machine is not None
+        assert visit.machine.known_ns is not None
         assert all(bool(cell.kernels) == (visit.round == 1) for cell in visit.cells)
         costs = visit.round == 0 or processes == "fresh"
         assert (visit.load_seconds is not None) == costs == bool(visit.conversions)
