@@ -166,6 +166,8 @@ def name_models(
     settings, notes = with_language_models(settings, arms, show)
     if settings.is_language:
         return settings, notes
+    if label := next((label for label, arm in settings.arms.items() if arm.body), None):
+        raise PlanError(f"{option_of(label, 'body')} is for language models, and {settings.model} is not one")
     if "model" in settings.model_fields_set or any(arm.embedded for arm in arms):
         return settings, ()
     for arm in arms:

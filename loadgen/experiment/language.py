@@ -130,10 +130,6 @@ def _check_tensors(settings: ExperimentSettings) -> None:
             "language:demo"
         )
     for label, arm in settings.arms.items():
-        if arm.body:
-            raise PlanError(
-                f"{option_of(label, 'body')} is for language models, and {settings.model} is not one; leave it out"
-            )
         if arm.target == "vllm":
             raise PlanError(
                 f"{option_of(label)} vllm serves language models only; name one as in --model language:demo"

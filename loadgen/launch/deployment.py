@@ -277,8 +277,7 @@ class RemoteDeployment(Deployment):
 
     def _check_protocol(self) -> None:
         """Raises `DeploymentError` for what would fail on every request, without waiting for the server."""
-        if self._address.tls:
-            self._check_tls()
+        self.check_tls()
         endpoint = Endpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access)
         status = endpoint.status("/v2/health/live")
         if status in REFUSED_ACCESS:
@@ -297,7 +296,10 @@ class RemoteDeployment(Deployment):
                 f"{status}); give the URL of its inference port, without /v2"
             )
 
-    def _check_tls(self) -> None:
+    def check_tls(self) -> None:
+        """Raises `DeploymentError` if a TLS handshake fails, where the address asks for one."""
+        if not self._address.tls:
+            return
         connection = HttpConnection(self._address, timeout_s=RUNNING_READY_SECONDS)
         try:
             connection.connect()
@@ -317,8 +319,7 @@ class RemoteLanguageDeployment(RemoteDeployment):
         self.wait_ready(model, RUNNING_READY_SECONDS)
 
     def _check_protocol(self) -> None:
-        if self._address.tls:
-            self._check_tls()
+        self.check_tls()
         self.completions_only = not Endpoint(self.url, access=self.access).live()
 
 

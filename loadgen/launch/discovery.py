@@ -53,7 +53,11 @@ _POLL_SECONDS = 0.1
 _WIDEST = 60
 """Characters of a table's first column."""
 _MULTIPLE_CHOICES, _BAD_REQUEST, _NOT_FOUND, _TOO_MANY, _SERVER_ERROR = 300, 400, 404, 429, 500
-_REFUSED_FIELDS = (400, 422)
+_REFUSED_FIELDS = (400, 422, 500)
+"""How servers answer fields that they do not know; the last is what an error in their code makes of it."""
+_NO_FURTHER = (401, 407)
+_BROKEN = ("connection", "malformed")
+"""How the failure of a request begins whose server may answer another one."""
 _OTHER_FAULTS = {0, _NOT_FOUND, _TOO_MANY, *REFUSED_ACCESS}
 _MAY_BE_STARTING = (0, 502, 503, 504)
 
@@ -75,7 +79,10 @@ def find_models(arms: Sequence[ArmRequest], preferred: str) -> FoundModels:
     """
     named = {arm.label: arm.model for arm in arms if arm.model is not None}
     asking = [arm for arm in arms if arm.model is None]
-    servers = {arm.label: RemoteDeployment(arm.target, access=arm.access) for arm in asking}
+    servers = {
+        arm.label: RemoteDeployment(arm.target, access=arm.access, model_option=option_of(arm.label, "model"))
+        for arm in asking
+    }
     rows = {arm.label: _rows(servers[arm.label], arm) for arm in asking}
     listed: dict[Label, Sequence[str]] = {
         label: ready_models(of_arm) for label, of_arm in rows.items() if of_arm is not None
@@ -168,10 +175,14 @@ class AskedServer:
         return "\n".join([f"{shown(self.arm.label)} {self.arm.target} was asked:", *lines])
 
     def ask_for_models(self) -> None:
-        """Ask for its language models, in both protocols. Until it has any, again while it may be starting."""
+        """Ask for its language models, in both protocols. Raises `DeploymentError` if TLS fails."""
         target, access = self.arm.target, self.arm.access
         completions = CompletionsEndpoint(target, timeout_s=RUNNING_READY_SECONDS, access=access)
         endpoint = Endpoint(target, timeout_s=RUNNING_READY_SECONDS, access=access)
+        try:
+            RemoteDeployment(target, access=access).check_tls()
+        except DeploymentError as exc:
+            raise DeploymentError(f"{self.place}: {exc}") from exc
         self.cards, exchange = completions.list_models()
         question = f"GET {completions.address.base_path}{completions.address.openai_path('models')}"
         listed = f"200 ({model_names([card.name for card in self.cards or ()]) or 'no models'})"
@@ -206,7 +217,9 @@ class AskedServer:
             return access_remedy(option, given=bool(self.arm.access.header))
         if _MULTIPLE_CHOICES <= status < _BAD_REQUEST:
             return "give the URL to which it redirects"
-        return "read that server's log" if status >= _SERVER_ERROR or status == _TOO_MANY else None
+        if status == _TOO_MANY:
+            return "raise that server's limit of requests"
+        return "read that server's log" if status >= _SERVER_ERROR else None
 
     @property
     def may_stream(self) -> bool:
@@ -250,16 +263,16 @@ class AskedServer:
                 spoken[transport] = body
                 continue
             refusals.append(refusal)
-            if refusal.status in {0, *REFUSED_ACCESS}:
+            if refusal.status in _NO_FURTHER or (not refusal.status and not refusal.words.startswith(_BROKEN)):
                 break
         if spoken:
             return spoken
         listed = [card.name for card in self.cards or ()]
         told = next((refusal for refusal in refusals if refusal.status != _NOT_FOUND), refusals[0])
-        remedy = self._remedy(told.status) or f"change its requests with {option_of(self.arm.label, 'body')}"
-        if told.status == _NOT_FOUND:
-            options = [option_of(self.arm.label, setting) for setting in ("model", "transport")]
-            remedy = f"correct the URL, or choose with {' and '.join(options)}"
+        options = [option_of(self.arm.label, setting) for setting in ("model", "transport")]
+        remedy = self._remedy(told.status) or f"correct the URL, or choose with {' and '.join(options)}"
+        if told.status in _REFUSED_FIELDS:
+            remedy = f"change its requests with {option_of(self.arm.label, 'body')}"
         if listed and model not in listed:
             remedy = f"it serves {model_names(listed)}: choose one with {option_of(self.arm.label, 'model')}"
         raise DeploymentError(f"{self.place}: {model} answers no prompt ({told.words}); {remedy}\n{self.table()}")

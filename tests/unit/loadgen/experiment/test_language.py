@@ -215,10 +215,6 @@ def test_all_arms_get_one_protocol_if_they_have_one_in_common(
         ({"model": "open_clip:ViT-B-32", "limits": "ttft=1s"}, "--limits is for language models"),
         ({"model": "open_clip:ViT-B-32", "trace": "t.jsonl"}, "--trace is for language models"),
         ({"model": "open_clip:ViT-B-32", "scenarios": "long-prompt"}, "long-prompt is for language models"),
-        (
-            {"model": "open_clip:ViT-B-32", "arms": {"a": "native", "b": {"target": "triton", "body": {"n": 1}}}},
-            "--b-body is for language models",
-        ),
         ({"model": "open_clip:ViT-B-32", "arms": {"a": "native", "b": "vllm"}}, "vllm serves language models only"),
     ],
 )

@@ -108,6 +108,7 @@ def test_the_first_arm_of_a_file_is_the_baseline_whatever_its_letter(tmp_path: P
         NAMED,
         "c: {target: native, options: {x: 1}}\n",
         "arms: {b: native, a: triton}\n",
+        "b: {target: 'http://h:1', body: {ignore_eos: null, top_k: 1, stop: [a], user: '5'}}\n",
     ],
 )
 def test_settings_printed_and_read_again_are_the_same(tmp_path: Path, text: str) -> None:

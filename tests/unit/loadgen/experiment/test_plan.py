@@ -175,6 +175,7 @@ def test_the_note_stands_before_anything_else(tmp_path: Path) -> None:
         (["--rates", "5", "--open-seconds", "inf"], "--open-seconds inf: must be a finite number"),
         (["--until", "decided", "--time-limit", "inf"], "--time-limit inf: must be a finite number"),
         (["--rates", "20,20.000001"], "two workloads would both be called poisson(20/s)"),
+        (["--b-body", "top_k=1"], "--b-body is for language models"),
         (["--slo-p99-ms", "50,50.0000001"], "two workloads would both be called slo(p99≤50ms)"),
     ],
 )

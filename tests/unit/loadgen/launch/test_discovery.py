@@ -16,6 +16,7 @@ from loadgen.launch import deployment
 from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.discovery import FoundModels, find_models
 from loadgen.records.run import ArmRequest
+from tests.hostile_server import hostile_server
 
 Serve = Callable[..., str]
 ODD_NAMES = ["team/res net", "half50%", "größe?#", "a%2Fb"]
@@ -143,6 +144,14 @@ def test_other_servers_are_refused_at_once(serve: Serve, monkeypatch: pytest.Mon
     assert "not one of the Open Inference Protocol" in refusal(serve("m1"), serve(lists="nothing of V2"))
     monkeypatch.setattr(deployment, "RUNNING_READY_SECONDS", 0.1)
     assert "Connection refused" in refusal(serve("m1"), "http://127.0.0.1:1")
+
+
+def test_a_server_that_wants_a_key_is_named_at_once(serve: Serve) -> None:
+    with hostile_server() as server:
+        server.answers["/v2/health/live"] = (401, {}, b'{"error": "no key"}')
+        said = refusal(serve("m1"), server.url)
+    assert "--b: the server at" in said
+    assert "GET /v2/health/live answers 401 (no key)); add --b-header" in said
 
 
 def test_one_server_alone_takes_its_only_model(serve: Serve) -> None:

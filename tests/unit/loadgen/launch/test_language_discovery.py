@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.client.endpoint import CompletionsEndpoint, EndpointError
 from loadgen.headers import read_headers
 from loadgen.launch import discovery
 from loadgen.launch.deployment import DeploymentError
@@ -180,9 +181,9 @@ def test_a_table_has_every_question_and_an_error_quotes_it(toy: Toy) -> None:
     assert str(caught.value).splitlines()[1:] == of_b
     assert [line.split()[:2] for line in of_b[1:]] == [
         ["GET", "/v1/models"], ["GET", "/v2/health/live"], ["POST", "/v1/completions"], ["and", "7"],
-        ["POST", "/v1/completions"], ["and", "7"], ["POST", "/v1/chat/completions"],
+        ["POST", "/v1/completions"], ["and", "7"], ["POST", "/v1/chat/completions"], ["and", "6"],
     ]  # fmt: skip
-    assert "500: the server answers 500" in of_b[-1]
+    assert "500: the server answers 500" in of_b[-2]
 
 
 FIELDS = ("cache_salt", "return_token_ids", "ignore_eos", "stream_options", "max_tokens", "temperature")
@@ -203,6 +204,27 @@ def test_the_smallest_change_is_found_whatever_a_refusal_names(refused: set[str]
     assert {name for name, value in body.items() if value is None} == refused
     assert ("max_completion_tokens" in body) == ("max_tokens" in refused)
     assert "stream_options" in refused or "stream_options" not in body
+
+
+def test_a_route_that_is_refused_does_not_keep_others_from_being_tried(toy: Toy, other: HostileServer) -> None:
+    """A gateway may keep a key from one route."""
+    other.answers["/v1/models"] = (200, {}, b'{"data": [{"id": "planted", "root": "", "parent": null}]}')
+    other.answers["/v1/completions"] = (403, {}, b'{"message": "not this route"}')
+    stream = (
+        b'data: {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "length"}]}\n\ndata: [DONE]\n\n'
+    )
+    other.answers["/v1/chat/completions"] = (200, {"Content-Type": "text/event-stream"}, stream)
+    served = found(toy(), other.url)
+    assert served is not None
+    assert [*served["b"].bodies] == ["chat"]
+
+
+def test_a_page_for_every_path_is_no_document(other: HostileServer) -> None:
+    other.answers["/v2"] = other.answers["/v1/models"] = (200, {}, b"<html>")
+    assert CompletionsEndpoint(other.url).document("/v2") is None
+    assert CompletionsEndpoint(other.url).ready("any")
+    with pytest.raises(EndpointError, match="no connection"):
+        CompletionsEndpoint("http://127.0.0.1:1").document("/v2")
 
 
 @pytest.mark.parametrize("status", [0, 200, 401, 404, 429, 503])
