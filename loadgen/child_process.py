@@ -1,5 +1,5 @@
-"""A child process that ends with its parent: its own session, its output in a file, a bounded stop; and the command
-lines of this package's programs, which run with this interpreter."""
+"""A child process that ends with its parent: its own session, its output in a file, a bounded stop; the command lines
+of this package's programs, which run with this interpreter; and the cores that all of them have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, perf_counter_ns
@@ -224,3 +224,33 @@ def cpu_ns(processes: Iterable[psutil.Process]) -> int | None:
             times = process.cpu_times()
             seconds.append(times.user + times.system + times.children_user + times.children_system)
     return int(sum(seconds) * 1e9) if seconds else None
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """The cores that this process may use: those of its affinity, or fewer if a CPU quota of its cgroups gives it less
+    time than that, as `docker run --cpus` and Kubernetes' limits do.
+
+    A part of a core does not count: threads beyond the quota would all be stopped for the rest of each period.
+    """
+    return max(1, min([len(os.sched_getaffinity(0)), *map(int, _cpu_quotas(root))]))
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """The cores' worth of time that the cgroups of this process may use, those around them included."""
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                mounts, names = ("", "unified"), ("cpu.max",)
+            elif "cpu" in controllers.split(","):
+                mounts, names = ("cpu", "cpu,cpuacct"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            else:
+                continue
+            parts = [part for part in path.split("/") if part not in ("", "..")]
+            # In a container the root of what is mounted may be its own cgroup, whatever its path.
+            for depth in range(len(parts) + 1):
+                for folder in (root.joinpath("sys/fs/cgroup", mount, *parts[:depth]) for mount in mounts):
+                    with suppress(OSError, ValueError, ZeroDivisionError):
+                        quota, period = map(float, " ".join((folder / name).read_text() for name in names).split())
+                        if quota > 0:
+                            yield quota / period

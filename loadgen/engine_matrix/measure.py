@@ -5,7 +5,6 @@ A configuration that fails is recorded with its reason and the run goes on. Afte
 
 from __future__ import annotations
 
-import os
 import select
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from loadgen.child_process import usable_cores
 from loadgen.engine_matrix.plan import PlannedVisit, request_of, schedule
 from loadgen.engine_matrix.records import Configuration, Conversion, MatrixPlan, Measured, Visit, described, shape_text
 from loadgen.engine_matrix.store import MatrixStore
@@ -24,7 +24,7 @@ from loadgen.run.machine import utc_now
 from loadgen.run.machine_watch import machine_load, read_processors
 from loadgen.run.storage import StorageError
 
-CORES = len(os.sched_getaffinity(0))
+CORES = usable_cores()
 MADE_SIDE_BY_SIDE = max(1, CORES // 2)
 """Files that are made at once. Each has two cores, because its seconds are a cost in the report."""
 LOADED_SIDE_BY_SIDE = CORES

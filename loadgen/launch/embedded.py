@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from loadgen.child_process import ABSERVE, ChildProcess, ProcessError, printed
+from loadgen.child_process import ABSERVE, ChildProcess, ProcessError, printed, usable_cores
 from loadgen.launch.deployment import Deployment, DeploymentError, batch_sentence
 from loadgen.records.run import PLAIN, asked_for
 
@@ -99,7 +99,7 @@ class EmbeddedDeployment(Deployment):
         if "OMP_NUM_THREADS" not in os.environ:
             return {}
         asked = asked_for(self._options, "threads")
-        return {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))) if asked in (None, "0") else str(asked)}
+        return {"OMP_NUM_THREADS": str(usable_cores()) if asked in (None, "0") else str(asked)}
 
     def check(self, model: str) -> None:  # noqa: ARG002 - the options name the model
         """Plan a launch and start nothing; then the model's name is known, and whether the server can pad."""

@@ -8,7 +8,6 @@ record says whether it did.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
@@ -19,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.child_process import OWN_MODULE, ChildProcess
+from loadgen.child_process import OWN_MODULE, ChildProcess, usable_cores
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
@@ -111,7 +110,7 @@ def calibrate(
     workloads: list[CalibrationWorkload] = []
     problems: list[str] = []
     host, packages = read_machine()
-    count = max(1, min(4, len(os.sched_getaffinity(0)) - 1))
+    count = max(1, min(4, usable_cores() - 1))
     with ExitStack() as resources:
         folder = resources.enter_context(work_folder("calibration"))
         samples = folder / "samples"

@@ -10,7 +10,6 @@ with more. At most half the cores get one, since the servers need the others, an
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from time import monotonic
 
-from loadgen.child_process import ProcessError
+from loadgen.child_process import ProcessError, usable_cores
 from loadgen.client.connection import AddressError
 from loadgen.client.endpoint import EndpointError, Signature
 from loadgen.client.generator import GeneratorProcess
@@ -195,7 +194,7 @@ def size_generator(context: RunContext, calibration: Calibration | None, batch_s
 
 def most_processes(loads: Sequence[Workload], cores: int | None = None) -> int:
     """The limit on this machine, which has one process up to three cores."""
-    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    cores = usable_cores() if cores is None else cores
     return max(1, min(cores // 2, _MOST_PROCESSES, max((load.concurrency for load in loads), default=1)))
 
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 import msgspec
 import psutil
 
+from loadgen.child_process import usable_cores
 from loadgen.documents import DocumentError, read_named, read_record, write_atomically
 from loadgen.headers import without_secrets
 from loadgen.records.machine import Calibration
@@ -62,7 +63,7 @@ def read_host() -> dict[str, str | int | float | None]:
     """The properties of this machine; None for those that cannot be read."""
     return {
         "cpu_model": _cpu_model(),
-        "cpu_count": len(os.sched_getaffinity(0)),
+        "cpu_count": usable_cores(),
         "cpu_count_machine": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),

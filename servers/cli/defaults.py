@@ -1,4 +1,5 @@
-"""Default values that several servers share, and which settings that only affect a server's speed apply (`--tuning`).
+"""Default values that several servers share, the cores that a default counts, and which settings that only affect a
+server's speed apply (`--tuning`).
 
 `all` leaves a server as it is configured, `none` gives it its own defaults, and a list of names keeps only these.
 `abserve compare` starts such servers beside an arm to see whether its configuration makes it slow. Imports no other
@@ -7,7 +8,10 @@ module of the project.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 HOST = "127.0.0.1"
@@ -46,3 +50,33 @@ def chosen_tuning(tuning: str, names: Iterable[str]) -> frozenset[str]:
         present = f"set here: {', '.join(sorted(have))}" if have else "none is set here"
         raise OptionError(f"--tuning {tuning}: {', '.join(sorted(unknown))} is not a setting in effect; {present}")
     return asked
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """The cores that this process may use: those of its affinity, or fewer if a CPU quota of its cgroups gives it less
+    time than that, as `docker run --cpus` and Kubernetes' limits do.
+
+    A part of a core does not count: threads beyond the quota would all be stopped for the rest of each period.
+    """
+    return max(1, min([len(os.sched_getaffinity(0)), *map(int, _cpu_quotas(root))]))
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """The cores' worth of time that the cgroups of this process may use, those around them included."""
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                mounts, names = ("", "unified"), ("cpu.max",)
+            elif "cpu" in controllers.split(","):
+                mounts, names = ("cpu", "cpu,cpuacct"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            else:
+                continue
+            parts = [part for part in path.split("/") if part not in ("", "..")]
+            # In a container the root of what is mounted may be its own cgroup, whatever its path.
+            for depth in range(len(parts) + 1):
+                for folder in (root.joinpath("sys/fs/cgroup", mount, *parts[:depth]) for mount in mounts):
+                    with suppress(OSError, ValueError, ZeroDivisionError):
+                        quota, period = map(float, " ".join((folder / name).read_text() for name in names).split())
+                        if quota > 0:
+                            yield quota / period

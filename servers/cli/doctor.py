@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from servers.cli.defaults import OptionError
+from servers.cli.defaults import OptionError, usable_cores
 from servers.cli.launch import MachineCheck, check_free, machine_check
 from servers.cli.options import counted, fail
 from servers.engines.factory import environment_of
@@ -281,7 +281,7 @@ def _sum_up(checks: Sequence[MachineCheck]) -> None:
         needs = "needs" if failed == 1 else "need"
         text = f"[bold red]{failed} of {counted(len(checks), 'check')} {needs} attention.[/]{optional}"
     else:
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         text = f"[green]Ready to compare.[/]{optional} CPU cores that this process may use: {cores}."
     Console().print(text)
 

@@ -183,10 +183,10 @@ def checked(kind: type[S], options: Mapping[str, Any]) -> S:
         fail(validation_sentence(exc), exc, status=2)
 
 
-def given_options(context: Any, options: Mapping[str, object]) -> frozenset[str]:
-    """Those of a command's options that the command line or a variable sets; `context` is typer's."""
-    sources = {name: context.get_parameter_source(name) for name in options}
-    return frozenset(name for name, source in sources.items() if source.name in ("COMMANDLINE", "ENVIRONMENT"))
+def given_options(context: Any, options: Mapping[str, object], *, variables: bool = True) -> frozenset[str]:
+    """Those of a command's options that the command line sets, or with `variables` a variable; `context` is typer's."""
+    given = ("COMMANDLINE", "ENVIRONMENT") if variables else ("COMMANDLINE",)
+    return frozenset(name for name in options if context.get_parameter_source(name).name in given)
 
 
 def tuning_of(settings: BaseSettings) -> dict[str, str]:

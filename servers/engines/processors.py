@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from servers.cli.defaults import usable_cores
+
 _NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second one is WSL's
 
 
 def thread_count(requested: int) -> int:
     """The number of intra-op threads: `requested`, or for 0 every core that this process may use."""
-    return requested if requested > 0 else len(os.sched_getaffinity(0))
+    return requested if requested > 0 else usable_cores()
 
 
 def wait_policy(spinning: bool | None) -> dict[str, str]:

@@ -155,7 +155,8 @@ class ContinuousEngine(TorchGeneratingEngine):
         if not result.is_finished():
             return Emission(number, tokens) if tokens else None
         self._forget(result.request_id)
-        stopped = not progress.request.ignore_eos and tokens[-1:] and tokens[-1] in self.eos
+        last = result.generated_tokens[-1:]  # it may have come in an earlier result
+        stopped = not progress.request.ignore_eos and last and last[0] in self.eos
         return Emission(number, tokens, "stop" if stopped else "length")
 
     def _forget(self, name: str) -> None:

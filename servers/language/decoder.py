@@ -285,9 +285,11 @@ def _affine(part: Any) -> Affine:
 
 def _joined(*parts: Affine) -> Affine:
     """One matrix of the outputs of several."""
-    biases = [part.bias for part in parts if part.bias is not None]
-    assert len(biases) in (0, len(parts))
-    return Affine(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+    bias = None
+    if any(part.bias is not None for part in parts):
+        zeros = [part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts]
+        bias = torch.cat(zeros)
+    return Affine(torch.cat([part.weight for part in parts]), bias)
 
 
 def _in_pairs(part: Affine, head_size: int) -> Affine:

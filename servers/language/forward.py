@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -101,10 +101,14 @@ class TensorSlots(SlotForward):
 
 
 class TorchForward(TensorSlots):
-    """Runs on every device, by torch's operators, one call each."""
+    """Runs on every device, by torch's operators, one call each. Takes the layers out of `weights`."""
 
     def __init__(self, weights: DecoderWeights, slots: int, max_length: int) -> None:
         super().__init__(weights, slots, max_length)
+        if not weights.layers:
+            raise ValueError("another TorchForward has these weights: it has laid them out anew")
+        layers, weights.layers = weights.layers, []  # no matrix is in memory twice
+        self.weights = weights = replace(weights, layers=layers, norm=replace(weights.norm))
         shape = weights.shape
         self._lines = self.cache.view(shape.layers, slots * max_length, shape.cached_size)
         # Each is [slots, kv_heads, length, head_size] of one layer.

@@ -7,7 +7,6 @@ position behind the last one, so that writing its key and value is dropped.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -19,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
+from servers.cli.defaults import usable_cores
 from servers.language.decoder import Affine, DecoderShape, DecoderWeights, LayerWeights
 from servers.language.forward import SlotForward, StepPlan
 
@@ -120,7 +120,7 @@ class JaxForward(SlotForward):
         sizes += [JaxStepSize(rows, self._blocks, length) for rows in self._rows_beside for length in self._lengths]
         sizes += [JaxStepSize(self._rows_beside[0], self._most_blocks, length) for length in self._lengths]
         sizes = [size for size in dict.fromkeys(sizes) if size not in self._executables]
-        with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as threads:
+        with ThreadPoolExecutor(min(8, usable_cores())) as threads:
             lowered = [self._lowered(size) for size in sizes]
             compiled = threads.map(lambda program: program.compile(), lowered)
             self._executables.update(zip(sizes, compiled, strict=True))

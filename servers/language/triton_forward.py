@@ -19,6 +19,7 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.nn import functional
 
+from servers.engines.settings import EngineError
 from servers.language import decoder_kernels as kernels
 from servers.language.decoder import Affine, DecoderWeights, LayerWeights
 from servers.language.forward import StepPlan, TensorSlots
@@ -32,6 +33,9 @@ LONGEST_STEP = 2.0
 """Times as long as a step without prompts may one with prompts be: each running answer waits for it."""
 LONGEST_PIECE = 1.25
 """Times as long as the shortest step with prompts it may be at any rate: of a mixture that one reads all experts."""
+LEAST_HEAD = 16
+"""The fewest values that Triton multiplies at once."""
+LEAST_TILE = 32
 QUERIES = 16
 """Tokens of one prompt that a program of the attention takes: pieces of prompts begin at multiples of it."""
 MOST_PIECES = 8
@@ -102,7 +106,16 @@ class TritonForward(TensorSlots):
         *,
         graphs: bool = True,
     ) -> None:
-        """Without `graphs` every step launches its kernels, also in Triton's interpreter on a CPU."""
+        """Without `graphs` every step launches its kernels, also in Triton's interpreter on a CPU.
+
+        Raises `EngineError` for a model that the kernels do not know.
+        """
+        head_size = weights.shape.head_size
+        if head_size < LEAST_HEAD or head_size != triton.next_power_of_2(head_size):
+            raise EngineError(
+                f"the slots engine has no kernels for heads of {head_size} values, only for {LEAST_HEAD}, 32, 64 and "
+                "further powers of two; use --engine continuous"
+            )
         super().__init__(weights, slots, max_length)
         shape, device, dtype = weights.shape, self.device, self.dtype
         self.most_pieces = MOST_PIECES
@@ -179,10 +192,12 @@ class TritonForward(TensorSlots):
 
     @property
     def can_fuse(self) -> bool:
-        """Whether the fused kernels know this decoder: RMSNorm, RoPE, a gated feed-forward part without bias."""
+        """Whether the fused kernels know this decoder: RMSNorm, RoPE, a gated feed-forward part without bias, and sizes
+        that their tiles divide."""
         shape, layer = self.weights.shape, self.weights.layers[0]
         plain = layer.up.bias is None and layer.down.bias is None
-        return self._turns is not None and shape.activation == "silu" and not shape.centred and plain
+        whole = not any(width % LEAST_TILE for width in (shape.hidden, shape.query_size, shape.inner))
+        return self._turns is not None and shape.activation == "silu" and not shape.centred and plain and whole
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -219,7 +234,8 @@ class TritonForward(TensorSlots):
             return 0.0, None
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # Only this thread's calls count, see `servers.engines.torch.copies.capture`.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self._launch(size, fused)
         return self._shortest_replay(graph, self._shortest_replay(graph, math.inf)), graph
 
@@ -447,7 +463,7 @@ class TritonForward(TensorSlots):
 
 def _tile(rows: int, width: int) -> dict[str, Any]:
     """The sizes of a fused product's tiles, for so many rows and inputs."""
-    block = next(size for size in (512, 256, 128, 64, 32) if width % size == 0)
+    block = next(size for size in (512, 256, 128, 64, LEAST_TILE) if width % size == 0)
     if rows == 1:
         return {"BM": 1, "BN": 8, "BK": block, "STAGES": 3, "num_warps": 4}
     lines = 16 if rows <= 16 else 32 if rows <= 32 else 64

@@ -12,7 +12,6 @@ simplejpeg releases the interpreter's lock while it decodes and Pillow while it 
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -23,6 +22,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from servers.cli.defaults import usable_cores
 from servers.models.specification import Preprocessing
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import Array
@@ -144,7 +144,7 @@ class DecodingSettings:
     @property
     def thread_count(self) -> int:
         """The number of threads on this machine."""
-        return self.threads or min(MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)))
+        return self.threads or min(MAX_DEFAULT_THREADS, usable_cores())
 
 
 class Decoding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from servers.cli.defaults import ARTEFACTS, OptionError
+from servers.cli.defaults import ARTEFACTS, OptionError, usable_cores
 from servers.cli.launch import LaunchPlan, bind, check_free, host_in_url
 from servers.cli.options import given_options, takes_settings, to_argument, tuning_of, with_tuning
 from servers.cli.search import generating_engines, language_context, space_json, tensor_context
@@ -27,7 +26,14 @@ from servers.models.registry import get_variants
 from servers.models.sources import module_file
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource, parse_weights, pin
-from servers.native.settings import NativeSettings, artefact_field
+from servers.native.settings import (
+    NO_BATCHES,
+    TENSORS_ONLY,
+    TOKENS_ONLY,
+    NativeSettings,
+    artefact_field,
+    of_other_kind,
+)
 
 CAUSES = (r"the model cannot be served.* reason=(?P<quote>['\"])(?P<cause>.+)(?P=quote)",)
 """How this server's log says why it ended."""
@@ -112,7 +118,7 @@ def check(options: Mapping[str, Any]) -> NativeLaunch:
 def _resolved_language(requested: NativeSettings) -> tuple[NativeSettings, LanguageModel]:
     """As `_resolved`, for a language model."""
     if requested.max_batch_size != NativeSettings.model_fields["max_batch_size"].default:
-        raise OptionError("--max-batch-size is for models of tensors; a language model has --slots")
+        raise OptionError(NO_BATCHES)
     model = language_model(requested.model, requested.weights)
     return requested.resolved_for(model), model
 
@@ -151,13 +157,13 @@ def space(options: Mapping[str, Any], given: Collection[str]) -> bytes:
     if is_language_model(requested.model):
         settings, _ = _resolved_language(requested)
         engines, not_searched = generating_engines()
-        here = language_context(settings.language_engine(), len(os.sched_getaffinity(0)), engines)
+        here = language_context(settings.language_engine(), usable_cores(), engines)
         in_effect = {"slots": settings.slots or SLOTS[here.device]}
     else:
         settings, specifications = _resolved(requested)
         first, engine = specifications[0], settings.engine_settings()
         pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
-        cores = len(os.sched_getaffinity(0)) // len(settings.devices)
+        cores = usable_cores() // len(settings.devices)
         here, not_searched = tensor_context(first, engine, max(1, cores))
         in_effect = {"decode_threads": DecodingSettings(settings.decode_threads).thread_count}
     in_effect = {
@@ -183,7 +189,14 @@ def serve_native(
     """Serve a model over the Open Inference Protocol, with PyTorch, ONNX Runtime or TensorRT inside."""
 
     def plan() -> LaunchPlan:
-        if is_language_model(str(options.get("model"))):
+        language = is_language_model(str(options.get("model")))
+        # With the default's value, too; a variable may have it for servers of both kinds.
+        for name in sorted(given_options(context, options, variables=False)):
+            if language and name == "max_batch_size":
+                raise OptionError(NO_BATCHES)
+            if name in (TENSORS_ONLY if language else TOKENS_ONLY):
+                raise OptionError(of_other_kind(name))
+        if language:
             return check_language(options)
         launch = check(options)
         return launch.plan({model.name: _artefact(launch, model, artefacts) for model in launch.needs_artefacts})

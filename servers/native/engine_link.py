@@ -466,6 +466,8 @@ class EnginePool:
         else:
             for name in operation.names:
                 self._peers.get(name, set()).discard(engine)
+                if not self._peers.get(name, True):
+                    del self._peers[name]
             names = tuple(name for name in operation.names if self._homes.get(name) is engine)
             for name in names:
                 del self._homes[name]

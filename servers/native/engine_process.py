@@ -97,14 +97,19 @@ class EngineSide:
         """`wake`: see `LoopBatcher`."""
         self._front_ends: list[FrontEnd] = []
         self._lock = threading.RLock()  # so that all front ends are notified in the same order
-        device = cuda_index(settings.device)
-        self.regions = RegionRegister(self._notify_all, device=device, others_come=wake is not None)
+        self._device = settings.device
+        self.regions = RegionRegister(self._notify_all, device=self._gpu, others_come=wake is not None)
         self.hosts = [
             ModelHost(specification, build, settings, counters, arena, complete, self._changed, wake)
             for (specification, build), counters in zip(offers, statistics, strict=True)
         ]
         self._blocking = ThreadPoolExecutor(MAX_BLOCKING, "control")
         self._loading = [ThreadPoolExecutor(1, "loading") for _ in self.hosts]
+
+    def _gpu(self) -> int | None:
+        """The number of the GPU that executes: `auto` is one once a model is loaded there."""
+        loaded = (host.description.device for host in self.hosts if host.description is not None)
+        return cuda_index(next(loaded, self._device))
 
     def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event) -> None:
         """Begin to load all models; none is READY before `front_ends_open` is set.

@@ -36,6 +36,7 @@ from servers.native.ipc import (
     Message,
     UnusableMessage,
     failure_of,
+    unusable_of,
 )
 from servers.native.memory import Arena
 from servers.native.settings import NativeSettings
@@ -84,6 +85,8 @@ class GenerationLoop:
         """By number: requests that the engine has not got, because its slots are taken."""
         self._state = ModelState.LOADING
         self._description: EngineDescription | None = None
+        self._telling = False
+        """Whether front ends are being notified of a state: none learns the next one before all have this one."""
         self._stop_by: float | None = None
         self._buffer = bytearray(READ_BYTES)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -174,7 +177,21 @@ class GenerationLoop:
             self._remove(engine, channel)
             return
         for message in messages:
-            self._handle(engine, channel, message)
+            try:
+                self._handle(engine, channel, message)
+            except Exception:  # it must not end the thread: others wait for theirs
+                log.exception("a message of a front end could not be used")
+                self._refuse(channel, unusable_of(message))
+
+    def _refuse(self, channel: FrontEndChannel, message: UnusableMessage) -> None:
+        """End what a message is about that cannot be used: its client would wait until its own deadline."""
+        if message.kind is not Generate:
+            channel.fail(message, sent=False)
+            return
+        for number in message.numbers:
+            self._owners.pop(number, None)
+            self._queue.pop(number, None)
+            self._end(channel, number, failure_of(InternalError("the engine could not use the request")))
 
     def _handle(self, engine: GeneratingEngine, channel: FrontEndChannel, message: Message | UnusableMessage) -> None:
         if isinstance(message, Generate):
@@ -184,8 +201,10 @@ class GenerationLoop:
         elif isinstance(message, ControlDone):
             channel.control_done(message)
         elif isinstance(message, Control) and isinstance(message.operation, FrontEndOpened):
-            self._opened = {*self._opened, channel} & {*self._channels.values()}  # without those that have ended
+            self._opened.add(channel)
             self._check_open()
+        elif isinstance(message, UnusableMessage):
+            self._refuse(channel, message)
 
     def _accept(self, engine: GeneratingEngine, channel: FrontEndChannel, message: Generate) -> None:
         free = max(0, engine.slots - engine.active - engine.waiting)  # these do not wait beyond the running step
@@ -263,6 +282,7 @@ class GenerationLoop:
     def _remove(self, engine: GeneratingEngine, channel: FrontEndChannel) -> None:
         """A front end has ended, and with it the connections of its clients."""
         del self._channels[channel.socket.fileno()]
+        self._opened.discard(channel)
         for number in [number for number, owner in self._owners.items() if owner is channel]:
             self._cancel(engine, number)
         channel.end()
@@ -274,11 +294,13 @@ class GenerationLoop:
 
     def _set_state(self, state: ModelState) -> None:
         """Tell all front ends."""
-        self._state = state
+        self._state, self._telling = state, True
         while self._incoming:
             self._open(self._incoming.popleft())
-        for channel in self._channels.values():
+        for channel in list(self._channels.values()):
             self._notify(channel)
+        self._telling = False
+        self._check_open()
 
     def _notify(self, channel: FrontEndChannel) -> None:
         applied = channel.notify(self._status())
@@ -293,7 +315,7 @@ class GenerationLoop:
     def _check_open(self) -> None:
         """A model that is accepting becomes ready once all front ends know, and answer clients."""
         all_know = not self._unaware and len(self._opened) >= (self._settings.fronts or 1)
-        if self._state is ModelState.ACCEPTING and all_know:
+        if self._state is ModelState.ACCEPTING and all_know and not self._telling:
             self._set_state(ModelState.READY)
 
     def _fail(self) -> None:

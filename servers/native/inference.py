@@ -218,7 +218,7 @@ class InferenceService(ModelService):
         return self._decoder is None and not settings.added_delay_ms and not settings.queue_timeout_us
 
     def enqueue(self, queued: QueuedRequest) -> None:
-        """Queue a checked request. Raises `UnavailableError`."""
+        """Queue a checked request. Raises `ContractError`."""
         self.check_accepting()
         self._link.submit(self._number, queued)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from servers.cli import defaults, search
-from servers.cli.defaults import ALL, OptionError
+from servers.cli.defaults import ALL, OptionError, usable_cores
 from servers.cli.options import GeneratingOptions, OptionTraits, PadTo, Tuning, flag_of, settings_of
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import check_devices, thread_count
@@ -28,6 +27,7 @@ TENSORS_ONLY = (
 """Options that only a model of tensors has."""
 TOKENS_ONLY = ("slots", "max_length", "prefill_chunk", "graphs", "max_client_requests")
 """Options that only a language model has."""
+NO_BATCHES = "--max-batch-size is for models of tensors; a language model has --slots"
 DEFAULT_SLOTS = 256
 """Statistics count the steps of up to so many rows, where the engine chooses how many slots it has."""
 MAX_TIMEOUT_US = 3_600_000_000
@@ -37,6 +37,13 @@ SEARCHED_FRONTS = search.Searched(
     ordered=True,
 )
 """On a CPU they take cores from the engine, which is slower than one of them."""
+
+
+def of_other_kind(name: str) -> str:
+    """The refusal of an option that the served model does not have."""
+    if name in TOKENS_ONLY:
+        return f"{flag_of(name)} is for language models, such as --model language:demo"
+    return f"{flag_of(name)} is for models of tensors; a language model has no such setting"
 
 
 class NativeSettings(GeneratingOptions):
@@ -234,13 +241,13 @@ class NativeSettings(GeneratingOptions):
         """The settings for a language model. Raises `OptionError` and `EngineError`."""
         for name in TENSORS_ONLY:
             if self._is_chosen(name):
-                raise OptionError(f"{flag_of(name)} is for models of tensors; a language model has no such setting")
+                raise OptionError(of_other_kind(name))
         if "," in self.device:
             raise OptionError(f"--device {self.device}: a language model runs on one device; choose one of them")
         self.check_length(model)
         device = EngineSettings("torch", "fp32", "eager", self.device).device_here()
         engine = DEFAULT_ENGINE if self.engine == "auto" else self.engine
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         fronts = 1 if device == "cpu" else max(1, min(2, cores - 2))
         settings = self.model_copy(
             update={
@@ -261,7 +268,7 @@ class NativeSettings(GeneratingOptions):
         """Raise `OptionError` for an option that only a language model has."""
         for name in TOKENS_ONLY:
             if self._is_chosen(name):
-                raise OptionError(f"{flag_of(name)} is for language models, such as --model language:demo")
+                raise OptionError(of_other_kind(name))
 
     def _is_chosen(self, name: str) -> bool:
         """Whether an option has another value than its default."""
@@ -275,7 +282,7 @@ class NativeSettings(GeneratingOptions):
 
     def _fronts_here(self) -> int:
         engines = len(self.devices)
-        most = len(os.sched_getaffinity(0)) - 1 - engines if self.engine_settings().device_here() != "cpu" else 0
+        most = usable_cores() - 1 - engines if self.engine_settings().device_here() != "cpu" else 0
         return max(min(engines - 1, 1), min(8 * engines, most))
 
     @property

@@ -315,12 +315,12 @@ class RegionRegister:
         self,
         notify_all: Callable[[FrontEndOperation], None],
         *,
-        device: int | None = None,
+        device: Callable[[], int | None] = lambda: None,
         others_come: bool = True,
     ) -> None:
         """`notify_all` lets every front end execute an operation, and raises the first `ContractError`.
 
-        `device`: the GPU that executes, if it is known. `others_come`: front ends may begin later, and have to open
+        `device` says which GPU executes, if that is known. `others_come`: front ends may begin later, and have to open
         what is registered then.
         """
         self._device = device
@@ -350,7 +350,7 @@ class RegionRegister:
                 if self._others_come:
                     self._of_system[opening.name] = region
                 return
-            on_device = open_region(self.cuda(), opening, self._device)
+            on_device = open_region(self.cuda(), opening, self._device())
             try:
                 self._offer(msgspec.structs.replace(opening, handle=b""))
             except ContractError:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection
 from importlib.util import find_spec
 
 import typer
 
-from servers.cli.defaults import OptionError
+from servers.cli.defaults import OptionError, usable_cores
 from servers.cli.launch import LaunchPlan, bind, host_in_url
 from servers.cli.options import (
     checked,
@@ -151,7 +150,7 @@ def _language_plan(kind: str, title: str, requested: PlainSettings) -> LaunchPla
 
 def _space(kind: str, requested: PlainSettings, given: Collection[str]) -> bytes:
     """What can be tuned, as `--print-space` prints it. Raises for what is wrong; ports do not matter."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if is_language_model(requested.model):
         _, device = _language(kind, requested)
         precision = generation_precision(requested.precision, device)

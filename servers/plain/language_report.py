@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from servers.cli.defaults import usable_cores
 from servers.gpu.info import gpu_info
 from servers.language.module import build_module
 from servers.language.specification import language_model
@@ -26,7 +26,7 @@ class PlainLanguageModel:
 
     def __init__(self, settings: PlainSettings) -> None:
         # As the other servers of language models count, which ignore OMP_NUM_THREADS of the caller's environment.
-        torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(settings.threads or usable_cores())
         self.settings, self.device = settings, settings.device
         self.specification = language_model(settings.model, settings.weights)
         self.name, self.eos = self.specification.name, self.specification.eos

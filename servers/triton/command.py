@@ -15,7 +15,7 @@ from typing import Annotated, BinaryIO
 import typer
 from rich.console import Console
 
-from servers.cli.defaults import OptionError
+from servers.cli.defaults import OptionError, usable_cores
 from servers.cli.launch import LaunchPlan
 from servers.cli.options import checked, fail, given_options, takes_settings
 from servers.cli.search import empty_space_json, generating_engines, language_context, space_json, tensor_context
@@ -192,7 +192,7 @@ def _space(settings: TritonSettings, given: Collection[str], console: Console) -
     installation = find_installation(settings, announce=console.print)
     if settings.triton_repository is not None:
         return empty_space_json("triton", "your own model repository is served unchanged")
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     in_effect: dict[str, object]
     if is_language_model(settings.model):
         backend = language_backend(settings, installation)

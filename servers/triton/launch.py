@@ -483,14 +483,15 @@ def _shared_fields(
     tritonserver keeps its default for everything that is not named.
     """
     address = _address(settings.host)
-    host = host_in_url(WILDCARDS.get(address, address))
+    host, prefix = host_in_url(WILDCARDS.get(address, address)), "ipv6:" if ":" in address else ""
     argv = (
         str(installation.binary),
         f"--model-repository={plain_path(models)}",
         f"--backend-directory={plain_path(backend_folder(settings.folder, installation))}",
-        f"--http-address={address}",
-        f"--grpc-address={address}",
-        f"--metrics-address={address}",
+        # Of an IPv6 address HTTP wants the family, and reads it as IPv4 without; gRPC wants brackets.
+        f"--http-address={prefix}{address}",
+        f"--grpc-address={host_in_url(address)}",
+        f"--metrics-address={prefix}{address}",
         f"--http-port={settings.http_port}",
         f"--grpc-port={settings.grpc_port}",
         f"--metrics-port={settings.metrics_port}",

@@ -8,7 +8,6 @@ reads the settings in effect. Other routes of that mode can stop the server, so 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import typer
 
-from servers.cli.defaults import OptionError
+from servers.cli.defaults import OptionError, usable_cores
 from servers.cli.launch import LaunchPlan, bind, host_in_url
 from servers.cli.options import checked, given_options, takes_settings
 from servers.cli.search import language_context, space_json
@@ -72,7 +71,7 @@ def _space(settings: VllmSettings, given: Collection[str]) -> bytes:
     """What can be tuned, as `--print-space` prints it. Raises as `launch_plan` does; ports do not matter."""
     _, device, precision = _resolved(settings)
     find_vllm(settings.python)
-    here = language_context(GenerationSettings("vllm", device, precision), len(os.sched_getaffinity(0)))
+    here = language_context(GenerationSettings("vllm", device, precision), usable_cores())
     in_effect = {"precision": precision, "fronts": settings.fronts or 1}
     not_searched = ["gpu-memory-utilization: other servers need the rest of the memory"]
     return space_json("vllm", settings, here, in_effect, given, not_searched)
@@ -148,7 +147,7 @@ def arguments(
         *(("--max-num-seqs", str(settings.slots)) if settings.slots else ()),
         *(("--max-num-batched-tokens", str(settings.prefill_chunk)) if settings.prefill_chunk else ()),
         *("--gpu-memory-utilization", str(settings.gpu_memory_utilization)),  # on a CPU of the machine's memory
-        *(("--device-ids", str(index)) if index else ()),
+        *(("--device-ids", str(index)) if index is not None else ()),
     )
 
 

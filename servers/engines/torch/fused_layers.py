@@ -229,6 +229,9 @@ def _merge_products(module: fx.GraphModule) -> int:
         for node, part in zip(layers, parts, strict=True):
             _replace(module, node, part)
         merged += 1
+    for node in module.graph.nodes:
+        if merged and node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # a part has gaps between its rows, where a view may need to copy
     return merged
 
 
@@ -311,9 +314,9 @@ def _bias(linear: fx.Node) -> Any:
 
 
 def _same_shape(one: Any, other: Any) -> bool:
-    shapes = [
-        getattr(node.meta.get("val"), "shape", None) if isinstance(node, fx.Node) else None for node in (one, other)
-    ]
+    """Also of the same datatype: the kernel would round the sum to that of the first."""
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in (one, other)]
+    shapes = [(value.shape, value.dtype) if isinstance(value, Tensor) else None for value in values]
     return shapes[0] is not None and shapes[0] == shapes[1]
 
 

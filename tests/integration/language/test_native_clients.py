@@ -159,6 +159,8 @@ def test_more_users_than_slots_all_get_the_right_answer(tiny: Server, answer: li
     ("options", "sentence"),
     [
         (["--max-queue-delay-us", "5"], "--max-queue-delay-us is for models of tensors"),
+        (["--max-queue-delay-us", "0"], "--max-queue-delay-us is for models of tensors"),
+        (["--max-batch-size", "32"], "--max-batch-size is for models of tensors; a language model has --slots"),
         (["--device", "cpu,cpu"], "a language model runs on one device"),
         (["--max-length", "5000"], "takes at most 1024 tokens"),
         (["--engine", "torch"], "no engine of this name generates tokens"),
@@ -171,7 +173,8 @@ def test_options_that_cannot_be_honoured_are_refused_in_one_sentence(options: li
 
 
 def test_a_model_of_tensors_has_no_slots() -> None:
-    refused(["--slots", "4"], "--slots is for language models, such as --model language:demo")
+    for slots in ("4", "0"):
+        refused(["--slots", slots], "--slots is for language models, such as --model language:demo")
 
 
 def refused(options: list[str], sentence: str) -> None:

@@ -343,7 +343,7 @@ def test_a_run_chooses_its_processes_and_stores_how_many_took_effect(
 ) -> None:
     """The fake server is slow, so a share that no server stays below stands for a fast one; eight cores are claimed."""
     monkeypatch.setattr("loadgen.run.context.USED_SHARE", 1e-6)
-    monkeypatch.setattr("loadgen.run.context.os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     out = tmp_path / "run"
     state = run(make_experiment(workloads=make_experiment().workloads[1:], processes=0), out)
     assert (state.state, state.error) == ("finished", None)

@@ -13,8 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+from tritonclient.grpc import InferenceServerClient
 
 from servers.triton.settings import TritonSettings
 from tests.integration.triton.conftest import Serve, plan_of
@@ -100,6 +102,38 @@ def test_listening_beyond_this_machine_is_warned_about(serve: Serve, tmp_path: P
     plan = plan_of(done)
     assert plan.http_url.startswith("http://127.0.0.1:")
     assert any(argument.startswith("--http-address=") and argument[15:][0].isdigit() for argument in plan.argv)
+
+
+def ipv6_loopback() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(not ipv6_loopback(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["::1", "::"])
+def test_it_serves_http_grpc_and_metrics_on_ipv6(own_settings: TritonSettings, host: str) -> None:
+    process = subprocess.Popen(
+        command(own_settings, "--engine=null", f"--host={host}"), stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        said = ""
+        while "ready:" not in said:
+            line = process.stderr.readline()
+            assert line, f"ended: {said}"
+            said += line
+        assert f"http://[::1]:{own_settings.http_port}" in said
+        for port, path in ((own_settings.http_port, "/v2/health/ready"), (own_settings.metrics_port, "/metrics")):
+            assert httpx.get(f"http://[::1]:{port}{path}").status_code == 200
+        with InferenceServerClient(f"[::1]:{own_settings.grpc_port}") as client:
+            assert client.is_server_ready()
+    finally:
+        process.terminate()
+        process.communicate()
 
 
 def test_an_unknown_model_is_one_sentence(serve: Serve, tmp_path: Path) -> None:

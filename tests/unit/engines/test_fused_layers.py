@@ -198,6 +198,46 @@ def test_patches_are_the_convolution(window: tuple[int, int], options: Any) -> N
         torch.testing.assert_close(patches(images), convolution(images), atol=1e-5, rtol=1e-5)
 
 
+class Viewed(nn.Module):
+    """Three products of one input as flat rows, which cannot be seen in one merged product without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, values: Tensor) -> Tensor:
+        first, second, third = (layer(values) for layer in self.layers)
+        return first.view(-1) + second.unsqueeze(0).view(-1) + third.view(-1, 2, WIDTH // 2).flatten()
+
+
+@torch.no_grad()
+def test_merged_products_may_be_viewed_across_their_rows() -> None:
+    module, values = Viewed().eval(), torch.randn(3, 5, WIDTH)
+    fused = fused_layers(module, [values], [{0: torch.export.Dim("batch", min=1)}])
+    assert sum(isinstance(layer, Product) for layer in fused.modules()) == 1
+    torch.testing.assert_close(fused(values), module(values), atol=1e-5, rtol=1e-5)
+
+
+class Mixed(nn.Module):
+    """LayerNorm of a sum of half and single precision, and of a sum of single precision alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.last = nn.Linear(WIDTH, WIDTH).half(), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        normal: Tensor = self.norm(self.layer(values.half()) + values)
+        return self.last(normal + values)
+
+
+@torch.no_grad()
+def test_sums_of_two_datatypes_are_not_fused() -> None:
+    module, values = Mixed().eval(), torch.randn(3, WIDTH)
+    fused = fused_layers(module, [values], [{0: torch.export.Dim("batch", min=1)}])
+    assert sum(isinstance(layer, SumNorm) for layer in fused.modules()) == 1
+    torch.testing.assert_close(fused(values), module(values), atol=1e-3, rtol=1e-3)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{"padding": 1}, {"stride": 1}, {"dilation": 2}, {"groups": 3, "out_channels": 6}])
 def test_other_convolutions_stay(options: Any) -> None:

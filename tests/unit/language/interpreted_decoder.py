@@ -36,6 +36,14 @@ CASES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "head_dim": 32,
     },
+    "odd widths": {
+        **CONFIGS["llama"],
+        **ROTATED,
+        "hidden_size": 144,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 80,
+    },
     "experts": {
         **CONFIGS["gpt-oss"],
         **ROTATED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,3 +111,15 @@ def test_settings_in_effect(engine: ContinuousEngine) -> None:
     settings = engine.settings()
     assert settings["prefix_cache"] is False
     assert (settings["engine"], settings["precision"], settings["slots"]) == ("continuous", "fp32", 3)
+
+
+def test_the_end_of_a_text_may_come_before_the_last_result(engine: ContinuousEngine) -> None:
+    """The library may say that a request is finished in a result without new tokens."""
+    engine.add(GenerationRequest(77, [5, 6], 8, False))
+    name, emissions = engine._names[77], []
+    for finished in (False, True):
+        tokens = [9, engine.eos[0]]
+        result = SimpleNamespace(request_id=name, error=None, generated_tokens=tokens, is_finished=lambda f=finished: f)
+        emissions.append(engine._emission(result))
+    assert emissions == [Emission(77, (9, engine.eos[0])), Emission(77, (), "stop")]
+    run(engine)

@@ -8,16 +8,23 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+
+from servers.engines.settings import EngineError
+from servers.language.decoder import decoder_weights
+from servers.language.module import build_module
+from servers.language.specification import language_model
+from tests.language_answers import CONFIGS
 
 pytest.importorskip("triton", reason="torch came without Triton")
 
 
 QUICK = ("fused",)
 """What the default run executes: steps with prompts are never fused, so it has both forms. The others take minutes."""
-REST = ("plain", "fused, biases", "fused, window", "fused, group of three", "experts", "gpt2")
+REST = ("plain", "fused, biases", "fused, window", "fused, group of three", "odd widths", "experts", "gpt2")
 
 
 @cache
@@ -38,10 +45,38 @@ def test_kernels_choose_the_tokens_of_torch(case: str) -> None:
     report = tokens_of(QUICK if case in QUICK else REST)
     assert report[case]["kernels"] == report[case]["expected"]
     assert len({token for step in report[case]["expected"] for token in step}) > 3
-    assert report[case]["can_fuse"] == (case not in ("experts", "gpt2"))
+    assert report[case]["can_fuse"] == (case not in ("odd widths", "experts", "gpt2"))
 
 
 @pytest.mark.slow
 def test_each_token_is_read_by_its_own_experts_only() -> None:
     """Two experts each; rows and tokens that only fill the size of a step have none."""
     assert tokens_of(REST)["experts"]["read"] == [80, 2, 34, 8, 4, 2]
+
+
+def forward_of(**fields: Any) -> Any:
+    from servers.language.triton_forward import TritonForward
+
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**CONFIGS["llama"], **fields}))
+        weights = decoder_weights(build_module(language_model(f"language:{folder}")))
+        return TritonForward(weights, 2, 64, 16, 48, graphs=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fused"),
+    [
+        ({"hidden_size": 64, "intermediate_size": 96}, True),
+        ({"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3}, False),
+        ({"intermediate_size": 240}, False),
+        ({"hidden_size": 96, "head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 3}, False),
+    ],
+)
+def test_widths_that_no_tile_divides_are_multiplied_by_the_library(fields: dict[str, int], fused: bool) -> None:
+    assert forward_of(**fields).can_fuse is fused
+
+
+@pytest.mark.parametrize("head_size", [8, 48, 80, 96, 100])
+def test_heads_that_no_kernel_knows_are_refused_with_another_engine(head_size: int) -> None:
+    with pytest.raises(EngineError, match=f"heads of {head_size} values.*--engine continuous"):
+        forward_of(hidden_size=2 * head_size, num_attention_heads=2, num_key_value_heads=1, head_dim=head_size)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from servers.engines.settings import EngineError
+from servers.language.decoder import decoder_weights
 from servers.language.engine import GenerationRequest, GenerationSettings, make_engine
 from servers.language.forward import SlotForward, TorchForward
 from servers.language.module import build_module
@@ -193,3 +195,25 @@ def test_a_model_that_is_not_laid_out_is_refused(tmp_path: Path) -> None:
 def test_more_positions_than_the_model_has_are_refused() -> None:
     with pytest.raises(EngineError, match=r"max_length 5000: Tiny .* has at most 1024 positions"):
         SlotsEngine(tiny(), GenerationSettings(device="cpu", max_length=5000))
+
+
+def test_biases_that_only_some_products_have() -> None:
+    module = build_module(tiny())
+    attention = module.model.layers[0].self_attn
+    query = attention.q_proj
+    query.bias = torch.nn.Parameter(torch.randn(query.out_features), requires_grad=False)
+    attention.k_proj.bias = attention.v_proj.bias = None
+    layer = decoder_weights(module).layers[0]
+    assert layer.qkv.bias is not None
+    assert layer.qkv.bias[: query.out_features].any()
+    assert not layer.qkv.bias[query.out_features :].any()
+
+
+def test_weights_are_laid_out_once() -> None:
+    weights = decoder_weights(build_module(tiny()))
+    norm = weights.norm.weight.clone()
+    forward = TorchForward(weights, 2, 64)
+    assert len(forward.weights.layers) == forward.weights.shape.layers
+    assert torch.equal(weights.norm.weight, norm)
+    with pytest.raises(ValueError, match="another TorchForward"):
+        TorchForward(weights, 2, 64)

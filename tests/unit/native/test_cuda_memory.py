@@ -261,3 +261,21 @@ def test_memory_is_mapped_where_the_engine_reaches_it(own, peer, reaching, place
     else:
         assert open_region(driver, opening, own).device == place
     assert driver.tried == tried
+
+
+def test_a_region_is_opened_for_the_gpu_that_auto_is(monkeypatch):
+    opened_for = []
+
+    class Opened:
+        def close(self):
+            pass
+
+    monkeypatch.setattr(shared_memory, "open_region", lambda _driver, _opening, gpu: opened_for.append(gpu) or Opened())
+    settings = NativeSettings(device="auto")
+    side = EngineSide(settings, [], [], None, wake=None)
+    side.regions.cuda = lambda: None
+    side.regions.open(OpenRegion("a", 8, 0, device=1, handle=b""))
+    side.hosts.append(SimpleNamespace(description=None))
+    side.hosts.append(SimpleNamespace(description=SimpleNamespace(device="cuda:0")))
+    side.regions.open(OpenRegion("b", 8, 0, device=1, handle=b""))
+    assert opened_for == [None, 0]

@@ -440,3 +440,16 @@ def test_a_loop_polls_until_the_time_after_the_last_event_is_over(monkeypatch: p
         if event:
             polling.extend()
         assert len(turns) == goes_on, now
+
+
+def test_a_region_that_is_closed_leaves_nothing() -> None:
+    async def run() -> None:
+        async with opened("cuda:0", "cuda:1") as pool:
+            await pool.notify(0, OpenRegion("r", 8, device=0))
+            await pool.notify(1, OpenRegion("r", 8, device=0, peer=True))
+            assert pool.pool._peers.keys() == {"r"}
+            for engine in (1, 0):
+                await pool.notify(engine, CloseRegions(True, ("r",)))
+            assert (pool.pool._peers, pool.pool._homes) == ({}, {})
+
+    asyncio.run(run())

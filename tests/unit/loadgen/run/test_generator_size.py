@@ -118,7 +118,7 @@ class Server:
 def test_there_are_enough_for_the_fastest_arm_also_where_one_process_could_not_show_its_speed(
     monkeypatch: pytest.MonkeyPatch, rate_per_s: float, cores: int, expected: int
 ) -> None:
-    monkeypatch.setattr("loadgen.run.context.os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     server = Server(rate_per_s)
     assert size_generator(cast("RunContext", server), calibration(), [1]) == expected
     assert server.processes == expected
