@@ -22,8 +22,10 @@ import msgspec
 
 MOST_BYTES = 2**20
 """Limit of a server's document; Triton's configuration of an ensemble of 100 models is a tenth of it."""
-MOST_RECORD_BYTES = 2**26
-"""Limit of a stored record."""
+MOST_RECORD_BYTES = 2**25
+"""Limit of a stored record; the largest published one has 1.4 MB."""
+MOST_VALUES = 2**20
+"""Limit of a document's values, of which that one has 38,000: for two bytes of JSON Python may need 100."""
 MOST_DEPTH = 32
 MOST_CHARACTERS = 1000
 _MOST_WORDS = 300
@@ -210,6 +212,8 @@ def decode_json(content: bytes | memoryview, kind: Any, *, most_bytes: int) -> A
     """A value of this type, with unchanged texts. Raises `DocumentError`."""
     if len(content) > most_bytes:
         raise DocumentError(f"it has {len(content):,} bytes, more than the limit of {most_bytes:,}")
+    if isinstance(content, bytes) and content.count(b",") >= MOST_VALUES:
+        raise DocumentError(f"it holds more than the limit of {MOST_VALUES:,} values")
     try:
         return msgspec.json.decode(content, type=kind)
     except RecursionError:

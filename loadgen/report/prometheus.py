@@ -17,14 +17,19 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from loadgen.documents import MOST_RECORD_BYTES, DocumentError, open_inside, printable, read_limited, read_record
+from loadgen.documents import DocumentError, one_line, open_inside, printable, read_limited, read_record
 from loadgen.records.model_config import listed, mapping
 from loadgen.run.storage import is_running
+from loadgen.stats.ratios import has_log
 
 NEWEST = 20
 SILENT_SECONDS = 600.0
 """A run in the state "running" that wrote nothing for so long was killed, unless its process is alive: nearly every
 block and trial is shorter."""
+MOST_ROWS = 1000
+"""Arms, comparisons and findings of one run that are shown, each."""
+MOST_FILE_BYTES = 2**23
+"""Limit of a file: all of them are read within one scrape, which Prometheus gives ten seconds."""
 _DEEPEST = 3
 """Levels of folders in a run."""
 _COMPARED = ("run", "scenario", "metric", "baseline", "arm", "verdict")
@@ -85,7 +90,7 @@ class RunsCollector(Collector):
                 low, high = bounds if len(bounds) == 2 else (None, None)
                 ends = {"ratio": mapping(row).get("ratio"), "ratio_low": low, "ratio_high": high}
                 for name, value in ends.items():
-                    if isinstance(value, int | float):
+                    if isinstance(value, int | float) and has_log(value):  # no measurement gives another ratio
                         show(float(value), f"abserve_comparison_{name}", run, *_texts(row, *_COMPARED[1:]))
             for finding in listed(self._read(folder, "evidence.json").get("records")):
                 if not mapping(finding).get("control"):
@@ -115,17 +120,20 @@ class RunsCollector(Collector):
                 changed_ns = os.fstat(file.fileno()).st_mtime_ns
                 if self._read_files.get(path, (0,))[0] != changed_ns:
                     self._read_files[path] = changed_ns, {}
-                    content = read_record(read_limited(file, MOST_RECORD_BYTES), dict[str, Any])
-                    self._read_files[path] = changed_ns, {key: content[key] for key in SHOWN[name] if key in content}
+                    content = read_record(read_limited(file, MOST_FILE_BYTES), dict[str, Any])
+                    shown = {key: content[key] for key in SHOWN[name] if key in content}
+                    for key, value in shown.items():
+                        shown[key] = value[:MOST_ROWS] if isinstance(value, list) else value
+                    self._read_files[path] = changed_ns, shown
         except (OSError, DocumentError):
             return {}
         return self._read_files[path][1]
 
 
 def _texts(record: object, *names: str) -> list[str]:
-    """The texts with these names in a record; an empty one for anything else."""
+    """The texts with these names in a record, cut if they are long; an empty one for anything else."""
     values = (mapping(record).get(name) for name in names)
-    return [value if isinstance(value, str) else "" for value in values]
+    return [one_line(value) if isinstance(value, str) else "" for value in values]
 
 
 def _last_written(folder: Path) -> float:

@@ -24,6 +24,7 @@ from loadgen.probes.registry import finding_types, probes
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import ArmRecord, Environment, Experiment, Found, Label, ParityRecord, Record, RunState
 from loadgen.run.storage import StoredRun, StoredRunError, read_run
+from loadgen.stats.ratios import has_log
 from loadgen.verdict.checks.registry import Check, make_checks, reason_against
 from loadgen.verdict.headline import headline
 from loadgen.verdict.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
@@ -89,17 +90,54 @@ def encode_result(result: Result) -> bytes:
 
 
 def read_result(path: Path) -> Result:
-    """Read a `result.json`, also compressed. Raises `StoredRunError` for a missing file, another schema or an unknown
-    field."""
+    """Read a `result.json`, also compressed. Raises `StoredRunError` for a missing file, another schema, an unknown
+    field or figures that contradict each other."""
     try:
         result = cast("Result", read_record(read_stored(path), Result))
         kinds = finding_types()
         findings = {name: msgspec.convert(value, kinds[name], str_keys=True) for name, value in result.studies.items()}
+        if fault := _contradiction(result):
+            raise StoredRunError(f"{path} holds figures that contradict each other: {fault}")
         return msgspec.structs.replace(result, studies=findings)
     except KeyError as exc:
         raise StoredRunError(f"{path} is not a result of this version of abserve: there is no study {exc}") from exc
     except (OSError, DocumentError, msgspec.ValidationError) as exc:
         raise StoredRunError(f"{path} is not a result of this version of abserve: {exc}") from exc
+
+
+_ROUNDING = 1e-9
+
+
+def _contradiction(result: Result) -> str | None:
+    """The first figure that no measurement gives, in words; None if there is none."""
+    for row in result.comparisons:
+        where = f"{row.metric} in {row.scenario}, {row.arm} over {row.baseline}"
+        ratios = [value for value in (row.ratio, *(row.ci95 or ()), *row.ratios) if value is not None]
+        if wrong := [value for value in ratios if not has_log(value)]:
+            return f"a ratio of {wrong[0]:g} ({where})"
+        if row.ci95 is not None and row.ratio is not None and not _holds(row.ci95, row.ratio):
+            return f"a ratio of {row.ratio:g} outside its interval, {row.ci95[0]:g} to {row.ci95[1]:g} ({where})"
+        shares = (row.p_value, row.p_adjusted, row.p_equivalence)
+        if wrong := [value for value in shares if value is not None and not 0 <= value <= 1]:
+            return f"a p value of {wrong[0]:g} ({where})"
+        sizes = (row.error_log, row.restart_effect, row.minimal_detectable_effect, row.pairs, row.restarts)
+        values = (row.baseline_value, row.arm_value)
+        if wrong := [value for value in (*sizes, *values) if value is not None and value < 0]:
+            return f"a negative figure, {wrong[0]:g} ({where})"
+    for summary in result.summaries:
+        where = f"{summary.label} in {summary.workload}"
+        figures = (summary.throughput_per_s, *msgspec.structs.astuple(summary.latency), summary.requests)
+        if wrong := [value for value in figures if value is not None and value < 0]:
+            return f"a negative figure, {wrong[0]:g} ({where})"
+        for interval in (summary.throughput_ci95, summary.p50_ci95_ms):
+            if interval is not None and interval[0] > interval[1]:
+                return f"an interval from {interval[0]:g} to {interval[1]:g} ({where})"
+    return None
+
+
+def _holds(interval: tuple[float, float], value: float) -> bool:
+    low, high = interval
+    return low - _ROUNDING * abs(low) <= value <= high + _ROUNDING * abs(high)
 
 
 CONTRADICTIONS = (

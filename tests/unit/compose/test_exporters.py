@@ -107,6 +107,28 @@ def test_half_a_file_shows_nothing_and_breaks_nothing(tmp_path: Path) -> None:
     assert scraped(RunsCollector(tmp_path / "absent")) == {}
 
 
+FILLINGS = {
+    "values": "[" + "[],[]," * 1_000_000 + "0]",
+    "rows": json.dumps([{**COMPARISON, "scenario": f"s{number}"} for number in range(20_000)]),
+    "long texts": json.dumps([{**COMPARISON, "scenario": f"{number}" + "x" * 100_000} for number in range(50)]),
+    "ratios": json.dumps([{**COMPARISON, "ratio": -2, "ci95": [0, 1e300]}, {**COMPARISON, "arm": "c", "ratio": 2**62}]),
+}
+
+
+@pytest.mark.parametrize("filling", FILLINGS)
+def test_a_hostile_result_costs_itself(tmp_path: Path, filling: str) -> None:
+    """Not the time of a scrape, not megabytes of metrics, not the other runs."""
+    store(tmp_path / "r1", run={"state": "finished", "phase": "finished"})
+    (tmp_path / "r1/result.json").write_text(f'{{"valid": true, "comparisons": {FILLINGS[filling]}}}')
+    store(tmp_path / "r2", result={"valid": True, "comparisons": [COMPARISON]})
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(RunsCollector(tmp_path))
+    assert len(generate_latest(registry)) < 2**20
+    ratios = scraped(RunsCollector(tmp_path))["abserve_comparison_ratio"]
+    assert [value for labels, value in ratios.items() if ("run", "r2") in labels] == [1.2]
+    assert all(value > 0 for value in ratios.values())
+
+
 def test_a_changed_result_is_read_again(tmp_path: Path) -> None:
     collector = RunsCollector(tmp_path)
     store(tmp_path / "r1", result={"valid": False})

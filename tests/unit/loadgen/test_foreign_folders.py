@@ -12,8 +12,10 @@ import resource
 import shutil
 import signal
 import socket
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -219,6 +221,39 @@ def test_a_compressed_result_that_unpacks_to_more_than_the_limit(good: Path, tmp
             file.write(bytes(2**20))
     told(invoke("report", str(tmp_path)), {2})
     assert "unpacks to more than the limit" in invoke("rank", str(tmp_path)).output
+
+
+@pytest.mark.parametrize("filling", [b"[],", b"0,", b"{},", b'"",', b"[[[1]]],"])
+def test_a_small_file_of_many_values_is_refused_before_they_exist(tmp_path: Path, filling: bytes) -> None:
+    count = MOST_RECORD_BYTES // len(filling) - 100
+    content = b'{"schema": "abserve.result/2", "studies": {"x": [%b0]}}' % (filling * count)
+    (tmp_path / "result.json.gz").write_bytes(gzip.compress(content, 1))
+    tracemalloc.start()
+    told(invoke("report", str(tmp_path)), {2})
+    told(invoke("rank", str(tmp_path)), {2})
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 5 * MOST_RECORD_BYTES
+
+
+FIGURES: dict[str, dict[str, Any]] = {
+    "a ratio of -2": {"ratio": -2.0},
+    "a ratio of 0": {"ci95": [0.0, 2.0]},
+    "outside its interval": {"ratio": 3.0, "ci95": [1.0, 2.0]},
+    "a p value of 1.5": {"p_value": 1.5},
+    "a negative figure, -1": {"error_log": -1.0},
+}
+
+
+@pytest.mark.parametrize("words", FIGURES)
+def test_figures_that_contradict_each_other_are_named(good: Path, tmp_path: Path, words: str) -> None:
+    document = json.loads((good / "result.json").read_bytes())
+    document["comparisons"][0] |= FIGURES[words]
+    (tmp_path / "result.json").write_text(json.dumps(document))
+    for command in ("report", "rank"):
+        done = invoke(command, str(tmp_path))
+        told(done, {2})
+        assert words in done.output
 
 
 @pytest.mark.parametrize("name", ["blocks", "samples", "gpu", "trials"])
