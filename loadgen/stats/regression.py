@@ -106,6 +106,11 @@ class Regression:
         """Standard deviation of the log ratio of every row, given the observations."""
         return np.asarray(np.sqrt(np.maximum(self._prior_variance - np.sum(self._explained**2, axis=0), JITTER)))
 
+    def covariance(self, rows: Codes) -> Values:
+        """Of the log ratios of these rows, given the observations."""
+        explained = self._explained[:, rows]
+        return self._covariance(rows, rows) - explained.T @ explained + JITTER * np.eye(len(rows))
+
     def assume(self, row: int, error: float) -> None:
         """Lower the spreads as a measurement of this row with this error would."""
         explained = self._explained

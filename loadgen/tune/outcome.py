@@ -23,7 +23,7 @@ from loadgen.quantities import Interval, join, number, ratio, ratio_interval, sh
 from loadgen.records.run import Label, item_of
 from loadgen.stats.ratios import SIGNIFICANCE, critical_t
 from loadgen.tune.records import Contender, Space, Tuning
-from loadgen.tune.search import Choice, RaceLead, Search, gain
+from loadgen.tune.search import Choice, Gain, RaceLead, Search
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.headline import Alternatives, fit
 from loadgen.verdict.result import Result
@@ -34,8 +34,6 @@ P99 = METRICS["latency_p99"]
 ENERGY = Metric("joules_per_item", "energy per item", "J", higher_is_better=False, measured_in=lambda _: False)
 """Of the GPU, over all rounds of the final; no metric of a comparison, which has figures of its blocks."""
 Z99 = 2.576
-Gain = tuple[float, Interval]
-"""How many times better, with the 95 % interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +272,7 @@ def _target(tuning: Tuning, place: int, choice: Choice | None, search: Search, c
 def _worth(winner: Contender, search: Search, lead: Comparison | None) -> dict[str, Gain | None]:
     """The winner beside itself without each of its settings, by the runs that put them back; without its only one it is
     the defaults, which the final measured."""
-    measured = {standing.contender.name: standing for standing in search.standings(winner.target, "settings")}
-    put_back = search.put_back(winner).items()
-    gains = {name: gain(measured.get(winner.name), measured.get(without.name)) for name, without in put_back}
+    gains = {name: search.gain(winner, without, "settings") for name, without in search.put_back(winner).items()}
     if len(gains) == 1 and lead is not None and lead.ci95 is not None and (logs := log_lead(lead, winner.name)):
         factor, low, high = map(math.exp, logs)
         gains = dict.fromkeys(gains, (factor, (low, high)))

@@ -207,7 +207,7 @@ class _Race:
             if self._of("screening"):
                 fitting = range(self.at_once, 0, -1)
                 places = next((count for count in fitting if self._expected_s(count) <= self.left_s - later_s), 0)
-            if not places or self._of("finalists"):
+            if not places or self.tuning.finalists or self._of("finalists"):
                 return
             contenders = self.search.next_screening(places)
             if not contenders:
@@ -216,13 +216,15 @@ class _Race:
 
     def _measure_finalists(self) -> None:
         """Once if the time allows, and again as long as it does."""
-        finalists = self.search.finalists(self._finalists_each() or 1)
+        each = self._finalists_each()
+        finalists = [*map(self._named, self.tuning.finalists)] or self.search.finalists(each or 1)
         if not finalists:
             reasons = [*chain.from_iterable(run.out.values() for run in self.tuning.runs)]
             reasons += [run.problem for run in self.tuning.runs if run.problem is not None]
             raise TuningError(" ".join(["no contender could be measured.", *reasons[:1]]))
-        if not self._finalists_each():
+        if not each and not self.tuning.finalists:
             return
+        self.store(finalists=tuple(contender.name for contender in finalists))
         finalists = [contender for contender in finalists if contender.name != self.search.anchor]
         later_s = self.shares.settings + self.final_s
         for number in range(MOST_PASSES):

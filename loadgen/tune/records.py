@@ -20,7 +20,7 @@ from loadgen.records.run import Label, Record
 Stage = Literal["screening", "finalists", "final", "settings"]
 """settings: the winners beside themselves with one setting put back, to tell which settings matter."""
 ANCHOR: Label = "anchor"
-"""The arm of every screening that all scores refer to: native at its defaults."""
+"""The arm of every screening that all scores refer to: the first server of the tuning at its defaults."""
 
 
 class TunableSetting(Record, frozen=True, kw_only=True):
@@ -65,6 +65,10 @@ class Contender(Record, frozen=True, kw_only=True):
     """The values that differ from the defaults, of settings that apply; empty: the defaults."""
 
 
+OverLimit = tuple[float, float, float]
+"""A limited metric over its limit, and the 95 % interval of that; above 1 misses the limit."""
+
+
 class Score(Record, frozen=True, kw_only=True):
     """What one run measured of one contender."""
 
@@ -77,8 +81,15 @@ class Score(Record, frozen=True, kw_only=True):
     """The goal's metric in its unit."""
     p99_ms: float | None = None
     """For the curve of latency and throughput."""
-    limit: tuple[float, float, float] | None = None
-    """The limited metric over its limit, and the interval of that; above 1 misses the limit. None without a limit."""
+    limits: dict[str, OverLimit] = msgspec.field(default_factory=dict)
+    """By the name of each limited metric."""
+    limit: OverLimit | None = None
+    """In tunings of earlier versions, instead of `limits`: of the limit with the largest value."""
+
+    @property
+    def by_limit(self) -> dict[str, OverLimit]:
+        """`limits`, also of an earlier version."""
+        return self.limits if self.limit is None else {"": self.limit}
 
 
 class TuningRun(Record, frozen=True, kw_only=True):
@@ -112,5 +123,7 @@ class Tuning(Record, frozen=True, kw_only=True):
     runs: tuple[TuningRun, ...] = ()
     winners: tuple[Label, ...] = ()
     """One per target, in the order of `spaces`; empty until the finalists were measured."""
+    finalists: tuple[Label, ...] = ()
+    """Who goes into the finalists' runs; empty until the screenings are over, and where there is no time for these."""
     state: Literal["running", "finished", "interrupted", "failed"] = "running"
     error: str | None = None

@@ -33,7 +33,7 @@ from loadgen.run.storage import StoredRun, read_run
 from loadgen.stats.ratios import critical_t
 from loadgen.stats.tails import percentile_of_rounds
 from loadgen.tune.outcome import goal_metrics
-from loadgen.tune.records import ANCHOR, Score
+from loadgen.tune.records import ANCHOR, OverLimit, Score
 from loadgen.tune.search import Z95
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.checks.registry import fault_of, invalidating
@@ -141,7 +141,7 @@ def score_run(run: StoredRun, result: Result, settings: TuneSettings) -> tuple[S
                 error=error,
                 value=value,
                 p99_ms=percentile_of_rounds(latencies, 0.99)[0] if enough else None,
-                limit=_limit_of(run, label, settings.limits),
+                limits=_limits_of(run, label, settings.limits),
             )
         )
     return tuple(told)
@@ -207,16 +207,15 @@ def _values_of(run: StoredRun, label: Label, metric: Metric) -> list[np.ndarray]
     return [part for part in values if len(part)]
 
 
-def _limit_of(run: StoredRun, label: Label, limits: Mapping[str, float]) -> tuple[float, float, float] | None:
-    """The limited metric over its limit with the interval of that, of the limit that the contender misses most or keeps
-    least. None without limits."""
-    kept = []
+def _limits_of(run: StoredRun, label: Label, limits: Mapping[str, float]) -> dict[str, OverLimit]:
+    """Each limited metric over its limit, with the interval of that."""
+    kept = {}
     for name, limit_ms in limits.items():
         metric = METRICS[name]
         values = _values_of(run, label, metric)
         if not values or metric.quantile is None:
-            kept.append((NOT_KNOWN, 0.0, NOT_KNOWN))
+            kept[name] = NOT_KNOWN, 0.0, NOT_KNOWN
             continue
         value, (low, high) = percentile_of_rounds(values, metric.quantile)
-        kept.append((value / limit_ms, low / limit_ms, min(high / limit_ms, NOT_KNOWN)))
-    return max(kept, key=lambda ratios: ratios[0], default=None)
+        kept[name] = value / limit_ms, low / limit_ms, min(high / limit_ms, NOT_KNOWN)
+    return kept

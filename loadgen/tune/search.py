@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import numpy as np
@@ -30,7 +30,7 @@ from loadgen.quantities import Interval
 from loadgen.records.run import Label
 from loadgen.stats.ratios import Values
 from loadgen.stats.regression import Codes, Grid, Observations, Regression, expected_gain
-from loadgen.tune.records import Contender, Score, Space, Stage, TuningRun
+from loadgen.tune.records import Contender, OverLimit, Score, Space, Stage, TuningRun
 from loadgen.tune.space import canonical, every_contender, size
 
 START_SPREAD = 0.02
@@ -52,6 +52,8 @@ EXACT = 1e-4
 MOST_LISTED = 4096
 """Contenders of a space that are considered; of a larger space so many are drawn."""
 WIDEST_LIMIT = 1e3
+Gain = tuple[float, Interval]
+"""How many times better, with the 95 % interval."""
 Z95 = 1.96
 
 
@@ -67,8 +69,8 @@ class Standing:
     scores of all contenders of the target together make likely, so that the best of many does not look too good."""
     error: float = math.inf
     """Standard error of that, with what a start of the servers changes."""
-    limit: tuple[float, float, float] | None = None
-    """The limited metric over its limit, and the 95 % interval of that. None without a limit."""
+    limits: Mapping[str, OverLimit] = field(default_factory=dict)
+    """By the name of each limited metric."""
     out: str | None = None
     """Why it is out for good, in one sentence."""
     racing: bool = False
@@ -88,13 +90,18 @@ class Standing:
 
     @property
     def is_safe(self) -> bool:
-        """Whether its whole interval is within the limit, if there is one."""
-        return self.limit is None or self.limit[2] <= 1.0
+        """Whether its whole interval is within every limit."""
+        return all(high <= 1.0 for _, _, high in self.limits.values())
 
     @property
     def beyond_limit(self) -> bool:
-        """Whether its interval lies above the limit."""
-        return self.limit is not None and self.limit[1] > 1.0
+        """Whether its interval lies above a limit."""
+        return any(low > 1.0 for _, low, _ in self.limits.values())
+
+    @property
+    def over_limit(self) -> float:
+        """By how much its values exceed the limit that they exceed most, or keep least; 0 without a limit."""
+        return max((value for value, _, _ in self.limits.values()), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +115,7 @@ class RaceLead:
     """Contenders that are out, and why."""
     best: Standing | None = None
     """The best of the screenings; None before anything was measured, and where nothing keeps the limit."""
-    gain: tuple[float, Interval] | None = None
+    gain: Gain | None = None
     """How many times better it is than the target's defaults; None if those were not measured, or are the best."""
 
 
@@ -181,22 +188,16 @@ class Search:
 
     def standings(self, target: str, stage: Stage = "screening") -> list[Standing]:
         """Best first; then those beyond the limit, those that were not measured, and those that are out."""
-        if stage == "screening":
-            estimates = self._outlook(target).estimates()
-        else:
-            estimates = least_squares(self._that_count(stage), self.start_spread)
+        estimates = self._estimates(target, stage)
         scores, out = self._scores(stage), self._out
         standings = []
         for contender in self.contenders:
             if contender.target == target:
                 name = contender.name
                 times = sum(score.contender == name for score in scores)
-                known = estimates.get(name) if times else None
-                if times and name == self.anchor:
-                    known = 0.0, EXACT
-                log_ratio, error = known or (None, math.inf)
-                limit = pooled_limit([score for score in scores if score.contender == name])
-                standings.append(Standing(contender, times, log_ratio, error, limit, out.get(name)))
+                log_ratio, error = (estimates.of(name) if times else None) or (None, math.inf)
+                limits = pooled_limits([score for score in scores if score.contender == name])
+                standings.append(Standing(contender, times, log_ratio, error, limits, out.get(name)))
         lows = [s.log_ratio - Z95 * s.error for s in standings if s.log_ratio is not None and s.may_win and s.is_safe]
         reached = max(lows, default=-math.inf)
         raced = [
@@ -205,6 +206,20 @@ class Search:
         ]
         return sorted(raced, key=_rank)
 
+    def _estimates(self, target: str, stage: Stage) -> Estimates:
+        if stage == "screening":
+            return self._outlook(target).estimates().with_exact(self.anchor)
+        return least_squares(self._that_count(stage), self.start_spread).with_exact(self.anchor)
+
+    def gain(self, one: Contender, other: Contender, stage: Stage = "screening") -> Gain | None:
+        """How many times better one contender of a target is than another, by the runs of a stage; None if these did
+        not measure both."""
+        measured = {score.contender for score in self._scores(stage)}
+        if not {one.name, other.name} <= measured:
+            return None
+        found = self._estimates(one.target, stage).difference(one.name, other.name)
+        return None if found is None else factor_of(*found)
+
     def lead(self, target: str) -> RaceLead:
         """Where the race of a target stands."""
         standings = self.standings(target)
@@ -212,7 +227,9 @@ class Search:
         out = tuple((standing.contender, standing.out) for standing in standings if standing.out is not None)
         best = next((standing for standing in standings if standing.racing and standing.times), None)
         default = next((standing for standing in standings if not standing.contender.settings), None)
-        return RaceLead(target, tried, out, best, None if best is default else gain(best, default))
+        if best is None or default is None or best is default:
+            return RaceLead(target, tried, out, best)
+        return RaceLead(target, tried, out, best, self.gain(best.contender, default.contender))
 
     def finalists(self, each: int = 3) -> list[Contender]:
         """The best so many of every target, for fresh runs of the stage `finalists`. With a limit those whose value is
@@ -220,7 +237,7 @@ class Search:
         chosen = []
         for target in self.spaces:
             racing = [standing for standing in self.standings(target) if standing.racing]
-            best = sorted(racing, key=lambda s: s.limit is not None and s.limit[0] > 1.0)[:each]
+            best = sorted(racing, key=lambda s: s.over_limit > 1.0)[:each]
             safe = next((s for s in self.standings(target) if s.may_win and s.times and s.is_safe), None)
             if safe is not None and not any(standing.is_safe for standing in best):
                 best[each - 1 :] = [safe]
@@ -259,9 +276,9 @@ class Search:
         able = [s for s in measured if s.is_safe]
         certain = bool(able)
         if not able:
-            able = [s for s in measured if s.limit is not None and s.limit[0] <= 1.0]
+            able = [s for s in measured if s.over_limit <= 1.0]
         if not able:
-            nearest = min(measured, key=lambda s: s.limit[0] if s.limit else math.inf, default=None)
+            nearest = min(measured, key=lambda s: s.over_limit, default=None)
             return Choice(target, nearest=None if nearest is None else nearest.contender)
         best = max(_value(s) for s in able)
         equal = [s for s in able if _value(s) >= best - CHOICE_MARGIN]
@@ -327,14 +344,6 @@ def _settings(settings: Mapping[str, str]) -> _Settings:
 def factor_of(log_ratio: float, error: float) -> tuple[float, Interval]:
     """A log ratio as a factor, with its 95 % interval."""
     return math.exp(log_ratio), (math.exp(log_ratio - Z95 * error), math.exp(log_ratio + Z95 * error))
-
-
-def gain(standing: Standing | None, default: Standing | None) -> tuple[float, Interval] | None:
-    """How many times better one contender is than another; None if one of them was not measured."""
-    if standing is None or default is None or standing.log_ratio is None or default.log_ratio is None:
-        return None
-    error = 0.0 if standing is default else math.hypot(standing.error, default.error)
-    return factor_of(standing.log_ratio - default.log_ratio, error)
 
 
 def _value(standing: Standing) -> float:
@@ -403,7 +412,7 @@ class _Outlook:
         ]
         self._measured = sorted({row for _, row, score in scores} - {rows[name] for name in out if name in rows})
         self._regression: Regression | None = None
-        self._limits: Regression | None = None
+        self._limits: list[Regression] = []
         if self._measured:
             values = [score.log_ratio for _, _, score in scores]
             worst = min(values)
@@ -411,16 +420,19 @@ class _Outlook:
             known += [(rows[name], -1, worst, OUT_ERROR) for name in out if name in rows]
             known += [] if anchor is None else [(anchor, -1, 0.0, EXACT)]
             self._regression = Regression(field.grid, _observations(known))
-            limited = [(row, -1, *_log_limit(score)) for _, row, score in scores if score.limit is not None]
-            if limited:
-                self._limits = Regression(field.grid, _observations(limited))
+            for name in dict.fromkeys(name for _, _, score in scores for name in score.by_limit):
+                limited = [
+                    (row, -1, *_log_limit(score.by_limit[name])) for _, row, score in scores if name in score.by_limit
+                ]
+                self._limits.append(Regression(field.grid, _observations(limited)))
 
-    def estimates(self) -> dict[Label, tuple[float, float]]:
-        """Log ratio and standard error of every contender that was measured."""
+    def estimates(self) -> Estimates:
+        """Of every contender that was measured."""
+        measured = {name: row for name, row in self._rows.items() if row in set(self._measured)}
         if self._regression is None:
-            return {}
-        means, spreads, measured = self._regression.means, self._regression.spreads, set(self._measured)
-        return {name: (float(means[row]), float(spreads[row])) for name, row in self._rows.items() if row in measured}
+            return Estimates((), np.zeros(0), np.zeros((0, 0)))
+        rows = np.array([*measured.values()], dtype=np.int64)
+        return Estimates(tuple(measured), self._regression.means[rows], self._regression.covariance(rows))
 
     @property
     def start_spread(self) -> float:
@@ -450,10 +462,10 @@ class _Outlook:
     def _gain(self, regression: Regression) -> Values:
         """Expected improvement of each row on the best within the limit, times the chance that it keeps the limit
         (Gardner et al., Bayesian optimization with inequality constraints, ICML 2014)."""
-        if self._limits is None:
+        if not self._limits:
             best = regression.means[self._measured].max()
             return expected_gain(regression.means, regression.spreads, best)
-        keeps = np.asarray(scipy.special.ndtr(-self._limits.means / self._limits.spreads))
+        keeps = np.prod([scipy.special.ndtr(-limit.means / limit.spreads) for limit in self._limits], axis=0)
         within = [row for row in self._measured if keeps[row] >= 0.5]
         if not within:
             return keeps
@@ -465,35 +477,67 @@ def _observations(known: Sequence[tuple[int, int, float, float]]) -> Observation
     return Observations(np.array(rows), np.array(runs), np.array(values), np.array(errors), START_SPREAD)
 
 
-def _log_limit(score: Score) -> tuple[float, float]:
-    """The log of the limited metric over its limit, and its standard error with what a start changes."""
-    value, low, high = (min(max(number, 1.0 / WIDEST_LIMIT), WIDEST_LIMIT) for number in score.limit or (1.0, 1.0, 1.0))
+def _log_limit(limit: OverLimit) -> tuple[float, float]:
+    """The log of a limited metric over its limit, and its standard error with what a start changes."""
+    value, low, high = (min(max(number, 1.0 / WIDEST_LIMIT), WIDEST_LIMIT) for number in limit)
     return math.log(value), math.hypot((math.log(high) - math.log(low)) / (2.0 * Z95), START_SPREAD)
 
 
-def pooled_limit(scores: Sequence[Score]) -> tuple[float, float, float] | None:
-    """The limited metric over its limit by all these scores, weighted by their certainty, with its 95 % interval."""
-    logs = [_log_limit(score) for score in scores if score.limit is not None]
-    if not logs:
-        return None
-    weight = math.fsum(error**-2 for _, error in logs)
-    mean, half = math.fsum(log / error**2 for log, error in logs) / weight, Z95 * weight**-0.5
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+def pooled_limits(scores: Sequence[Score]) -> dict[str, OverLimit]:
+    """Each limited metric over its limit by all these scores, weighted by their certainty, with its 95 % interval."""
+    pooled = {}
+    for name in dict.fromkeys(name for score in scores for name in score.by_limit):
+        logs = [_log_limit(score.by_limit[name]) for score in scores if name in score.by_limit]
+        weight = math.fsum(error**-2 for _, error in logs)
+        mean, half = math.fsum(log / error**2 for log, error in logs) / weight, Z95 * weight**-0.5
+        pooled[name] = math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+    return pooled
 
 
-def least_squares(runs: Sequence[TuningRun], start_spread: float) -> dict[Label, tuple[float, float]]:
-    """Log ratio and standard error of every contender by the runs' scores alone."""
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """Log ratios of contenders to the anchor, whose errors they share."""
+
+    names: tuple[Label, ...]
+    means: Values
+    covariance: Values
+
+    def with_exact(self, anchor: Label) -> Estimates:
+        """With the anchor, which is 0 by definition."""
+        if anchor in self.names:
+            return self
+        padded = np.pad(self.covariance, (0, 1))
+        padded[-1, -1] = EXACT**2
+        return Estimates((*self.names, anchor), np.append(self.means, 0.0), padded)
+
+    def of(self, name: Label) -> tuple[float, float] | None:
+        """Log ratio and standard error; None if it was not measured."""
+        if name not in self.names:
+            return None
+        place = self.names.index(name)
+        return float(self.means[place]), math.sqrt(self.covariance[place, place])
+
+    def difference(self, one: Label, other: Label) -> tuple[float, float] | None:
+        """How much larger one log ratio is than another, and its standard error: what both share drops out of it."""
+        if not {one, other} <= {*self.names}:
+            return None
+        two = [self.names.index(one), self.names.index(other)]
+        (a, shared), (_, b) = self.covariance[np.ix_(two, two)].tolist()
+        return float(self.means[two[0]] - self.means[two[1]]), math.sqrt(max(a + b - 2.0 * shared, 0.0))
+
+
+def least_squares(runs: Sequence[TuningRun], start_spread: float) -> Estimates:
+    """Of every contender by the runs' scores alone."""
     known = [(number, score) for number, run in enumerate(runs) for score in run.scores]
-    names = list(dict.fromkeys(score.contender for _, score in known))
+    names = tuple(dict.fromkeys(score.contender for _, score in known))
     if not names:
-        return {}
+        return Estimates((), np.zeros(0), np.zeros((0, 0)))
     observations = _observations([(names.index(s.contender), number, s.log_ratio, s.error) for number, s in known])
     within, starts = observations.noise()
     certainty = np.linalg.inv(within + start_spread**2 * starts)
     belongs = np.eye(len(names))[observations.rows]
     covariance = np.linalg.inv(belongs.T @ certainty @ belongs)
-    means, errors = covariance @ belongs.T @ certainty @ observations.values, np.sqrt(np.diag(covariance))
-    return {name: (float(means[place]), float(errors[place])) for place, name in enumerate(names)}
+    return Estimates(names, covariance @ belongs.T @ certainty @ observations.values, covariance)
 
 
 def _listed(space: Space, seed: int) -> list[dict[str, str]]:

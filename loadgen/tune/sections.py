@@ -32,7 +32,6 @@ from loadgen.stats.ratios import geometric_mean
 from loadgen.tune.outcome import (
     P99,
     FinalFigure,
-    Gain,
     TargetOutcome,
     TuningOutcome,
     limit_in_words,
@@ -42,7 +41,7 @@ from loadgen.tune.outcome import (
 )
 from loadgen.tune.race import TITLES
 from loadgen.tune.records import ANCHOR
-from loadgen.tune.search import factor_of
+from loadgen.tune.search import Gain, factor_of
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.checks.registry import validity
 

@@ -71,6 +71,7 @@ def test_assuming_a_measurement_lowers_the_spreads_as_measuring_it_does() -> Non
     rows = np.array([0, 5, 9, 14, 20])
     regression = Regression(GRID, observe(rows, truth()[rows]))
     before = regression.spreads
+    assert np.sqrt(np.diag(regression.covariance(np.array([3, 11])))) == pytest.approx(before[[3, 11]], rel=1e-3)
     regression.assume(11, 0.03)
     assert np.all(regression.spreads <= before + 1e-12)
     assert regression.spreads[11] == pytest.approx((before[11] ** -2 + 0.03**-2) ** -0.5)

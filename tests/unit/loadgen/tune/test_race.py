@@ -186,6 +186,24 @@ def test_a_tuning_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypatch: 
     assert len({entry.folder for entry in again.runs}) == len(again.runs)
 
 
+def test_the_finalists_stay_those_that_were_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the runs by which the next one is planned were so slow that none would be chosen now."""
+    machine = Machine(monkeypatch)
+
+    def interrupt(_: Experiment) -> None:
+        if (tmp_path / "t/tuning.json").exists() and read_tuning(tmp_path / "t").finalists:
+            raise KeyboardInterrupt
+
+    machine.before_run = interrupt
+    part = run(machine, tmp_path / "t", settings(60.0))
+    assert part.finalists
+    slow_runs = tuple(msgspec.structs.replace(entry, seconds=100.0 * entry.seconds) for entry in part.runs)
+    machine.before_run = lambda _: None
+    again = run(machine, tmp_path / "t", settings(60.0), resume=msgspec.structs.replace(part, runs=slow_runs))
+    measured = {s.contender for entry in again.runs if entry.stage == "finalists" for s in entry.scores}
+    assert measured == {*part.finalists} - {"native-0"}
+
+
 def test_a_final_that_was_interrupted_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     machine.final_state = "interrupted"

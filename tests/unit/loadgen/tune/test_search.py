@@ -9,7 +9,7 @@ import pytest
 
 from loadgen.records.run import Label
 from loadgen.tune.records import Score, Space, Stage, TunableSetting, TuningRun
-from loadgen.tune.search import Search, least_squares, pooled_limit
+from loadgen.tune.search import Search, least_squares, pooled_limits
 
 
 def space(target: str, **values: tuple[str, ...]) -> Space:
@@ -167,27 +167,66 @@ def test_each_setting_is_put_back_alone() -> None:
 def test_scores_are_pooled_over_runs_that_have_contenders_in_common() -> None:
     """In the second run the anchor was 10 % slower; c was in this run alone."""
     pooled = least_squares([run({"a": 0.0, "b": 0.2}), run({"a": 0.1, "c": 0.3})], 0.0001)
-    assert pooled["a"][0] == pytest.approx(0.05, abs=0.001)
-    assert pooled["b"][0] - pooled["c"][0] == pytest.approx(-0.1 + 0.5 * 0.1, abs=0.01)
+    a, apart = pooled.of("a"), pooled.difference("b", "c")
+    assert a is not None
+    assert apart is not None
+    assert a[0] == pytest.approx(0.05, abs=0.001)
+    assert apart[0] == pytest.approx(-0.1 + 0.5 * 0.1, abs=0.01)
     alone = least_squares([run({"a": 0.0, "b": 0.2})], 0.02)
-    assert alone["b"] == pytest.approx((0.2, math.hypot(0.01, math.sqrt(2.0) * 0.02)))
+    assert alone.of("b") == pytest.approx((0.2, math.hypot(0.01, math.sqrt(2.0) * 0.02)))
+    assert alone.of("c") is None
+
+
+def test_what_two_contenders_of_a_run_share_is_no_part_of_their_difference() -> None:
+    """The anchor's start and noise. Each score has the variance 2τ² + e², so the difference has that, too, not twice
+    that."""
+    search = search_all()
+    search.tell(run({"native-1": 0.1, "native-2": 0.3}, "settings"))
+    one, other = (next(c for c in search.contenders if c.name == name) for name in ("native-2", "native-1"))
+    found = search.gain(one, other, "settings")
+    assert found is not None
+    factor, (low, high) = found
+    assert math.log(factor) == pytest.approx(0.2)
+    error = math.hypot(0.01, math.sqrt(2.0) * search.start_spread)
+    assert math.log(high / low) / (2 * 1.96) == pytest.approx(error)
+    assert search.gain(one, other, "finalists") is None
+    anchor = next(c for c in search.contenders if c.name == search.anchor)
+    beside = search.gain(one, anchor, "settings")
+    assert beside is not None
+    assert math.log(beside[1][1] / beside[1][0]) / (2 * 1.96) == pytest.approx(error, rel=1e-3)
+
+
+def test_every_limit_counts_by_its_own_interval() -> None:
+    """Not only the one whose value is the largest."""
+    search = search_all()
+
+    def limited(name: Label, **limits: tuple[float, float, float]) -> Score:
+        return Score(contender=name, log_ratio=0.1, error=0.01, value=1.0, limits=limits)
+
+    scores = (
+        limited("native-1", p99=(0.90, 0.4, 1.6), ttft=(0.95, 0.94, 0.96)),
+        limited("native-2", p99=(0.5, 0.49, 0.51), ttft=(1.2, 1.19, 1.21)),
+        limited("native-3", p99=(0.5, 0.49, 0.51), ttft=(0.6, 0.59, 0.61)),
+    )
+    search.tell(TuningRun(folder="", stage="finalists", scores=scores))
+    standings = {s.contender.name: s for s in search.standings("native", "finalists")}
+    assert [standings[f"native-{n}"].is_safe for n in (1, 2, 3)] == [False, False, True]
+    assert [standings[f"native-{n}"].beyond_limit for n in (1, 2, 3)] == [False, True, False]
+    assert search.winners()[0].winner == standings["native-3"].contender
 
 
 def test_limits_are_pooled_by_their_certainty() -> None:
-    once = pooled_limit(run({"a": 0.0}, limits={"a": (0.9, 0.8, 1.0125)}).scores)
-    assert once is not None
+    once = pooled_limits(run({"a": 0.0}, limits={"a": (0.9, 0.8, 1.0125)}).scores)[""]
     assert once[0] == pytest.approx(0.9)
     assert once[1] < 0.8
     both = [
         *run({"a": 0.0}, limits={"a": (0.9, 0.8, 1.0125)}).scores,
         *run({"a": 0.0}, limits={"a": (1.2, 0.5, 2.9)}).scores,
     ]
-    twice = pooled_limit(both)
-    assert twice is not None
+    twice = pooled_limits(both)[""]
     assert 0.9 < twice[0] < 0.93
-    assert pooled_limit(run({"a": 0.0}).scores) is None
-    unknown = pooled_limit(run({"a": 0.0}, limits={"a": (1e9, 0.0, 1e9)}).scores)
-    assert unknown is not None
+    assert pooled_limits(run({"a": 0.0}).scores) == {}
+    unknown = pooled_limits(run({"a": 0.0}, limits={"a": (1e9, 0.0, 1e9)}).scores)[""]
     assert unknown[1] < 1.0
 
 
