@@ -219,6 +219,15 @@ def test_a_route_that_is_refused_does_not_keep_others_from_being_tried(toy: Toy,
     assert [*served["b"].bodies] == ["chat"]
 
 
+def test_a_chat_is_tried_on_all_where_one_has_nothing_else(toy: Toy) -> None:
+    served = found(toy(), toy("--routes chat"))
+    assert served is not None
+    assert [sorted(tokens.bodies) for tokens in served.values()] == [["chat", "completions", "text"], ["chat"]]
+    served = found(toy("--routes ids"), toy("--routes chat"))
+    assert served is not None
+    assert [*served["a"].bodies] == ["completions"]
+
+
 def test_a_page_for_every_path_is_no_document(other: HostileServer) -> None:
     other.answers["/v2"] = other.answers["/v1/models"] = (200, {}, b"<html>")
     assert CompletionsEndpoint(other.url).document("/v2") is None
