@@ -18,6 +18,7 @@ from loadgen.metrics.registry import GOODPUT, leading_metric
 from loadgen.probes.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding
 from loadgen.probes.rate_search_analysis import RatesFound, Trial
 from loadgen.quantities import counted, join, number, share
+from loadgen.records.payloads import GUESSED
 from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart, TokensCompared
 from loadgen.records.run import Label, ParityRecord, Workload, shown
 from loadgen.run.storage import StoredRun
@@ -316,6 +317,21 @@ def same_first_tokens(facts: Facts) -> Iterator[Judgement]:
     yield Judgement(
         not apart, detail, min(parts.values()), severity=None if others and is_certain else "warns", arms=apart
     )
+
+
+@check(
+    "the inputs have values that the model takes",
+    "The values of some inputs are made up",
+    "warns",
+    "Send your own with --inputs FILE: a model may do less, or other, work for 0 and 1.",
+    language=False,
+)
+def inputs_are_known(facts: Facts) -> Iterator[Judgement]:
+    """Skipped unless integers were drawn of which neither a file nor a server says what they may be."""
+    inputs = facts.run.environment.inputs if facts.run.environment is not None else {}
+    _, guessed, names = str(inputs.get("kind", "")).partition(GUESSED)
+    if guessed:
+        yield Judgement(False, f"every integer of {names} is 0 or 1", names)
 
 
 @check(
