@@ -152,10 +152,10 @@ class AskedServer:
         """The models that it lists, without adapters of them and without further names of one."""
         listed = self.cards or ()
         names = {card.name for card in listed}
+        own = [card for card in listed if card.parent in (None, card.name) or card.parent not in names]
         roots: dict[str, str] = {}
-        for card in listed:
-            if card.parent is None or card.parent not in names:
-                roots.setdefault(card.root or card.name, card.name)
+        for card in own or listed:
+            roots.setdefault(card.root or card.name, card.name)
         return list(dict.fromkeys([*roots.values(), *self.decoupled]))
 
     @property
@@ -202,7 +202,9 @@ class AskedServer:
     def fault(self) -> DeploymentError:
         """Why it has no language model as far as it says, and what to do."""
         label, (status, words) = self.arm.label, self.refusal
-        by_name = f"name its model with {option_of(label, 'model')} NAME, and {option_of(label, 'transport')}"
+        by_name = (
+            f"name its model with {option_of(label, 'model')} and its protocol with {option_of(label, 'transport')}"
+        )
         if self.cards is not None or self.speaks_v2:
             words = f"it serves no language model that it lists ({'; '.join(map(': '.join, self.said))})"
             remedy = f"load one, correct the URL, or {by_name}"
@@ -271,6 +273,8 @@ class AskedServer:
         told = next((refusal for refusal in refusals if refusal.status != _NOT_FOUND), refusals[0])
         options = [option_of(self.arm.label, setting) for setting in ("model", "transport")]
         remedy = self._remedy(told.status) or f"correct the URL, or choose with {' and '.join(options)}"
+        if told.status == _NOT_FOUND and not self.lists_models and self.arm.model is None:
+            raise DeploymentError(f"{self.fault()}\n{self.table()}")
         if told.status in _REFUSED_FIELDS:
             remedy = f"change its requests with {option_of(self.arm.label, 'body')}"
         if listed and model not in listed:

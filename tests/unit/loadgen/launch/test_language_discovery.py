@@ -96,7 +96,7 @@ def test_nothing_is_blamed_on_a_healthy_arm_whatever_the_other_is(toy: Toy, othe
     assert "it serves no language model that it lists" in refusal(a, other.url)
     assert "start it, or correct the URL" in refusal(a, "http://127.0.0.1:1")
     other.answers = {"/v2/health/live": (500, {}, b"")}
-    assert "planted answers no prompt (HTTP 404: Not Found)" in refusal(a, other.url)
+    assert "GET /v1/models answers 404 (Not Found); correct the URL, or" in refusal(a, other.url)
 
 
 def test_servers_of_tensors_are_none_of_language_models(other: HostileServer, toy: Toy) -> None:
@@ -136,6 +136,24 @@ def test_adapters_are_offered_and_not_mistaken_for_a_second_model(toy: Toy) -> N
     assert (served["a"].notes, served["b"].model) == ((), "planted")
     assert "lora" in served["b"].notes[0]
     assert "--b-model" in served["b"].notes[0]
+
+
+@pytest.mark.parametrize("answer", [
+    b'[{"id": "planted"}]', b'{"data": [{"id": "planted", "parent": "planted", "root": {"a": 1}}]}',
+    b'{"data": [{"id": "planted", "parent": "x"}, {"id": "x", "parent": "planted", "root": "planted"}, {"id": 3}, 4]}',
+])  # fmt: skip
+def test_odd_lists_are_read(toy: Toy, other: HostileServer, answer: bytes) -> None:
+    """The model is found, and only its prompts fail, since this server has no other routes."""
+    other.answers["/v1/models"] = (200, {}, answer)
+    assert "planted answers no prompt (HTTP 404: Not Found)" in refusal(toy(), other.url)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"null", b"3", b'{"data": null}', b'{"data": {}}', b"\xff", b"[[", b'{"data": [3]}']
+)
+def test_what_is_no_list_is_named(toy: Toy, other: HostileServer, answer: bytes) -> None:
+    other.answers["/v1/models"] = (200, {}, answer)
+    assert "GET /v1/models" in refusal(toy(), other.url).splitlines()[0]
 
 
 def test_several_models_are_left_to_the_user_unless_one_is_common(toy: Toy) -> None:
