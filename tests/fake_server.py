@@ -45,7 +45,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--delay-ms", type=float, default=0)
     parser.add_argument("--slots", type=int, default=0, help="requests under way at once; others wait. 0: no limit")
     parser.add_argument("--handicap-ms", type=float, default=0, help="of every inference; a setting that tunes it")
-    parser.add_argument("--harmless", help="a setting that tunes it and does nothing; die-without: a crash without it")
+    parser.add_argument("--harmless", help="a setting that tunes it and does nothing; die-without, die-alone: a crash")
     parser.add_argument("--tuning", default="all", help="all, none, or one of these two settings")
     parser.add_argument("--max-queue-delay-us", type=float, help="waited by every request; it says 2000 without it")
     parser.add_argument("--engine", default="fake", help="null: no --delay-ms")
@@ -78,7 +78,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     settings = parser.parse_args(argv)
     if settings.tuning not in ("all", "handicap-ms"):
         settings.handicap_ms = 0.0
-    settings.crash |= settings.tuning == "none" and settings.harmless == "die-without"
+    settings.crash |= (settings.tuning, settings.harmless) in (("none", "die-without"), ("harmless", "die-alone"))
     if settings.tuning not in ("all", "harmless"):
         settings.harmless = None
     settings.model = {"open_clip:ViT-B-32": MODEL}.get(settings.model, settings.model)

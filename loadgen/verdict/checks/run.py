@@ -517,17 +517,18 @@ def repeated_requests(facts: Facts) -> Iterator[Judgement]:
     if not probes:
         return
     shares = {probe.label: part for probe in probes if (part := shortened_to(probe)) is not None}
-    cached = [shown(probe.label) for probe in probes if answers_from_memory(probe)]
+    cached = [probe.label for probe in probes if answers_from_memory(probe)]
     parts = []
     if shares:
         times = join([f"{share(part)} on {shown(label)}" for label, part in shares.items()])
         parts.append(f"time of a repeated request, as a share of a new one's: {times}")
         if cached:
-            parts[0] += f", so {join(cached)} answers from a cache"
+            parts[0] += f", so {join(list(map(shown, cached)))} answers from a cache"
     errors = [f"{shown(probe.label)} did not answer the probe: {probe.error}" for probe in probes if probe.error]
     ok = False if cached else None if errors else True
     remedy = "Turn off the prefix cache of that server." if facts.run.experiment.is_language else None
-    yield Judgement(ok, "; ".join(parts + errors), min(shares.values(), default=None), remedy=remedy)
+    worst = min(shares.values(), default=None)
+    yield Judgement(ok, "; ".join(parts + errors), worst, remedy=remedy, arms=tuple(cached))
 
 
 def shortened_to(probe: CacheProbe) -> float | None:
