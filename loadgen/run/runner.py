@@ -61,7 +61,7 @@ from loadgen.run.preparation import (
 )
 from loadgen.run.progress import RunProgress
 from loadgen.run.storage import RunError, RunStore, StorageError, running
-from loadgen.run.token_answers import ProbePrompts, TokenAnswers, equal_answers
+from loadgen.run.token_answers import ProbePrompts, TokenAnswers, agreement, equal_answers
 from loadgen.stats.agreement import Tolerance, tolerance_of
 
 ANSWERS_OF_SMOKE = 16
@@ -225,7 +225,7 @@ def _probe_answers(context: RunContext, plan: PromptPlan, tolerance: Tolerance) 
     answers = context.answers
     assert isinstance(answers, TokenAnswers)
     answers.restart = context.restart
-    prompts, probed = ProbePrompts.of(plan), []
+    prompts, probed = ProbePrompts.of(plan, is_short=context.experiment.screening), []
     for label, arm in tuple(context.arms.items()):
         told = _unless_left_out(context, label, partial(prompts.ask, label, arm, context.restart))
         if told is not None:
@@ -233,6 +233,9 @@ def _probe_answers(context: RunContext, plan: PromptPlan, tolerance: Tolerance) 
             answers.beginnings += told[1]
     answers.prompted += probed
     context.progress.now(equal_answers(probed, tuple(context.arms)))
+    for (_, label, _), (firsts, equal) in agreement(answers.beginnings, context.experiment).items():
+        if firsts and not equal:
+            context.progress.now(f"none of {firsts} answers of {shown(label)} begins as the baseline's: another model?")
 
 
 def _make_work_folder(context: RunContext) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.client.endpoint import CompletionsEndpoint, EndpointError
+from loadgen.client.endpoint import CompletionsEndpoint, Endpoint, EndpointError
 from loadgen.headers import read_headers
 from loadgen.launch import discovery
 from loadgen.launch.deployment import DeploymentError
@@ -247,7 +247,9 @@ def test_a_chat_is_tried_on_all_where_one_has_nothing_else(toy: Toy) -> None:
 
 
 def test_a_page_for_every_path_is_no_document(other: HostileServer) -> None:
-    other.answers["/v2"] = other.answers["/v1/models"] = (200, {}, b"<html>")
+    page = (200, {"Content-Type": "text/html; charset=utf-8"}, b"<html>")
+    other.answers = dict.fromkeys(("/v2", "/v1/models", "/v2/health/live", "/v2/repository/index"), page)
+    assert not Endpoint(other.url).live()
     assert CompletionsEndpoint(other.url).document("/v2") is None
     assert CompletionsEndpoint(other.url).ready("any")
     with pytest.raises(EndpointError, match="no connection"):
