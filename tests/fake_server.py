@@ -53,6 +53,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--stall-ms", type=float, default=0, help="at the start of every second nothing is answered")
     parser.add_argument("--drop-every", type=int, default=0, help="close without an answer, every Nth inference")
     parser.add_argument("--error-every", type=int, default=0, help="503, every Nth inference")
+    parser.add_argument("--error-above", type=int, default=0, help="503 with more than so many inferences under way")
     parser.add_argument("--latin1", action="store_true", help="words of those 503 are no UTF-8")
     parser.add_argument(
         "--hollow-every", type=int, default=0, help="200 without the output's bytes, every Nth inference"
@@ -110,6 +111,7 @@ class FakeServer:
         self.settings = settings
         self.started = time.monotonic()
         self.inferences = 0
+        self.under_way = 0
         self.slots = asyncio.Semaphore(settings.slots) if settings.slots else None
         self.batches: Counter[int] = Counter()
         self.lies = {} if settings.lies is None else json.loads(settings.lies.read_text())
@@ -196,6 +198,15 @@ class FakeServer:
         return 404, {}, b'{"error": "no such route or model"}'
 
     async def infer(self, headers: dict, body: bytes):
+        self.under_way += 1
+        try:
+            if self.settings.error_above and self.under_way > self.settings.error_above:
+                return 503, {}, b'{"error": "too many at once"}'
+            return await self.answer_to(headers, body)
+        finally:
+            self.under_way -= 1
+
+    async def answer_to(self, headers: dict, body: bytes):
         self.inferences += 1
         settings, number = self.settings, self.inferences
         if settings.die_after and number >= settings.die_after:

@@ -22,7 +22,7 @@ from loadgen.records.payloads import GUESSED
 from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart, TokensCompared
 from loadgen.records.run import Label, ParityRecord, Workload, shown
 from loadgen.run.storage import StoredRun
-from loadgen.verdict.checks.registry import Judgement, check, per_comparison, per_load
+from loadgen.verdict.checks.registry import AGAIN, Judgement, Severity, check, per_comparison, per_load
 
 LEAST_ALIKE = 0.5
 """Share of the probe's prompts to which all arms give the same first token, below which a check warns: rounding changes
@@ -200,6 +200,27 @@ def run_finished(facts: Facts) -> Iterator[Judgement]:
         "failed": f"the run failed during {state.phase}: {state.error}",
     }[state.state]
     yield Judgement(state.state == "finished", detail, state.state, scope=PLAN)
+
+
+COMPARISONS, VERDICT = "comparisons", "verdict"
+"""The steps of the analysis without which there is no winner."""
+
+
+@check(
+    "everything that was stored was analysed",
+    "Part of the run could not be analysed",
+    "invalidates",
+    AGAIN,
+    fault="incomplete run",
+)
+def analysed(facts: Facts) -> Iterator[Judgement]:
+    """Name every file that cannot be read, and every step of the analysis that failed; skipped without one. What a
+    check needed of a finding that failed, that check says."""
+    for problem in facts.run.problems:
+        yield Judgement(False, problem)
+    for step, why in facts.failures.items():
+        severity: Severity = "invalidates" if step in (COMPARISONS, VERDICT) else "warns"
+        yield Judgement(False, f"the {step} could not be computed: {why}", step, severity=severity)
 
 
 @check(
