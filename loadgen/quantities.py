@@ -1,4 +1,5 @@
-"""Formats numbers for readers: with their unit, no more digits than their interval supports, and 0 only for 0.
+"""Formats numbers for readers: with their unit, in three significant digits, and 0 only for 0. How certain a number
+is stands in its interval.
 
 A formatted text is never parsed again: what a text shows as a number is `significant`, `shown_ratio` or `round`.
 """
@@ -9,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 Interval = tuple[float, float]
-MAX_DECIMALS = 4
+MAX_DECIMALS, MAX_DIGITS = 4, 6
 WIDEST = 100.0
 """An interval whose ends lie further apart than this factor does not say how large a value is."""
 NOT_DETERMINED = "not determined"
@@ -31,62 +32,49 @@ def number(value: float, digits: int = 3) -> str:
     return f"{significant(value, digits):,.{max(_decimals(value, digits), 0)}f}"
 
 
-def supported_decimals(low: float, high: float) -> int:
-    """Decimals at which an interval's half width has one significant digit, two where the first is 1 or 2.
-
-    May be negative: −1 rounds to tens.
-    """
-    half = (high - low) / 2.0
-    if half <= 0.0 or not math.isfinite(half):
-        return 2
-    exponent = math.floor(math.log10(half))
-    leading = half / 10.0**exponent
-    return -exponent + (1 if leading < 3.0 else 0)
+def measured(value: float | None) -> str:
+    """A value in three significant digits, which say nothing about how certain it is; a dash where it is missing."""
+    return "–" if value is None else number(value)
 
 
-def measured(value: float | None, interval: Interval | None) -> str:
-    """A value with the digits that its interval supports, at least one; three significant digits without one."""
-    if value is None:
-        return "–"
-    if interval is None:
-        return number(value)
-    decimals = supported_decimals(*interval)
-    if value:
-        leading = -math.floor(math.log10(abs(value)))
-        decimals = min(max(decimals, leading), leading + 3)
-    rounded, places = round(value, decimals), min(max(decimals, 0), MAX_DECIMALS)
-    return f"{rounded:,.{places}f}" if round(rounded, places) or not value else number(value, 1)
+def apart(values: Sequence[float]) -> list[str]:
+    """Values side by side: in three significant digits, or in as many more as tell them apart."""
+    digits = 3
+    while digits < MAX_DIGITS and len(set(values)) > len({number(value, digits) for value in values}):
+        digits += 1
+    return [number(value, digits) for value in values]
 
 
 def measured_interval(interval: Interval) -> str:
-    """The bounds of a positive value: "99–110", or "not determined" where they are further apart than `WIDEST`."""
-    if interval[1] > WIDEST * interval[0]:
-        return NOT_DETERMINED
-    return "–".join(measured(bound, interval) for bound in interval)
+    """The bounds of a positive value: "99.0–110", or "not determined" where they are further apart than `WIDEST`."""
+    return NOT_DETERMINED if interval[1] > WIDEST * interval[0] else "–".join(apart(interval))
 
 
-def _ratio_decimals(low: float, high: float) -> int:
-    """The decimals that an interval supports, and enough that a bound other than 1 does not read as 1."""
-    decimals = min(max(supported_decimals(low, high), 1), MAX_DECIMALS)
-    while decimals < MAX_DECIMALS and any(bound != 1.0 and round(bound, decimals) == 1.0 for bound in (low, high)):
+def _ratio_decimals(*values: float) -> int:
+    """The decimals of the ratios of one comparison: two below 10, and as many more as keep them apart and keep what is
+    not 1 from reading as 1."""
+    least = min(values)
+    decimals = 2 if least < 10.0 else 1 if least < 100.0 else 0
+    while decimals < MAX_DECIMALS and (
+        any(value != 1.0 and round(value, decimals) == 1.0 for value in values)
+        or len(set(values)) > len({round(value, decimals) for value in values})
+    ):
         decimals += 1
     return decimals
 
 
 def _factor(value: float, decimals: int) -> str:
-    return f"{value:,.{decimals}f}" if round(value, decimals) else number(value, 1)
+    return f"{value:,.{decimals}f}" if value >= 0.1 else number(value)
 
 
 def shown_ratio(value: float, interval: Interval | None) -> float:
     """A ratio with the digits that `ratio` shows."""
-    return round(value, 2 if interval is None else _ratio_decimals(*interval))
+    return round(value, _ratio_decimals(*(interval or (value,))))
 
 
 def ratio(value: float | None, interval: Interval | None) -> str:
     """ "1.90×" """
-    if value is None:
-        return "–"
-    return _factor(value, 2 if interval is None else _ratio_decimals(*interval)) + "×"
+    return "–" if value is None else _factor(value, _ratio_decimals(*(interval or (value,)))) + "×"
 
 
 def excludes_one(interval: Interval | None) -> bool:

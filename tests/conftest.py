@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import settings as hypothesis_settings
 
-from loadgen.metrics import barrier
 from servers.export import tensorrt
 from servers.export.artefacts import Artefact, ensure_artefact
 from servers.export.manifest import executed_form
@@ -22,7 +21,6 @@ from tests.scripted_trtexec import ScriptedTrtexec
 
 PROJECT = Path(__file__).resolve().parents[1]
 os.environ["ABSERVE_ANYWAY"] = "1"  # the tests themselves keep the cores busy
-barrier.RAISES = True  # a fault of the program does not hide behind a sentence
 
 hypothesis_settings.register_profile("busy cores", deadline=None)  # the other worker's servers may have them
 hypothesis_settings.load_profile("busy cores")
@@ -35,12 +33,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
-
-
-@pytest.fixture
-def as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of an analysis or a report that fails costs itself only."""
-    monkeypatch.setattr(barrier, "RAISES", False)
 
 
 @pytest.fixture(scope="session")

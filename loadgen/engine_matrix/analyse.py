@@ -57,6 +57,7 @@ from loadgen.stats.ratios import (
     estimate_ratio,
     geometric_mean,
     interval_of_mean,
+    lone_correlation,
 )
 from loadgen.verdict.checks.machine import cpu_steal, judge_others, judge_steal, other_processes
 from loadgen.verdict.checks.registry import Check, invalidating
@@ -242,11 +243,12 @@ def worst(values: Iterable[N | None], choose: Callable[[Iterable[N]], N]) -> N |
     return choose(measured) if measured else None
 
 
-def estimate(values: Sequence[float]) -> Estimate | None:
-    """Geometric mean of positive values over rounds with its 95 % t interval on logs; None without values."""
+def estimate(values: Sequence[float], *, kept: bool) -> Estimate | None:
+    """Geometric mean of positive values over rounds with its interval, by `interval_of_mean`: each round is a start of
+    its own, unless the processes were `kept`. None without values."""
     if not values:
         return None
-    return Estimate.of(geometric_mean(values), interval_of_mean(values))
+    return Estimate.of(geometric_mean(values), interval_of_mean([values] if kept else [[value] for value in values]))
 
 
 def ratios(over: CellRounds, under: CellRounds) -> list[float]:
@@ -272,11 +274,12 @@ def baseline_cell(
     return None
 
 
-def _generation(cell: CellRounds, judged: JudgedCell | None) -> GenerationResult | None:
+def _generation(cell: CellRounds, judged: JudgedCell | None, *, kept: bool) -> GenerationResult | None:
     generated = [(measured.generated, round_) for round_, measured in cell.rounds.items() if measured.generated]
-    prompts = estimate([float(median(part.prompts_ns)) for part, _ in generated])
+    prompts = estimate([float(median(part.prompts_ns)) for part, _ in generated], kept=kept)
     shares = estimate(
-        [part.step_bytes / cell.latencies_ns[round_] * 1e9 / part.copy_bytes_per_s for part, round_ in generated]
+        [part.step_bytes / cell.latencies_ns[round_] * 1e9 / part.copy_bytes_per_s for part, round_ in generated],
+        kept=kept,
     )
     if prompts is None or shares is None:
         return None
@@ -297,22 +300,22 @@ def _generation(cell: CellRounds, judged: JudgedCell | None) -> GenerationResult
 def _cell_result(
     plan: MatrixPlan, cell: CellRounds, baseline: CellRounds | None, judged: JudgedCell | None
 ) -> CellResult:
-    measured = tuple(cell.rounds.values())
-    latency = estimate(list(cell.latencies_ns.values()))
-    call = estimate([float(median(m.calls_ns)) for m in measured])
+    measured, kept = tuple(cell.rounds.values()), plan.processes == "kept"
+    latency = estimate(list(cell.latencies_ns.values()), kept=kept)
+    call = estimate([float(median(m.calls_ns)) for m in measured], kept=kept)
     assert latency is not None  # a cell has at least one round with calls
     assert call is not None
     device = plan.configurations[cell.configuration].device
     energies = [m for m in measured if m.energy_joules and m.energy_items]
-    energy = estimate([m.energy_joules / m.energy_items for m in energies if m.energy_joules])
-    sustained = estimate([float(m.sustained_ns) for m in energies if m.sustained_ns])
+    energy = estimate([m.energy_joules / m.energy_items for m in energies if m.energy_joules], kept=kept)
+    sustained = estimate([float(m.sustained_ns) for m in energies if m.sustained_ns], kept=kept)
     waited = sustained is not None and sustained.value > MOST_WAITING * latency.value
     flops = next((m.flops_per_item for m in measured if m.flops_per_item is not None), None)
     fault = next((m.fault for m in measured if m.fault is not None), cell.excluded if plan.generates else None)
     p99_ns = percentile([sample for m in measured for sample in samples_ns(m, device)], 0.99)
     first_calls = [m.first_call_ns for m in measured]
     # A kept process has a first call in its first round only.
-    first_call_ns = float(first_calls[0] if plan.processes == "kept" else median(first_calls))
+    first_call_ns = float(first_calls[0] if kept else median(first_calls))
     return CellResult(
         configuration=cell.configuration,
         batch=cell.batch,
@@ -322,7 +325,7 @@ def _cell_result(
         call_ns=call,
         p99_ns=None if p99_ns is None else round(p99_ns),
         items_per_second=latency.inverted(cell.batch * 1e9),
-        speedup=None if baseline is None or fault else estimate(ratios(cell, baseline)),
+        speedup=None if baseline is None or fault else estimate(ratios(cell, baseline), kept=kept),
         tflops=None if flops is None else cell.batch * flops / latency.value / 1e3,
         first_call_seconds=first_call_ns / 1e9,
         cosine_min=worst((m.cosine_min for m in measured), min),
@@ -337,7 +340,7 @@ def _cell_result(
         joules_per_item=None if waited else energy,
         sustained_ns=sustained,
         kernels=next((m.kernels for m in measured if m.kernels), ()),
-        generation=_generation(cell, judged),
+        generation=_generation(cell, judged, kept=kept),
     )
 
 
@@ -360,7 +363,7 @@ def _configuration(plan: MatrixPlan, place: int, visits: Sequence[Visit]) -> Con
         configuration=plan.configurations[place],
         item=described.item if described else "item",
         description=described.description if described else {},
-        load_seconds=estimate([visit.load_seconds for visit in started if visit.load_seconds]),
+        load_seconds=estimate([visit.load_seconds for visit in started if visit.load_seconds], kept=False),
         conversions=tuple(conversions),
         errors=(*(f"round {visit.round}: {visit.error}" for visit in visits if visit.error is not None), *untimed),
     )
@@ -391,9 +394,7 @@ def _winner(plan: MatrixPlan, cells: Sequence[CellRounds]) -> tuple[Winner, floa
     best = min(cells, key=lambda cell: geometric_mean(list(cell.latencies_ns.values())))
     # Of an interrupted run some cells have fewer rounds; the rounds that two cells share decide between them.
     best = next((cell for cell in cells if all(_over(cell, other) > 1.0 for other in cells if other is not cell)), best)
-    tests = {
-        other.configuration: estimate_ratio(ratios(best, other), NO_MARGIN) for other in cells if other is not best
-    }
+    tests = {other.configuration: _test(plan, ratios(best, other)) for other in cells if other is not best}
     tested = {place: test for place, test in tests.items() if test.ratio is not None}
     runner_up = min(tested, key=lambda place: tested[place].ratio or 0.0, default=None)
     p_values = {place: _p_value(test) for place, test in tests.items()}
@@ -412,6 +413,11 @@ def _winner(plan: MatrixPlan, cells: Sequence[CellRounds]) -> tuple[Winner, floa
         unbeaten=unbeaten,
     )
     return winner, None if unbeaten is None or p_values[unbeaten] == math.inf else p_values[unbeaten]
+
+
+def _test(plan: MatrixPlan, over: Sequence[float]) -> RatioEstimate:
+    """Of ratios of rounds, which may resemble each other if the processes were kept."""
+    return estimate_ratio(over, NO_MARGIN, lone_correlation(over) if plan.processes == "kept" else 0.0)
 
 
 def _p_value(test: RatioEstimate) -> float:

@@ -52,28 +52,26 @@ FULL_CELLS = 40
 def matrix_document(matrix: Matrix) -> doc.Document:
     """The document of a matrix, for all formats."""
     chapters = (
-        ("", (overview, winners_table)),
-        ("Charts", (_charts,)),
+        ("", (overview(matrix), winners_table(matrix))),
+        ("Charts", (_charts(matrix),)),
         (
             "Results",
             (
-                break_even_table,
-                *((generation_table,) if matrix.plan.generates else (accuracy, cells_table)),
-                configurations_table,
-                kernels,
-                refusals,
-                failures,
+                break_even_table(matrix),
+                generation_table(matrix) if matrix.plan.generates else accuracy(matrix),
+                None if matrix.plan.generates else cells_table(matrix),
+                configurations_table(matrix),
+                kernels(matrix),
+                refusals(matrix),
+                failures(matrix),
             ),
         ),
-        ("Conditions", (method, environment, reproduce)),
+        ("Conditions", (method(matrix), environment(matrix), reproduce(matrix))),
     )
     models = list(dict.fromkeys(short_model(configuration.model) for configuration in matrix.plan.configurations))
     return doc.Document(
         f"Engines for {join(models)}" if models else "Engines",
-        {
-            title: [section for make in makers if (section := doc.attempted(make, matrix)) is not None]
-            for title, makers in chapters
-        },
+        {title: [section for section in sections if section is not None] for title, sections in chapters},
         about=f"the engine matrix of {join(models)}" if models else "an engine matrix",
         started_at=matrix.environment.started_at,
     )
@@ -277,7 +275,7 @@ def value(estimate: Estimate | None, scale: float = 1.0) -> str:
     if estimate is None:
         return ""
     scaled = estimate.scaled(scale)
-    return measured(scaled.value, scaled.interval)
+    return measured(scaled.value)
 
 
 def _format(value: float | None, form: str) -> str:
@@ -566,7 +564,7 @@ def latency_text(device: str, cell: CellResult, *, interval: bool = False) -> st
     limits = latency.interval if interval else None
     low_high = "" if limits is None else f" ({measured_interval(limits)})"
     copies = " with copies" if has_copies(cell, device) else ""
-    return f"{measured(latency.value, latency.interval)}{low_high}{copies}"
+    return f"{measured(latency.value)}{low_high}{copies}"
 
 
 def configurations_table(matrix: Matrix) -> doc.Section | None:

@@ -305,10 +305,16 @@ def buckets(settings: ExperimentSettings) -> tuple[int, ...] | None:
 # Repetition
 
 
+DECIDED_ROUNDS = 8
+"""Rounds before the first decision of `--until decided`. An arm that is fast or slow for several rounds in a row often
+stays in one state for 4 rounds, and seldom for 8 (`tests/truth/test_one_run_in_twenty.py`)."""
+
+
 def least_rounds(settings: ExperimentSettings) -> int:
     """Rounds per workload without `--rounds`: two per restart at least, and each arm equally often in each place."""
     arms = len(settings.arms)
-    return math.ceil(max(PRESETS[settings.preset].least_rounds, 2 * settings.restarts) / arms) * arms
+    least = DECIDED_ROUNDS if settings.until == "decided" else PRESETS[settings.preset].least_rounds
+    return math.ceil(max(least, 2 * settings.restarts) / arms) * arms
 
 
 def minutes_of(settings: ExperimentSettings) -> float | None:

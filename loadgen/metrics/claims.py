@@ -13,8 +13,7 @@ from operator import itemgetter
 
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons, winner_of
 from loadgen.metrics.registry import ACHIEVED_RATE, METRICS
-from loadgen.metrics.summaries import WorkloadSummary, interval_of
-from loadgen.quantities import counted, is_determined, join, measured, ratio, ratio_interval, shown_ratio
+from loadgen.quantities import apart, counted, is_determined, join, measured, ratio, ratio_interval, shown_ratio
 from loadgen.records.run import Label, Pairing, Record, Workload, shown
 
 ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")
@@ -198,14 +197,12 @@ def _leads(comparisons: Sequence[Comparison]) -> str:
     return f" ({largest})" if least == largest else f" ({least.removesuffix('×')}–{largest})"
 
 
-def figure(comparison: Comparison, workloads: Sequence[WorkloadSummary], label: Label) -> str:
-    """One arm's value of a comparison, without its unit, with the digits that its interval supports."""
-    value = comparison.arm_value if label == comparison.arm else comparison.baseline_value
-    interval = None
-    for summary in workloads:
-        if (summary.workload, summary.label) == (comparison.scenario, label):
-            interval = interval_of(summary, METRICS[comparison.metric])
-    return measured(value, interval)
+def figures(comparison: Comparison) -> list[str]:
+    """The baseline's and the arm's value of a comparison, without their unit. Beside a winner they differ."""
+    values = (comparison.baseline_value, comparison.arm_value)
+    if comparison.winner is None or None in values:
+        return [measured(value) for value in values]
+    return apart([value for value in values if value is not None])
 
 
 class WorkloadRanking(Record, frozen=True, kw_only=True):

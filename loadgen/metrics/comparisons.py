@@ -54,11 +54,10 @@ from loadgen.stats.ratios import (
     estimate_anytime,
     estimate_ratio,
     estimate_restarts,
-    geometric_mean,
     has_log,
     lag_one,
+    mean_over_starts,
     plausible_correlation,
-    unbiased,
 )
 from loadgen.stats.tails import Round, Tail, estimate_tail_ratio
 
@@ -139,9 +138,12 @@ class PairedMetric:
         return self.workload.has_blocks and len(self.by_restart()) < 2 and not restarted
 
     @cached_property
-    def correlation(self) -> float | None:
-        """`lag_one` of the pairs, if they are one series."""
-        return lag_one([pair.ratio for pair in self.pairs]) if self.is_one_series else None
+    def series(self) -> tuple[int, float] | None:
+        """The number of pairs and their `lag_one`, if they are one series; of rounds without a figure their medians'
+        ratios."""
+        ratios = [pair.ratio for pair in self.pairs] or [pair.ratio_of_medians for pair in self.rounds]
+        correlation = lag_one(ratios) if self.is_one_series else None
+        return None if correlation is None else (len(ratios), correlation)
 
     def by_restart(self) -> list[list[float]]:
         """Ratios, one list per start of the servers."""
@@ -273,8 +275,6 @@ Method = Literal[
     "t over pairs", "t over restarts", "anytime-valid over pairs", "order statistics", "anytime-valid order statistics"
 ]
 MIN_PAIRS = 2
-LEAST_ALONE = 16
-"""Pairs from which a comparison's own correlation counts if it exceeds the run's: with fewer it is noise."""
 LEADING_SHARE = 0.8
 """Share of the 5 % for false winners that the leading comparisons get if they decide when to stop."""
 
@@ -365,8 +365,9 @@ class Advantage(NamedTuple):
 
 
 def advantage(comparison: Comparison) -> Advantage | None:
-    """The better arm and its factor, for display; None without a ratio."""
-    return better_arm(comparison.pairing, comparison.ratio, comparison.ci95, comparison.higher_is_better)
+    """The better arm and its factor, for display; None without a ratio, and where a check that covers it failed."""
+    ratio = None if comparison.verdict == "invalid" else comparison.ratio
+    return better_arm(comparison.pairing, ratio, comparison.ci95, comparison.higher_is_better)
 
 
 def better_arm(
@@ -406,12 +407,15 @@ def compare_all(
     """Every comparison of the experiment, before `invalidate`. `figures` are those that probes measured,
     `requests` the samples for high percentiles; `item` is what an input is called."""
     paired_metrics = pair_metrics(experiment, blocks, figures, requests)
-    shared, scatter = shared_correlation(paired_metrics)
-    estimates = [estimate_pairs(paired, experiment, shared) for paired in paired_metrics]
-    adjusted = _adjust(paired_metrics, [estimate for _, estimate, _ in estimates], experiment)
+    seen = seen_correlations(paired_metrics)
+    estimates = [estimate_pairs(paired, experiment, seen) for paired in paired_metrics]
+    adjusted = adjust(paired_metrics, [estimate for _, estimate, _ in estimates], experiment)
     family = sum(1 for _, estimate, _ in estimates if estimate.p_value is not None)
     comparisons = []
-    for paired, (method, estimate, values), p_adjusted in zip(paired_metrics, estimates, adjusted, strict=True):
+    shown_values = _one_value_each(paired_metrics, [values for _, _, values in estimates])
+    for paired, (method, estimate, _), values, p_adjusted in zip(
+        paired_metrics, estimates, shown_values, adjusted, strict=True
+    ):
         metric, restarts = paired.metric, paired.by_restart()
         verdict = judge(estimate.ci95, p_adjusted, experiment.equivalence_margin, metric.higher_is_better)
         added = between_restarts(restarts) if method == "t over restarts" else None
@@ -434,7 +438,7 @@ def compare_all(
                 pairs=estimate.pairs,
                 minimal_detectable_effect=None
                 if method.startswith("anytime")
-                else _sensitivity(paired, method, estimate, family, scatter),
+                else _sensitivity(paired, method, estimate, family, seen),
                 p_value=estimate.p_value,
                 p_adjusted=p_adjusted,
                 p_equivalence=estimate.p_equivalence,
@@ -471,27 +475,29 @@ def _without_held_back(comparison: Comparison, comparisons: Sequence[Comparison]
     return msgspec.structs.replace(comparison, verdict="inconclusive", reason=reason)
 
 
-def shared_correlation(paired_metrics: Sequence[PairedMetric]) -> tuple[float, float]:
-    """The `plausible_correlation` of all workloads together, since what makes an arm drift affects every workload; a
-    single series of ten pairs is too short. Comparisons of one workload have rounds in common, so their mean counts as
-    one series."""
+Series = Sequence[tuple[int, float]]
+"""The length and `lag_one` of series of pairs."""
+
+
+def seen_correlations(paired_metrics: Sequence[PairedMetric]) -> Series:
+    """One series per workload for `plausible_correlation`, since what makes an arm drift may affect every workload, and
+    a single series of ten pairs is too short. Comparisons of one workload have rounds in common, so their mean counts
+    as one series."""
     series: dict[str, list[tuple[int, float]]] = {}
     for paired in paired_metrics:
-        if paired.leads and paired.correlation is not None:
-            series.setdefault(paired.workload.name, []).append((len(paired.pairs), paired.correlation))
-    return plausible_correlation(
-        [
-            (min(n for n, _ in of_workload), math.fsum(r for _, r in of_workload) / len(of_workload))
-            for of_workload in series.values()
-        ]
-    )
+        if paired.leads and paired.series is not None:
+            series.setdefault(paired.workload.name, []).append(paired.series)
+    return [
+        (min(n for n, _ in of_workload), math.fsum(r for _, r in of_workload) / len(of_workload))
+        for of_workload in series.values()
+    ]
 
 
 def estimate_pairs(
-    paired: PairedMetric, experiment: Experiment, shared: float
+    paired: PairedMetric, experiment: Experiment, seen: Series
 ) -> tuple[Method, RatioEstimate, tuple[Tail, Tail] | None]:
-    """How the interval is made, the estimate, and the values of baseline and arm. `shared` is the correlation that the
-    run's workloads have in common: the larger of it and the comparison's own counts.
+    """How the interval is made, the estimate, and the values of baseline and arm. `seen` are the `seen_correlations` of
+    the run: the larger of what they and the comparison itself make plausible counts.
 
     Each cold start is its own restart, so its pairs and restarts are the same. What has no blocks has as many pairs as
     planned, also with `--until decided`.
@@ -499,9 +505,7 @@ def estimate_pairs(
     margin, groups = experiment.equivalence_margin, paired.by_restart()
     ratios = [pair.ratio for pair in paired.pairs]
     open_ended = experiment.until_decided and paired.workload.has_blocks
-    correlation, seen = shared if paired.is_one_series else 0.0, paired.correlation
-    if seen is not None and len(ratios) >= LEAST_ALONE:
-        correlation = max(correlation, unbiased(len(ratios), seen))
+    correlation = plausible_correlation(seen, paired.series)[0] if paired.is_one_series else 0.0
     if paired.rounds and paired.metric.quantile is not None:
         tail, tails = estimate_tail_ratio(paired.rounds, paired.metric.quantile, margin, correlation, looks=open_ended)
         return ("anytime-valid order statistics" if open_ended else "order statistics"), tail, tails
@@ -521,13 +525,28 @@ def _values(paired: PairedMetric) -> tuple[Tail, Tail] | None:
     starts: dict[int, list[tuple[float, float]]] = {}
     for pair in paired.pairs:
         starts.setdefault(pair.restart, []).append((pair.baseline, pair.arm))
-    baseline, arm = (
-        geometric_mean([geometric_mean([pair[side] for pair in start]) for start in starts.values()]) for side in (0, 1)
-    )
+    baseline, arm = (mean_over_starts([[pair[side] for pair in start] for start in starts.values()]) for side in (0, 1))
     return Tail(baseline, None), Tail(arm, None)
 
 
-def _adjust(
+def _one_value_each(
+    paired_metrics: Sequence[PairedMetric], values: Sequence[tuple[Tail, Tail] | None]
+) -> list[tuple[Tail, Tail] | None]:
+    """The values of baseline and arm of every comparison, so that an arm has one per metric and workload. The pools of
+    a percentile are adjusted to the arm beside them: the baseline's value of the first comparison stays, and the others
+    follow from it by their ratios."""
+    known: dict[tuple[str, str, Label], Tail] = {}
+    chosen: list[tuple[Tail, Tail] | None] = []
+    for paired, both in zip(paired_metrics, values, strict=True):
+        if both is not None:
+            base, arm = ((paired.workload.name, paired.metric.name, label) for label in paired.pairing)
+            factor = known.setdefault(base, both[0]).value / both[0].value if both[0].value else 1.0
+            both = known[base], known.setdefault(arm, both[1].scaled(factor))
+        chosen.append(both)
+    return chosen
+
+
+def adjust(
     paired_metrics: Sequence[PairedMetric], estimates: Sequence[RatioEstimate], experiment: Experiment
 ) -> list[float | None]:
     """Adjust p by Holm over the run. With a decision after every pair, the family is all that was planned, not all that
@@ -543,7 +562,7 @@ def _adjust(
 
 
 def _sensitivity(
-    paired: PairedMetric, method: Method, estimate: RatioEstimate, family: int, scatter: float
+    paired: PairedMetric, method: Method, estimate: RatioEstimate, family: int, seen: Series
 ) -> float | None:
     """The smallest difference that another run of this plan detects. It estimates the correlation anew, and a larger
     estimate costs more power than a smaller one gains, so its scatter is added."""
@@ -552,7 +571,7 @@ def _sensitivity(
         return None
     if paired.is_one_series and method == "t over pairs":
         logs = [math.log(pair.ratio) for pair in paired.pairs]
-        error, _ = error_of_mean(logs, estimate.correlation + scatter)
+        error, _ = error_of_mean(logs, estimate.correlation + plausible_correlation(seen, paired.series)[1])
     return detectable_effect(error, estimate.degrees, family)
 
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from loadgen.metrics.barrier import attempt
 from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.registry import (
     ACHIEVED_RATE,
@@ -35,13 +32,11 @@ from loadgen.metrics.registry import (
 from loadgen.metrics.tokens import samples_of
 from loadgen.quantities import Interval
 from loadgen.records.run import BlockRecord, Label, Record, Workload, shown
-from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, Samples, good, latencies_ms
-from loadgen.run.storage import StoredBlock, StoredRunError
+from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, good, latencies_ms
+from loadgen.run.storage import StoredBlock
 from loadgen.stats.percentiles import Pool, distribution, percentile
-from loadgen.stats.ratios import geometric_mean, interval_of_mean
+from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 
-_MOST_NS = 10 * 365 * 86_400 * int(NS_PER_S)
-"""Ten years: a longer load is a damaged file."""
 FORMED_FACTOR = 1.1
 """Requests were merged if the mean execution holds at least this many times the items of one request."""
 
@@ -117,7 +112,7 @@ class WorkloadSummary(Record, frozen=True, kw_only=True):
     requests: int
     errors: int
     throughput_per_s: float | None
-    """Geometric mean of the blocks."""
+    """Geometric mean of the starts' geometric means of their blocks."""
     throughput_ci95: tuple[float, float] | None
     latency: LatencySummary
     p50_ci95_ms: tuple[float, float] | None
@@ -162,45 +157,10 @@ def summarise_latency(pool: Pool) -> LatencySummary:
     )
 
 
-def sound(block: StoredBlock) -> StoredBlock:
-    """The block; without its samples, and with the reason, where they cannot be read or cannot have been measured."""
-    try:
-        fault = _impossible(samples_of(block))
-    except StoredRunError as exc:
-        fault = str(exc)
-    except (ValueError, IndexError) as exc:
-        fault = f"samples of block {block.record.index}: {exc}"
-    if fault is None:
-        return block
-    return replace(block, stored=None, stored_events=None, stored_answers=None, problem=block.problem or fault)
-
-
-def _impossible(samples: Samples | None) -> str | None:
-    """What no clock has measured, as of a damaged file."""
-    if samples is None or not len(samples):
-        return None
-    due_ns, send_ns, end_ns = (samples[name] for name in ("intended_ns", "send_ns", "end_ns"))
-    if ((due_ns > send_ns) | (send_ns > end_ns)).any() or int(end_ns.max()) - int(due_ns.min()) > _MOST_NS:
-        return "the samples of the block hold requests that end before they begin, or years later"
-    times_ms = [samples[name] for name in samples.dtype.names or () if name in ("ttft_ms", "tpot_ms", "worst_gap_ms")]
-    return (
-        "the samples of the block hold tokens that came before their requests"
-        if any((ms < 0.0).any() for ms in times_ms)
-        else None
-    )
-
-
 def summarise_blocks(blocks: Sequence[StoredBlock]) -> tuple[BlockSummary, ...]:
     """Summarise each block, in the order in which they ran; blocks without readable samples keep their counts."""
     origin_ns = min((block.record.window_start_ns for block in blocks), default=0)
-
-    def without_samples(block: StoredBlock, why: str) -> BlockSummary:
-        problem = f"samples of block {block.record.index}: {why}"
-        return _summarise_block(replace(block, stored=None, problem=problem), origin_ns)
-
-    return tuple(
-        attempt(partial(_summarise_block, block, origin_ns), partial(without_samples, block)) for block in blocks
-    )
+    return tuple(_summarise_block(block, origin_ns) for block in blocks)
 
 
 def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
@@ -223,9 +183,10 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         else:
             share, warm = full_load_share(samples), slow_start(samples)
             throughput = THROUGHPUT.measure(samples, block.workload)
-        figures = {metric.name: _measured(metric, samples, block.workload) for metric in _without_field(block.workload)}
-        more = {name: value for name, (value, _) in figures.items()}
-        missing = {name: reason for name, (_, reason) in figures.items() if reason is not None}
+        metrics = _without_field(block.workload)
+        more = {metric.name: metric.measure(samples, block.workload) for metric in metrics}
+        reasons = {name: METRICS[name].reason(samples, block.workload) for name, value in more.items() if value is None}
+        missing = {name: reason for name, reason in reasons.items() if reason is not None}
     return BlockSummary(
         index=record.index,
         workload=record.workload,
@@ -258,16 +219,6 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         figures=more or UNSET,
         missing=missing or UNSET,
     )
-
-
-def _measured(metric: Metric, samples: Samples, workload: Workload) -> tuple[float | None, str | None]:
-    """A metric's figure of a block, or the reason why there is none."""
-
-    def measure() -> tuple[float | None, str | None]:
-        value = metric.measure(samples, workload)
-        return value, metric.reason(samples, workload) if value is None else None
-
-    return attempt(measure, lambda why: (None, f"it could not be computed: {why}"))
 
 
 def _without_field(workload: Workload) -> list[Metric]:
@@ -345,8 +296,7 @@ def summarise_workload(
     functions = (metric.of_requests for metric in metrics if metric.of_requests is not None)
     pools, responses, request_bytes = _pool(stored, (latencies_ms, *functions))
     figures = {metric.name: _figure_of_all(metric, pools, complete) for metric in metrics}
-    speeds = [summary.throughput_per_s for summary in complete if summary.throughput_per_s]
-    medians = [summary.latency.p50_ms for summary in complete if summary.latency.p50_ms]
+    speeds, medians = by_start(complete, THROUGHPUT), by_start(complete, METRICS["latency_p50"])
     reported = [block.record.stages for block in stored if block.record.stages and not contradictions_in(block)]
     batches: Counter[int] = Counter()
     for stages in reported:
@@ -368,7 +318,7 @@ def summarise_workload(
         blocks=len(chosen),
         requests=sum(summary.requests for summary in complete),
         errors=sum(summary.errors for summary in complete),
-        throughput_per_s=geometric_mean(speeds) if speeds else None,
+        throughput_per_s=mean_over_starts(speeds) if speeds else None,
         throughput_ci95=interval_of_mean(speeds),
         latency=summarise_latency(pools[latencies_ms]),
         p50_ci95_ms=interval_of_mean(medians),
@@ -399,9 +349,19 @@ def _intervals(metrics: Sequence[Metric], blocks: Sequence[BlockSummary]) -> dic
     intervals: dict[str, Interval | None] = {}
     for metric in metrics:
         if metric.quantile is None:
-            values = [value for block in blocks if (value := figure_of(block, metric))]
-            intervals[metric.name] = interval_of_mean(values) if len(values) == len(blocks) else None
+            starts = by_start(blocks, metric)
+            is_whole = sum(map(len, starts)) == len(blocks)
+            intervals[metric.name] = interval_of_mean(starts) if is_whole else None
     return intervals
+
+
+def by_start(blocks: Sequence[BlockSummary], metric: Metric) -> list[list[float]]:
+    """The figures of blocks that have one other than 0, one list per start of the servers."""
+    starts: dict[int, list[float]] = {}
+    for block in blocks:
+        if value := figure_of(block, metric):
+            starts.setdefault(block.restart, []).append(value)
+    return list(starts.values())
 
 
 def _figure_of_all(metric: Metric, pools: dict[PerRequest, Pool], blocks: Sequence[BlockSummary]) -> float | None:
@@ -411,7 +371,7 @@ def _figure_of_all(metric: Metric, pools: dict[PerRequest, Pool], blocks: Sequen
     values = [value for block in blocks if (value := figure_of(block, metric)) is not None]
     if not all(values):  # such as a block without a good answer
         return float(np.mean(values))
-    return geometric_mean(values) if values else None
+    return mean_over_starts(by_start(blocks, metric)) if values else None
 
 
 def _pool(

@@ -266,7 +266,7 @@ def cause_table(result: Result, causes: WorkloadCauses) -> doc.Table:
         tails += [
             (
                 shown(untested.label),
-                f"{'does not apply' if untested.moot else 'not tested'}: {untested.reason}",
+                f"{_state(untested)}: {untested.reason}",
                 "–",
                 "–",
                 "–",
@@ -295,8 +295,13 @@ def cause_table(result: Result, causes: WorkloadCauses) -> doc.Table:
     )
 
 
+def _state(untested: Untested) -> str:
+    return "does not apply" if untested.moot else "not measurable" if untested.not_measurable else "not tested"
+
+
 def _title(cause: Cause) -> str:
-    return cause.title if cause.found or not cause.effects else f"{cause.title} (within the noise)"
+    noise = cause.effects and not cause.found and cause.difference_ms is not None
+    return f"{cause.title} (within the noise)" if noise else cause.title
 
 
 def causes_note(result: Result) -> str:
@@ -319,6 +324,8 @@ def causes_note(result: Result) -> str:
     if causes.explained == ():
         return f"No mean {_what(result)} times differ by more than the noise and ±δ, so no ablation was run."
     if not any(summary.latency.samples for summary in result.summaries):
+        if not has_load(result.experiment):
+            return "This run has no load of a fixed size, which is what an ablation explains."
         return "No request was measured under load, so there is nothing to explain."
     why = "the run ended before its ablations" if result.experiment.explain else "no ablation was run; add `--explain`"
     if result.experiment.is_language and not any(scenario.reasons for scenario in result.verdict.scenarios):

@@ -85,6 +85,8 @@ class Untested(Record, frozen=True, kw_only=True):
     reason: str
     moot: bool = False
     """The arm does not have the cause, so it explains nothing and needs no ablation."""
+    not_measurable: bool = False
+    """The ablation contradicts itself, so the cause has no share, on the other arm neither."""
 
 
 class Explanation(Record, frozen=True, kw_only=True):
@@ -119,6 +121,8 @@ STAGES_OF: dict[CauseName, tuple[str, ...]] = {
     "compute": ("compute_input", "compute_infer", "compute_output"),
 }
 """Stages of the latency breakdown that belong to a cause, for a cause without an ablation; others have none."""
+WORK: tuple[CauseName, ...] = ("compute",)
+"""Causes whose ablation only leaves work out: no arm can be slower without it."""
 DRIFT_LIMIT = 1.15
 """A note says so when an arm took this many times its earlier time during the ablations, or the inverse."""
 
@@ -214,7 +218,8 @@ class MeasuredEffect:
 
 
 def measure_effect(ablation: Ablation, workload: str, blocks: Sequence[BlockSummary]) -> MeasuredEffect | Untested:
-    """Compute an effect; untested, with a reason, if a request failed or no pair of blocks is complete."""
+    """Compute an effect; untested, with a reason, if a request failed, no pair of blocks is complete, or the arm was
+    slower although it had less to do."""
     of_workload = [block for block in blocks if block.workload == workload]
     pairs = mean_pairs(workload, of_workload, BESIDE)
     failed = sum(block.errors for block in of_workload)
@@ -223,6 +228,9 @@ def measure_effect(ablation: Ablation, workload: str, blocks: Sequence[BlockSumm
         requests = sum(block.requests for block in of_workload)
         reason = f"{failed} of {requests} requests failed" if failed else "no pair of blocks is complete"
         return Untested(cause=ablation.cause, label=ablation.label, reason=reason)
+    if ablation.cause in WORK and saved.seen and saved.mean_ms < 0.0:
+        reason = f"requests took {number(-saved.mean_ms)} ms longer without this work, so more than it was changed"
+        return Untested(cause=ablation.cause, label=ablation.label, reason=reason, not_measurable=True)
     ratio = estimate_ratio([as_is / without for without, as_is in pairs], 1.0)
     without_ms, as_is_ms = np.mean(pairs, axis=0).tolist()
     effect = CauseEffect(
@@ -247,7 +255,7 @@ class Cause(Record, frozen=True, kw_only=True):
     title: str
     difference_ms: float | None
     """Its cost to the arm minus its cost to the baseline; from the other arm alone if one is untested; None if both
-    are."""
+    are, or one is not measurable."""
     ci95_ms: tuple[float, float] | None
     share: float | None
     """Share of the difference between the arms; negative where the cause works against it."""
@@ -398,7 +406,7 @@ def _cause(
 ) -> tuple[Cause, MeanDifference | None]:
     barred = any(not cause.moot for cause in missing)
     part: MeanDifference | None = None
-    if by_label or not barred:
+    if (by_label or not barred) and not any(cause.not_measurable for cause in missing):
         part = combine([(1.0 if label == pairing.arm else -1.0, effect.saved) for label, effect in by_label.items()])
     inferred_ms = None
     if barred and breakdown is not None and breakdown.differences and name in STAGES_OF:
@@ -446,13 +454,14 @@ def _notes(causes: Sequence[Cause], pairing: Pairing) -> list[str]:
             f"Negative share ({', '.join(against)}): it costs the arm with the shorter requests more and hides some "
             "difference."
         )
-    noise = [cause.title for cause in causes if cause.effects and not cause.found]
+    noise = [cause.title for cause in causes if cause.effects and not cause.found and cause.difference_ms is not None]
     if noise:
         notes.append(f"Within the noise: {', '.join(noise)}.")
     for cause in causes:
         reasons = [f"{shown(untested.label)}: {untested.reason}" for untested in cause.untested if not untested.moot]
         if reasons:
-            note = f"Not tested: {cause.title} ({'; '.join(reasons)})."
+            failed = any(untested.not_measurable for untested in cause.untested)
+            note = f"Not {'measurable' if failed else 'tested'}: {cause.title} ({'; '.join(reasons)})."
             if cause.inferred_ms is not None:
                 suggested = f"{signed_ms(cause.inferred_ms)} on {shown(pairing.arm)}"
                 note += f" The latency breakdown suggests {suggested}; no ablation confirms it."

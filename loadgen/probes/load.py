@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.experiment.schedule import ScheduledBlock, endless_passes, has_load, load_workloads, schedule
-from loadgen.metrics.barrier import attempt
 from loadgen.metrics.claims import claim, place
 from loadgen.metrics.comparisons import Comparison, PooledRequests, advantage, compare_all
 from loadgen.metrics.facts import Facts
@@ -178,16 +177,13 @@ class Rounds:
             context.restart,
         )
         for pass_number, offered in enumerate(rounds, start=1):
-            if context.faults is not None:
-                self._open = {name: w for name, w in self._open.items() if not context.faults.ends(name)}
             chosen = [blocks for blocks in offered if blocks[0].workload.name in self._open]
             if pass_number > self._least:
                 chosen = self._that_fit(chosen)
             if not chosen:
                 break
             began = monotonic()
-            following = 1 + max((block.record.index for block in self._blocks), default=-1)
-            numbered = enumerate(chain.from_iterable(chosen), following)
+            numbered = enumerate(chain.from_iterable(chosen), len(self._blocks))
             blocks = [replace(block, index=index) for index, block in numbered]
             done = runner.run(blocks, context.forecast, last=False)
             self._blocks += done
@@ -196,23 +192,18 @@ class Rounds:
                 0.0, monotonic() - began - sum(context.forecast.round_s(blocks[0].workload) for blocks in chosen)
             )
             if experiment.is_surface:
-                self._open = attempt(self._uncertain, self._undecided) if pass_number >= self._least else self._open
+                self._open = self._uncertain() if pass_number >= self._least else self._open
                 continue
             if experiment.until_decided:
                 self._requests.add(done)
-                attempt(self._close_decided, self._undecided)
+                self._close_decided()
                 continue
             used = (monotonic() - self._began) / max(self._deadline - self._began, 1e-9)
             # Only after whole passes, in which each arm came equally often in each place.
             if pass_number % len(experiment.arms) == 0 and pass_number >= self._least and used > FOR_ALL:
-                self._open = attempt(self._neediest, self._undecided)
+                self._open = self._neediest()
         runner.idle()
         context.forecast.load_ends_at = None
-
-    def _undecided(self, why: str) -> dict[str, Workload]:
-        """The open workloads stay open where a comparison fails: the time limit ends them."""
-        self._context.progress.now(f"no decision after this round: {why}")
-        return self._open
 
     def _that_fit(self, chosen: list[list[ScheduledBlock]]) -> list[list[ScheduledBlock]]:
         """The rounds that the time allows; until decided all or none, but of a surface as many as there are."""
@@ -249,8 +240,7 @@ class Rounds:
         every = compare_all(self._context.experiment, self._summaries, requests=self._requests.by_block)
         leading = [c for c in every if c.leading and c.baseline == self._context.experiment.baseline.label]
         for name, workload in list(self._open.items()):
-            faults = self._context.faults
-            comparisons = [c for c in leading if c.scenario == name and not (faults and faults.is_out(name, c.arm))]
+            comparisons = [c for c in leading if c.scenario == name]
             if all(c.verdict in DECIDED and c.pairs >= workload.rounds for c in comparisons):
                 del self._open[name]
         standing = [
@@ -524,15 +514,15 @@ def measurements(result: Result) -> doc.Section | None:
             shown(s.label),
             f"{s.requests:,}",
             f"{s.errors:,}",
-            measured(s.throughput_per_s, s.throughput_ci95),
+            measured(s.throughput_per_s),
             _tokens_per_s(result, s),
-            *(measured(ms, None) for ms in (s.latency.mean_ms, s.latency.p50_ms, s.latency.p90_ms, s.latency.p99_ms)),
-            measured(s.executed_batch_mean, None),
+            *(measured(ms) for ms in (s.latency.mean_ms, s.latency.p50_ms, s.latency.p90_ms, s.latency.p99_ms)),
+            measured(s.executed_batch_mean),
             *("–" if size is None else f"{size:,.0f}" for size in (s.request_bytes, s.response_bytes)),
-            measured(s.server_cpu_cores, None),
-            measured(s.server_cpu_ms, None),
+            measured(s.server_cpu_cores),
+            measured(s.server_cpu_ms),
             share(s.generator_cpu_share_max),
-            *(measured(figure_of(s, metric), None) for metric in more),
+            *(measured(figure_of(s, metric)) for metric in more),
         )
         for s in result.summaries
         if s.requests
@@ -563,7 +553,7 @@ def _tokens_per_s(result: Result, summary: WorkloadSummary) -> str:
     tokens = result.environment.tokens_per_item(workload) if result.environment and workload else None
     if tokens is None:
         return ""
-    return measured(None if summary.throughput_per_s is None else tokens * summary.throughput_per_s, None)
+    return measured(None if summary.throughput_per_s is None else tokens * summary.throughput_per_s)
 
 
 def executed_batches(result: Result) -> doc.Section | None:
@@ -722,10 +712,10 @@ def open_loops(result: Result) -> doc.Section | None:
                 shown(summary.label),
                 f"{loop.offered:,}",
                 number(loop.offered_per_s),
-                measured(loop.achieved_per_s, None),
+                measured(loop.achieved_per_s),
                 share(loop.answered_share, 3),
                 f"{loop.unsent:,}",
-                *(measured(lag, None) for lag in (*lags, loop.generator_lag_p99_ms)),
+                *(measured(lag) for lag in (*lags, loop.generator_lag_p99_ms)),
             )
         )
     columns = (

@@ -265,8 +265,8 @@ def rate_search(result: Result) -> doc.Section | None:
             rate.workload,
             str(rate.round + 1),
             shown(rate.label),
-            measured(rate.rate_per_s, None),
-            measured(rate.failed_rate_per_s, None),
+            measured(rate.rate_per_s),
+            measured(rate.failed_rate_per_s),
             str(rate.trials),
             number(rate.seconds),
             _rate_note(rate),
@@ -282,7 +282,7 @@ def rate_search(result: Result) -> doc.Section | None:
             number(trial.rate_per_s),
             f"{trial.requests:,} of {trial.planned or 0:,}",
             f"{trial.late or 0:,} of {trial.late_allowed or 0:,}",
-            measured(trial.p99_ms, None),
+            measured(trial.p99_ms),
             "held" if trial.held else "failed",
         )
         for trial in rates.trials
@@ -356,7 +356,7 @@ def ramp(result: Result) -> doc.Section | None:
             found_ramp.workload,
             str(found_ramp.round + 1),
             shown(found_ramp.label),
-            measured(found_ramp.saturation_per_s, None),
+            measured(found_ramp.saturation_per_s),
             "–" if found_ramp.knee_concurrency is None else str(found_ramp.knee_concurrency),
             str(len(found_ramp.rungs)),
             _ramp_note(found_ramp),
@@ -398,7 +398,7 @@ def _first_ramps(result: Result, pairing: Pairing) -> doc.Table:
 def _rung(rung: RampRung | None) -> tuple[str, str, str]:
     if rung is None:
         return "–", "–", "–"
-    return number(rung.throughput_per_s), measured(rung.p50_ms, None), measured(rung.p99_ms, None)
+    return number(rung.throughput_per_s), measured(rung.p50_ms), measured(rung.p99_ms)
 
 
 def ramp_chart(result: Result) -> doc.Chart | None:

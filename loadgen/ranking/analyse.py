@@ -41,7 +41,7 @@ from loadgen.ranking.records import (
     prices_of,
 )
 from loadgen.records.run import ArmRecord, Environment, Label, Workload, item_of, shown
-from loadgen.stats.ratios import geometric_mean, interval_of_mean
+from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 from loadgen.verdict.checks.registry import complaints, invalidating
 from loadgen.verdict.result import Result
 
@@ -297,11 +297,15 @@ def _slo_point(result: Result, label: Label, workload: Workload) -> tuple[Point 
     rate_search = result.of(RatesFound)
     searches = [rate for rate in rate_search.rates if (rate.workload, rate.label) == (workload.name, label)]
     items = (workload.output_tokens or 0) if workload.is_streamed else workload.batch_size
-    rates = [search.rate_per_s * items for search in searches if search.rate_per_s]
-    if not rates:
+    rates: dict[int, list[float]] = {}
+    for search in searches:
+        if search.rate_per_s:
+            rates.setdefault(search.restart, []).append(search.rate_per_s * items)
+    starts = list(rates.values())
+    if not starts:
         return None, "no rate held the latency bound"
-    if len(rates) < len(searches):
-        return None, f"only {len(rates)} of {len(searches)} searches found a rate that held the latency bound"
+    if (held := sum(map(len, starts))) < len(searches):
+        return None, f"only {held} of {len(searches)} searches found a rate that held the latency bound"
     at_rates = {(search.round, search.rate_per_s) for search in searches}
     tails = [
         trial.p99_ms
@@ -314,7 +318,7 @@ def _slo_point(result: Result, label: Label, workload: Workload) -> tuple[Point 
     return Point(
         name=workload.name,
         kind="slo",
-        items_per_second=Estimate.of(geometric_mean(rates), interval_of_mean(rates)),
+        items_per_second=Estimate.of(mean_over_starts(starts), interval_of_mean(starts)),
         latency_ms=Estimate(value=max(tails)) if tails and not workload.is_streamed else None,
     ), ""
 

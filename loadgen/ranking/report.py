@@ -234,8 +234,8 @@ def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | No
         [
             (
                 _titled(option, names), option.machine, point.name, number(point.items_per_second.value),
-                measured(point.first_token_ms, None), _with_interval(point.latency_ms)[0],
-                measured(point.tpot_p99_ms, None),
+                measured(point.first_token_ms), _with_interval(point.latency_ms)[0],
+                measured(point.tpot_p99_ms),
             )
             for option in group.options
             for point in option.points
@@ -517,4 +517,4 @@ def _with_interval(estimate: Estimate | None) -> tuple[str, str]:
     if estimate is None:
         return "", ""
     interval = estimate.interval
-    return measured(estimate.value, interval), "" if interval is None else measured_interval(interval)
+    return measured(estimate.value), "" if interval is None else measured_interval(interval)

@@ -40,8 +40,11 @@ POWER = 0.80
 MOST_CORRELATION = 0.9
 CORRELATION_SPREAD = 0.5
 """Standard deviation about 0 of the correlation of successive pairs before a run has shown any: four times that
-between the published runs, 0.12. An interval allows for one standard deviation above what the run makes likely, by
-simulation what keeps false winners below 5 % up to a correlation of 0.5 (`tests/truth/test_one_run_in_twenty.py`)."""
+between the published runs, 0.12. An interval allows for one standard deviation above what the run makes likely
+(`tests/truth/test_one_run_in_twenty.py` shows what that holds)."""
+OWN_CORRELATION_SPREAD = 0.25
+"""The part of that by which workloads and comparisons of one run differ. Chosen by simulation: with less, one
+correlated workload among five names false winners; with more, small differences are missed."""
 MIN_LOG_SPREAD = 1e-9
 """Spread of log ratios below which they are copies of one number: a clock tick is 1e-9 of a block."""
 MOST_LOG = 700.0
@@ -98,25 +101,41 @@ def unbiased(count: int, correlation: float) -> float:
     return (correlation + 1.0 / count) / (1.0 - 4.0 / count) if count > 4 else 0.0
 
 
-def plausible_correlation(seen: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """The correlation of successive pairs that independent series of them share; of each the length and `lag_one`.
+def plausible_correlation(
+    seen: Sequence[tuple[int, float]], alone: tuple[int, float] | None = None
+) -> tuple[float, float]:
+    """The correlation of successive pairs of one comparison. `seen` has the length and `lag_one` of independent series
+    of the run, such as its workloads; `alone` has those of the comparison.
 
     First what an interval allows for: the mean given the pairs and one standard deviation, 0 to `MOST_CORRELATION`;
     then the standard deviation of that over runs of the same plan.
 
-    The correlation is taken as normal before the run (`CORRELATION_SPREAD`), and `lag_one` as normal about its
-    expectation (`unbiased`) with the variance it has without any correlation, (n−2)²/(n²(n−1)) (Moran, Biometrika 35,
-    1948). So without a series of more than 4 pairs it is 0.5.
+    Before the run the correlation is taken as normal (`CORRELATION_SPREAD`): a part that the run's series share and a
+    part of each series (`OWN_CORRELATION_SPREAD`). `lag_one` is taken as normal about its expectation (`unbiased`) with
+    the variance it has without any correlation, (n−2)²/(n²(n−1)) (Moran, Biometrika 35, 1948). The larger of the
+    comparison's own and the shared correlation counts. Without a series of more than 4 pairs it is 0.5.
     """
-    certainty = weighted = 0.0
+    certainty = weighted = noise = 0.0
     for count, correlation in seen:
-        slope = max(1.0 - 4.0 / count, 0.0)
-        information = slope**2 * count**2 * (count - 1) / (count - 2) ** 2
-        certainty += information
-        weighted += information * unbiased(count, correlation)
-    precision = CORRELATION_SPREAD**-2 + certainty
-    plausible = weighted / precision + 1.0 / math.sqrt(precision)
-    return allowed_correlation(plausible), math.sqrt(certainty) / precision
+        information = _information(count)
+        weight = information / (1.0 + information * OWN_CORRELATION_SPREAD**2)
+        certainty += weight
+        weighted += weight * unbiased(count, correlation)
+        noise += weight**2 / information if information else 0.0
+    precision = 1.0 / (CORRELATION_SPREAD**2 - OWN_CORRELATION_SPREAD**2) + certainty
+    mean = weighted / precision
+    count, correlation = alone or (0, 0.0)
+    information = _information(count)
+    trust = information * OWN_CORRELATION_SPREAD**2 / (1.0 + information * OWN_CORRELATION_SPREAD**2)
+    error = math.sqrt((1.0 - trust) ** 2 / precision + OWN_CORRELATION_SPREAD**2 * (1.0 - trust))
+    of_it = (1.0 - trust) * mean + trust * unbiased(count, correlation) + error
+    scatter = math.hypot((1.0 - trust) * math.sqrt(noise) / precision, trust / math.sqrt(information or 1.0))
+    return allowed_correlation(max(of_it, mean + 1.0 / math.sqrt(precision))), scatter
+
+
+def _information(count: int) -> float:
+    """1 over the variance of `unbiased` of so many pairs without a correlation; 0 up to 4 pairs."""
+    return ((count - 4.0) ** 2 * (count - 1.0)) / (count - 2.0) ** 2 if count > 4 else 0.0
 
 
 def allowed_correlation(correlation: float) -> float:
@@ -209,10 +228,10 @@ def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 
 def estimate_restarts(groups: Sequence[Sequence[float]], margin: float, correlation: float = 0.0) -> RatioEstimate:
     """`estimate_ratio` with each restart as one observation: the mean log ratio of its pairs (`groups`).
 
-    With equally many pairs per restart, the variance of these means is σ²(between) + σ²(within)/pairs, which is that of
-    the mean over all pairs, so Student's t with restarts − 1 degrees of freedom is exact for normal effects, whatever
-    the two variances are (Kalibera and Jones, ISMM 2013, section 6). With one group the pairs are the units, with this
-    correlation, and the interval does not include what a restart changes.
+    With equally many pairs per restart, the variance of these means is σ²(between) + σ²(within)/pairs, so Student's t
+    with restarts − 1 degrees of freedom is exact for normal effects, whatever the two variances are (Kalibera and
+    Jones, ISMM 2013, section 6). With unequal numbers it is near that (`tests/truth` simulates 23, 17 and 7). With one
+    group the pairs are the units, with this correlation, and the interval does not include what a restart changes.
     """
     filled = [group for group in groups if group]
     if len(filled) < 2:
@@ -246,12 +265,29 @@ def geometric_mean(values: Sequence[float]) -> float:
     return 0.0 if all(value >= 0.0 for value in values) else math.nan
 
 
-def interval_of_mean(values: Sequence[float]) -> tuple[float, float] | None:
-    """95 % t interval of the geometric mean of one arm's blocks; None with fewer than 2 or without spread.
+def mean_over_starts(starts: Sequence[Sequence[float]]) -> float:
+    """Geometric mean of the starts' geometric means, so that a start with more blocks does not count more; of at least
+    one positive figure."""
+    return geometric_mean([geometric_mean(figures) for figures in starts if figures])
 
-    It includes the drift of the machine, which the paired ratio does not: arms with overlapping intervals may differ.
+
+def interval_of_mean(starts: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """95 % t interval of `mean_over_starts` of an arm's own figures, in their order; None with fewer than 2 or without
+    spread.
+
+    Of several starts each is one observation, as in `estimate_restarts`. Of one start it allows for a
+    `lone_correlation` of successive figures, and what a restart changes is not in it. It includes the drift of the
+    machine, which the paired ratio does not: arms with overlapping intervals may differ.
     """
-    return estimate_ratio(values, margin=1.0).ci95
+    filled = [figures for figures in starts if figures]
+    return estimate_restarts(filled, 1.0, lone_correlation(filled[0]) if len(filled) == 1 else 0.0).ci95
+
+
+def lone_correlation(figures: Sequence[float]) -> float:
+    """The `plausible_correlation` of one series without others of its run."""
+    correlation = lag_one(figures)
+    alone = [] if correlation is None else [(len(figures), correlation)]
+    return plausible_correlation(alone, *alone)[0]
 
 
 def critical_t(degrees: float, significance: float) -> float:
@@ -351,8 +387,6 @@ def estimate_anytime(ratios: Sequence[float], margin: float, correlation: float 
         return plain
     logs = [math.log(value) for value in ratios]
     (low, high), bound = interval_of_logs(logs, correlation), math.log1p(margin)
-    # The weighted mean is not the geometric mean that is shown, which belongs to its interval.
-    low, high = min(low, math.log(plain.ratio)), max(high, math.log(plain.ratio))
     p_equivalence = 1.0
     if -bound < (low + high) / 2.0 < bound:
         p_equivalence = max(_p(logs, bound, correlation), _p(logs, -bound, correlation))

@@ -59,6 +59,12 @@ class Round:
     b: Values
     unit: int
 
+    @property
+    def ratio_of_medians(self) -> float:
+        """B over A; not a number without samples or where A's median is 0."""
+        middle = float(np.median(self.a)) if len(self.a) and len(self.b) else 0.0
+        return float(np.median(self.b)) / middle if middle else math.nan
+
 
 @dataclass(frozen=True, slots=True)
 class Tail:
@@ -66,6 +72,10 @@ class Tail:
 
     value: float
     ci95: tuple[float, float] | None
+
+    def scaled(self, factor: float) -> Tail:
+        """At another speed of the machine."""
+        return Tail(self.value * factor, self.ci95 and (self.ci95[0] * factor, self.ci95[1] * factor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,7 @@ def _best_and_defaults(outcome: TuningOutcome) -> doc.Section | None:
                     "defaults" if arm == target.default.name else tried,
                     _with_interval(figures[goal.name]),
                     *([] if price is None else [number(per_million(price, value)) if value else "–"]),
-                    measured(figures[P99.name].value, None),
+                    measured(figures[P99.name].value),
                     percent(*cost) if cost is not None and is_best else "",
                     *(_limit_cell(figures[name]) for name in limits),
                 )
@@ -196,7 +196,7 @@ def _best_and_defaults(outcome: TuningOutcome) -> doc.Section | None:
 
 def _with_interval(figure: FinalFigure) -> str:
     """ "128.4 (127.6–129.2)" """
-    return measured(figure.value, figure.ci95) + ("" if figure.ci95 is None else f" ({measured_interval(figure.ci95)})")
+    return measured(figure.value) + ("" if figure.ci95 is None else f" ({measured_interval(figure.ci95)})")
 
 
 def _limit_cell(figure: FinalFigure) -> doc.Cell:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
-from loadgen.metrics.claims import WorkloadRanking, neighbours, place, weight, winner_in_words
+from loadgen.metrics.claims import WorkloadRanking, neighbours, place, verdict_words, weight, winner_in_words
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons
 from loadgen.metrics.registry import METRICS, SERVED
 from loadgen.metrics.surface import Surface, counts_in_words, crossing_in_words, rows_in_words, surface_of
@@ -65,6 +65,8 @@ def headline(
     surface = surface_of(experiment, comparisons)
     if surface is not None and any(point.winner for point in surface.points):
         parts = _of_surface(surface, names)
+    elif main is None and (served := _most_loaded(comparisons, workloads, names)) is not None:
+        parts = [_claims(served, names, place(workloads[served.scenario]), None), _leading_open(served, leading)]
     elif main is None:
         parts = [_no_winner(experiment, usable, names), _besides(comparisons)]
     else:
@@ -86,6 +88,24 @@ def main_comparison(
         decided = [first for pairs in ranked if (first := next((c for c in pairs if c.winner), None)) is not None]
     loads = [c for c in decided if c.metric in SERVED] or decided
     return max(loads, key=lambda c: weight(workloads[c.scenario]), default=None)
+
+
+def _most_loaded(
+    comparisons: Sequence[Comparison], workloads: Mapping[str, Workload], names: Mapping[Label, str]
+) -> Comparison | None:
+    """Of two arms, the decided comparison of what they serve, in the most loaded workload, where no leading metric is
+    decided: such as the tokens per second where TPOT leads. None if these contradict each other."""
+    served = [c for c in comparisons if c.metric in SERVED and c.winner and c.verdict != "invalid"]
+    if len(names) > 2 or len({c.winner for c in served}) != 1:
+        return None
+    return max(served, key=lambda c: weight(workloads[c.scenario]))
+
+
+def _leading_open(served: Comparison, leading: Sequence[Comparison]) -> Alternatives:
+    """What the leading metric of that workload shows."""
+    open_ones = [c for c in leading if c.scenario == served.scenario and c.metric != served.metric]
+    texts = [f"; {METRICS[c.metric].title}: {verdict_words(c.verdict, c.pairing)}" for c in open_ones]
+    return ("".join(texts), "")
 
 
 def fit(parts: Sequence[Alternatives]) -> str:

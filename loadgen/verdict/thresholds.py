@@ -23,19 +23,17 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Literal
 
 from loadgen.experiment.plan import PlanError
-from loadgen.metrics.barrier import attempt
 from loadgen.metrics.claims import weight
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.registry import METRICS, Metric, metrics_of
-from loadgen.metrics.summaries import figure_of
+from loadgen.metrics.summaries import by_start, figure_of
 from loadgen.quantities import join, number
 from loadgen.records.run import Label, Record, Workload, shown
-from loadgen.stats.ratios import geometric_mean, interval_of_mean
+from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 
 MAX_LENGTH = 500
 ALL = "all"
@@ -248,18 +246,11 @@ def judge_thresholds(facts: Facts) -> tuple[ThresholdOutcome, ...]:
     texts = (experiment.settings or {}).get("fail_if", ())
     if not isinstance(texts, list | tuple):
         return ()
-
-    def failed(text: str, scenario: str, why: str) -> ThresholdOutcome:
-        return ThresholdOutcome(condition=text, scenario=scenario, state="not_measurable", detail=why, values={})
-
-    def judge() -> tuple[ThresholdOutcome, ...]:
-        return tuple(
-            attempt(partial(_judge, condition, workload, facts), partial(failed, condition.text, workload.name))
-            for condition, chosen in plan_conditions(list(map(str, texts)), experiment.workloads, experiment.labels)
-            for workload in chosen
-        )
-
-    return attempt(judge, lambda why: (failed("; ".join(map(str, texts)), "", why),))
+    return tuple(
+        _judge(condition, workload, facts)
+        for condition, chosen in plan_conditions([str(text) for text in texts], experiment.workloads, experiment.labels)
+        for workload in chosen
+    )
 
 
 def measured_in(workload: Workload) -> tuple[str, ...]:
@@ -336,7 +327,7 @@ def _measure(quantity: Quantity, workload: str, facts: Facts) -> float | str:
     summary = next((s for s in facts.summaries if s.workload == workload and s.label == arm), None)
     singles = _singles(metric, arm, workload, facts)
     interval = interval_of_mean(singles) if singles else None
-    value = geometric_mean(singles) if singles else None
+    value = mean_over_starts(singles) if singles else None
     if not singles and summary is not None and metric.of_requests is not None:
         value = figure_of(summary, metric)
     if compared is not None:
@@ -362,13 +353,17 @@ def _measure(quantity: Quantity, workload: str, facts: Facts) -> float | str:
     return "too few samples, or the run did not get that far"
 
 
-def _singles(metric: Metric, label: Label, workload: str, facts: Facts) -> list[float]:
-    """The metric in each block, start or search of an arm; empty if one of them lacks it."""
+def _singles(metric: Metric, label: Label, workload: str, facts: Facts) -> list[list[float]]:
+    """The metric in each block or search of an arm by start of the servers, or in each cold start; empty if one of them
+    lacks it."""
     if metric.has_function:
         blocks = [b for b in facts.blocks if (b.workload, b.label) == (workload, label) and b.complete]
-        values = [figure_of(block, metric) for block in blocks]
-    else:
-        key = (metric.name, workload, label)
-        values = [figure.value for figure in facts.figures if (figure.metric, figure.workload, figure.label) == key]
-    usable = [value for value in values if value]
-    return usable if len(usable) == len(values) else []
+        starts = by_start(blocks, metric)
+        return starts if sum(map(len, starts)) == len(blocks) else []
+    key = (metric.name, workload, label)
+    figures = [figure for figure in facts.figures if (figure.metric, figure.workload, figure.label) == key]
+    values: dict[int, list[float]] = {}
+    for figure in figures:
+        if figure.value:
+            values.setdefault(figure.restart, []).append(figure.value)
+    return list(values.values()) if all(figure.value for figure in figures) else []

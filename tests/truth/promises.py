@@ -21,7 +21,7 @@ from loadgen.metrics.comparisons import (
     compare_all,
     estimate_pairs,
     judge,
-    shared_correlation,
+    seen_correlations,
 )
 from loadgen.metrics.registry import THROUGHPUT
 from loadgen.probes.load import NEEDY
@@ -34,6 +34,7 @@ from loadgen.stats.ratios import (
     estimate_anytime,
     estimate_ratio,
     estimate_restarts,
+    interval_of_mean,
     lag_one,
     log_bayes_factors,
     plausible_correlation,
@@ -41,7 +42,15 @@ from loadgen.stats.ratios import (
 from loadgen.stats.tails import Round, estimate_tail_ratio
 from loadgen.verdict.noise_floor import floor_of
 from tests.truth.closed_loops import Times, compare
-from tests.truth.simulated_runs import Noise, experiment, names_a_winner, plain, simulate, simulate_blocks
+from tests.truth.simulated_runs import (
+    Noise,
+    autoregression,
+    experiment,
+    names_a_winner,
+    plain,
+    simulate,
+    simulate_blocks,
+)
 
 WITHIN = 0.02
 """Spread of the log ratios of pairs."""
@@ -154,8 +163,8 @@ def two_stages(trials: int, effect: float) -> tuple[Share, Share]:
             PairedMetric(workload, THROUGHPUT, Pairing("a", "b"), tuple(Pair(1.0, math.exp(value)) for value in values))
             for workload, values in zip(plan.workloads, logs, strict=True)
         ]
-        shared, _ = shared_correlation(paired)
-        estimates = [estimate_pairs(metric, plan, shared)[1] for metric in paired]
+        seen = seen_correlations(paired)
+        estimates = [estimate_pairs(metric, plan, seen)[1] for metric in paired]
         covered += sum((estimate.ci95 or (0, 0))[0] <= effect <= (estimate.ci95 or (0, 0))[1] for estimate in estimates)
         named += any((p or 1.0) < SIGNIFICANCE for p in adjust_holm([estimate.p_value for estimate in estimates]))
     return Share(covered, trials * len(spreads)), Share(named, trials)
@@ -203,6 +212,19 @@ def coverage_with_restarts(trials: int, between: float, restarts: int, pairs: in
         interval = (estimate_ratio(flat, 0.05) if as_pairs else estimate_restarts(groups, 0.05)).ci95
         covered += interval is not None and interval[0] <= 1.05 <= interval[1]
     return Share(covered, trials)
+
+
+def own_figure(trials: int, blocks: Sequence[int], start: float, correlation: float) -> tuple[Share, Share]:
+    """Intervals of an arm's own figure that hold it, where each start of the server has so many blocks and shifts them
+    by a spread of `start`; and those of a t interval over all blocks, as they were made before."""
+    rng, covered, over_blocks = np.random.default_rng(19), 0, 0
+    for _ in range(trials):
+        logs = [rng.normal(0.0, start) + autoregression(rng, correlation, (1, count))[0] for count in blocks]
+        low, high = interval_of_mean([np.exp(values).tolist() for values in logs]) or (0.0, math.inf)
+        covered += low <= 1.0 <= high
+        low, high = estimate_ratio(np.exp(np.concatenate(logs)).tolist(), 1.0).ci95 or (0.0, math.inf)
+        over_blocks += low <= 1.0 <= high
+    return Share(covered, trials), Share(over_blocks, trials)
 
 
 def coverage_at_all_looks(trials: int, pairs: int, spread: float = WITHIN) -> Share:
@@ -268,7 +290,8 @@ def _stop(series: Sequence[Sequence[float]]) -> tuple[int, RatioEstimate] | None
     scenario."""
     for count in range(4, len(series[0]) + 1):
         ratios = [np.exp(logs[:count]).tolist() for logs in series]
-        correlation, _ = plausible_correlation([(count, lag_one(ratio_series) or 0.0) for ratio_series in ratios])
+        seen = [(count, lag_one(ratio_series) or 0.0) for ratio_series in ratios]
+        correlation, _ = plausible_correlation(seen, seen[0])
         estimate = estimate_anytime(ratios[0], 0.05, correlation)
         p = None if estimate.p_value is None else min(1.0, estimate.p_value * len(series) / LEADING_SHARE)
         if judge(estimate.ci95, p, 0.05, higher_is_better=True) != "inconclusive":

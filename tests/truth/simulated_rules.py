@@ -16,6 +16,7 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 
+from loadgen.experiment.plan import DECIDED_ROUNDS
 from loadgen.experiment.schedule import ScheduledBlock
 from loadgen.metrics.comparisons import Comparison, compare_all
 from loadgen.metrics.summaries import BlockSummary
@@ -165,8 +166,8 @@ class Load:
 def play(ending: Ending, machine: Machine, rng: np.random.Generator, *, tails: bool = False) -> tuple[Comparison, ...]:
     """The comparisons of one run of identical arms. The margin is so small that no workload is decided by "no
     meaningful difference", which would only end the run earlier."""
-    least = ending.rounds if ending.rule == "rounds" else min(4, ending.rounds)
     until_decided = ending.rule == "until decided"
+    least = ending.rounds if ending.rule == "rounds" else min(DECIDED_ROUNDS if until_decided else 4, ending.rounds)
     plan = msgspec.structs.replace(
         experiment(ending.workloads, least, 0.001, arms=ending.arms, until_decided=until_decided),
         minutes=1.0 if ending.rule == "by time" else None,

@@ -19,6 +19,7 @@ from tests.truth.planted_runs import TRUTHS, try_truth
 from tests.truth.simulated_batches import PLACES, best, own
 from tests.truth.simulated_rules import BEYOND, ENDINGS, LASTING, MACHINES, Machine, winners
 from tests.truth.simulated_runs import plain, weather
+from tests.truth.simulated_states import GAUSSIAN, JUMPS, ONE_OF_FIVE, PLANS, Plan, States, false_winners, found
 from tests.truth.simulated_surfaces import SIZES, names_a_point, play_surface
 
 
@@ -43,6 +44,40 @@ def one_run_in_twenty() -> Iterator[str]:
     for machine in (*MACHINES, BEYOND):
         shares = [percent(promises.Share(winners(ending, machine, RUNS), RUNS)) for ending in ENDINGS]
         yield f"{machine.name} | {' | '.join(shares)}"
+
+
+def lasting_states() -> Iterator[str]:
+    """False winners where arms stay fast or slow."""
+    for states in (States(0.0), GAUSSIAN, *JUMPS, *ONE_OF_FIVE):
+        shares = [
+            "–" if states.only_first and plan.workloads == 1 else percent(false_winners(plan, states, runs_of(plan)))
+            for plan in PLANS
+        ]
+        yield f"{states} | {' | '.join(shares)}"
+
+
+def runs_of(plan: Plan) -> int:
+    """As many as a minute allows."""
+    return RUNS // 5 if plan.until_decided else RUNS // 2 if plan.arms > 2 else RUNS
+
+
+def planted_in_independent_rounds() -> Iterator[str]:
+    """Differences that are found, where blocks scatter by 2 %."""
+    for plan in (Plan(4, 1), Plan(4), Plan(8), Plan(14, 1), Plan(14), Plan(30), Plan(14, 7, arms=4)):
+        trials = RUNS // (plan.workloads * (plan.arms - 1))
+        yield f"{plan} | {' | '.join(percent(found(plan, faster, trials)) for faster in (1.02, 1.05, 1.1))}"
+
+
+def own_figures() -> Iterator[str]:
+    """Intervals of an arm's own throughput that hold it, and those of a t interval over all blocks."""
+    for sizes in ((23, 17, 7), (4, 4, 4, 4, 4), (6, 6)):
+        for start in (0.0, 0.01, 0.02, 0.05):
+            shares = promises.own_figure(RUNS, sizes, start, 0.0)
+            yield f"{', '.join(map(str, sizes))} | {100 * start:g} % | 0 | {' | '.join(map(percent, shares))}"
+    for blocks in (4, 14, 30):
+        for correlation in (0.0, 0.3, 0.5):
+            shares = promises.own_figure(RUNS, (blocks,), 0.0, correlation)
+            yield f"{blocks} | – | {correlation:g} | {' | '.join(map(percent, shares))}"
 
 
 def until_decided_with_tails() -> Iterator[str]:
@@ -256,6 +291,13 @@ def equal_targets() -> Iterator[str]:
 TABLES = (
     (f"the machine | {' | '.join(map(str, ENDINGS))}", one_run_in_twenty, 1),
     ("the machine, with p90 and p99 | until decided, 30 | 12, four workloads", until_decided_with_tails, 1),
+    (f"the arms | {' | '.join(map(str, PLANS))}", lasting_states, 1),
+    ("the plan | 2 % faster | 5 % | 10 %", planted_in_independent_rounds, 1),
+    (
+        "blocks of each start | spread of a start | correlation of blocks | intervals that hold it | over all blocks",
+        own_figures,
+        1,
+    ),
     (
         "the machine | maps of 2 identical arms with any winner | of 3 | planted crossings that are found | in their "
         "interval",

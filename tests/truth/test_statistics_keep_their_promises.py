@@ -164,6 +164,24 @@ def test_the_interval_over_the_pairs_of_restarts_would_not() -> None:
     assert promises.coverage_with_restarts(500, 0.03, 5, 4, as_pairs=True).value < 0.8
 
 
+@trials(400, 2000)
+@pytest.mark.parametrize("start", [0.0, 0.01, 0.05])
+def test_the_interval_of_an_arms_own_figure_holds_it_over_unlike_numbers_of_blocks(start: float, trials: int) -> None:
+    """The final of a tuning: three starts of 23, 17 and 7 blocks."""
+    covered, over_blocks = promises.own_figure(trials, (23, 17, 7), start, 0.0)
+    assert_covers(covered)
+    assert start < 0.05 or over_blocks.value < 0.5, "a t interval over all blocks does not"
+
+
+@trials(400, 2000)
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+@pytest.mark.parametrize("blocks", [4, 14])
+def test_and_within_one_start_whose_blocks_resemble_each_other(blocks: int, correlation: float, trials: int) -> None:
+    covered, over_blocks = promises.own_figure(trials, (blocks,), 0.0, correlation)
+    assert_covers(covered, may_exceed=True)
+    assert not correlation or over_blocks.value < 0.9
+
+
 def test_the_interval_of_every_look_covers_the_truth_at_once() -> None:
     assert promises.coverage_at_all_looks(2000, 60).value >= 0.95
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import loadgen.report.document as doc
-from loadgen.metrics.claims import claim, figure, neighbours, verdict_words
-from loadgen.metrics.comparisons import Comparison, Outcome, better_arm
+from loadgen.metrics.claims import claim, figures, neighbours, verdict_words
+from loadgen.metrics.comparisons import Comparison, Outcome, advantage, better_arm
 from loadgen.metrics.registry import METRICS
 from loadgen.quantities import Interval, detectable, inverse, measured, ratio_interval, share
 from loadgen.records.run import Pairing, shown
@@ -70,14 +70,15 @@ def comparison_table(
     for comparison in made:
         which = (doc.Cell(shown(comparison.arm), arm_style(result, comparison.arm)),) if several(result) else ()
         better, interval, verdict = _outcome(result, comparison)
+        of_baseline, of_arm = figures(comparison)
         hint = f"{better.text}, 95 % interval {interval.text}"
         rows.append(
             (
                 comparison.scenario,
                 _metric(comparison),
-                figure(comparison, result.summaries, comparison.baseline),
+                of_baseline,
                 *which,
-                figure(comparison, result.summaries, comparison.arm),
+                of_arm,
                 better,
                 interval,
                 _strip(comparison, result.experiment.equivalence_margin, span, verdict.style or "note", hint),
@@ -97,9 +98,8 @@ def _metric(comparison: Comparison) -> doc.Cell:
 
 def _outcome(result: Result, comparison: Comparison) -> tuple[doc.Cell, doc.Cell, doc.Cell]:
     """The better arm, its interval and the verdict; dimmed where the verdict names no winner."""
-    better, interval = better_of(
-        comparison.pairing, comparison.ratio, comparison.ci95, comparison.higher_is_better, comparison.pairs
-    )
+    lead = advantage(comparison)
+    better, interval = ("–", "–") if lead is None else (lead.words, ratio_interval(lead.ci95, comparison.pairs))
     style = WITHOUT_WINNER[comparison.verdict] if comparison.winner is None else arm_style(result, comparison.winner)
     dim: doc.Style | None = None if comparison.winner else "note"
     words = verdict_words(comparison.verdict, comparison.pairing)
@@ -203,7 +203,7 @@ def _cpu_table(result: Result) -> doc.Table | None:
     }
     labels = result.experiment.labels
     rows = [
-        (name, *(measured(cpu_ms.get((name, label)), None) for label in labels))
+        (name, *(measured(cpu_ms.get((name, label))) for label in labels))
         for name in dict.fromkeys(workload for workload, _ in cpu_ms)
     ]
     columns = (*doc.names("scenario"), *doc.numbers(*(f"{shown(label)}, ms" for label in labels)))

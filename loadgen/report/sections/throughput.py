@@ -74,7 +74,7 @@ def _traces(result: Result, label: str, summaries: Sequence[WorkloadSummary], *,
     if not points:
         return []
     names, values, bounds = (list(column) for column in zip(*points, strict=True))
-    texts = [measured(value, interval) for _, value, interval in points]
+    texts = [measured(value) for _, value, interval in points]
     marker: doc.Figure = {"color": charts.colour(result, label)}
     common: doc.Figure = {
         "orientation": "h",

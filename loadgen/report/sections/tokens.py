@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.metrics.registry import GOOD_SHARE, GOODPUT, METRICS, OUTPUT_TOKENS, TPOT, TTFT, Metric
-from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of, tokens_per_answer, why_missing
+from loadgen.metrics.summaries import WorkloadSummary, figure_of, tokens_per_answer, why_missing
 from loadgen.metrics.tokens import per_million
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.rate_search_analysis import RatesFound
@@ -41,9 +41,9 @@ def token_table(result: Result) -> doc.Section | None:
         (
             s.workload,
             shown(s.label),
-            measured(figure_of(s, OUTPUT_TOKENS), interval_of(s, OUTPUT_TOKENS)),
+            measured(figure_of(s, OUTPUT_TOKENS)),
             *_goodput(s),
-            *(measured(figure_of(s, METRICS[name]), None) for name in SHOWN),
+            *(measured(figure_of(s, METRICS[name])) for name in SHOWN),
             counted[s.workload, s.label],
         )
         for s in summaries
@@ -109,7 +109,7 @@ def _step_table(result: Result) -> doc.Table:
 def _goodput(summary: WorkloadSummary) -> tuple[str, str]:
     """Good requests per second and their share; empty without limits."""
     part = figure_of(summary, GOOD_SHARE)
-    return ("", "") if part is None else (measured(figure_of(summary, GOODPUT), None), share(part))
+    return ("", "") if part is None else (measured(figure_of(summary, GOODPUT)), share(part))
 
 
 def first_token_and_pace(result: Result) -> doc.Section | None:
@@ -292,7 +292,7 @@ def costs(result: Result) -> doc.Section | None:
             (
                 shown(label),
                 "" if fullest is None else fullest.workload,
-                "" if fullest is None else measured(speed, interval_of(fullest, OUTPUT_TOKENS)),
+                "" if fullest is None else measured(speed),
                 at(speed),
                 at(speed * 1000.0),
                 at(max(good, default=None)),

@@ -102,10 +102,13 @@ def test_workers_for_whom_nothing_falls_due_send_nothing(tmp_path: Path, fake_ur
     try:
         url = prepared(generator, tmp_path, fake_url())
         outcome = run(generator, command(url, tmp_path / "0000.npy", **loop))
+        fewer = run(generator, command(url, tmp_path / "0001.npy", concurrency=2))
     finally:
         generator.stop()
     assert (outcome.offered, outcome.requests, outcome.cut_reason) == (2, 2, None)
     assert [worker.requests for worker in outcome.workers] == [1, 1, 0]
+    assert (len(fewer.workers), fewer.cut_reason) == (2, None), "of two users no third process has one"
+    assert set(np.load(tmp_path / "0001.npy")["user"]) == {0, 1}
 
 
 def test_a_worker_that_is_killed_cuts_the_block_and_nothing_measured_is_lost(

@@ -221,6 +221,8 @@ def test_sizes_that_disagree_name_both_numbers() -> None:
         decode_request(memoryview(header + bytes(12)), len(header), SIGNATURE)
     with pytest.raises(InvalidRequestError, match="is 12, but only 8 bytes"):
         decode_request(memoryview(header + bytes(8)), len(header), SIGNATURE)
+    with pytest.raises(InvalidRequestError, match="must be a whole number"):  # true is 1 in Python
+        decode_request(memoryview((one := header.replace(b": 12", b": true")) + bytes(1)), len(one), SIGNATURE)
     full = header.replace(b": 12", b": 16")
     with pytest.raises(InvalidRequestError, match="take 16 bytes, but 19 bytes follow"):
         decode_request(memoryview(full + bytes(19)), len(full), SIGNATURE)

@@ -75,6 +75,23 @@ def test_a_slow_machine_sets_the_timer_earlier(machine: Machine) -> None:
     assert max(late[100:]) < 10
 
 
+def test_a_request_that_waits_for_a_user_stays_due_when_it_was(machine: Machine) -> None:
+    """Else the wait for a slow server would be in no latency (coordinated omission)."""
+    pacer, due = Pacer(LoadWindow(0, 0.0, 0.0)), list[int]()
+
+    def user() -> None:
+        while (intended_ns := pacer.take()) is not None:
+            due.append(intended_ns)
+            machine.now_ns += 500 * US  # the answer takes five times as long as the next request is away
+
+    greenlet = gevent.spawn(user)
+    start_ns = machine.clock()
+    pacer.run([number * 100 * US for number in range(1, 21)], start_ns, 1)
+    greenlet.join()
+    assert due == [start_ns + number * 100 * US for number in range(1, 21)]
+    assert machine.now_ns - due[-1] > 5_000 * US
+
+
 def test_users_end_when_the_timer_fails(machine: Machine) -> None:
     pacer = Pacer(LoadWindow(0, 0.0, 0.0))
     user = gevent.spawn(pacer.take)

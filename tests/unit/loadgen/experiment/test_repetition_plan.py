@@ -49,7 +49,7 @@ def test_of_several_arms_there_are_so_many_rounds_that_each_comes_equally_often_
 def test_until_decided_has_a_limit_and_a_least_number_of_rounds() -> None:
     planned = experiment(until="decided", preset="full", time_limit=3)
     assert (planned.until_decided, planned.time_limit_minutes) == (True, 3.0)
-    assert rounds(planned) == {4}
+    assert rounds(planned) == {8}
     assert rounds(experiment(until="decided", rounds=9)) == {9}
 
 

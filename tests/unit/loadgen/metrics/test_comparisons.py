@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.metrics.comparisons import Comparison, compare_all, judge
+from loadgen.metrics.comparisons import (
+    Comparison,
+    Pair,
+    PairedMetric,
+    adjust,
+    compare_all,
+    estimate_pairs,
+    judge,
+    seen_correlations,
+)
 from loadgen.metrics.registry import METRICS, metrics_of
 from loadgen.metrics.summaries import BlockSummary, summarise_latency
-from loadgen.quantities import ratio
-from loadgen.records.run import ArmRequest, Experiment, Figure, Workload
+from loadgen.quantities import excludes_one, ratio
+from loadgen.records.run import ArmRequest, Experiment, Figure, Pairing, Workload
 from loadgen.run.progress import LiveRatios
 from loadgen.stats.percentiles import Pool
+from loadgen.stats.ratios import RatioEstimate
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
+from tests.truth.simulated_runs import experiment as simulated
+from tests.truth.simulated_runs import plain, simulate
 
 
 @pytest.mark.parametrize(
@@ -214,3 +227,49 @@ def test_a_figure_without_a_ratio_is_named(figure: float, arms: str) -> None:
         assert c.verdict == "inconclusive"
         assert (c.ratio, c.pairs, c.ratios) == (None, 0, ())
     assert tpot.reason == f"{arms[0].upper()}'s TPOT is {figure:.4g} ms in pair 2 of 3, so there is no ratio"
+
+
+def series_of(workload: Workload, logs: list[float]) -> PairedMetric:
+    pairs = tuple(Pair(1.0, math.exp(log)) for log in logs)
+    return PairedMetric(workload, METRICS["throughput"], Pairing("a", "b"), pairs)
+
+
+def test_an_early_decision_is_adjusted_for_all_that_was_planned() -> None:
+    """Also for what has no interval yet: else the first workload with one would have the whole 5 %."""
+    plan = simulated(5, 8, 0.05, until_decided=True)
+    paired = [series_of(workload, []) for workload in plan.workloads]
+    decided = RatioEstimate(8, 1.1, (1.05, 1.15), p_value=0.008)
+    estimates = [decided, *(RatioEstimate(2, 1.0) for _ in paired[1:])]
+    assert adjust(paired, estimates, plan) == [pytest.approx(5 * 0.008), None, None, None, None]
+    fixed = simulated(5, 8, 0.05)
+    with_intervals = [decided, *(replace(decided, p_value=0.5) for _ in paired[1:])]
+    assert adjust(paired, with_intervals, fixed)[0] == pytest.approx(5 * 0.008)
+
+
+def test_an_interval_without_one_names_no_winner_among_many_comparisons() -> None:
+    compared = simulate(simulated(6, 12, 1e-4), np.random.default_rng(8), plain, 1.02)
+    tested = [c for c in compared if c.p_value is not None]
+    least = min(tested, key=lambda c: c.p_value or 1.0)
+    assert least.p_adjusted == pytest.approx((least.p_value or 1.0) * len(tested))
+    unadjusted = [c for c in tested if excludes_one(c.ci95) and c.winner is None]
+    assert unadjusted, "the adjustment decides some of them"
+    assert all(c.verdict == "inconclusive" and "Holm" in (c.reason or "") for c in unadjusted)
+
+
+@pytest.mark.parametrize("rounds", [6, 14, 40])
+@pytest.mark.parametrize("until_decided", [False, True])
+def test_a_comparison_allows_for_its_own_correlation_where_the_others_show_none(
+    rounds: int, until_decided: bool
+) -> None:
+    """One correlated workload of five named false winners, since the correlation was pooled over workloads."""
+    plan = simulated(5, rounds, 0.05, until_decided=until_decided)
+    lasting = [0.02 if n < rounds // 2 else -0.02 for n in range(rounds)]
+    independent = np.random.default_rng(4).normal(0.0, 0.02, (5, rounds)).tolist()
+    alike = [series_of(workload, logs) for workload, logs in zip(plan.workloads, independent, strict=True)]
+    paired = [series_of(plan.workloads[0], lasting), *alike[1:]]
+
+    def allowed(comparisons: list[PairedMetric], place: int) -> float:
+        return estimate_pairs(comparisons[place], plan, seen_correlations(comparisons))[1].correlation
+
+    assert allowed(paired, 0) > allowed(alike, 0) + 0.1
+    assert allowed(paired, 0) > np.median([allowed(paired, place) for place in range(1, 5)]) + 0.1

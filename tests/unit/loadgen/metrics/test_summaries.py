@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from loadgen.metrics.registry import at_full_load, full_load_share, slow_start, throughput_per_s
-from loadgen.metrics.summaries import summarise_blocks
+from loadgen.metrics.summaries import summarise_blocks, summarise_workload
 from loadgen.records.run import BlockRecord, WorkerRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples, good, latencies_ms
 from loadgen.run.storage import StoredBlock
@@ -94,3 +94,45 @@ def test_waiting_for_the_moment_to_send_is_no_work_of_the_generator() -> None:
     shared = msgspec.structs.replace(record, workers=workers)
     summaries = summarise_blocks([StoredBlock(each, workload, None) for each in (record, shared)])
     assert [block.generator_cpu_share for block in summaries] == [pytest.approx(0.45), pytest.approx(0.4)]
+
+
+def blocks_at(speeds_by_start: list[list[float]]) -> list[StoredBlock]:
+    """Blocks of one arm with this many items per second, one list per start of the servers."""
+    workload = Workload(scenario="single", batch_size=1, concurrency=1, requests=40, seconds=0, max_seconds=1, rounds=9)
+    numbered = [(restart, speed) for restart, speeds in enumerate(speeds_by_start) for speed in speeds]
+    blocks = []
+    for index, (restart, speed) in enumerate(numbered):
+        record = BlockRecord(
+            index=index, workload=workload.name, round=index, label="a", position=0, started_at="", window_start_ns=0,
+            window_end_ns=10**9, samples="", requests=40, items=40, errors=0, error_messages=(), stages=None,
+            generator_cpu_ns=0, server_cpu_ns=None, complete=True, restart=restart,
+        )  # fmt: skip
+        step = 1000.0 / speed
+        blocks.append(StoredBlock(record, workload, samples([(n * step, (n + 1) * step, 0) for n in range(40)])))
+    return blocks
+
+
+def test_the_interval_of_an_arms_own_figure_includes_what_a_restart_changes() -> None:
+    """Three starts of 23, 17 and 7 blocks that differ by a tenth: a t interval over all blocks is 4 % wide."""
+    rng = np.random.default_rng(3)
+    starts = [(speed * rng.normal(1.0, 0.01, blocks)).tolist() for speed, blocks in ((100, 23), (110, 17), (90, 7))]
+    blocks = blocks_at(starts)
+    summary = summarise_workload(blocks[0].workload.name, "a", blocks, summarise_blocks(blocks))
+    assert summary.throughput_ci95 is not None
+    assert summary.p50_ci95_ms is not None
+    low, high = summary.throughput_ci95
+    assert low < 90.0
+    assert high > 110.0
+    assert summary.throughput_per_s == pytest.approx((100 * 110 * 90) ** (1 / 3), rel=0.01)
+    assert summary.p50_ci95_ms[1] / summary.p50_ci95_ms[0] == pytest.approx(high / low, rel=0.05)
+
+
+def test_within_one_start_it_allows_for_blocks_that_resemble_each_other() -> None:
+    apart, lasting = ([100.0, 102.0] * 8, [100.0] * 8 + [102.0] * 8)
+    widths = []
+    for speeds in (apart, lasting):
+        blocks = blocks_at([speeds])
+        summary = summarise_workload(blocks[0].workload.name, "a", blocks, summarise_blocks(blocks))
+        assert summary.throughput_ci95 is not None
+        widths.append(np.ptp(summary.throughput_ci95))
+    assert widths[1] > 2.5 * widths[0]

@@ -67,7 +67,7 @@ def test_a_rate_search_gives_the_cost_at_the_rate_that_held() -> None:
             ]
             rate = points[workload.name].items_per_second
             assert rate.value == pytest.approx(geometric_mean(rates))
-            assert (rate.low, rate.high) == interval_of_mean(rates)
+            assert (rate.low, rate.high) == interval_of_mean([rates])
             latency = points[workload.name].latency_ms
             assert latency is not None
             assert latency.value <= (workload.latency_bound_ms or 0.0)

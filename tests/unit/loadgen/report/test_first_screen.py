@@ -216,13 +216,13 @@ def test_warnings_stand_beside_valid(result: Result) -> None:
 @pytest.mark.parametrize(
     ("value", "ci95", "higher", "shown"),
     [
-        (2.0, (1.6, 2.5), True, ("B 2.0×", "1.6–2.5")),
-        (0.5, (0.4, 0.625), True, ("A 2.0×", "1.6–2.5")),
-        (2.0, (1.6, 2.5), False, ("A 2.0×", "1.6–2.5")),
+        (2.0, (1.6, 2.5), True, ("B 2.00×", "1.60–2.50")),
+        (0.5, (0.4, 0.625), True, ("A 2.00×", "1.60–2.50")),
+        (2.0, (1.6, 2.5), False, ("A 2.00×", "1.60–2.50")),
         (0.5, None, False, ("B 2.00×", "–")),
         (1.0, None, True, ("1.00×", "–")),
         (None, None, True, ("–", "–")),
-        (0.5, (0.001, 250.0), True, ("A 2.0×", "not determined")),
+        (0.5, (0.001, 250.0), True, ("A 2.00×", "not determined")),
     ],
 )
 def test_a_ratio_is_read_from_the_better_arm(

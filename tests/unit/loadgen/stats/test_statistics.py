@@ -82,7 +82,7 @@ def test_what_cannot_be_computed_is_undetermined(ratios: list[float], reason: st
 
 def test_identical_pairs_are_not_infinitely_certain() -> None:
     assert estimate_ratio([1.5] * 10, 0.05).p_value is None
-    assert interval_of_mean([100.0, 100.0]) is None
+    assert interval_of_mean([[100.0, 100.0]]) is None
 
 
 def test_holm_against_the_worked_example() -> None:
@@ -155,14 +155,25 @@ def test_few_pairs_leave_a_correlation_plausible_and_many_show_what_it_is() -> N
     unknown, unknown_scatter = plausible_correlation([])
     assert unknown == 0.5
     assert plausible_correlation([(3, -0.5), (4, 0.3)])[0] == unknown, "up to four pairs show nothing of it"
-    few, few_scatter = plausible_correlation([(6, -1 / 6)])
-    many, many_scatter = plausible_correlation([(400, -1 / 400)])
+    few, few_scatter = plausible_correlation([(6, -1 / 6)], (6, -1 / 6))
+    many, many_scatter = plausible_correlation([(400, -1 / 400)], (400, -1 / 400))
     assert 0.3 < few < unknown
-    assert 0.0 < many < 0.1
+    assert 0.0 < many < 0.25
     assert unknown_scatter == 0.0 < many_scatter < few_scatter
-    assert plausible_correlation([(14, -1 / 14)] * 7)[0] < plausible_correlation([(14, -1 / 14)])[0], "it is shared"
-    assert plausible_correlation([(400, 0.8)])[0] == pytest.approx(0.84, abs=0.02)
-    assert plausible_correlation([(400, 0.99)])[0] == MOST_CORRELATION
+    short = (14, -1 / 14)
+    assert plausible_correlation([short] * 7, short)[0] < plausible_correlation([short], short)[0], "it is shared"
+    assert plausible_correlation([(400, 0.8)], (400, 0.8))[0] == pytest.approx(0.84, abs=0.03)
+    assert plausible_correlation([(400, 0.99)], (400, 0.99))[0] == MOST_CORRELATION
+
+
+@pytest.mark.parametrize("count", [6, 14, 20, 60])
+def test_the_larger_of_the_own_and_the_shared_correlation_counts(count: int) -> None:
+    others = [(count, -1 / count)] * 4
+    usual, _ = plausible_correlation([*others, (count, -1 / count)], (count, -1 / count))
+    lasting, scatter = plausible_correlation([*others, (count, 0.6)], (count, 0.6))
+    assert lasting > usual + 0.1
+    assert plausible_correlation([(count, 0.6)] * 5, (count, -0.6))[0] > usual, "what the others share counts too"
+    assert scatter > 0.0
 
 
 @pytest.mark.parametrize("estimate", [estimate_ratio, estimate_anytime])

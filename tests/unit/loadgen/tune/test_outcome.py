@@ -359,7 +359,7 @@ def test_energy_is_compared_by_the_joules_of_the_final(
 def test_every_claim_names_both_sides_with_its_interval(final_of: Callable[[str], Result]) -> None:
     decided, equal = (outcome_of(tuning(), final_of(name)) for name in ("planted", "equal"))
     assert decided.claims[1].startswith(
-        "native at its defaults serves 1.228× the images/s of Triton at its defaults (95 % interval 1.2"
+        "native at its defaults serves 1.23× the images/s of Triton at its defaults (95 % interval 1.2"
     )
     text = equal.claims[0]
     assert text.startswith(("no meaningful difference", "inconclusive"))

@@ -94,5 +94,30 @@ def test_a_detail_that_is_too_long_is_not_the_headline(results: dict[str, Result
 
 
 def test_no_winner_counts_what_is_equal_and_what_is_open(results: dict[str, Result]) -> None:
-    assert made(results["identical"]).endswith("in 4 of 8 workloads, inconclusive in 4.")
+    assert made(results["identical"]).endswith("in 3 of 8 workloads, inconclusive in 5.")
     assert SimulatedArm() == PLANS["identical"].a == PLANS["identical"].b
+
+
+def test_what_is_decided_about_the_load_served_comes_before_a_leading_metric_without_a_winner(
+    results: dict[str, Result],
+) -> None:
+    """Tokens per second were decided where TPOT leads, and the headline began with "No winner"."""
+    result = results["identical"]
+    decided = tuple(
+        msgspec.structs.replace(c, metric="latency_p50", leading=True)
+        if c.leading
+        else msgspec.structs.replace(c, metric="throughput", higher_is_better=True, unit="images/s", ratio=1.06,
+                                     ci95=(1.04, 1.08), verdict="arm_better")
+        if (c.scenario, c.metric) == ("concurrent(16)", "latency_p50")
+        else c
+        for c in result.comparisons
+    )  # fmt: skip
+    text = made(msgspec.structs.replace(result, comparisons=decided), names={"a": "native", "b": "triton"})
+    assert text.startswith("B (triton) serves 1.06× the images/s of A (native) at concurrency 16")
+    against = tuple(
+        msgspec.structs.replace(c, verdict="baseline_better", ratio=0.5, ci95=(0.4, 0.6), metric="throughput")
+        if (c.scenario, c.metric) == ("single", "latency_p90")
+        else c
+        for c in decided
+    )
+    assert made(msgspec.structs.replace(result, comparisons=against)).startswith("No winner")

@@ -9,19 +9,25 @@ import pytest
 from loadgen.metrics.breakdown import ArmStages, LatencyBreakdown, StageDifference
 from loadgen.metrics.comparisons import Outcome
 from loadgen.probes.causes_analysis import (
+    AS_IS,
+    WITHOUT,
+    Ablation,
     CauseEffect,
     CauseName,
     CausesFound,
     MeanDifference,
     MeasuredEffect,
     Untested,
+    Variant,
     WorkloadCauses,
     combine,
     difference,
+    measure_effect,
     rank_causes,
     with_verdicts,
 )
 from loadgen.records.run import ArmRequest, Experiment, Label, Pairing, Workload
+from tests.truth.simulated_runs import block
 from tests.unit.loadgen.metrics.test_several_arms import compared
 
 AB = Pairing("a", "b")
@@ -133,6 +139,32 @@ def test_a_cause_of_the_faster_arm_works_against_the_difference() -> None:
     assert ": 110 % queue delay of B" in causes.sentence
     assert "−10 % payload format of A" in causes.sentence
     assert any("the arm with the shorter requests" in note for note in causes.notes)
+
+
+def test_an_arm_that_is_slower_without_its_work_has_no_share_and_neither_has_the_other() -> None:
+    """A published run: computing nothing made A 0.58 ms slower, which counted as a part of what B's engine costs."""
+    variant = Variant(payload="fp32", transport="http", settings={})
+    ablation = Ablation(
+        number=0, cause="compute", label="a", changed="engine torch → null", as_is=variant, without=variant,
+        workloads=(WORKLOAD,),
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    blocks = [
+        block(rng, n, WORKLOAD.name, n, label, 0, ms + 0.02 * (n % 2))
+        for n in range(4)
+        for label, ms in ((AS_IS, 2.4), (WITHOUT, 3.0))
+    ]
+    failed = measure_effect(ablation, WORKLOAD.name, blocks)
+    assert isinstance(failed, Untested)
+    assert failed.not_measurable
+    kept = measure_effect(msgspec.structs.replace(ablation, cause="queue_delay"), WORKLOAD.name, blocks)
+    assert isinstance(kept, MeasuredEffect), "a batch may form worse without the wait"
+    causes = ranked(gap(10.0, 17.8), [effect("compute", "b", 17.8, 14.9)], (failed,))
+    (compute,) = causes.causes
+    assert (compute.share, compute.difference_ms, compute.found) == (None, None, False)
+    assert causes.unattributed_share == pytest.approx(1.0)
+    assert "compute" not in causes.sentence
+    assert any(note.startswith("Not measurable: compute") for note in causes.notes)
 
 
 def test_a_payload_of_both_arms_is_named_once() -> None:
