@@ -10,8 +10,10 @@ many rows should take.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from servers.engines.settings import EngineError
+from servers.engines.torch.choice import ChoiceCache, digest, machine_key
 from servers.language import decoder_kernels as kernels
 from servers.language.decoder import Affine, DecoderWeights, LayerWeights
 from servers.language.forward import StepPlan, TensorSlots
@@ -167,6 +170,7 @@ class TritonForward(TensorSlots):
         if weights.frequencies is not None:
             self._turns = torch.view_as_real(weights.rotations(max_length)).contiguous()
         self._graphs: dict[StepSize, torch.cuda.CUDAGraph] = {}
+        self._choices = self._trouble = ""
         self._fused: dict[int, bool] = {}
         """By rows, whether a step without prompts takes the fused kernels."""
         self._precision = "ieee" if dtype == torch.float32 else "tf32"
@@ -182,6 +186,8 @@ class TritonForward(TensorSlots):
             "graph_prompt_tokens": [*self._chunks, self._largest_chunk],
             "fused_rows": fused,
             "prompt_tokens_beside_rows": list(self._beside.values()),
+            **({"choices": self._choices} if self._choices else {}),
+            **({"choice_trouble": self._trouble} if self._trouble else {}),
         }
 
     def prompt_tokens_beside(self, rows: int) -> int:
@@ -201,13 +207,34 @@ class TritonForward(TensorSlots):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile the kernels, choose the form of each size and capture the graphs, the largest first."""
+        """Compile the kernels, choose the form of each size and capture the graphs, the largest first.
+
+        What an earlier start chose is kept, so that two starts execute the same.
+        """
+        key = {"decoder": repr(self.weights.shape), "dtype": str(self.dtype), "rows": str(self._row_buckets)}
+        key |= {"chunks": str((self._chunks, self._largest_chunk)), "length": str(self.max_length)}
+        cache = ChoiceCache(machine_key(self.device, Path(__file__).parent) | key)
+        with cache.held() if self._graphs_wanted else nullcontext():
+            self._warm_up(cache if self._graphs_wanted else None)
+        self._trouble = cache.trouble
+
+    def _warm_up(self, cache: ChoiceCache | None) -> None:
+        stored = {} if cache is None else cache.read()
+        try:
+            kept = {int(rows): bool(fused) for rows, fused in stored["fused"].items()}
+            beside_rows = {int(rows): int(tokens) for rows, tokens in stored["beside"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            kept, beside_rows = {}, {}
+            if cache is not None and stored:
+                cache.reject()
         sizes = [StepSize(rows, chunk) for rows in self._row_buckets for chunk in self._chunks]
         sizes.append(StepSize(1, self._largest_chunk))
         pool = torch.cuda.graph_pool_handle() if self._graphs_wanted else None
         durations: dict[StepSize, float] = {}
         for size in sorted(set(sizes), key=lambda size: size.tokens, reverse=True):
             forms = [False, True] if self.can_fuse and not size.chunk and size.rows <= MOST_FUSED_ROWS else [False]
+            if not size.chunk and kept.get(size.rows) in forms:
+                forms = [kept[size.rows]]
             self._integers.zero_()  # sizes divide the array differently: a position of one is a slot of another
             positions = _StepIntegers.of(self._integers, size).positions
             positions[: size.rows].fill_(min(512, self.max_length - 1))
@@ -219,12 +246,22 @@ class TritonForward(TensorSlots):
             if not size.chunk:
                 self._fused[size.rows] = fused
         for rows in self._row_buckets:
-            if self._measures_chunks:
+            if self._measures_chunks and beside_rows.get(rows) in self._chunks:
+                self._beside[rows] = beside_rows[rows]
+            elif self._measures_chunks:
                 alone, *beside = (durations[StepSize(rows, chunk)] for chunk in self._chunks)
                 most = max(alone * LONGEST_STEP, beside[0] * LONGEST_PIECE)
                 self._beside[rows] = max(
                     chunk for chunk, duration in zip(self._chunks[1:], beside, strict=True) if duration <= most
                 )
+        chosen = {
+            "fused": {str(rows): fused for rows, fused in self._fused.items()},
+            "beside": {str(rows): tokens for rows, tokens in self._beside.items()},
+        }
+        if cache is not None:
+            self._choices = digest(chosen)
+            if chosen != stored:
+                cache.write(chosen)
         self.tokens.zero_()
 
     def _capture(self, size: StepSize, fused: bool, pool: Any) -> tuple[float, torch.cuda.CUDAGraph | None]:

@@ -122,6 +122,8 @@ class GenerationLoop:
             engine.load()
             engine.warm_up()
             self._description = describe(engine)
+            if trouble := self._description.details.get("choice_trouble"):
+                log.warning(trouble)
             self._set_state(ModelState.ACCEPTING)
             self._serve(engine)
         except EngineError as error:

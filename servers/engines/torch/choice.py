@@ -31,6 +31,8 @@ from servers.models.specification import ModelSpecification
 CLEAR_LEAD = 6
 """Rounds that one side must win more than the other: by chance, one of 32 races of six rounds ends so."""
 MOST_ROUNDS = 31
+MOST_SECONDS = 60.0
+"""The longest race, however busy the machine is."""
 WAIT_SECONDS = 180.0
 """The longest wait for another start that is choosing; then this one chooses for itself."""
 
@@ -51,14 +53,16 @@ def race(pairs: Sequence[tuple[Call, Call]], seconds: float, margin: float, most
 
     Each round calls all of them, the two of a pair in turn, and is won where the second ones need at most `margin` of
     the time (the geometric mean of the pairs) and none needs more than `most_loss`. It must win `CLEAR_LEAD` rounds
-    more than it loses, within `seconds` and `MOST_ROUNDS`: a program that takes the cores for some calls decides
-    nothing. The first call of each, which prepares what later ones use, does not count.
+    more than it loses, within `MOST_ROUNDS` and, once it had as many, `seconds` of CPU time: a program that takes the
+    cores decides nothing. The first call of each, which prepares what later ones use, does not count.
     """
-    deadline = monotonic() + seconds
+    deadline, ends_ns = monotonic() + MOST_SECONDS, process_time_ns() + round(seconds * 1e9)
     for call in (call for pair in pairs for call in pair):
         cpu_ns(call)
     rounds, lead = list[list[tuple[int, int]]](), 0
-    while abs(lead) < CLEAR_LEAD and len(rounds) < MOST_ROUNDS and (monotonic() < deadline or not rounds):
+    while abs(lead) < CLEAR_LEAD and len(rounds) < MOST_ROUNDS:
+        if rounds and (monotonic() > deadline or (len(rounds) >= CLEAR_LEAD and process_time_ns() > ends_ns)):
+            break
         first = len(rounds) % 2
         times = []
         for pair in pairs:
@@ -103,8 +107,8 @@ def cache_key(
     }
 
 
-def machine_key(device: torch.device) -> dict[str, str]:
-    """The device and the versions of all that executes on it."""
+def machine_key(device: torch.device, code: Path = Path(__file__).parent) -> dict[str, str]:
+    """The device and the versions of all that executes on it, `code`'s folder among them."""
     on_gpu = device.type == "cuda"
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else "cpu",
@@ -113,7 +117,7 @@ def machine_key(device: torch.device) -> dict[str, str]:
         "torch": f"{torch.__version__} {torch.version.cuda}",
         "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
         "abserve": version("abserve"),
-        "code": _code_sha256(),
+        "code": _code_sha256(code),
     }
 
 
@@ -128,9 +132,9 @@ def _processor() -> str:
 
 
 @cache
-def _code_sha256() -> str:
+def _code_sha256(folder: Path) -> str:
     """Of the files that say what is chosen among, and how."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = [Path(__file__), *sorted(folder.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

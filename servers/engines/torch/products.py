@@ -39,7 +39,7 @@ MAX_ERROR = 1e-4
 """Largest ‖oneDNN's product - torch's‖ / ‖torch's‖ of a layer whose product is replaced."""
 
 SIZE_SECONDS, MODEL_SECONDS = 1.0, 20.0
-"""The most time for measuring one size of linear layers, and for one comparison of the whole model."""
+"""The most CPU time for measuring one size of linear layers, and for one comparison of the whole model, see `race`."""
 LEAST_CONVOLUTIONS = 0.1
 """Convolutions with a smaller share of a model's multiplications, as in a vision transformer, stay as they are."""
 

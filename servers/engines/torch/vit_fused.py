@@ -7,16 +7,17 @@ from __future__ import annotations
 
 # mypy: disable-error-code="import-untyped"
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 import triton
 from torch import Tensor, nn
-from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from servers.engines.torch import vit_kernels as kernels
+from servers.engines.torch.choice import ChoiceCache, machine_key
 from servers.engines.torch.copies import capture
 from servers.engines.torch.device import event_pair
 from servers.engines.torch.vit_tower import LeanVisionTower, TowerShape, UnsupportedTowerError
@@ -432,6 +433,8 @@ class PlanChooser:
     def __init__(self, weights: FusedWeights, workspace: Workspace, item: tuple[int, ...]) -> None:
         self._weights, self._space, self._item = weights, workspace, item
         self._deadline = time.monotonic() + MEASURING_BUDGET_S
+        key = {"tower": repr(weights.shape), "item": str(item), "bytes": str(weights.bytes_in)}
+        self._cache = ChoiceCache(machine_key(torch.device(weights.device)) | key)
 
     def choose(self, images: int) -> tuple[TilePlan, str]:
         """The plan for batches of `images` and its origin: "table", "measured" or "default"."""
@@ -441,13 +444,24 @@ class PlanChooser:
             if plan.fits(shape):
                 return plan, "table"
         candidates = [plan for plan in portable_plans(images) if plan.fits(shape)]
+        with self._cache.held():
+            stored = self._cache.read()
+            try:
+                place, origin = stored[str(images)]
+                return candidates[place], str(origin)
+            except (KeyError, TypeError, ValueError, IndexError):
+                plan, origin = self._fastest(images, candidates)
+            self._cache.write({**stored, str(images): [candidates.index(plan), origin]})
+        return plan, origin
+
+    def _fastest(self, images: int, candidates: Sequence[TilePlan]) -> tuple[TilePlan, str]:
         timed: list[tuple[float, int]] = []
         for index, plan in enumerate(candidates):
             if time.monotonic() > self._deadline:
                 break
             try:
                 timed.append((self._time_ms(images, plan), index))
-            except OutOfResources:  # a card with less shared memory than the tile needs
+            except Exception:  # noqa: BLE001  Triton's errors share no base; a card may have less shared memory
                 continue
         return (candidates[min(timed)[1]], "measured") if timed else (CUBLAS, "default")
 

@@ -228,14 +228,16 @@ def test_a_race_is_won_by_a_clear_lead(
     assert max(race.rounds for race in decided) <= choice.MOST_ROUNDS
 
 
-def test_a_race_alternates_and_has_an_end() -> None:
-    order = list[int]()
+def test_a_race_alternates_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, times = list[int](), iter([1, 1, *[1, 2, 1, 2] * 20])
+    monkeypatch.setattr(choice, "cpu_ns", lambda call: (call(), next(times))[1])
     pairs: list[Any] = [(lambda: order.append(0), lambda: order.append(1))]
-    race = choice.race(pairs, 0, 0.97, 1.05)
-    assert order[2:] == [0, 1]
-    assert (race.won, race.rounds) == (False, 1)
-    choice.race(pairs, 60, 0.97, 1.05)
-    assert order[6:10] == [0, 1, 1, 0]
+    race = choice.race(pairs, 0, 0.97, 1.05)  # the sides win in turn
+    assert order[:8] == [0, 1, 0, 1, 1, 0, 0, 1]
+    assert (race.won, race.rounds) == (False, choice.CLEAR_LEAD)
+    assert choice.race(pairs, 60, 0.97, 1.05).rounds > choice.CLEAR_LEAD
+    monkeypatch.setattr(choice, "MOST_SECONDS", 0)
+    assert choice.race(pairs, 60, 0.97, 1.05).rounds == 1
 
 
 def noisy(seed: int) -> Callable[[Any], float]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import open_clip.transformer
 import pytest
 import torch
 
 from servers.engines.batches import Bucket
+from servers.engines.interface import PLANS_FOLDER
+from servers.engines.torch import forms
 from servers.engines.torch.forms import OWN_MODULE, fast_form, plain_form
 from servers.engines.torch.runner import Build
-from servers.engines.torch.vit_fused import CUBLAS, hopper_plan, portable_plans
-from servers.engines.torch.vit_tower import TowerShape
+from servers.engines.torch.vit_fused import CUBLAS, PlanChooser, TilePlan, hopper_plan, portable_plans
+from servers.engines.torch.vit_tower import TowerShape, UnsupportedTowerError
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images
@@ -48,6 +52,42 @@ def test_every_tower_computes_the_model(variant: ModelSpecification) -> None:
     assert fast.gelu == "erf"
     torch.testing.assert_close(run(own.build, pixels), expected)
     torch.testing.assert_close(run(fast.build, pixels), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no kernel image"), UnsupportedTowerError("too many tokens")])
+def test_fused_kernels_that_fail_give_way_to_the_lean_tower(
+    failure: Exception, specification: ModelSpecification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_arguments: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(forms, "_fused_form", fails)
+    form = fast_form(specification.load_module(RandomWeights(0)), specification, CPU, torch.float16, 2, compiled=False)
+    assert form.kernels.startswith("lean tower")
+
+
+def test_a_tower_s_plan_is_chosen_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a card without a table; a plan that fails there is left out, whatever it raises."""
+    monkeypatch.setenv(PLANS_FOLDER, str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 6))
+    weights = SimpleNamespace(device=CPU, shape=VIT_B_32, bytes_in=True)
+
+    def chosen(library_ms: float) -> list[tuple[TilePlan, str]]:
+        def time_ms(_self: object, images: int, plan: TilePlan) -> float:
+            if images == 8 and plan != CUBLAS:
+                raise LookupError("Triton's compiler failed")
+            return 1.0 if plan == CUBLAS else library_ms
+
+        monkeypatch.setattr(PlanChooser, "_time_ms", time_ms)
+        chooser = PlanChooser(weights, None, (224, 224, 3))  # type: ignore[arg-type]
+        return [chooser.choose(images) for images in (1, 8)]
+
+    first = chosen(0.5)
+    assert first == [(portable_plans(1)[1], "measured"), (CUBLAS, "measured")]
+    assert chosen(2.0) == first
+    (path,) = tmp_path.glob("*.json")
+    path.write_text("[]")
+    assert chosen(2.0) == [(CUBLAS, "measured")] * 2
 
 
 def test_a_model_that_is_no_plain_tower_runs_as_its_own_module(specification: ModelSpecification) -> None:
