@@ -68,6 +68,7 @@ from loadgen.client.pacer import OPEN_LEAD_NS, Pacer
 from loadgen.client.traffic import LoadWindow
 from loadgen.experiment.schedule import endless_offsets_ns
 from loadgen.locust.metrics import export_load
+from loadgen.locust.page import guard_page
 from loadgen.locust.session import InferenceUser, LoadOptions, Session, idle_traffic
 from loadgen.locust.workers import MasterSide, WorkerSide, share_of
 from loadgen.records.payloads import DEFAULT_NAME
@@ -179,6 +180,8 @@ def _init(environment: Any, **_: object) -> None:
     """Set defaults, and before a headless run ask the server whether it can start."""
     environment.host = environment.host or DEFAULT_HOST
     options = environment.parsed_options
+    if getattr(environment, "web_ui", None) is not None:
+        guard_page(environment.web_ui.app, str(options.web_host))
     _export_metrics(environment)
     if _is(environment, "MasterRunner"):
         MasterSide(environment)

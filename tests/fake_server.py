@@ -45,7 +45,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--delay-ms", type=float, default=0)
     parser.add_argument("--slots", type=int, default=0, help="requests under way at once; others wait. 0: no limit")
     parser.add_argument("--handicap-ms", type=float, default=0, help="of every inference; a setting that tunes it")
-    parser.add_argument("--harmless", help="a setting that tunes it and does nothing; die-without: a crash without it")
+    parser.add_argument("--harmless", help="a setting that tunes it and does nothing; die-without, die-alone: a crash")
     parser.add_argument("--tuning", default="all", help="all, none, or one of these two settings")
     parser.add_argument("--max-queue-delay-us", type=float, help="waited by every request; it says 2000 without it")
     parser.add_argument("--engine", default="fake", help="null: no --delay-ms")
@@ -53,6 +53,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--stall-ms", type=float, default=0, help="at the start of every second nothing is answered")
     parser.add_argument("--drop-every", type=int, default=0, help="close without an answer, every Nth inference")
     parser.add_argument("--error-every", type=int, default=0, help="503, every Nth inference")
+    parser.add_argument("--error-above", type=int, default=0, help="503 with more than so many inferences under way")
     parser.add_argument("--latin1", action="store_true", help="words of those 503 are no UTF-8")
     parser.add_argument(
         "--hollow-every", type=int, default=0, help="200 without the output's bytes, every Nth inference"
@@ -78,7 +79,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     settings = parser.parse_args(argv)
     if settings.tuning not in ("all", "handicap-ms"):
         settings.handicap_ms = 0.0
-    settings.crash |= settings.tuning == "none" and settings.harmless == "die-without"
+    settings.crash |= (settings.tuning, settings.harmless) in (("none", "die-without"), ("harmless", "die-alone"))
     if settings.tuning not in ("all", "harmless"):
         settings.harmless = None
     settings.model = {"open_clip:ViT-B-32": MODEL}.get(settings.model, settings.model)
@@ -110,6 +111,7 @@ class FakeServer:
         self.settings = settings
         self.started = time.monotonic()
         self.inferences = 0
+        self.under_way = 0
         self.slots = asyncio.Semaphore(settings.slots) if settings.slots else None
         self.batches: Counter[int] = Counter()
         self.lies = {} if settings.lies is None else json.loads(settings.lies.read_text())
@@ -196,6 +198,15 @@ class FakeServer:
         return 404, {}, b'{"error": "no such route or model"}'
 
     async def infer(self, headers: dict, body: bytes):
+        self.under_way += 1
+        try:
+            if self.settings.error_above and self.under_way > self.settings.error_above:
+                return 503, {}, b'{"error": "too many at once"}'
+            return await self.answer_to(headers, body)
+        finally:
+            self.under_way -= 1
+
+    async def answer_to(self, headers: dict, body: bytes):
         self.inferences += 1
         settings, number = self.settings, self.inferences
         if settings.die_after and number >= settings.die_after:

@@ -156,3 +156,5 @@ def hand_over(document: Document, mlflow: str | None, result: Result | Matrix, f
             export_matrix(mlflow, result, folder)
     except MlflowExportError as exc:
         complain(str(exc), style="bold yellow")
+    except Exception as exc:  # noqa: BLE001 (an export that fails costs itself)
+        complain(f"no export to MLflow: {type(exc).__name__}: {one_line(str(exc))}", style="bold yellow")

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from loadgen.child_process import ABSERVE
+from loadgen.child_process import ABSERVE, ENGINE_WORKER
 from loadgen.cli.compare import (
     EXIT_INTERRUPTED,
     EXIT_INVALID,
@@ -135,18 +135,21 @@ def _stored(folder: Path, file: Path | None, chosen: dict[SettingOption, object]
 
 def _check_machine(folder: Path, tuning: Tuning) -> None:
     """Raises `PlanError` if the runs so far are of another machine or of other versions."""
+    from loadgen.engine_matrix.worker_process import read_offers
     from loadgen.run.machine import fingerprint, read_environment
     from loadgen.run.storage import read_one
 
     try:
-        stored = (read_one(folder / run.folder, Environment) for run in tuning.runs)
-        before = next((environment for environment in stored if environment is not None), None)
+        stored = [read_one(folder / run.folder, Environment) for run in tuning.runs]
+        known = [environment for environment in stored if environment is not None]
+        before = next((e for e in known if e.gpu.get("status") != "unknown"), next(iter(known), None))
     except StoredRunError as exc:
         raise PlanError(f"--resume {folder}: {exc}") from exc
     if before is None:
         return
-    now = read_environment({}, {})
-    if fingerprint(before.host, before.packages, {}) != fingerprint(now.host, now.packages, {}):
+    is_known = before.gpu.get("status") != "unknown"  # no server of the runs so far told its GPUs
+    now = read_environment(read_offers("auto", ENGINE_WORKER).gpu if is_known else {}, {})
+    if fingerprint(before.host, before.packages, before.gpu) != fingerprint(now.host, now.packages, now.gpu):
         raise PlanError(f"--resume {folder}: it was begun on another machine or with other versions; start another one")
 
 

@@ -39,7 +39,7 @@ _GZIP_OR_ZLIB = 47
 """zlib's number for the largest window, with the header of either format."""
 _ERROR_FIELDS = ("error", "title", "message", "msg", "detail", "errors", "reason")
 _DATA_LINE = re.compile(rb"^data: ?(\{.*)$", re.MULTILINE)
-_TITLE = re.compile(r"<title[^>]*>(.*?)</title>", re.IGNORECASE | re.DOTALL)
+_TITLE = re.compile(r"<title[^>]{0,200}>([^<]*)</title>", re.IGNORECASE)  # takes time in proportion to the text
 _PHRASES: dict[int, str] = {status.value: status.phrase for status in HTTPStatus}
 
 

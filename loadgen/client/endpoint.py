@@ -126,8 +126,9 @@ class Endpoint:
         return document
 
     def live(self) -> bool:
-        """Whether the process answers."""
-        return self.status("/v2/health/live") == 200
+        """Whether the process answers, and not with the page that some servers send for every path."""
+        exchange = self.get("/v2/health/live")
+        return exchange.status == 200 and "text/html" not in (exchange.header("content-type") or "")
 
     def why_not_live(self) -> str:
         """Why the server is not live, from another request, for a message."""

@@ -74,6 +74,11 @@ class GeneratorProcess:
         self._beating = False
         """Whether the last command is one during which the workers send heartbeats."""
 
+    @property
+    def alive(self) -> bool:
+        """Whether no process of it is lost, so that another block can run."""
+        return all(worker.lost is None for worker in self._workers)
+
     def prepare(self, command: Prepare) -> None:
         """Make the request bodies. Raises `GeneratorError`."""
         self._ask([command] * len(self._workers), _PREPARE_SECONDS)

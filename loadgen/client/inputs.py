@@ -48,7 +48,7 @@ from loadgen.documents import (
     read_limited,
     read_named,
 )
-from loadgen.records.payloads import OWN_TENSORS
+from loadgen.records.payloads import GUESSED, OWN_TENSORS
 
 Array = npt.NDArray[np.generic]
 Shape = tuple[int, ...]
@@ -381,10 +381,11 @@ def write_folder(directory: Path, payload: str, arrays: Mapping[str, Array], man
 def write_synthetic(signature: Signature, directory: Path, payload: str, seed: int) -> None:
     """Write random values in the shape of the server's metadata.
 
-    Floats are standard normal, integers and booleans 0 or 1. A variable dimension other than the batch is 16, both of a
+    Floats are standard normal, integers and booleans 0 or 1, but what a text without padding has in inputs that are
+    called mask, token_type_ids or position_ids. A variable dimension other than the batch is 16, both of a
     picture with three channels 224. Raises `InputError` for BYTES inputs, and for values that take too much room.
     """
-    random, arrays = np.random.default_rng(seed), {}
+    random, arrays, guessed = np.random.default_rng(seed), {}, list[str]()
     try:
         for tensor in signature.inputs:
             if tensor.datatype not in NUMPY_TYPES:
@@ -398,10 +399,23 @@ def write_synthetic(signature: Signature, directory: Path, payload: str, seed: i
                 raise InputError(f"input {tensor.name} has the shape {list(tensor.shape)}, too large to generate")
             dtype = np.dtype(NUMPY_TYPES[tensor.datatype])
             values: Array = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 2, shape)
-            arrays[tensor.name] = values.astype(dtype)
-        write_folder(directory, payload, arrays, {"kind": RANDOM, "seed": seed})
+            known = _of_text(tensor.name, shape) if dtype.kind != "f" else None
+            guessed += [tensor.name] if dtype.kind != "f" and known is None else []
+            arrays[tensor.name] = (values if known is None else known).astype(dtype)
+        kind = RANDOM + (f"{GUESSED}{', '.join(guessed)}" if guessed else "")
+        write_folder(directory, payload, arrays, {"kind": kind, "seed": seed})
     except (OSError, MemoryError) as exc:
         raise InputError(f"no values can be generated for {signature.model}: {exc}") from exc
+
+
+def _of_text(name: str, shape: Shape) -> Array | None:
+    """What a text without padding has in an input of this name; None for other names."""
+    name = name.lower()
+    if name.endswith("mask"):
+        return np.ones(shape)
+    if name.endswith(("type_ids", "segment_ids")):
+        return np.zeros(shape)
+    return np.broadcast_to(np.arange(shape[-1]), shape) if name.endswith("position_ids") else None
 
 
 def generated_shape(shape: Sequence[int]) -> Shape:

@@ -27,6 +27,7 @@ from loadgen.client.inputs import Array, byte_array
 from loadgen.client.messages import KeptAnswer, KeptTensor
 from loadgen.client.outputs import AnswerError, ExpectedOutputs
 from loadgen.client.transports import InferenceTarget, Request, keep_answer
+from loadgen.documents import one_line
 from loadgen.records.samples import SampleWriter
 
 FAILURES_IN_A_ROW = 100
@@ -207,8 +208,10 @@ class KeptAnswers:
                 if array.dtype.kind == "f" and not np.isfinite(array).all():
                     error = f"output {name} holds NaN or infinite values"
                 outputs.append(packed(name, array[rows]))
-        except (AnswerError, TypeError) as exc:  # TypeError: an output without dimensions
+        except AnswerError as exc:
             error = str(exc)
+        except Exception as exc:  # noqa: BLE001 (as an output without dimensions: one answer costs itself only)
+            error = f"the answer cannot be read: {one_line(repr(exc))}"
         return KeptAnswer(
             request=request, user=user, body=body, first=first, rows=tuple(rows), outputs=tuple(outputs), error=error
         )
@@ -307,7 +310,9 @@ class Traffic:
         """Send the next body, due at `intended_ns` in an open loop, and wait for its answer; returns it with the reason
         when it failed. Together the users send the bodies in turn. If not `measured`, only a failure is recorded.
 
-        Raises `ConnectionRefused`, after recording it, when the server no longer accepts connections.
+        Whatever else is raised while one answer is read, judged or kept is that request's failure. Raises
+        `ConnectionRefused`, after recording it, when the server no longer accepts connections, and `OSError` when the
+        sample cannot be stored.
         """
         number = next(self._request_numbers)
         body = (self._first_body + number * self._body_step) % len(self.requests)
@@ -317,11 +322,11 @@ class Traffic:
         try:
             exchange = connection.send(self.requests[body], patches)
         except ConnectionRefused as refused:
-            nothing = Exchange()
-            nothing.send_ns = nothing.end_ns = perf_counter_ns()
-            nothing.failure = str(refused)
-            self._take(connection, nothing, sent)
+            self._take(connection, _without_answer(str(refused)), sent)
             raise
+        except Exception as exc:  # noqa: BLE001 (see above)
+            connection.close()  # what is left of the answer belongs to no request
+            exchange = _without_answer(f"the client could not read the answer: {one_line(repr(exc))}")
         return exchange, self._take(connection, exchange, sent)
 
     def settling_fault(self, _connection: ClientConnection, exchange: Exchange) -> str | None:
@@ -333,11 +338,7 @@ class Traffic:
 
     def _take(self, connection: ClientConnection, exchange: Exchange, sent: SentRequest) -> str | None:
         """Judge and record an answer; returns why it failed."""
-        fault: str | None = None
-        if not exchange.good:
-            fault = failure_message(exchange)
-        elif self._expected is not None:
-            fault = self._expected.fault(exchange)
+        fault = self._fault(exchange)
         _, slot, first, body, user, intended_ns, measured = sent
         if measured or fault is not None:
             self._record(exchange, fault, body, user, intended_ns)
@@ -346,10 +347,28 @@ class Traffic:
             self.unmeasured_ns += exchange.end_ns - exchange.send_ns
             self.last_end_ns = exchange.end_ns
         if slot is not None and fault is None:
-            self.answers.keep(
-                slot, sent.number, user, body, first, keep_answer(connection, exchange, batched=self.target.batched)
-            )
+            self.answers.keep(slot, sent.number, user, body, first, self._kept_answer(connection, exchange))
         return fault
+
+    def _fault(self, exchange: Exchange) -> str | None:
+        try:
+            if not exchange.good:
+                return failure_message(exchange)
+            return None if self._expected is None else self._expected.fault(exchange)
+        except Exception as exc:  # noqa: BLE001 (one answer costs itself only)
+            return f"the client could not judge the answer: {one_line(repr(exc))}"
+
+    def _kept_answer(self, connection: ClientConnection, exchange: Exchange) -> Callable[[], Mapping[str, Array]]:
+        """The function that reads the answer later; it raises what copying the answer raised."""
+        try:
+            return keep_answer(connection, exchange, batched=self.target.batched)
+        except Exception as exc:  # noqa: BLE001 (one answer costs itself only)
+            fault = AnswerError(f"the answer could not be kept: {one_line(repr(exc))}")
+
+        def fail() -> Mapping[str, Array]:
+            raise fault
+
+        return fail
 
     def _record(self, exchange: Exchange, fault: str | None, body: int, user: int, intended_ns: int | None) -> None:
         """Store the sample. In a closed loop a request is due when it is sent."""
@@ -370,3 +389,11 @@ class Traffic:
             if message not in messages:
                 messages.append(message)
         return messages.index(message)
+
+
+def _without_answer(failure: str) -> Exchange:
+    """The outcome of a request that has none."""
+    exchange = Exchange()
+    exchange.send_ns = exchange.end_ns = perf_counter_ns()
+    exchange.failure = failure
+    return exchange

@@ -50,6 +50,7 @@ from loadgen.client.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
 from loadgen.client.token_traffic import TokenTraffic
 from loadgen.client.traffic import Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
+from loadgen.documents import one_line
 from loadgen.experiment.prompts import SETTLING, PromptShape, Trace
 from loadgen.records.run import TOKEN_TRANSPORTS, is_token_transport
 from loadgen.records.samples import NS_PER_S, SampleWriter
@@ -200,6 +201,8 @@ class Block:
                 self._writer.close()
         except OSError as exc:
             self._storage_failed(exc)
+        except Exception as exc:  # noqa: BLE001 (what was stored of the block is kept)
+            self.window.cut(f"the load generator failed: {one_line(repr(exc))}")
         return BlockOutcome(
             window_start_ns=start_ns,
             window_end_ns=max(start_ns, self._traffic.last_end_ns),
@@ -329,6 +332,8 @@ class BlockRunner:
                     return self._go(command)
         except (GeneratorError, InputError, OSError, ValueError) as exc:
             return CommandReply(refusal=str(exc))
+        except Exception as exc:  # noqa: BLE001 (the block is lost, and the generator is not)
+            return CommandReply(refusal=f"the load generator failed: {one_line(repr(exc))}")
 
     def abort(self, reason: str) -> None:
         """End the running block early, if there is one."""

@@ -52,26 +52,28 @@ FULL_CELLS = 40
 def matrix_document(matrix: Matrix) -> doc.Document:
     """The document of a matrix, for all formats."""
     chapters = (
-        ("", (overview(matrix), winners_table(matrix))),
-        ("Charts", (_charts(matrix),)),
+        ("", (overview, winners_table)),
+        ("Charts", (_charts,)),
         (
             "Results",
             (
-                break_even_table(matrix),
-                generation_table(matrix) if matrix.plan.generates else accuracy(matrix),
-                None if matrix.plan.generates else cells_table(matrix),
-                configurations_table(matrix),
-                kernels(matrix),
-                refusals(matrix),
-                failures(matrix),
+                break_even_table,
+                *((generation_table,) if matrix.plan.generates else (accuracy, cells_table)),
+                configurations_table,
+                kernels,
+                refusals,
+                failures,
             ),
         ),
-        ("Conditions", (method(matrix), environment(matrix), reproduce(matrix))),
+        ("Conditions", (method, environment, reproduce)),
     )
     models = list(dict.fromkeys(short_model(configuration.model) for configuration in matrix.plan.configurations))
     return doc.Document(
         f"Engines for {join(models)}" if models else "Engines",
-        {title: [section for section in sections if section is not None] for title, sections in chapters},
+        {
+            title: [section for make in makers if (section := doc.attempted(make, matrix)) is not None]
+            for title, makers in chapters
+        },
         about=f"the engine matrix of {join(models)}" if models else "an engine matrix",
         started_at=matrix.environment.started_at,
     )

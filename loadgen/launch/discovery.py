@@ -113,7 +113,7 @@ class ServedTokens:
     """The language model of a server at a URL."""
 
     model: str
-    bodies: Mapping[TokenTransport, RequestBody]
+    bodies: dict[TokenTransport, RequestBody]
     """The protocols in which it takes prompts, each with the fields that differ from the usual ones."""
     notes: tuple[str, ...] = ()
     """What was chosen among its models."""
@@ -152,10 +152,10 @@ class AskedServer:
         """The models that it lists, without adapters of them and without further names of one."""
         listed = self.cards or ()
         names = {card.name for card in listed}
+        own = [card for card in listed if card.parent in (None, card.name) or card.parent not in names]
         roots: dict[str, str] = {}
-        for card in listed:
-            if card.parent is None or card.parent not in names:
-                roots.setdefault(card.root or card.name, card.name)
+        for card in own or listed:
+            roots.setdefault(card.root or card.name, card.name)
         return list(dict.fromkeys([*roots.values(), *self.decoupled]))
 
     @property
@@ -202,7 +202,9 @@ class AskedServer:
     def fault(self) -> DeploymentError:
         """Why it has no language model as far as it says, and what to do."""
         label, (status, words) = self.arm.label, self.refusal
-        by_name = f"name its model with {option_of(label, 'model')} NAME, and {option_of(label, 'transport')}"
+        by_name = (
+            f"name its model with {option_of(label, 'model')} and its protocol with {option_of(label, 'transport')}"
+        )
         if self.cards is not None or self.speaks_v2:
             words = f"it serves no language model that it lists ({'; '.join(map(': '.join, self.said))})"
             remedy = f"load one, correct the URL, or {by_name}"
@@ -258,7 +260,7 @@ class AskedServer:
         for transport in dict.fromkeys(order):
             if transport == "chat" and spoken and transport not in asked:
                 break
-            body, refusal = fitting_body(partial(self._ask, transport, model), transport, self.arm.body)
+            body, refusal = self.fit(transport, model)
             if refusal is None:
                 spoken[transport] = body
                 continue
@@ -271,11 +273,17 @@ class AskedServer:
         told = next((refusal for refusal in refusals if refusal.status != _NOT_FOUND), refusals[0])
         options = [option_of(self.arm.label, setting) for setting in ("model", "transport")]
         remedy = self._remedy(told.status) or f"correct the URL, or choose with {' and '.join(options)}"
+        if told.status == _NOT_FOUND and not self.lists_models and self.arm.model is None:
+            raise DeploymentError(f"{self.fault()}\n{self.table()}")
         if told.status in _REFUSED_FIELDS:
             remedy = f"change its requests with {option_of(self.arm.label, 'body')}"
         if listed and model not in listed:
             remedy = f"it serves {model_names(listed)}: choose one with {option_of(self.arm.label, 'model')}"
         raise DeploymentError(f"{self.place}: {model} answers no prompt ({told.words}); {remedy}\n{self.table()}")
+
+    def fit(self, transport: TokenTransport, model: str) -> tuple[RequestBody, Refusal | None]:
+        """See `fitting_body`."""
+        return fitting_body(partial(self._ask, transport, model), transport, self.arm.body)
 
     def _ask(self, transport: TokenTransport, model: str, body: RequestBody) -> Refusal | None:
         """Send one small prompt; why it was not answered."""
@@ -380,7 +388,9 @@ def find_language_models(
             preferred = next(iter(common)) if len(common) == 1 else ""
         for server in servers:
             _require_models(server, preferred)
-        return {server.arm.label: _served(server, preferred, asked) for server in servers}
+        served = {server.arm.label: _served(server, preferred, asked) for server in servers}
+        _share_a_chat(servers, served)
+        return served
     finally:
         if show is not None:
             show("\n".join(server.table() for server in servers if server.said))
@@ -406,6 +416,18 @@ def _served(server: AskedServer, preferred: str, asked: Sequence[TokenTransport]
     if listed and model not in listed:
         notes = (f"{shown(server.arm.label)} lists {model_names(listed)}, and answers prompts to {model}",)
     return ServedTokens(model, bodies, notes)
+
+
+def _share_a_chat(servers: Sequence[AskedServer], served: Mapping[Label, ServedTokens]) -> None:
+    """Try the chat on the other servers, too, if one has nothing else: all arms should get the same requests."""
+    if not any([*tokens.bodies] == ["chat"] for tokens in served.values()):
+        return
+    for server in servers:
+        tokens = served[server.arm.label]
+        if "chat" not in tokens.bodies and server.arm.transport is None:
+            body, refusal = server.fit("chat", tokens.model)
+            if refusal is None:
+                tokens.bodies["chat"] = body
 
 
 def _is_decoupled(endpoint: Endpoint, model: str) -> bool:

@@ -17,7 +17,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 import gevent
 
+from loadgen.documents import open_inside
 from loadgen.records.samples import NS_PER_S, Samples, part_path, read_in_parts, store_samples, with_errors_of
 
 SHARE, STARTED, REPORT, SAMPLES, FINISH = (
@@ -242,12 +243,15 @@ class WorkerReport:
         self.contents[name].write(content)
 
     def recover(self) -> None:
-        """Use its own files. Raises `OSError`."""
+        """Use its own files, which lie where this process writes: what a worker names is a claim. Raises `OSError` and
+        `DocumentError`."""
         for name, text in self.paths.items():
-            whole = Path(text)
+            whole = Path(str(text))
+            if self.folder is None or whole.parent != self.folder.resolve() or whole.suffix != ".npy":
+                continue
             for path in (part_path(whole), whole):
-                if path.exists():
-                    self.contents[name] = path.open("rb")
+                with suppress(FileNotFoundError):
+                    self.contents[str(name)] = open_inside(whole.parent, path.name)
 
     def samples(self, name: str) -> Iterator[Samples]:
         """The samples of one user class, in parts. Raises `OSError`, and `ValueError` for an invalid file."""
@@ -277,7 +281,8 @@ def merge_reports(reports: Sequence[WorkerReport], folder: Path | None) -> Itera
 def _merge_classes(reports: Sequence[WorkerReport], folder: Path) -> Iterator[str]:
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     lost = [report.title for report in reports if report.lost]
-    names = dict.fromkeys(name for report in reports for name in (*report.described, *report.contents))
+    claimed = dict.fromkeys(str(name) for report in reports for name in (*report.described, *report.contents))
+    names = [name for name in claimed if name.isidentifier()]  # as classes are called; they become parts of paths
     for name in names:
         holders: list[tuple[WorkerReport, Sequence[str], int]] = []
         workers, first_user, errors = [], 0, 0

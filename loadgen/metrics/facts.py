@@ -11,7 +11,7 @@ from loadgen.metrics.breakdown import ArmStages, LatencyBreakdown
 from loadgen.metrics.comparisons import Comparison
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary
 from loadgen.records.run import Figure, Found, Workload, item_of
-from loadgen.run.storage import StoredBlock, StoredRun
+from loadgen.run.storage import StoredBlock, StoredRun, StoredRunError
 
 F = TypeVar("F", bound=Found)
 
@@ -60,8 +60,14 @@ class Facts:
     """The probes' findings by their names."""
     comparisons: Sequence[Comparison] = ()
     """The comparisons; checks get them before any check has invalidated one."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """The steps of the analysis that failed, such as the name of a finding, and why."""
 
     def of(self, kind: type[F]) -> F:
+        """The finding of this kind, or an empty one where nothing was requested or found. Raises `StoredRunError` if
+        it could not be computed, so that no check passes for the lack of it."""
+        if kind.STUDY in self.failures:
+            raise StoredRunError(self.failures[kind.STUDY])
         return kind.among(self.findings)
 
     @cached_property

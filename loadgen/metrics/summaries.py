@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from loadgen.metrics.barrier import attempt
 from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.registry import (
     ACHIEVED_RATE,
@@ -32,11 +35,13 @@ from loadgen.metrics.registry import (
 from loadgen.metrics.tokens import samples_of
 from loadgen.quantities import Interval
 from loadgen.records.run import BlockRecord, Label, Record, Workload, shown
-from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, good, latencies_ms
-from loadgen.run.storage import StoredBlock
+from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, Samples, good, latencies_ms
+from loadgen.run.storage import StoredBlock, StoredRunError
 from loadgen.stats.percentiles import Pool, distribution, percentile
 from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 
+_MOST_NS = 10 * 365 * 86_400 * int(NS_PER_S)
+"""Ten years: a longer load is a damaged file."""
 FORMED_FACTOR = 1.1
 """Requests were merged if the mean execution holds at least this many times the items of one request."""
 
@@ -157,10 +162,45 @@ def summarise_latency(pool: Pool) -> LatencySummary:
     )
 
 
+def sound(block: StoredBlock) -> StoredBlock:
+    """The block; without its samples, and with the reason, where they cannot be read or cannot have been measured."""
+    try:
+        fault = _impossible(samples_of(block))
+    except StoredRunError as exc:
+        fault = str(exc)
+    except (ValueError, IndexError) as exc:
+        fault = f"samples of block {block.record.index}: {exc}"
+    if fault is None:
+        return block
+    return replace(block, stored=None, stored_events=None, stored_answers=None, problem=block.problem or fault)
+
+
+def _impossible(samples: Samples | None) -> str | None:
+    """What no clock has measured, as of a damaged file."""
+    if samples is None or not len(samples):
+        return None
+    due_ns, send_ns, end_ns = (samples[name] for name in ("intended_ns", "send_ns", "end_ns"))
+    if ((due_ns > send_ns) | (send_ns > end_ns)).any() or int(end_ns.max()) - int(due_ns.min()) > _MOST_NS:
+        return "the samples of the block hold requests that end before they begin, or years later"
+    times_ms = [samples[name] for name in samples.dtype.names or () if name in ("ttft_ms", "tpot_ms", "worst_gap_ms")]
+    return (
+        "the samples of the block hold tokens that came before their requests"
+        if any((ms < 0.0).any() for ms in times_ms)
+        else None
+    )
+
+
 def summarise_blocks(blocks: Sequence[StoredBlock]) -> tuple[BlockSummary, ...]:
     """Summarise each block, in the order in which they ran; blocks without readable samples keep their counts."""
     origin_ns = min((block.record.window_start_ns for block in blocks), default=0)
-    return tuple(_summarise_block(block, origin_ns) for block in blocks)
+
+    def without_samples(block: StoredBlock, why: str) -> BlockSummary:
+        problem = f"samples of block {block.record.index}: {why}"
+        return _summarise_block(replace(block, stored=None, problem=problem), origin_ns)
+
+    return tuple(
+        attempt(partial(_summarise_block, block, origin_ns), partial(without_samples, block)) for block in blocks
+    )
 
 
 def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
@@ -183,10 +223,9 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         else:
             share, warm = full_load_share(samples), slow_start(samples)
             throughput = THROUGHPUT.measure(samples, block.workload)
-        metrics = _without_field(block.workload)
-        more = {metric.name: metric.measure(samples, block.workload) for metric in metrics}
-        reasons = {name: METRICS[name].reason(samples, block.workload) for name, value in more.items() if value is None}
-        missing = {name: reason for name, reason in reasons.items() if reason is not None}
+        figures = {metric.name: _measured(metric, samples, block.workload) for metric in _without_field(block.workload)}
+        more = {name: value for name, (value, _) in figures.items()}
+        missing = {name: reason for name, (_, reason) in figures.items() if reason is not None}
     return BlockSummary(
         index=record.index,
         workload=record.workload,
@@ -219,6 +258,16 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         figures=more or UNSET,
         missing=missing or UNSET,
     )
+
+
+def _measured(metric: Metric, samples: Samples, workload: Workload) -> tuple[float | None, str | None]:
+    """A metric's figure of a block, or the reason why there is none."""
+
+    def measure() -> tuple[float | None, str | None]:
+        value = metric.measure(samples, workload)
+        return value, metric.reason(samples, workload) if value is None else None
+
+    return attempt(measure, lambda why: (None, f"it could not be computed: {why}"))
 
 
 def _without_field(workload: Workload) -> list[Metric]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -109,9 +110,14 @@ def _measure_arm(
             for setting in list(tuning.settings)[:MOST_SETTINGS]:
                 context.progress.now(f"{shown(label)} with {setting} alone beside the plain server")
                 pair = HandicapPair(number=len(record.probes), label=label, setting=setting, loads=tuple(slow))
-                with _server(context, label, setting, "single") as single:
-                    _load_pair(context, pair, single, plain, LOAD_SECONDS / 2)
-                record = _stored(context, record, pair)
+                failure = context.attempt(partial(measure_single, pair, plain))
+                if failure is not None:
+                    context.progress.now(f"{shown(label)} with {setting} alone could not be measured: {failure}")
+                record = _stored(context, record, msgspec.structs.replace(pair, reason=failure))
+
+    def measure_single(pair: HandicapPair, plain: Arm) -> None:
+        with _server(context, label, str(pair.setting), "single") as single:
+            _load_pair(context, pair, single, plain, LOAD_SECONDS / 2)
 
     failure = context.attempt(measure_pairs)
     if failure is not None:
@@ -162,7 +168,8 @@ def _server(context: RunContext, label: Label, tuning: str, name: str) -> Abstra
     arm = context.arms[label]
     request = msgspec.structs.replace(arm.request, settings=arm.request.settings | {"tuning": tuning})
     work = context.work / f"handicap-{label}-{name}"
-    return context.second_server(replace(arm, request=request), context.experiment, context.store, work)
+    store = RunStore(context.store.directory / "handicap" / name)  # else its log would be the arm's own
+    return context.second_server(replace(arm, request=request), context.experiment, store, work)
 
 
 PROBE = Probe(wanted=wanted, measure=measure, records=(HandicapRecord,), finding=HandicapsFound, analyse=analyse)

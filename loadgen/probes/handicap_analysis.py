@@ -40,6 +40,8 @@ class HandicapPair(Record, frozen=True, kw_only=True):
     setting: str | None
     """The only setting that the tuned server has; None: the arm itself with all of its settings."""
     loads: tuple[Workload, ...]
+    reason: str | None = None
+    """Why a single setting could not be measured; None where it was."""
 
     @property
     def folder(self) -> str:
@@ -138,14 +140,15 @@ def analyse(facts: Facts) -> HandicapsFound:
     stored, margin = facts.run.record_of(HandicapRecord), facts.run.experiment.equivalence_margin
     if stored is None:
         return HandicapsFound()
-    blocks = {pair.number: summarise_blocks(facts.run.blocks_in(pair.folder, pair.loads)) for pair in stored.probes}
+    measured = [pair for pair in stored.probes if pair.reason is None]
+    blocks = {pair.number: summarise_blocks(facts.run.blocks_in(pair.folder, pair.loads)) for pair in measured}
     settings = {arm.label: arm.settings for arm in stored.arms}
 
     def ratio(pair: HandicapPair, load: str) -> PlainRatio | None:
         return estimate(ratios_of(blocks[pair.number], load))
 
     handicaps = []
-    for pair in stored.probes:
+    for pair in measured:
         for load in pair.loads if pair.setting is None else ():
             whole = ratio(pair, load.name)
             if whole is None:
@@ -153,7 +156,7 @@ def analyse(facts: Facts) -> HandicapsFound:
             slower = whole.slower(margin)
             alone = [
                 (single.setting, part)
-                for single in stored.probes
+                for single in measured
                 if single.label == pair.label
                 and single.setting is not None
                 and (part := ratio(single, load.name)) is not None

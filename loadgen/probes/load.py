@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.experiment.schedule import ScheduledBlock, endless_passes, has_load, load_workloads, schedule
+from loadgen.metrics.barrier import attempt
 from loadgen.metrics.claims import claim, place
 from loadgen.metrics.comparisons import Comparison, PooledRequests, advantage, compare_all
 from loadgen.metrics.facts import Facts
@@ -177,13 +178,16 @@ class Rounds:
             context.restart,
         )
         for pass_number, offered in enumerate(rounds, start=1):
+            if context.faults is not None:
+                self._open = {name: w for name, w in self._open.items() if not context.faults.ends(name)}
             chosen = [blocks for blocks in offered if blocks[0].workload.name in self._open]
             if pass_number > self._least:
                 chosen = self._that_fit(chosen)
             if not chosen:
                 break
             began = monotonic()
-            numbered = enumerate(chain.from_iterable(chosen), len(self._blocks))
+            following = 1 + max((block.record.index for block in self._blocks), default=-1)
+            numbered = enumerate(chain.from_iterable(chosen), following)
             blocks = [replace(block, index=index) for index, block in numbered]
             done = runner.run(blocks, context.forecast, last=False)
             self._blocks += done
@@ -192,18 +196,23 @@ class Rounds:
                 0.0, monotonic() - began - sum(context.forecast.round_s(blocks[0].workload) for blocks in chosen)
             )
             if experiment.is_surface:
-                self._open = self._uncertain() if pass_number >= self._least else self._open
+                self._open = attempt(self._uncertain, self._undecided) if pass_number >= self._least else self._open
                 continue
             if experiment.until_decided:
                 self._requests.add(done)
-                self._close_decided()
+                attempt(self._close_decided, self._undecided)
                 continue
             used = (monotonic() - self._began) / max(self._deadline - self._began, 1e-9)
             # Only after whole passes, in which each arm came equally often in each place.
             if pass_number % len(experiment.arms) == 0 and pass_number >= self._least and used > FOR_ALL:
-                self._open = self._neediest()
+                self._open = attempt(self._neediest, self._undecided)
         runner.idle()
         context.forecast.load_ends_at = None
+
+    def _undecided(self, why: str) -> dict[str, Workload]:
+        """The open workloads stay open where a comparison fails: the time limit ends them."""
+        self._context.progress.now(f"no decision after this round: {why}")
+        return self._open
 
     def _that_fit(self, chosen: list[list[ScheduledBlock]]) -> list[list[ScheduledBlock]]:
         """The rounds that the time allows; until decided all or none, but of a surface as many as there are."""
@@ -240,7 +249,8 @@ class Rounds:
         every = compare_all(self._context.experiment, self._summaries, requests=self._requests.by_block)
         leading = [c for c in every if c.leading and c.baseline == self._context.experiment.baseline.label]
         for name, workload in list(self._open.items()):
-            comparisons = [c for c in leading if c.scenario == name]
+            faults = self._context.faults
+            comparisons = [c for c in leading if c.scenario == name and not (faults and faults.is_out(name, c.arm))]
             if all(c.verdict in DECIDED and c.pairs >= workload.rounds for c in comparisons):
                 del self._open[name]
         standing = [

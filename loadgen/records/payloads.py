@@ -92,6 +92,10 @@ def implied_payload(model: str) -> str:
     return "fp32" if model.startswith(_IMAGE_SOURCES) else "tensors"
 
 
+GUESSED = ", 0 or 1 for "
+"""Behind the kind of generated inputs: of the integers that follow nobody says what the model takes."""
+
+
 def takes_images(model: str) -> bool:
     """Whether a model's name says that it takes images, so that a matrix has all their payloads."""
     return implied_payload(model) not in ("tensors", TOKENS)

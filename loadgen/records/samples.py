@@ -6,8 +6,10 @@ The file is written as `NAME.npy.part` and renamed when the block ends, so a fil
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from struct import Struct
@@ -201,16 +203,20 @@ def find_samples(folder: Path, name: str, dtype: np.dtype[np.void] = SAMPLE_DTYP
     """NAME.npy in a folder that another user may have made, or NAME.npy.part if only that exists, with the number of
     its whole records. Raises `OSError`, `ValueError`."""
     with _open_stored(folder, name) as file:
-        _read_header(file, name, dtype)
-        stored_bytes = os.fstat(file.fileno()).st_size - file.tell()
-    return SampleFile(folder, name, max(stored_bytes, 0) // dtype.itemsize, dtype)
+        counted = _read_header(file, name, dtype)  # 0 in an unfinished file
+        stored = max(os.fstat(file.fileno()).st_size - file.tell(), 0) // dtype.itemsize
+    if stored < counted:
+        raise ValueError(f"{name} was cut short: it holds {stored:,} of {counted:,} records")
+    return SampleFile(folder, name, stored, dtype)
 
 
 def _open_stored(folder: Path, name: str) -> BinaryIO:
     try:
         return open_inside(folder, name)
     except FileNotFoundError:
-        return open_inside(folder, f"{name}.part")
+        with suppress(FileNotFoundError):
+            return open_inside(folder, f"{name}.part")
+        raise FileNotFoundError(f"{name} is missing") from None
 
 
 def _existing(path: Path) -> Path:
@@ -233,16 +239,17 @@ def read_in_parts(file: BinaryIO, name: str) -> Iterator[Samples]:
         yield np.frombuffer(content, dtype=SAMPLE_DTYPE, count=len(content) // SAMPLE_DTYPE.itemsize)
 
 
-def _read_header(file: BinaryIO, name: str, expected: np.dtype[np.void]) -> None:
-    """Raises `ValueError` unless such records follow."""
+def _read_header(file: BinaryIO, name: str, expected: np.dtype[np.void]) -> int:
+    """The number of records by the header. Raises `ValueError` unless such records follow."""
     try:
         np.lib.format.read_magic(file)
-        _, _, dtype = np.lib.format.read_array_header_1_0(file)
-    except (TokenError, SyntaxError) as exc:  # numpy parses the header as Python
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    except (TokenError, SyntaxError, ValueError) as exc:  # numpy parses the header as Python
         raise ValueError(f"{name} has no readable header: {exc}") from exc
     if dtype != expected:
         wanted = "samples" if expected == SAMPLE_DTYPE else f"records of {expected}"
         raise ValueError(f"{name} holds no {wanted} but {dtype}")
+    return int(math.prod(shape))
 
 
 def _header(count: int, dtype: np.dtype[np.void] = SAMPLE_DTYPE) -> bytes:

@@ -45,7 +45,7 @@ def result_document(result: Result) -> doc.Document:
         for make in makers:
             of_probes = (maker for probe in measured for maker in probe.sections.get(title, ()))
             chosen = of_probes if make is PROBES else [make]
-            yield from (section for maker in chosen if (section := maker(result)) is not None)
+            yield from (section for maker in chosen if (section := doc.attempted(maker, result)) is not None)
 
     what = f"{len(others) + 1} arms serving" if several(result) else "A/B of"
     return doc.Document(

@@ -7,13 +7,15 @@ names the formats it appears in, so a section is written once for all of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Flag, auto
 from itertools import chain
 from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
+
+from loadgen.metrics.barrier import attempt
 
 Style = Literal[
     "ok", "failed", "warning", "unknown", "note", "code",
@@ -231,6 +233,18 @@ def section(title: str, *blocks: Block | None, on: Format = ALL, half: bool = Fa
     """A section of the blocks with content, in the formats `on` only; None without such blocks."""
     shown = [block for block in blocks if block is not None and block.on & on and _has_content(block)]
     return Section(title, tuple(replace(block, on=block.on & on) for block in shown), half) if shown else None
+
+
+def attempted(make: Callable[..., Section | None], *arguments: object) -> Section | None:
+    """The section, or a sentence in its place where it cannot be made: the rest of the report is shown."""
+    name = make.__name__.strip("_").replace("_", " ")
+    return attempt(
+        lambda: make(*arguments),
+        lambda why: section(
+            "",
+            Text(f"The section “{name}” could not be made: {why}. Report this as a bug; the rest is whole.", "warning"),
+        ),
+    )
 
 
 def only(document: Document, on: Format) -> Document:

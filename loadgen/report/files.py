@@ -30,22 +30,31 @@ CUT = "\n\nThe summary was cut here: GitHub shows at most 1 MiB per step. The fi
 
 def write_reports(out_dir: Path, result: Result) -> list[Path]:
     """Write report.html, summary.md, result.json and the effective experiment.yaml into `out_dir`; returns their paths,
-    report.html first. An equal result.json of an older version is not replaced. Raises `OSError`."""
+    report.html first. An equal result.json of an older version is not replaced. Raises `OSError`, and the error of a
+    format that failed, after the others are written."""
     settings, sha256 = result.experiment.settings, result.experiment.settings_sha256
     document = result_document(result)
     contents = {
-        "report.html": render_html(document).encode(),
-        "summary.md": render_markdown(document).encode(),
-        FILE_NAME: encode_result(result),
+        "report.html": lambda: render_html(document).encode(),
+        "summary.md": lambda: render_markdown(document).encode(),
+        FILE_NAME: lambda: encode_result(result),
     }
     if settings is not None and sha256 is not None:
-        contents[EXPERIMENT_FILE] = write_content(settings, sha256).encode()
+        contents[EXPERIMENT_FILE] = lambda: write_content(settings, sha256).encode()
     stored = None
     with suppress(StoredRunError):
         stored = read_result(out_dir / FILE_NAME)
+    faults: list[Exception] = []
     for name, content in contents.items():
-        if name != FILE_NAME or stored != result:
-            write_atomically(out_dir / name, content)
+        try:
+            if name != FILE_NAME or stored != result:
+                write_atomically(out_dir / name, content())
+        except OSError:
+            raise
+        except Exception as exc:  # noqa: BLE001 (a format that fails costs itself: the others are written first)
+            faults.append(exc)
+    if faults:
+        raise faults[0]
     return [stored_path(out_dir / name) for name in contents]
 
 

@@ -24,6 +24,7 @@ from rich.text import Text
 from loadgen.documents import one_line
 from loadgen.engine_matrix.analyse import samples_ns
 from loadgen.engine_matrix.records import NO_MODEL, Configuration, Measured, Visit, described
+from loadgen.metrics.barrier import attempt
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import BlockSummary
 from loadgen.quantities import counted, excludes_one, number, per_second
@@ -107,7 +108,7 @@ class RichProgress(MovingLine, RunProgress):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        self._leave_ratios()
+        attempt(self._leave_ratios, lambda _: None)
 
     def plan(self, seconds: float) -> None:
         """Update the estimate of the time left."""

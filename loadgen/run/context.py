@@ -31,7 +31,7 @@ from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm
 from loadgen.run.gpu_recording import GpuRecording
-from loadgen.run.load_runner import LoadRunner
+from loadgen.run.load_runner import ArmFaults, LoadRunner
 from loadgen.run.preparation import READY_SECONDS, Inputs, Prepared, make_deployment
 from loadgen.run.progress import Forecast, RunProgress
 from loadgen.run.storage import RunError, RunStore, StoredBlock
@@ -76,6 +76,8 @@ class RunContext:
         self.records, self.signatures, self.inputs = (), {}, {}
         self.restart = 0
         """The number of this start of the servers, from 0."""
+        self.faults: ArmFaults | None = None
+        """What faults of single arms have cost the load; None in a screening, which leaves out arms as a whole."""
         self.done: list[StoredBlock] = []
         """The run's blocks so far, also of earlier restarts, when their number is not fixed."""
         self.prepared: Prepared | None = None
@@ -124,6 +126,7 @@ class RunContext:
             self.gpu if watched and self.gpu.running else None,
             self.experiment.seed,
             self.answers if arms is None else None,
+            self.faults if arms is None else None,
         )
 
     def start_generator(self, processes: int) -> None:
@@ -216,7 +219,12 @@ def _used(context: RunContext, loads: Sequence[Workload], calibration: Calibrati
     runner, most = context.load_runner(watched=False), 0.0
     for (label, arm), load in product(context.arms.items(), loads):
         context.progress.now(f"{shown(label)}: how fast it is, to choose the load generator's processes")
-        outcome = runner.unstored(f"pilot of arm {label}", label, load)
+        try:
+            outcome = runner.unstored(f"pilot of arm {label}", label, load)
+        except RunError:
+            if runner.faults is None or not runner.generator.alive:
+                raise
+            continue  # the arm's blocks of this load will say why
         share = used_share(outcome, load, context.experiment, calibration, payload=arm.payload, of=processes)
         most = max(most, share)
     return most

@@ -20,7 +20,8 @@ from loadgen.experiment.schedule import (
     schedule_seed,
     warm_up_users,
 )
-from loadgen.metrics.summaries import summarise_blocks
+from loadgen.metrics.barrier import attempt
+from loadgen.metrics.summaries import sound, summarise_blocks
 from loadgen.records.run import BlockRecord, Label, Record, StageTotals, Workload, shown
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm, Snapshot
@@ -28,7 +29,15 @@ from loadgen.run.gpu_recording import GpuRecording
 from loadgen.run.machine import utc_now
 from loadgen.run.machine_watch import machine_load, read_processors, server_processes
 from loadgen.run.progress import Forecast, RunProgress
-from loadgen.run.storage import RunError, RunStore, StorageError, StoredBlock, read_block, storage_sentence
+from loadgen.run.storage import (
+    RunError,
+    RunStore,
+    StorageError,
+    StoredBlock,
+    read_block,
+    storage_sentence,
+    store_empty,
+)
 
 GAP_EVERY_SECONDS = 90.0
 """Interval between measurements of the idle GPU; each takes six seconds."""
@@ -39,9 +48,64 @@ WARM_UP_SECONDS = 1.0
 MOST_CROWDING = 4.0
 """More users make an answer at most so many times slower in the estimate of a load: with one answer so slow that it
 outlasts all time left, the three answers of a block on each arm in two rounds would not fit either."""
+MOST_IN_A_ROW = 3
+"""Workloads in a row in which an arm may fail before it is measured no more."""
 _SETTLED_SECONDS = 0.5
 _NS_PER_S = 1e9
 R = TypeVar("R", bound=Record)
+
+
+class ArmFaults:
+    """What a fault of one arm costs: that arm in that workload, and after `MOST_IN_A_ROW` workloads in a row, or when
+    its server has ended, the arm. A workload goes on as long as two arms are left in it, after whole rounds only."""
+
+    def __init__(self, labels: Sequence[Label], workloads: Sequence[Workload]) -> None:
+        """`workloads` are those that have a load."""
+        self._left = {workload.name: list(labels) for workload in workloads}
+        """The arms that are left in each workload."""
+        self._expected: dict[tuple[str, Label], str] = {}
+        self._last_rounds: dict[str, int] = {}
+        """The last round of a workload that has too few arms left."""
+        self._in_a_row: dict[Label, list[str]] = {}
+
+    def expect(self, workload: str, label: Label, why: str) -> None:
+        """The arm has failed in the workload's warm-up, so that its first block will not be measured."""
+        self._expected[workload, label] = why
+
+    def expected(self, block: ScheduledBlock) -> str | None:
+        """Why a block will not be measured."""
+        return self._expected.get((block.workload.name, block.label))
+
+    def excludes(self, block: ScheduledBlock) -> bool:
+        """Whether a block is not run because of an earlier fault."""
+        left = self._left.get(block.workload.name, [block.label])
+        is_over = block.round > self._last_rounds.get(block.workload.name, block.round)
+        return is_over or block.label not in left
+
+    def ends(self, workload: str) -> bool:
+        """Whether a workload gets no further round."""
+        return workload in self._last_rounds
+
+    def is_out(self, workload: str, label: Label) -> bool:
+        """Whether an arm is not measured in a workload any more."""
+        return label not in self._left.get(workload, (label,))
+
+    def measured(self, label: Label) -> None:
+        """The arm has completed a block."""
+        self._in_a_row.pop(label, None)
+
+    def add(self, block: ScheduledBlock, why: str, *, ended: bool) -> None:
+        """A block failed; `ended`: and so did the arm's server. Raises `RunError` where nothing is left to compare."""
+        row = self._in_a_row.setdefault(block.label, [])
+        row.append(block.workload.name)
+        gone = ended or len(row) >= MOST_IN_A_ROW
+        for name, labels in self._left.items():
+            if block.label in labels and (gone or name == block.workload.name):
+                labels.remove(block.label)
+                if len(labels) < 2:
+                    self._last_rounds.setdefault(name, block.round)
+        if all(map(self.ends, self._left)):
+            raise RunError(why, block.label)
 
 
 @dataclass
@@ -58,6 +122,8 @@ class LoadRunner:
     """The experiment's seed, which determines the schedules of open loops."""
     answers: AnswersUnderLoad | None = None
     """Keeps some answers of all load."""
+    faults: ArmFaults | None = None
+    """What faults of single arms have cost so far; without it the first fault ends the load."""
 
     @cached_property
     def servers(self) -> tuple[int, ...] | None:
@@ -71,11 +137,12 @@ class LoadRunner:
 
         Returns by workload and arm how many seconds a request takes. A load of a language model whose first answers
         alone would last beyond `until_s`, by `time.monotonic` and what the arm has shown so far, is not run and has
-        that estimate. Raises `RunError`.
+        that estimate, and so has one in which this arm failed. Raises `RunError` if an arm failed in every load.
         """
         took: dict[tuple[RequestShape, int], dict[Label, float]] = {}
         shapes = {(request_shape(workload), warm_up_users(workload)): workload for workload in workloads}
         for label in self.arms:
+            failed: dict[tuple[RequestShape, int], RunError] = {}
             before: tuple[RequestShape, int, float] | None = None
             for (shape, users), workload in sorted(shapes.items(), key=lambda entry: _size(*entry[0])):
                 if until_s is not None and before is not None and workload.is_streamed:
@@ -88,11 +155,36 @@ class LoadRunner:
                 load = closed_loop(users, requests, max_seconds=60.0, of=workload)
                 if workload.is_streamed:  # one answer per user of a slow server may take longer than all the others
                     load = closed_loop(users, users, seconds=WARM_UP_SECONDS, max_seconds=60.0, of=workload)
-                outcome = self.unstored(f"warm-up of arm {label}", label, load)
+                try:
+                    outcome = self.unstored(f"warm-up of arm {label}", label, load)
+                except RunError as exc:
+                    if self.faults is None or not self.generator.alive:
+                        raise
+                    failed[shape, users] = exc
+                    continue
                 request_s = users / (outcome.requests_per_s or math.inf)
                 before = shape, users, request_s
                 took.setdefault((shape, users), {})[label] = request_s
+            self._expect(failed, label, workloads, took)
         return {workload.name: took[request_shape(workload), warm_up_users(workload)] for workload in workloads}
+
+    def _expect(
+        self,
+        failed: Mapping[tuple[RequestShape, int], RunError],
+        label: Label,
+        workloads: Sequence[Workload],
+        took: dict[tuple[RequestShape, int], dict[Label, float]],
+    ) -> None:
+        """Leave an arm out of the workloads whose load it failed in; for planning, it is as slow there as the slowest
+        load. Raises `RunError` if those are all of its loads."""
+        slowest = max((seconds for arms in took.values() for seconds in arms.values()), default=0.0)
+        for workload in workloads:
+            key = request_shape(workload), warm_up_users(workload)
+            if key in failed and self.faults is not None:
+                self.faults.expect(workload.name, label, str(failed[key]))
+                took.setdefault(key, {})[label] = slowest
+        if failed and not any(label in arms for key, arms in took.items() if key not in failed):
+            raise next(iter(failed.values()))
 
     def unstored(self, title: str, label: Label, load: Workload) -> BlockOutcome:
         """Run a load on one arm without storing samples; `title` is for messages. Raises `RunError`."""
@@ -118,6 +210,9 @@ class LoadRunner:
         of = "" if planned is None else f" of {planned}"
         done = []
         for block in blocks:
+            if self.faults is not None and self.faults.excludes(block):
+                forecast.leave_out(block)
+                continue
             if block.round != current_round and self._gap_due():
                 self.idle()
             current_round = block.round
@@ -125,10 +220,10 @@ class LoadRunner:
             started = monotonic()
             record = self.measure(block)
             forecast.block_took(block, monotonic() - started)
-            stored = read_block(self.store.directory, record, {block.workload.name: block.workload})
+            stored = sound(read_block(self.store.directory, record, {block.workload.name: block.workload}))
             done.append(stored)
             self.progress.block_done(record, summarise_blocks([stored])[0])
-            self.progress.plan(forecast.remaining_s())
+            self.progress.plan(attempt(forecast.remaining_s, lambda _: 0.0))
         if last:
             self.idle()
         return done
@@ -149,6 +244,8 @@ class LoadRunner:
         """Load one arm. `number` decides which answers are kept, of the runner's arms; `name` is for messages.
         `readings` begin when all users are connected; after Ctrl-C, which is raised, their record of the unfinished
         load is stored. Raises `RunError`; a load that was cut short is returned."""
+        if self.faults is not None and (why := self.faults.expected(entry)) is not None:
+            raise RunError(why, entry.label)
         answers = self.answers if self.arms.get(entry.label) is arm else None
         if answers is not None:
             command = answers.keeping(command, entry.workload, number)
@@ -201,18 +298,41 @@ class LoadRunner:
             raise RunError(f"{title}: {exc}{arm.failure_message()}", arm.request.label) from exc
 
     def measure(self, block: ScheduledBlock) -> BlockRecord:
-        """Run and store one block, with readings of the server, the machine and the GPU. Raises as `run` does."""
+        """Run and store one block, with readings of the server, the machine and the GPU. One that its arm's fault kept
+        from starting, or cut short, is stored as incomplete, with the reason. Raises as `run` does."""
         arm, workload = self.arms[block.label], block.workload
         path = self.store.samples_path(block.index)
         arrivals_seed = schedule_seed(self.seed, workload.name, block.round)
         command = arm.load(workload, path, turn=block.round, arrivals_seed=arrivals_seed)
         readings = _Readings(block, arm, self.servers, self.gpu)
-        outcome = self.load(arm, block, command, block.index, "block", readings)
+        try:
+            outcome = self.load(arm, block, command, block.index, "block", readings)
+        except RunError as exc:
+            if self.faults is None or not self.generator.alive:
+                raise
+            record = readings.record(_not_run(str(exc), arm))
+            store_empty(path, record)
+            self.store.block(record)
+            self._fault(self.faults, block, exc)
+            return record
         readings.end(outcome)
         record = readings.record(outcome)
         self.store.block(record)
-        self.require_whole(arm, block, outcome, path, outcome.cut_reason)
+        try:
+            self.require_whole(arm, block, outcome, path, outcome.cut_reason)
+        except RunError as exc:
+            if self.faults is None or not self.generator.alive:
+                raise
+            self._fault(self.faults, block, exc)
+        else:
+            if self.faults is not None:
+                self.faults.measured(block.label)
         return record
+
+    def _fault(self, faults: ArmFaults, block: ScheduledBlock, fault: RunError) -> None:
+        """Go on without an arm in a workload, or without the arm. Raises `RunError` if nothing is left to compare."""
+        faults.add(block, str(fault), ended=self.arms[block.label].deployment.failure() is not None)
+        self.progress.arm_left_out(block.label, str(fault))
 
 
 class _Readings:
@@ -229,6 +349,7 @@ class _Readings:
         self._gpu = gpu
         self._at_end: dict[str, Any] = {"server_cpu_ns": None, "stages": None, "machine": None}
         """Fields of the record."""
+        self._started_at = utc_now()
         self._clock_step_s = 0.0
         """How far the wall clock was set during the block."""
 
@@ -292,6 +413,15 @@ class _Readings:
             note=note,
             **self._at_end,
         )
+
+
+def _not_run(why: str, arm: Arm) -> BlockOutcome:
+    """The outcome of a block that did not begin."""
+    now_ns = perf_counter_ns()
+    return BlockOutcome(
+        window_start_ns=now_ns, window_end_ns=now_ns, requests=0, errors=0, error_messages=(), cpu_ns=0, reconnects=0,
+        cut_reason=why, storage_error=None, transport=arm.transport,
+    )  # fmt: skip
 
 
 def _title(entry: ScheduledBlock) -> str:

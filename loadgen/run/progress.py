@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from time import monotonic
+from typing import Any
 
 import msgspec
 
 from loadgen.experiment.plan import PRESETS
 from loadgen.experiment.schedule import ScheduledBlock, block_seconds, load_workloads
+from loadgen.metrics.barrier import attempt
 from loadgen.metrics.comparisons import PairedMetric, estimate_pairs, pair_metrics, seen_correlations
 from loadgen.metrics.registry import leading_metric
 from loadgen.metrics.summaries import BlockSummary
@@ -59,6 +62,19 @@ class RunProgress:
 
     def block_done(self, record: BlockRecord, summary: BlockSummary) -> None:
         """One block is stored; `summary` is computed from its samples."""
+
+
+class Unfailing(RunProgress):
+    """Passes every call on, and whatever it raises costs that call only: nothing that is shown ends a run."""
+
+    def __init__(self, listener: RunProgress) -> None:
+        self._listener = listener
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        call = getattr(self._listener, name)
+        return lambda *arguments: attempt(partial(call, *arguments), lambda _: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +197,11 @@ class Forecast:
     def block_took(self, block: ScheduledBlock, seconds: float) -> None:
         """One block is done."""
         self._took.setdefault((block.workload.name, block.label), []).append(seconds)
+        if block in self.blocks:
+            self.blocks.remove(block)
+
+    def leave_out(self, block: ScheduledBlock) -> None:
+        """One block will not be run."""
         if block in self.blocks:
             self.blocks.remove(block)
 

@@ -47,6 +47,7 @@ from loadgen.run.context import OBSTACLES, RunContext, size_generator
 from loadgen.run.gpu_recording import SAMPLER
 from loadgen.run.interruption import interruptible, uninterrupted
 from loadgen.run.language import describe_prompts, model_info, prompt_plan
+from loadgen.run.load_runner import ArmFaults
 from loadgen.run.machine import own_calibration, read_environment, utc_now
 from loadgen.run.noise_floor import own_floors
 from loadgen.run.preparation import (
@@ -59,9 +60,9 @@ from loadgen.run.preparation import (
     model_name,
     prepare_inputs,
 )
-from loadgen.run.progress import RunProgress
+from loadgen.run.progress import RunProgress, Unfailing
 from loadgen.run.storage import RunError, RunStore, StorageError, running
-from loadgen.run.token_answers import ProbePrompts, TokenAnswers, equal_answers
+from loadgen.run.token_answers import ProbePrompts, TokenAnswers, agreement, equal_answers
 from loadgen.stats.agreement import Tolerance, tolerance_of
 
 ANSWERS_OF_SMOKE = 16
@@ -103,7 +104,7 @@ def run_experiment(
     """
     store = RunStore(out_dir)
     store.write(experiment)
-    context = RunContext(experiment, store, progress, abserve, sampler)
+    context = RunContext(experiment, store, Unfailing(progress), abserve, sampler)
     context.prepared = prepared
     error: str | None = None
     failed_arm: Label | None = None
@@ -122,11 +123,11 @@ def run_experiment(
             failed_arm = exc.arm if isinstance(exc, RunError) else None
         except BaseException as exc:
             with suppress(StorageError):
-                store.write(RunState(state="failed", phase=context.phase, error=repr(exc), finished_at=utc_now()))
+                store.write_last(RunState(state="failed", phase=context.phase, error=repr(exc), finished_at=utc_now()))
             raise
         state = RunState(state=ended, phase=context.phase, error=error, failed_arm=failed_arm, finished_at=utc_now())
-        with suppress(StorageError), uninterrupted():  # on a full disk the state stays "running", without a process
-            store.write(state)
+        with suppress(StorageError), uninterrupted():  # else the state stays "running", without a process
+            store.write_last(state)
     return state
 
 
@@ -225,7 +226,7 @@ def _probe_answers(context: RunContext, plan: PromptPlan, tolerance: Tolerance) 
     answers = context.answers
     assert isinstance(answers, TokenAnswers)
     answers.restart = context.restart
-    prompts, probed = ProbePrompts.of(plan), []
+    prompts, probed = ProbePrompts.of(plan, is_short=context.experiment.screening), []
     for label, arm in tuple(context.arms.items()):
         told = _unless_left_out(context, label, partial(prompts.ask, label, arm, context.restart))
         if told is not None:
@@ -233,6 +234,9 @@ def _probe_answers(context: RunContext, plan: PromptPlan, tolerance: Tolerance) 
             answers.beginnings += told[1]
     answers.prompted += probed
     context.progress.now(equal_answers(probed, tuple(context.arms)))
+    for (_, label, _), (firsts, equal) in agreement(answers.beginnings, context.experiment).items():
+        if firsts and not equal:
+            context.progress.now(f"none of {firsts} answers of {shown(label)} begins as the baseline's: another model?")
 
 
 def _make_work_folder(context: RunContext) -> None:
@@ -260,6 +264,8 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
     if first:
         context.start_generator(max(1, context.experiment.processes))
     workloads = load_workloads(context.experiment.workloads)
+    if first and not context.experiment.screening:
+        context.faults = ArmFaults(context.experiment.labels, workloads)
     batch_sizes = [workload.batch_size for workload in workloads] or [1]
     if first:
         context.prepare_bodies(batch_sizes)
@@ -298,6 +304,7 @@ def _warm_up(
     took: dict[str, dict[Label, float]] = {workload.name: {} for workload in workloads}
     for label, arm in tuple(context.arms.items()):
         runner = context.load_runner({label: arm})
+        runner.faults = context.faults
         each = 1 if context.experiment.screening else 2
         warm_up = partial(runner.warm_up, workloads, until_s, each=each)
         for name, of_arm in (_unless_left_out(context, label, warm_up) or {}).items():

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO, TypeVar, cast
 
 import msgspec
+import numpy as np
 
 from loadgen.documents import DocumentError, list_inside, open_inside, read_inside, read_record, write_atomically
 from loadgen.headers import HIDDEN, HeaderValue, secrets_in
@@ -33,12 +34,23 @@ from loadgen.records.run import (
     RunState,
     Workload,
 )
-from loadgen.records.samples import SampleFile, Samples, find_samples
-from loadgen.records.tokens import ANSWER_DTYPE, EVENT_DTYPE, answers_name, events_name, is_beside_samples
+from loadgen.records.samples import SampleFile, Samples, find_samples, store_samples
+from loadgen.records.tokens import (
+    ANSWER_DTYPE,
+    EVENT_DTYPE,
+    TokenRows,
+    answers_name,
+    events_name,
+    is_beside_samples,
+    store_tokens,
+)
 
 LOCK_NAME = ".running"
 _ADDED = "workloads.json"
+_BLOCK_BYTES = 4096
+"""What the smallest file has on the disk."""
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 
 
 class StorageError(Exception):
@@ -79,6 +91,21 @@ class RunStore:
         if isinstance(record, Experiment):
             self._secrets = secrets_in(value for arm in record.arms for value in arm.access.header.values())
         self._write(record.FILE, record)
+
+    def write_last(self, state: RunState) -> None:
+        """Write how the run ended. On a full disk it replaces the last state in its own place on the disk, which takes
+        no room. Raises `StorageError`."""
+        try:
+            self.write(state)
+        except StorageError:
+            content = _encoded(state, self._secrets)
+            if len(content) > _BLOCK_BYTES:
+                raise
+            with suppress(OSError), (self.directory / state.FILE).open("r+b") as file:
+                file.write(content)
+                file.truncate()
+                return
+            raise
 
     def write_all(self, kind: type[Record], records: Sequence[Record]) -> None:
         """Write all records so far of a kind that shares a file."""
@@ -129,13 +156,18 @@ class RunStore:
 
 def write_record(path: Path, record: object, secrets: Sequence[str] = ()) -> None:
     """Write a record as indented JSON, without the secrets. Raises `StorageError`."""
+    try:
+        write_atomically(path, _encoded(record, secrets))
+    except OSError as exc:
+        raise StorageError(storage_sentence(path, exc.strerror or str(exc))) from exc
+
+
+def _encoded(record: object, secrets: Sequence[str] = ()) -> bytes:
+    """A record as indented JSON, without the secrets."""
     content = msgspec.json.format(msgspec.json.encode(record, enc_hook=_text), indent=1) + b"\n"
     for secret in secrets:
         content = content.replace(msgspec.json.encode(secret)[1:-1], HIDDEN.encode())
-    try:
-        write_atomically(path, content)
-    except OSError as exc:
-        raise StorageError(storage_sentence(path, exc.strerror or str(exc))) from exc
+    return content
 
 
 def _text(value: object) -> str:
@@ -228,6 +260,8 @@ class StoredRun:
     """Noise floors of the machine, as known when the run began."""
     records: dict[type[Record], tuple[Record, ...] | None] = field(default_factory=dict)
     """The probes' records that have been read, by type; None: there is no file of them."""
+    problems: tuple[str, ...] = ()
+    """The files of the run that cannot be read, each with the reason; the rest of the run is read all the same."""
 
     @property
     def workloads(self) -> tuple[Workload, ...]:
@@ -264,27 +298,52 @@ class StoredRun:
 
 
 def read_run(directory: Path) -> StoredRun:
-    """Read DIR. Raises `StoredRunError` if it holds no run or a record is unreadable."""
+    """Read DIR. A record that cannot be read is missing, see `StoredRun.problems`. Raises `StoredRunError` if there is
+    no experiment to read."""
     experiment = read_one(directory, Experiment)
     if experiment is None:
         raise StoredRunError(
             f"{directory} holds no run: experiment.json is missing; give the directory that `abserve compare` wrote to"
         )
-    added = cast("tuple[Workload, ...]", _read(directory, _ADDED, tuple[Workload, ...]) or ())
-    blocks = _read_blocks(directory, ".", experiment.workloads + added)
+    problems: list[str] = []
+
+    def readable(read: Callable[..., T | None], *arguments: object) -> T | None:
+        try:
+            return read(directory, *arguments)
+        except StoredRunError as exc:
+            problems.append(str(exc))
+            return None
+
+    added = cast("tuple[Workload, ...]", readable(_read, _ADDED, tuple[Workload, ...]) or ())
+    named = {workload.name: workload for workload in experiment.workloads + added}
+    names = [name for name in readable(_files, "blocks") or () if name.endswith(".json")]
+    records = [record for name in names if (record := readable(_read, name, BlockRecord)) is not None]
+    ran = sorted(cast("list[BlockRecord]", records), key=lambda record: record.index)
+    blocks = tuple(block for record in ran if (block := readable(read_block, record, named)) is not None)
+    environment, arms = readable(read_one, Environment), readable(_read_all, ArmRecord)
+    strangers = {record.label for record in (*ran, *(arms or ()))} - {*experiment.labels, *experiment.failed_arms}
+    if strangers:
+        problems.append(
+            f"{directory} has records of arms that its experiment does not have: {', '.join(sorted(strangers))}"
+        )
+    state = readable(read_one, RunState)
+    if state is not None and state.state == "finished" and not problems:
+        written = {Environment.FILE: environment, ArmRecord.FILE: arms}
+        problems += [f"{directory / name} is missing" for name, record in written.items() if record is None]
     return StoredRun(
         directory=directory,
         experiment=experiment,
-        environment=read_one(directory, Environment),
-        arms=_read_all(directory, ArmRecord) or (),
-        parity=read_one(directory, ParityRecord),
+        environment=environment,
+        arms=arms or (),
+        parity=readable(read_one, ParityRecord),
         blocks=blocks,
-        partial_blocks=_read_partial(directory, {block.record.samples for block in blocks}),
-        state=read_one(directory, RunState),
+        partial_blocks=readable(_read_partial, {block.record.samples for block in blocks}) or {},
+        state=state,
         running=is_running(directory),
-        calibration=read_one(directory, Calibration),
+        calibration=readable(read_one, Calibration),
         added_workloads=added,
-        noise_floors=_read_all(directory, NoiseFloor) or (),
+        noise_floors=readable(_read_all, NoiseFloor) or (),
+        problems=tuple(problems),
     )
 
 
@@ -338,13 +397,14 @@ def read_block(
     workload = workloads[record.workload]
     events: SampleFile | None = None
     answers: SampleFile | None = None
+    samples = record.samples if folder == "." else f"{folder}/{record.samples}"
     try:
-        file = find_samples(directory, f"{folder}/{record.samples}")
+        file = find_samples(directory, samples)
         stored = file.at_most(max(0, record.requests) + 1)
         if record.streamed:
-            events = find_samples(directory, f"{folder}/{events_name(record.samples)}", EVENT_DTYPE)
+            events = find_samples(directory, events_name(samples), EVENT_DTYPE)
             events = events.at_most(events.count)
-            answers = find_samples(directory, f"{folder}/{answers_name(record.samples)}", ANSWER_DTYPE)
+            answers = find_samples(directory, answers_name(samples), ANSWER_DTYPE)
             answers = answers.at_most(max(0, record.requests) + 1)
     except (OSError, ValueError) as exc:
         return StoredBlock(record, workload, None, f"samples of block {record.index}: {exc}")
@@ -354,6 +414,16 @@ def read_block(
     elif answers is not None and answers.count != record.requests:
         problem = f"block {record.index} counted {record.requests} requests, {answers.count} answers are described"
     return StoredBlock(record, workload, stored, problem, events, answers)
+
+
+def store_empty(samples: Path, record: BlockRecord) -> None:
+    """Write the files of a block in which nothing was sent. Raises `StorageError`."""
+    try:
+        store_samples(samples, ())
+        if record.streamed:
+            store_tokens(samples, TokenRows(np.empty(0, EVENT_DTYPE), np.empty(0, ANSWER_DTYPE)))
+    except OSError as exc:
+        raise StorageError(storage_sentence(samples, exc.strerror or str(exc))) from exc
 
 
 def _read_partial(directory: Path, complete: set[str]) -> dict[str, int]:

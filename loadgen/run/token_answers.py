@@ -317,10 +317,16 @@ class ProbePrompts:
     """Those of whose answers only the beginning matters."""
 
     @classmethod
-    def of(cls, plan: PromptPlan) -> Self:
+    def of(cls, plan: PromptPlan, *, is_short: bool) -> Self:
+        """New prompts; without the short ones if `is_short`, as in a screening, whose time is dear."""
         shape = min(plan.shapes, key=lambda shape: shape.prompt_tokens)
         whole = PromptShape(shape.prompt_tokens, min(shape.output_tokens, PROBE_TOKENS), shape.shared_prefix)
-        return cls(plan, whole, probe_prompts(plan, whole, PROBE_PROMPTS), probe_prompts(plan, SETTLING, FIRST_PROMPTS))
+        return cls(
+            plan,
+            whole,
+            probe_prompts(plan, whole, PROBE_PROMPTS),
+            probe_prompts(plan, SETTLING, 0 if is_short else FIRST_PROMPTS),
+        )
 
     def ask(self, label: Label, arm: Arm, restart: int) -> tuple[list[PromptedAnswer], list[AnswerBeginning]]:
         """Send them to an arm, one at a time. Raises `RunError` for an arm that does not answer them as asked; of the

@@ -12,6 +12,7 @@ another start of the servers would change is not in it; see `loadgen.tune.search
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ from loadgen.tune.records import ANCHOR, OverLimit, Score
 from loadgen.tune.search import Z95
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.checks.registry import fault_of, invalidating
+from loadgen.verdict.checks.run import repeated_requests
+from loadgen.verdict.checks.tokens import cached_prompts
 from loadgen.verdict.result import Result, analyse_run, readable
 
 LEAST_ERROR = 1e-4
@@ -51,6 +54,8 @@ _MOST_WORDS = 600
 _TOLERATED = ("unfair configuration", "overloaded load generator")
 """Faults that keep a choice from nothing: contenders differ on purpose, and a busy generator limits the fast ones
 alike. The final comparison has both checks again."""
+_CACHES = (repeated_requests.name, cached_prompts.name)
+"""Checks of the first of these faults that no contender may fail on purpose."""
 
 
 def screen(
@@ -83,11 +88,12 @@ class Judged:
 
 
 def judge(run: StoredRun, result: Result, settings: TuneSettings, *, anyway: bool = False) -> Judged:
-    """Who is out, why the run counts for nothing, or else the scores. `anyway`: a busy machine does not matter."""
+    """Who is out, why the run counts for nothing, or else the scores, also of an interrupted run: by its whole rounds.
+    `anyway`: a busy machine does not matter."""
     out = {label: sentence(one_line(why, _MOST_WORDS)) for label, why in run.experiment.failed_arms.items()}
     problem: str | None = None
-    state = run.state
-    if state is None or state.state != "finished":
+    state, whole = run.state, run.state is not None and run.state.state == "finished"
+    if state is None or state.state not in ("finished", "interrupted"):
         why = "the run did not finish" if state is None or state.error is None else state.error
         failed = None if state is None else state.failed_arm
         if failed is not None and failed != ANCHOR:
@@ -95,8 +101,10 @@ def judge(run: StoredRun, result: Result, settings: TuneSettings, *, anyway: boo
         return Judged((), out, sentence(one_line(why, _MOST_WORDS)))
     for check in invalidating(result.checks):
         fault, contenders = fault_of(check), set(check.arms) - {ANCHOR}
-        if fault in _TOLERATED or (anyway and fault == "busy machine"):
+        if (fault in _TOLERATED and check.name not in _CACHES) or (anyway and fault == "busy machine"):
             continue
+        if not whole and (fault == "incomplete run" or check.ok is None):
+            continue  # what it did not get to, the finalists' runs and the final judge
         if contenders and ANCHOR not in check.arms:
             out |= {label: sentence(one_line(check.detail, _MOST_WORDS)) for label in contenders if label not in out}
         else:
@@ -104,7 +112,7 @@ def judge(run: StoredRun, result: Result, settings: TuneSettings, *, anyway: boo
     if problem is not None:
         return Judged((), out, problem)
     scores = score_run(run, result, settings)
-    if scores:  # so the anchor was measured, and these were not
+    if scores and whole:  # so the anchor was measured, and these were not
         known = {score.contender for score in scores} | {*out}
         out |= {label: TOO_SLOW for label in run.experiment.labels if label not in known}
     anchor = next((score for score in scores if score.contender == ANCHOR), None)
@@ -123,9 +131,11 @@ def load_seconds(run: StoredRun) -> float:
 def score_run(run: StoredRun, result: Result, settings: TuneSettings) -> tuple[Score, ...]:
     """The score of the anchor and of every contender that has been measured in every round, by the goal. None of them
     without two rounds of anchor and contender."""
-    scores = next(
-        (found for metric in goal_metrics(settings) if (found := _by_blocks(result.blocks, metric, ANCHOR))), {}
-    )
+    blocks = result.blocks
+    if run.state is not None and run.state.state == "interrupted":  # perhaps in the midst of a round
+        count = Counter(block.round for block in blocks if block.complete)
+        blocks = tuple(block for block in blocks if count[block.round] == max(count.values()))
+    scores = next((found for metric in goal_metrics(settings) if (found := _by_blocks(blocks, metric, ANCHOR))), {})
     workload = next((workload.name for workload in run.experiment.workloads), "")
     if settings.aim == "energy":
         scores = _by_energy(scores, result.of(GpuFound), workload)

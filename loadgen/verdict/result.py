@@ -7,32 +7,36 @@ raises the schema's number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
 from loadgen.documents import FINAL, DocumentError, kind_of, one_line, read_record, read_stored, stored_path
+from loadgen.metrics.barrier import attempt
 from loadgen.metrics.breakdown import LatencyBreakdown, break_down
 from loadgen.metrics.comparisons import Comparison, PooledRequests, compare_all, invalidate
 from loadgen.metrics.facts import Facts
-from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, summarise_blocks, summarise_workload
+from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, sound, summarise_blocks, summarise_workload
 from loadgen.probes.registry import finding_types, probes
 from loadgen.records.machine import NoiseFloor
-from loadgen.records.run import ArmRecord, Environment, Experiment, Found, Label, ParityRecord, Record, RunState
+from loadgen.records.run import ArmRecord, Environment, Experiment, Found, Label, ParityRecord, Record, RunState, shown
 from loadgen.run.storage import StoredRun, StoredRunError, read_run
 from loadgen.stats.ratios import has_log
 from loadgen.verdict.checks.registry import Check, make_checks, reason_against
+from loadgen.verdict.checks.run import COMPARISONS, VERDICT, analysed
 from loadgen.verdict.headline import headline
 from loadgen.verdict.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
 from loadgen.verdict.thresholds import ThresholdOutcome, judge_thresholds
-from loadgen.verdict.verdict import Stopping, Verdict, describe_stopping, reach_verdict
+from loadgen.verdict.verdict import Stopping, Verdict, describe_stopping, no_verdict, reach_verdict
 
 FILE_NAME = "result.json"
 F = TypeVar("F", bound=Found)
+T = TypeVar("T")
 
 
 class Result(Record, frozen=True, kw_only=True):
@@ -150,18 +154,34 @@ CONTRADICTIONS = (
 def analyse(out_dir: Path) -> Result:
     """The result of the run in `out_dir`, also if it was interrupted or killed.
 
-    Raises `StoredRunError` if there is no run or a record is unreadable.
+    Raises `StoredRunError` if there is no experiment to read.
     """
     return analyse_run(read_run(out_dir))
 
 
 def analyse_run(run: StoredRun) -> Result:
-    """Analyse records that were already read."""
+    """Analyse records that were already read. A step that fails costs itself, and a check says so."""
+    run = replace(run, blocks=tuple(map(sound, run.blocks)))
     labels, pairings = run.experiment.labels, run.experiment.pairings
     loads = [workload for workload in run.experiment.workloads if workload.has_blocks]
+    failures: dict[str, str] = {}
+
+    def step(name: str, compute: Callable[[], T], otherwise: T) -> T:
+        def failed(why: str) -> T:
+            failures[name] = why
+            return otherwise
+
+        return attempt(compute, failed)
+
     blocks = summarise_blocks(run.blocks)
     summaries = tuple(
-        summarise_workload(workload.name, label, run.blocks, blocks) for workload in loads for label in labels
+        step(
+            f"figures of {shown(label)} in {workload.name}",
+            partial(summarise_workload, workload.name, label, run.blocks, blocks),
+            summarise_workload(workload.name, label, (), ()),
+        )
+        for workload in loads
+        for label in labels
     )
     complete = [block for block, summary in zip(run.blocks, blocks, strict=True) if summary.complete]
     # No stages of a streamed answer: the client reads it from its first token to its last.
@@ -169,31 +189,55 @@ def analyse_run(run: StoredRun) -> Result:
         breakdown
         for workload in loads
         if not workload.is_streamed
-        for breakdown in break_down(
-            workload.name, [block for block in complete if block.record.workload == workload.name], pairings
+        for breakdown in step(
+            f"latency breakdown of {workload.name}",
+            partial(
+                break_down,
+                workload.name,
+                [block for block in complete if block.record.workload == workload.name],
+                pairings,
+            ),
+            (),
         )
     )
-    facts = Facts(run, blocks, summaries, breakdowns)
-    findings = {probe.finding.STUDY: probe.analyse(facts) for probe in probes() if probe.finding and probe.analyse}
+    facts = Facts(run, blocks, summaries, breakdowns, failures=failures)
+    measured = {probe.finding.STUDY: probe for probe in probes() if probe.finding is not None}
+    empty = {name: probe.finding() for name, probe in measured.items() if probe.finding is not None}
+    findings = {
+        name: step(name, partial(probe.analyse, facts), empty[name])
+        for name, probe in measured.items()
+        if probe.analyse is not None
+    }
     facts = replace(facts, findings=findings)
-    requests = PooledRequests(run.blocks).by_block
-    drafts = compare_all(run.experiment, blocks, facts.figures, requests, facts.item)
-    stopping = describe_stopping(run.experiment, run.state, drafts)
+    drafts = step(
+        COMPARISONS,
+        lambda: compare_all(run.experiment, blocks, facts.figures, PooledRequests(run.blocks).by_block, facts.item),
+        (),
+    )
+    stopping = step(
+        "account of when the run stopped", partial(describe_stopping, run.experiment, run.state, drafts), None
+    )
     if not is_self_comparison(run.experiment):
         floors = floors_by_arm(run.experiment, run.arms, run.noise_floors)
         drafts = apply_floor(drafts, floors, run.experiment.equivalence_margin)
     facts = replace(facts, comparisons=drafts)
-    checks = make_checks(facts)
+    checks, before = make_checks(facts), len(failures)
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
     facts = replace(facts, comparisons=comparisons)
     concluded = {
-        probe.finding.STUDY: probe.conclude(findings[probe.finding.STUDY], facts)
-        for probe in probes()
-        if probe.finding and probe.conclude
+        name: step(name, partial(probe.conclude, findings[name], facts), empty[name])
+        for name, probe in measured.items()
+        if probe.conclude is not None
     }
     facts = replace(facts, findings=findings | concluded)
-    verdict = reach_verdict(facts, titles_of(run.experiment, run.arms), checks)
-    if run.experiment.until_decided:
+    floor = partial(floor_sentence, run.noise_floors, comparisons, run.experiment, run.arms)
+    noise_floor_sentence = step("sentence about the noise floor", floor, "")
+    titles = titles_of(run.experiment, run.arms)
+    verdict = step(VERDICT, partial(reach_verdict, facts, titles, checks), None)
+    if len(failures) > before:
+        checks = (*(check for check in checks if check.name != analysed.name), *analysed.checks(facts))
+    verdict = no_verdict(checks) if verdict is None else verdict
+    if run.experiment.until_decided and stopping is not None:
         verdict = msgspec.structs.replace(verdict, caveats=(*verdict.caveats, stopping.sentence))
     return Result(
         valid=verdict.valid,
@@ -211,7 +255,7 @@ def analyse_run(run: StoredRun) -> Result:
         studies={name: finding for name, finding in facts.findings.items() if finding != type(finding)()},
         stopping=stopping,
         noise_floors=run.noise_floors,
-        noise_floor_sentence=floor_sentence(run.noise_floors, comparisons, run.experiment, run.arms),
+        noise_floor_sentence=noise_floor_sentence,
         thresholds=judge_thresholds(facts),
     )
 

@@ -23,10 +23,12 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
 from loadgen.experiment.plan import PlanError
+from loadgen.metrics.barrier import attempt
 from loadgen.metrics.claims import weight
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.registry import METRICS, Metric, metrics_of
@@ -246,11 +248,18 @@ def judge_thresholds(facts: Facts) -> tuple[ThresholdOutcome, ...]:
     texts = (experiment.settings or {}).get("fail_if", ())
     if not isinstance(texts, list | tuple):
         return ()
-    return tuple(
-        _judge(condition, workload, facts)
-        for condition, chosen in plan_conditions([str(text) for text in texts], experiment.workloads, experiment.labels)
-        for workload in chosen
-    )
+
+    def failed(text: str, scenario: str, why: str) -> ThresholdOutcome:
+        return ThresholdOutcome(condition=text, scenario=scenario, state="not_measurable", detail=why, values={})
+
+    def judge() -> tuple[ThresholdOutcome, ...]:
+        return tuple(
+            attempt(partial(_judge, condition, workload, facts), partial(failed, condition.text, workload.name))
+            for condition, chosen in plan_conditions(list(map(str, texts)), experiment.workloads, experiment.labels)
+            for workload in chosen
+        )
+
+    return attempt(judge, lambda why: (failed("; ".join(map(str, texts)), "", why),))
 
 
 def measured_in(workload: Workload) -> tuple[str, ...]:

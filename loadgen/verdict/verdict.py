@@ -114,6 +114,16 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
     )
 
 
+def no_verdict(checks: Sequence[Check]) -> Verdict:
+    """The verdict where none could be reached, which one of the checks says."""
+    failed = complaints(checks)
+    text = " ".join(["No verdict.", *failed[-1:]])
+    return Verdict(
+        valid=False, headline=text, sentence=text, main_scenario=None, scenarios=(), rankings=(), failed=failed,
+        caveats=(),
+    )  # fmt: skip
+
+
 def _limits_of_smoke(facts: Facts) -> tuple[str, ...]:
     """What the smallest preset cannot decide; empty for the others and without a comparison."""
     leading = leading_comparisons(facts.comparisons)
@@ -222,7 +232,7 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
     ]
     reasons = [
         text
-        for causes in facts.of(CausesFound).workloads
+        for causes in CausesFound.among(facts.findings).workloads
         if (causes.workload, causes.pairing) == key
         for text in (causes.sentence, *causes.notes)
     ]  # also without a verdict, since an ablation shows a cause by itself
@@ -247,7 +257,7 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
 
 def _explain_tokens(facts: Facts, leading: Comparison) -> list[str]:
     """Where the time of a token goes on both arms, as far as their servers report the steps of their engines."""
-    totals = {total.label: total for total in facts.of(TokensFound).in_workload(leading.scenario)}
+    totals = {total.label: total for total in TokensFound.among(facts.findings).in_workload(leading.scenario)}
     if not all(label in totals for label in leading.pairing):
         return []
     paces = {
@@ -387,7 +397,7 @@ def _ablations(facts: Facts, workload: str) -> dict[Label, CauseEffect]:
     """The ablation of each arm's queue delay in a workload."""
     return {
         effect.label: effect
-        for causes in facts.of(CausesFound).workloads
+        for causes in CausesFound.among(facts.findings).workloads
         if causes.workload == workload
         for cause in causes.causes
         if cause.name == "queue_delay"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servers.models.items import random_array
+from servers.models.items import random_tensor
 from servers.models.specification import Axis, ModelSpecification
 from servers.protocol.tensors import Array, Shaped, TensorSpec
 
@@ -103,7 +103,7 @@ def random_inputs(
         return specification.make_items(seed, [size] * batch)
     generator = np.random.default_rng(seed)
     return {
-        tensor.name: random_array(generator, (batch, *specification.item_shape(tensor, sizes)), tensor.dtype)
+        tensor.name: random_tensor(specification, tensor, generator, (batch, *specification.item_shape(tensor, sizes)))
         for tensor in specification.inputs
     }
 

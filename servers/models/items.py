@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from servers.models.specification import ModelSpecification
-from servers.protocol.tensors import Array
+from servers.protocol.tensors import Array, TensorSpec
 
 Values = Mapping[str, tuple[int, int]]
 """By input, the least value and the one above the largest."""
@@ -52,6 +52,23 @@ def random_array(
     return normal
 
 
+def random_tensor(
+    specification: ModelSpecification, tensor: TensorSpec, generator: np.random.Generator, shape: tuple[int, ...]
+) -> Array:
+    """Values for an input: a text's integers where the specification knows them, else as `random_array` draws them."""
+    if tensor.name not in specification.text_values:
+        return random_array(generator, shape, tensor.dtype)
+    values = specification.text_values[tensor.name]
+    if values is None:
+        return np.broadcast_to(np.arange(shape[-1]), shape).astype(tensor.dtype)
+    return random_array(generator, shape, tensor.dtype, values)
+
+
+def text_ids(vocabulary: int) -> tuple[int, int]:
+    """The range of a text's token ids: without the first thousand, which are special or unused in BERT's vocabulary."""
+    return min(1000, vocabulary // 2), vocabulary
+
+
 def valid_items(specification: ModelSpecification, seed: int, lengths: Sequence[int]) -> Mapping[str, Array]:
     """One item per length, padded to the longest: the model's own items if it describes some, else random ones."""
     return (specification.make_items or partial(random_items, specification))(seed, lengths)
@@ -68,7 +85,10 @@ def random_items(
     items = {}
     for tensor in specification.inputs:
         shape = (len(lengths), *specification.item_shape(tensor, sizes))
-        array = random_array(generator, shape, tensor.dtype, (values or {}).get(tensor.name))
+        if tensor.name in (values or {}):
+            array = random_array(generator, shape, tensor.dtype, (values or {})[tensor.name])
+        else:
+            array = random_tensor(specification, tensor, generator, shape)
         if axis is not None:
             axis.pad(tensor.name, array, lengths)
         items[tensor.name] = array

@@ -129,6 +129,13 @@ def _write_items(specification: ModelSpecification, folder: Path, sequence_lengt
         lengths = _lengths(specification, axis, sequence_length, seed)
         integers = all(tensor.dtype.kind in "iu" for tensor in specification.inputs)
         kind = "token ids" if axis is not None and axis.padded and integers else "random values"
+        guessed = [
+            tensor.name
+            for tensor in specification.inputs
+            if specification.file is not None and tensor.dtype.kind in "iub" and tensor.datatype != "UINT8"
+            if tensor.name not in specification.text_values
+        ]
+        kind += f", 0 or 1 for {', '.join(guessed)}" if guessed else ""
         arrays = valid_items(specification, seed, lengths)
     document = _document(specification, kind, len(lengths))
     if axis is not None:

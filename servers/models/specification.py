@@ -119,6 +119,8 @@ class ModelSpecification:
     make_items: Callable[[int, Sequence[int]], Mapping[str, Array]] | None = None
     """`make_items(seed, lengths)` returns one item per length, padded to the longest, by input. A model without axes
     uses only the number of lengths. None: photographs for a model of images, else random values."""
+    text_values: Mapping[str, tuple[int, int] | None] = field(default_factory=dict)
+    """By input that holds a text's integers, by its name: from the first, below the second; None: counted from 0."""
     samples: Mapping[str, Array] | None = field(default=None, compare=False)
     """Items that the model's author supplies, by input, padded to the longest; None: items are generated."""
     image: Preprocessing | None = None

@@ -62,11 +62,11 @@ class Stack:
         return f"http://127.0.0.1:{self.ports[port]}"
 
     def compose(self, *arguments: str, timeout: float = 300, **settings: str) -> subprocess.CompletedProcess[str]:
-        """`docker compose …` with the real file, no .env, our override and the cpu profile."""
+        """`docker compose …` with the real file, no .env, our override, and the profiles cpu and load."""
         environment = {**self.environment, **settings}
         return subprocess.run(
             ["docker", "compose", "-p", PROJECT, "--env-file", os.devnull, "-f", "docker-compose.yml",
-             "-f", str(HERE / "override.yml"), "--profile", "cpu", *arguments],
+             "-f", str(HERE / "override.yml"), "--profile", "cpu", "--profile", "load", *arguments],
             cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=timeout,
         )  # fmt: skip
 

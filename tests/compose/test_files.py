@@ -317,8 +317,10 @@ def services(*arguments: str) -> set[str]:
 def test_the_stack_with_a_gpu_is_the_default_and_needs_no_setting() -> None:
     nothing = ("--env-file", os.devnull)
     default = services(*nothing)
-    assert {"gpu-or-profile-cpu", "native", "triton", "plan", "grafana", "locust-worker"} <= default
+    assert {"gpu-or-profile-cpu", "native", "triton", "plan", "grafana"} <= default
     assert default == services(*nothing, "--profile", "gpu") == services("--env-file", ".env.example")
+    assert not {name for name in default if name.startswith("locust")}
+    assert services(*nothing, "--profile", "gpu", "--profile", "load") - default == {"locust-master", "locust-worker"}
     assert not {name for name in default if name.endswith("-cpu") and name != "gpu-or-profile-cpu"}
 
 

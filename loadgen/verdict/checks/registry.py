@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Literal, get_args
 
+from loadgen.metrics.barrier import attempt
 from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.metrics.facts import PLAN, RUN, Facts, WorkloadFacts, workload_scope
 from loadgen.quantities import counted, sentence
@@ -96,7 +97,7 @@ class CheckDefinition:
     def checks(self, facts: Facts) -> Iterator[Check]:
         if self.language not in (None, facts.run.experiment.is_language):
             return
-        yield from map(self.stated, self.find(facts))
+        yield from map(self.stated, attempt(lambda: list(self.find(facts)), self._not_made))
 
     def stated(self, outcome: Judgement) -> Check:
         """The check with this outcome, also of what is no comparison."""
@@ -114,7 +115,14 @@ class CheckDefinition:
             arms=() if outcome.ok else outcome.arms,
         )
 
+    def _not_made(self, why: str) -> list[Judgement]:
+        """The outcome of a check that failed itself. One that could have taken a verdict away takes it."""
+        severity: Severity = "invalidates" if "invalidates" in (self.severity, self.unknown) else "warns"
+        return [Judgement(None, f"this check could not be made: {why}", severity=severity, remedy=AGAIN)]
 
+
+AGAIN = "Restore the file that is named, or report a bug, then make the report again with abserve report."
+"""What to do where a step of the analysis failed. Nothing that was measured is lost."""
 CHECKS: dict[str, CheckDefinition] = {}
 """Every check by its name, in the order in which they are shown."""
 

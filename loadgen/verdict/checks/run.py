@@ -18,10 +18,11 @@ from loadgen.metrics.registry import GOODPUT, leading_metric
 from loadgen.probes.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding
 from loadgen.probes.rate_search_analysis import RatesFound, Trial
 from loadgen.quantities import counted, join, number, share
+from loadgen.records.payloads import GUESSED
 from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart, TokensCompared
 from loadgen.records.run import Label, ParityRecord, Workload, shown
 from loadgen.run.storage import StoredRun
-from loadgen.verdict.checks.registry import Judgement, check, per_comparison, per_load
+from loadgen.verdict.checks.registry import AGAIN, Judgement, Severity, check, per_comparison, per_load
 
 LEAST_ALIKE = 0.5
 """Share of the probe's prompts to which all arms give the same first token, below which a check warns: rounding changes
@@ -201,6 +202,27 @@ def run_finished(facts: Facts) -> Iterator[Judgement]:
     yield Judgement(state.state == "finished", detail, state.state, scope=PLAN)
 
 
+COMPARISONS, VERDICT = "comparisons", "verdict"
+"""The steps of the analysis without which there is no winner."""
+
+
+@check(
+    "everything that was stored was analysed",
+    "Part of the run could not be analysed",
+    "invalidates",
+    AGAIN,
+    fault="incomplete run",
+)
+def analysed(facts: Facts) -> Iterator[Judgement]:
+    """Name every file that cannot be read, and every step of the analysis that failed; skipped without one. What a
+    check needed of a finding that failed, that check says."""
+    for problem in facts.run.problems:
+        yield Judgement(False, problem)
+    for step, why in facts.failures.items():
+        severity: Severity = "invalidates" if step in (COMPARISONS, VERDICT) else "warns"
+        yield Judgement(False, f"the {step} could not be computed: {why}", step, severity=severity)
+
+
 @check(
     "the arms give the same answers",
     "The arms give different answers",
@@ -316,6 +338,21 @@ def same_first_tokens(facts: Facts) -> Iterator[Judgement]:
     yield Judgement(
         not apart, detail, min(parts.values()), severity=None if others and is_certain else "warns", arms=apart
     )
+
+
+@check(
+    "the inputs have values that the model takes",
+    "The values of some inputs are made up",
+    "warns",
+    "Send your own with --inputs FILE: a model may do less, or other, work for 0 and 1.",
+    language=False,
+)
+def inputs_are_known(facts: Facts) -> Iterator[Judgement]:
+    """Skipped unless integers were drawn of which neither a file nor a server says what they may be."""
+    inputs = facts.run.environment.inputs if facts.run.environment is not None else {}
+    _, guessed, names = str(inputs.get("kind", "")).partition(GUESSED)
+    if guessed:
+        yield Judgement(False, f"every integer of {names} is 0 or 1", names)
 
 
 @check(
@@ -501,17 +538,18 @@ def repeated_requests(facts: Facts) -> Iterator[Judgement]:
     if not probes:
         return
     shares = {probe.label: part for probe in probes if (part := shortened_to(probe)) is not None}
-    cached = [shown(probe.label) for probe in probes if answers_from_memory(probe)]
+    cached = [probe.label for probe in probes if answers_from_memory(probe)]
     parts = []
     if shares:
         times = join([f"{share(part)} on {shown(label)}" for label, part in shares.items()])
         parts.append(f"time of a repeated request, as a share of a new one's: {times}")
         if cached:
-            parts[0] += f", so {join(cached)} answers from a cache"
+            parts[0] += f", so {join(list(map(shown, cached)))} answers from a cache"
     errors = [f"{shown(probe.label)} did not answer the probe: {probe.error}" for probe in probes if probe.error]
     ok = False if cached else None if errors else True
     remedy = "Turn off the prefix cache of that server." if facts.run.experiment.is_language else None
-    yield Judgement(ok, "; ".join(parts + errors), min(shares.values(), default=None), remedy=remedy)
+    worst = min(shares.values(), default=None)
+    yield Judgement(ok, "; ".join(parts + errors), worst, remedy=remedy, arms=tuple(cached))
 
 
 def shortened_to(probe: CacheProbe) -> float | None:

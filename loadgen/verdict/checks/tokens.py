@@ -383,9 +383,10 @@ def cached_prompts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     if not load.workload.is_streamed or load.workload.shared_prefix or load.workload.trace is not None:
         return None
     totals = facts.of(TokensFound).in_workload(load.workload.name)
-    if cached := {shown(total.label): total.cached_tokens for total in totals if total.cached_tokens}:
-        detail = join([f"{count:,} prompt tokens of {label}" for label, count in cached.items()])
-        return Judgement(False, f"{detail} came from a cache, not from the model", max(cached.values()))
+    if cached := {total.label: total.cached_tokens for total in totals if total.cached_tokens}:
+        detail = join([f"{count:,} prompt tokens of {shown(label)}" for label, count in cached.items()])
+        most = max(cached.values())
+        return Judgement(False, f"{detail} came from a cache, not from the model", most, arms=tuple(cached))
     if not any(total.caches_known for total in totals):
         return Judgement(None, "no server reports cached tokens")
     return Judgement(True, "the servers report no cached prompt tokens", 0)

@@ -6,11 +6,13 @@ without padding, since a file does not say with which values it may be padded.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.models.files import named_path, onnx_parts, parts_sha256
+from servers.models.items import text_ids
 from servers.models.specification import Axis, ModelSpecification, UnknownModelError, served_name
 from servers.models.weights import WeightsError, WeightsSource
 from servers.protocol.tensors import TensorSpec
@@ -46,6 +48,8 @@ def specify(reference: str) -> ModelSpecification | None:
     places: dict[str, dict[str, int]] = {}
     tensors = [_tensor(path.name, value, places) for value in [*inputs, *graph.output]]
     taken = {value.name for value in inputs}
+    integers = [tensor.name for tensor in tensors[: len(inputs)] if tensor.dtype.kind in "iub"]
+    counts = {name: count for name in integers if (count := _table_rows(graph, name)) is not None}
     return ModelSpecification(
         name=served_name(path.stem),
         reference=str(path),
@@ -60,11 +64,46 @@ def specify(reference: str) -> ModelSpecification | None:
             if taken & by_tensor.keys()
         ),
         max_batch_size=32,
+        text_values=_text_values(integers, counts),
         load_module=partial(refuse_module, path),
         file=path,
         definition_sha256=_sha256(path, model),
         default_weights=str(path),
     )
+
+
+_ONES, _ZEROS, _COUNTED = ("mask",), ("type_ids", "segment_ids"), ("position_ids",)
+"""Endings of the names that exporters of text models give their inputs, by what a text without padding has there."""
+
+
+def _text_values(names: Iterable[str], counts: Mapping[str, int]) -> dict[str, tuple[int, int] | None]:
+    """What a text has in the inputs that are called as in models of text; ids only if the file tells how many."""
+    values: dict[str, tuple[int, int] | None] = {}
+    for name in names:
+        lower = name.lower()
+        if lower.endswith(_COUNTED):
+            values[name] = None
+        elif lower.endswith(_ONES):
+            values[name] = (1, 2)
+        elif lower.endswith(_ZEROS):
+            values[name] = (0, 1)
+        elif name in counts:
+            values[name] = text_ids(counts[name])
+    return values
+
+
+def _table_rows(graph: Any, name: str) -> int | None:
+    """The rows of the smallest table of weights in which an input's values, perhaps cast, are places; None without
+    one."""
+    dims = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    same, rows = {name}, []
+    for node in graph.node:  # sorted, so that what is cast comes first
+        if node.op_type in ("Cast", "Identity") and node.input[0] in same:
+            same.add(node.output[0])
+        along = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+        if node.op_type == "Gather" and not along and node.input[1] in same and len(dims.get(node.input[0], ())) > 1:
+            rows.append(dims[node.input[0]][0])
+    return min(rows, default=None)
 
 
 def refuse_module(path: Path, _: WeightsSource) -> torch.nn.Module:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from servers.models.files import file_sha256, named_path
+from servers.models.items import text_ids
 from servers.models.modules import (
     fill_zero_weights,
     hub_file,
@@ -275,9 +276,9 @@ def _first_output(model: torch.nn.Module) -> torch.nn.Module:
 def _token_ids(
     vocabulary: int, pad: int, inputs: Sequence[str], seed: int, lengths: Sequence[int]
 ) -> Mapping[str, Array]:
-    """Uniform token ids without the first thousand, which are special or unused in BERT's vocabulary."""
+    """Uniform token ids; see `text_ids`."""
     generator = np.random.default_rng(seed)
     mask = (np.arange(max(lengths)) < np.asarray(lengths)[:, None]).astype(np.int64)
-    ids = generator.integers(min(1000, vocabulary // 2), vocabulary, mask.shape, np.int64)
+    ids = generator.integers(*text_ids(vocabulary), mask.shape, np.int64)
     arrays = {"input_ids": np.where(mask == 1, ids, pad), "attention_mask": mask, "token_type_ids": np.zeros_like(mask)}
     return {name: arrays[name] for name in inputs}

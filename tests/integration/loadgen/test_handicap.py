@@ -40,6 +40,19 @@ def test_a_planted_handicap_is_found_and_its_setting_named_in_the_headline(tmp_p
     assert {check.scope for check in failed} == {"workload single", "workload concurrent(4)"}
     assert "B is slowed by its own settings (handicap-ms)" in result.verdict.sentence
     assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
+    logs = [path.read_text() for path in (tmp_path / "run").glob("logs/b-*.log")]
+    assert len(logs) == 1
+    assert (tmp_path / "run/handicap/plain/logs" / next((tmp_path / "run").glob("logs/b-*.log")).name).exists()
+
+
+def test_a_single_setting_that_fails_is_stored_with_its_reason(tmp_path: Path) -> None:
+    """Its arm was compared with its plain server all the same."""
+    result = run(tmp_path / "run", b={"handicap-ms": SLOW, "harmless": "die-alone"})
+    record = stored(tmp_path / "run" / "handicap.json", HandicapRecord)
+    failed = {pair.setting: pair.reason is not None for pair in record.probes}
+    assert failed == {None: False, "handicap-ms": False, "harmless": True}
+    assert record.arms[1].reason is None
+    assert {name for one in result.of(HandicapsFound).loads for name, _ in one.explained_by} == {"handicap-ms"}
 
 
 def test_settings_that_cost_nothing_leave_the_verdict(tmp_path: Path) -> None:

@@ -82,14 +82,15 @@ def test_another_model_is_no_comparison(tmp_path: Path, planted: Callable[..., s
 def test_servers_that_take_no_ids_get_text_or_a_chat(tmp_path: Path, planted: Callable[..., str]) -> None:
     """One takes prompts of text, the other offers nothing but a chat; what that leaves unproved is said."""
     status, output = compare(
-        tmp_path, "--a", planted("--routes text,chat --no-ids --words prose"), "--b", planted("--routes chat"),
+        tmp_path, "--a", planted("--routes text --no-ids --words prose"), "--b", planted("--routes chat"),
         "--scenarios", "single",
     )  # fmt: skip
     assert record(tmp_path, "run.json")["state"] == "finished", (status, output)
     assert "A over OpenAI's completions of text, B over OpenAI's chat" in output
     checks = {check["name"]: check for check in record(tmp_path, "result.json")["checks"]}
     assert "a server that reads text makes its own tokens of a prompt" in checks["prompts_received"]["detail"]
-    assert checks["token_counts"]["detail"] == "the tokens of A and B are counted by the server itself"
+    assert "counted by the server's own word" in checks["token_counts"]["detail"]
+    assert checks["same_first_tokens"]["state"] == "unknown"
     warned = [checks[name] for name in ("prompts_received", "token_counts", "same_protocol")]
     assert {check["severity"] for check in warned} == {"warns"}
     assert "passed" not in {check["state"] for check in warned}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -264,3 +265,60 @@ def test_page_and_channel_listen_on_loopback_unless_told_otherwise(fake_url: Cal
             process.terminate()
             ports.release()
     assert set(listening.values()) == {"127.0.0.1"}
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[int]:
+    """The port of a web page that is open."""
+    ports = PortReservation(1)
+    (port,) = ports.ports
+    host = "http://127.0.0.1:9"  # which nothing answers
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", host, "--web-port", str(port)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            await_true(lambda: answers(port) == 200, "the page")
+            yield port
+        finally:
+            process.terminate()
+            ports.release()
+
+
+def answers(port: int, method: str = "GET", path: str = "/", **headers: str) -> int | None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    body = "user_count=1&spawn_rate=1&host=http://127.0.0.1:1" if method == "POST" else None
+    form = {"Content-Type": "application/x-www-form-urlencoded"} if body else {}
+    sent = form | {name.replace("_", "-"): value for name, value in headers.items()}
+    try:
+        connection.request(method, path, body, sent)
+        return connection.getresponse().status
+    except OSError:
+        return None
+    finally:
+        connection.close()
+
+
+FOREIGN: list[dict[str, str]] = [
+    {"Origin": "http://evil.example"},
+    {"Origin": "null"},
+    {"Origin": "http://127.0.0.1:1"},
+    {"Host": "rebound.evil.example"},
+    {"Host": "rebound.evil.example", "Origin": "http://rebound.evil.example"},
+    {"Host": "127.0.0.1.evil.example"},
+    {"Sec_Fetch_Site": "cross-site"},
+    {"Sec_Fetch_Site": "same-site"},
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+def test_another_web_page_starts_stops_and_reads_nothing(page: int, headers: dict[str, str]) -> None:
+    for method, path in (("POST", "/swarm"), ("GET", "/stop"), ("GET", "/stats/requests"), ("GET", "/stats/reset")):
+        assert answers(page, method, path, **headers) == 403
+
+
+def test_its_own_page_and_programs_work(page: int) -> None:
+    assert answers(page) == answers(page, Sec_Fetch_Site="cross-site") == 200  # a link to it
+    for host in (f"127.0.0.1:{page}", f"localhost:{page}", f"[::1]:{page}"):
+        own = {"Host": host, "Origin": f"http://{host}", "Sec_Fetch_Site": "same-origin"}
+        assert answers(page, "POST", "/swarm", **own) == 200
+        assert answers(page, "POST", "/stop", **own) == 200
+    assert answers(page, "GET", "/stats/requests") == 200

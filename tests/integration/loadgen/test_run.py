@@ -19,6 +19,7 @@ from loadgen.run.preparation import export_artefacts
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.run.storage import RunError, RunStore, StorageError
+from loadgen.verdict.checks.registry import invalidating
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, FAULTY_GENERATOR, blocks, make_experiment, stored
 
@@ -208,13 +209,60 @@ def test_a_server_that_only_fails_is_not_asked_for_ever(tmp_path: Path) -> None:
     assert record.error_messages == ("connection closed by the server without a response",)
 
 
-def test_a_warm_up_that_the_generator_could_not_finish_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_up_that_fails_costs_that_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadgen.client.generator.OWN_MODULE", FAULTY_GENERATOR)
-    state = run(make_experiment(), tmp_path / "run")
-    assert state.state == "failed"
-    assert state.error == "warm-up of arm a was cut short: the load generator failed: RuntimeError('ours')"
+    out = tmp_path / "run"
+    assert run(make_experiment(), out).state == "finished"
+    why = "warm-up of arm a: 1 of 5 requests failed (the client could not read the answer: RuntimeError('ours'))"
+    assert [(record.label, record.note) for record in blocks(out) if not record.complete] == [("a", why)]
+    assert {record.workload for record in blocks(out) if record.round == 1} == {"concurrent(4)"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"minutes": 0.2}, {"until_decided": True, "time_limit_minutes": 0.1}, {"others": 1}, {"restarts": 2}],
+)
+def test_an_arm_that_fails_in_one_workload_costs_that_workload(tmp_path: Path, changes: dict[str, object]) -> None:
+    """However the rounds are counted; a third arm goes on there."""
+    out, others = tmp_path / "run", [ArmRequest(label="c", target="native")] if changes.pop("others", None) else []
+    single, concurrent = make_experiment().workloads
+    concurrent = msgspec.structs.replace(concurrent, concurrency=16)  # the parity check sends a few at once
+    batched = Workload(
+        scenario="batched", batch_size=2, concurrency=1, requests=5, seconds=0.1, max_seconds=5.0, rounds=2
+    )
+    experiment = make_experiment(
+        workloads=(single, concurrent, batched), b_settings={"error-above": "12", "delay-ms": "10"}, others=others,
+        **changes,
+    )  # fmt: skip
+    assert run(experiment, out).state == "finished"
+    failed, good = (
+        {(record.workload, record.label) for record in blocks(out) if record.complete is complete}
+        for complete in (False, True)
+    )
+    assert failed == {("concurrent(16)", "b")}
+    assert good == {(workload.name, label) for workload in experiment.workloads for label in experiment.labels} - failed
+    (record,) = [record for record in blocks(out) if not record.complete]
+    assert "warm-up of arm b" in (record.note or "")
+    assert "too many at once" in (record.note or "")
+    rounds = {record.round for record in blocks(out) if (record.workload, record.label) == ("concurrent(16)", "a")}
+    assert (len(rounds) > 1) == bool(others)
+    result = analyse(out)
+    assert not result.valid
+    assert "too many at once" in " ".join(result.verdict.failed)
+    for c in (c for c in result.comparisons if c.metric == "throughput"):
+        assert (c.pairs == 0) == (c.scenario == "concurrent(16)" and "b" in c.pairing)
+    scopes = {check.scope for check in invalidating(result.checks)}
+    assert "workload concurrent(16)" in scopes
+    assert not scopes & {"run", "plan"}
+
+
+def test_an_arm_that_fails_in_each_workload_ends_the_run_with_its_words(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    state = run(make_experiment(b_settings={"good-first": "200", "error-every": "1"}), out)
+    assert (state.state, state.failed_arm) == ("failed", "b")
+    assert "503" in (state.error or "")
+    assert "the queue is full" in (state.error or "")
+    assert any(record.label == "a" and record.complete for record in blocks(out))
 
 
 def test_a_server_that_cannot_start_says_its_last_words(tmp_path: Path) -> None:

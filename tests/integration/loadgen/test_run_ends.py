@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from loadgen.launch.work_folder import remove_abandoned
 from loadgen.records.run import Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
 from loadgen.report.files import write_reports
+from loadgen.run.storage import RunStore, StorageError
 from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import await_true, blocks, make_experiment, start_runner, stored
@@ -149,6 +151,24 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_no_half_file(tmp_path: Pat
     assert not record.complete
     assert not (out / record.samples).exists()
     assert len(read_samples(out / record.samples)) == (4096 - 1024) // 64
+
+
+def test_how_a_run_ended_is_stored_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RunStore(tmp_path / "run")
+    store.write(RunState(state="running", phase="load, with a title that is longer than what replaces it"))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("loadgen.run.storage.write_atomically", full)
+    with pytest.raises(StorageError, match="No space left"):
+        store.write(RunState(state="running", phase="load"))
+    ended = RunState(state="failed", phase="load", error="cannot store it")
+    store.write_last(ended)
+    assert stored(tmp_path / "run" / "run.json", RunState) == ended
+    with pytest.raises(StorageError, match="No space left"):
+        store.write_last(RunState(state="failed", phase="load", error="x" * 4096))
+    assert stored(tmp_path / "run" / "run.json", RunState) == ended
 
 
 def test_records_on_a_full_disk_are_never_half_there(tmp_path: Path) -> None:

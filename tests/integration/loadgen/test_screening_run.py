@@ -104,6 +104,24 @@ def test_a_slow_arm_does_not_make_all_blocks_long(tmp_path: Path) -> None:
     assert "slow" in judged.out or scores["slow"] < -1.0
 
 
+def test_what_an_interrupted_screening_measured_counts(tmp_path: Path) -> None:
+    """A resumed tuning does not measure it again."""
+
+    class Interrupted(RunProgress):
+        blocks = 0
+
+        def block_done(self, *_: object) -> None:
+            self.blocks += 1
+            if self.blocks == 4:
+                raise KeyboardInterrupt
+
+    asked = screening(contender("good"))
+    state = run_experiment(asked, tmp_path / "run", Interrupted(), abserve=FAKE_ABSERVE)
+    assert state.state == "interrupted"
+    judged = judge(read_run(tmp_path / "run"), analyse(tmp_path / "run"), TuneSettings(), anyway=True)
+    assert (judged.problem, [score.contender for score in judged.scores]) == (None, ["good"])
+
+
 def test_without_an_arm_that_is_left_the_run_fails(tmp_path: Path) -> None:
     state = run(screening(contender("crash", crash="true"), contender("wrong", wrong="true")), tmp_path / "run")
     assert state.state == "failed"

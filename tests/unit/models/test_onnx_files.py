@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from servers.engines.batches import random_inputs
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import users_manifest
 from servers.models.files import load_onnx, onnx_parts, place_parts
+from servers.models.items import valid_items
+from servers.models.samples import write_samples
 from servers.models.sources import onnx_file
 from servers.models.specification import UnknownModelError
 from servers.models.weights import CheckpointWeights, WeightsError, parse_weights, pin, verify
@@ -175,3 +179,29 @@ def test_a_model_behind_links_is_loaded_under_its_own_name(
     place_parts(onnx_parts(path), placed, "served.onnx")
     session = ort.InferenceSession(placed / "served.onnx")
     np.testing.assert_array_equal(session.run(None, {"x": x})[0], x @ np.arange(9, dtype="f4").reshape(3, 3))
+
+
+def test_integers_are_a_texts_where_the_file_or_their_name_says_so(tmp_path: Path) -> None:
+    """Ids are places in a table of weights, perhaps cast; masks and types have the names that exporters give them."""
+    names = ("input_ids", "decoder_input_ids", "attention_mask", "token_type_ids", "position_ids", "scores")
+    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "length"]) for name in names]
+    inputs.append(helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4]))
+    tables = [numpy_helper.from_array(np.ones((rows, 2), "f4"), f"table{rows}") for rows in (3000, 50)]
+    nodes = [
+        helper.make_node("Cast", ["input_ids"], ["cast"], to=TensorProto.INT32),
+        helper.make_node("Gather", ["table3000", "cast"], ["y"]),
+        helper.make_node("Gather", ["table50", "decoder_input_ids"], ["z"]),
+    ]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", "length", 2]) for name in "yz"]
+    onnx.save(helper.make_model(helper.make_graph(nodes, "g", inputs, outputs, tables)), tmp_path / "text.onnx")
+    specification = onnx_file.specify(str(tmp_path / "text.onnx"))
+    assert specification is not None
+    for made in (valid_items(specification, 0, [9] * 8), random_inputs(specification, 8, 0, {"length": 9})):
+        assert 1000 <= made["input_ids"].min() < made["input_ids"].max() < 3000
+        assert 25 <= made["decoder_input_ids"].min() < made["decoder_input_ids"].max() < 50
+        assert (made["attention_mask"].min(), made["token_type_ids"].max()) == (1, 0)
+        assert made["position_ids"].tolist() == [list(range(9))] * 8
+        assert set(made["scores"].ravel().tolist()) == {0, 1}
+        assert all(made[name].dtype == np.int64 for name in names)
+    write_samples(specification, tmp_path / "samples")
+    assert json.loads((tmp_path / "samples/samples.json").read_bytes())["kind"] == "random values, 0 or 1 for scores"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 import loadgen.client.generator
 from loadgen.client.generator import LOST_MESSAGE, Contribution, merge, shares, worker_path
 from loadgen.client.messages import BlockOutcome, Open
+from loadgen.documents import DocumentError
 from loadgen.experiment.schedule import arrival_count, due_offsets_ns, endless_offsets_ns
 from loadgen.locust.workers import WorkerReport, merge_reports
 from loadgen.records.run import Arrivals
@@ -168,12 +171,35 @@ def test_a_lost_workers_unfinished_file_is_read_where_it_can_be(tmp_path: Path) 
     path = tmp_path / "gone.npy"
     write(path, [0, 1], close=False)
     lost = WorkerReport("client0", 0, pid=1, host="h", machine="boot", paths={"Single": str(path)}, lost=True)
+    lost.folder = tmp_path
     lost.recover()
     (told,) = merge_reports([lost, report(1, tmp_path, [0], "boot")], tmp_path)
     assert "INCOMPLETE: load worker 1 (h, process 1) lost" in told
     (merged,) = tmp_path.glob("merged-*.json")
     about = msgspec.json.decode(merged.read_bytes())
     assert (about["complete"], about["clock"], about["requests"]) == (False, "one", 3)
+
+
+def test_a_worker_names_files_of_its_folder_only(tmp_path: Path) -> None:
+    """Its message may come from anybody who reaches the channel: no other file is read, no pipe is waited for, and
+    nothing is written elsewhere."""
+    out = tmp_path / "out"
+    out.mkdir()
+    write(tmp_path / "secret.npy", [0, 1])
+    os.mkfifo(out / "pipe.npy")
+    (out / "link.npy").symlink_to(tmp_path / "secret.npy")
+    named = ("/dev/zero", str(tmp_path / "secret.npy"), f"{out}/../secret.npy", f"{out}/pipe.npy", f"{out}/link.npy")
+    for path in named:
+        lost = WorkerReport("client0", 0, machine="boot", paths={"Single": path}, lost=True, folder=out)
+        with suppress(DocumentError):
+            lost.recover()
+        assert lost.contents == {}
+    write(tmp_path / "own.npy", [0])
+    made = report(0, tmp_path, [0], "boot")
+    made.described = {f"x/../../{tmp_path.name}/stolen": {"error_messages": []}, **made.described}
+    made.contents[f"x/../../{tmp_path.name}/stolen"] = (tmp_path / "own.npy").open("rb")
+    assert len(list(merge_reports([made], out))) == 1
+    assert not list(tmp_path.rglob("stolen*"))
 
 
 def test_a_master_does_not_hold_the_samples_of_a_long_test_in_memory(tmp_path: Path) -> None:

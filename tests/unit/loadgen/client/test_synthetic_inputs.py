@@ -41,3 +41,15 @@ def test_a_damaged_file_of_inputs_is_one_sentence(tmp_path: Path, damage: str) -
         np.save(path, np.zeros((0, 3), "<f4"))
     with pytest.raises(InputError, match=r"x\.fp32\.npy cannot be used: .*; write the samples with: abserve samples"):
         read_inputs(tmp_path, "fp32")
+
+
+def test_integers_are_a_texts_where_their_name_says_so(tmp_path: Path) -> None:
+    names = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+    inputs = tuple(TensorSignature(name, "INT64", (-1, -1)) for name in names)
+    write_synthetic(Signature("m", inputs, ()), tmp_path, "tensors", 0)
+    given = read_inputs(tmp_path, "tensors")
+    ids, mask, types, positions = (given.arrays[name] for name in names)
+    assert set(ids.ravel().tolist()) == {0, 1}
+    assert (mask.min(), types.max()) == (1, 0)
+    assert positions.tolist() == [list(range(16))] * len(ids)
+    assert given.kind == "random values, 0 or 1 for input_ids"

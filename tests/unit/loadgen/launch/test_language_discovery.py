@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.client.endpoint import CompletionsEndpoint, EndpointError
+from loadgen.client.endpoint import CompletionsEndpoint, Endpoint, EndpointError
 from loadgen.headers import read_headers
 from loadgen.launch import discovery
 from loadgen.launch.deployment import DeploymentError
@@ -96,7 +96,7 @@ def test_nothing_is_blamed_on_a_healthy_arm_whatever_the_other_is(toy: Toy, othe
     assert "it serves no language model that it lists" in refusal(a, other.url)
     assert "start it, or correct the URL" in refusal(a, "http://127.0.0.1:1")
     other.answers = {"/v2/health/live": (500, {}, b"")}
-    assert "planted answers no prompt (HTTP 404: Not Found)" in refusal(a, other.url)
+    assert "GET /v1/models answers 404 (Not Found); correct the URL, or" in refusal(a, other.url)
 
 
 def test_servers_of_tensors_are_none_of_language_models(other: HostileServer, toy: Toy) -> None:
@@ -136,6 +136,24 @@ def test_adapters_are_offered_and_not_mistaken_for_a_second_model(toy: Toy) -> N
     assert (served["a"].notes, served["b"].model) == ((), "planted")
     assert "lora" in served["b"].notes[0]
     assert "--b-model" in served["b"].notes[0]
+
+
+@pytest.mark.parametrize("answer", [
+    b'[{"id": "planted"}]', b'{"data": [{"id": "planted", "parent": "planted", "root": {"a": 1}}]}',
+    b'{"data": [{"id": "planted", "parent": "x"}, {"id": "x", "parent": "planted", "root": "planted"}, {"id": 3}, 4]}',
+])  # fmt: skip
+def test_odd_lists_are_read(toy: Toy, other: HostileServer, answer: bytes) -> None:
+    """The model is found, and only its prompts fail, since this server has no other routes."""
+    other.answers["/v1/models"] = (200, {}, answer)
+    assert "planted answers no prompt (HTTP 404: Not Found)" in refusal(toy(), other.url)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"null", b"3", b'{"data": null}', b'{"data": {}}', b"\xff", b"[[", b'{"data": [3]}']
+)
+def test_what_is_no_list_is_named(toy: Toy, other: HostileServer, answer: bytes) -> None:
+    other.answers["/v1/models"] = (200, {}, answer)
+    assert "GET /v1/models" in refusal(toy(), other.url).splitlines()[0]
 
 
 def test_several_models_are_left_to_the_user_unless_one_is_common(toy: Toy) -> None:
@@ -219,8 +237,19 @@ def test_a_route_that_is_refused_does_not_keep_others_from_being_tried(toy: Toy,
     assert [*served["b"].bodies] == ["chat"]
 
 
+def test_a_chat_is_tried_on_all_where_one_has_nothing_else(toy: Toy) -> None:
+    served = found(toy(), toy("--routes chat"))
+    assert served is not None
+    assert [sorted(tokens.bodies) for tokens in served.values()] == [["chat", "completions", "text"], ["chat"]]
+    served = found(toy("--routes ids"), toy("--routes chat"))
+    assert served is not None
+    assert [*served["a"].bodies] == ["completions"]
+
+
 def test_a_page_for_every_path_is_no_document(other: HostileServer) -> None:
-    other.answers["/v2"] = other.answers["/v1/models"] = (200, {}, b"<html>")
+    page = (200, {"Content-Type": "text/html; charset=utf-8"}, b"<html>")
+    other.answers = dict.fromkeys(("/v2", "/v1/models", "/v2/health/live", "/v2/repository/index"), page)
+    assert not Endpoint(other.url).live()
     assert CompletionsEndpoint(other.url).document("/v2") is None
     assert CompletionsEndpoint(other.url).ready("any")
     with pytest.raises(EndpointError, match="no connection"):

@@ -96,6 +96,10 @@ def answer_alike(directory: Path) -> None:
     edit_json(directory / "parity.json", kinds={"y": "embedding"}, alike={"a": ["y"], "b": ["y"]})
 
 
+def made_up(directory: Path) -> None:
+    edit_json(directory / "environment.json", inputs={"kind": "random values, 0 or 1 for ids", "count": 16})
+
+
 def fail_a_start(directory: Path) -> None:
     path = directory / "cold_starts.json"
     starts = json.loads(path.read_text())
@@ -123,6 +127,7 @@ FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
     ("run_finished", "invalidates", None, Plan(state="interrupted", cut_after=50, **SMALL)),
     ("parity", "invalidates", disagree, Plan(**SMALL)),
     ("answers_depend_on_inputs", "invalidates", answer_alike, Plan(**SMALL)),
+    ("inputs_are_known", "warns", made_up, Plan(**SMALL)),
     ("same_payload", "invalidates", sent_other_payloads, Plan(**SMALL)),
     ("certificates", "warns", lambda d: reached_over_tls(d, 0, 1, insecure=True), Plan(**SMALL)),
     ("same_encryption", "warns", lambda d: reached_over_tls(d, 1), Plan(**SMALL)),
@@ -220,6 +225,7 @@ def test_the_faults_above_are_the_whole_registry() -> None:
         | padding
         | handicap
         | tokens
+        | {"analysed"}  # test_failing_steps
     )
     assert covered == set(CHECKS)
 
