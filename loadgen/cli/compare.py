@@ -116,7 +116,10 @@ def compare(
         _OUTPUT("--print-experiment", help="Print all settings in effect as an experiment file, and run nothing."),
     ] = False,
     verbose: Annotated[
-        bool, _OUTPUT("--verbose", help="Show what each server at a URL answered when its model was looked for.")
+        bool,
+        _OUTPUT(
+            "--verbose/--no-verbose", help="Show what each server at a URL answered when its model was looked for."
+        ),
     ] = False,
     anyway: Anyway = False,
     **options: object,

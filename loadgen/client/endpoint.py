@@ -12,7 +12,7 @@ import msgspec
 
 from loadgen.client.connection import Address, ConnectionRefused, Exchange, PreparedRequest, server_words
 from loadgen.client.http import HttpConnection, request_head
-from loadgen.documents import MOST_BYTES, DocumentError, one_line, read_json
+from loadgen.documents import MOST_BYTES, DocumentError, decode_json, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
 
 MOST_VALUES = 2**28
@@ -84,6 +84,8 @@ def answer_text(exchange: Exchange) -> str:
 class Endpoint:
     """A server's answers about itself, each on a new connection; not for measurements."""
 
+    most_bytes = MOST_BYTES
+
     def __init__(self, url: str, *, timeout_s: float = 10.0, access: Access = DEFAULT_ACCESS) -> None:
         """Raises `AddressError`."""
         self.address = Address.parse(url, access)
@@ -95,7 +97,7 @@ class Endpoint:
 
     def _send(self, request: PreparedRequest) -> Exchange:
         """Send one request; a refused connection counts as a failed request."""
-        connection = HttpConnection(self.address, timeout_s=self._timeout_s, most_bytes=MOST_BYTES)
+        connection = HttpConnection(self.address, timeout_s=self._timeout_s, most_bytes=self.most_bytes)
         try:
             return connection.send(request)
         except ConnectionRefused as exc:
@@ -246,6 +248,9 @@ class Endpoint:
 class CompletionsEndpoint(Endpoint):
     """A server that speaks OpenAI's API and not the Open Inference Protocol, such as vLLM."""
 
+    most_bytes = 2**24
+    """A gateway describes each of its hundreds of models."""
+
     def live(self) -> bool:
         """Whether the server answers, with its list of models or without one. A server that still loads its model does
         not, or with an error of its own."""
@@ -276,13 +281,13 @@ class CompletionsEndpoint(Endpoint):
         if exchange.failure is not None or exchange.status != 200:
             return None, exchange
         try:
-            document = read_json(exchange.body)
+            document = decode_json(exchange.body, Any, most_bytes=self.most_bytes)
         except DocumentError:
             return None, exchange
         entries = document.get("data", ()) if isinstance(document, dict) else document
         if not isinstance(entries, list | None):
             return None, exchange
-        named = [entry for entry in _objects(entries) if isinstance(entry.get("id"), str) and entry["id"]]
+        named = [entry for entry in _objects(entries) if _text(entry.get("id"))]
         return tuple(
             ModelCard(card["id"], _text(card.get("parent")), _text(card.get("root"))) for card in named
         ), exchange
@@ -293,7 +298,7 @@ class CompletionsEndpoint(Endpoint):
 
 
 def _text(value: object) -> str | None:
-    return value if isinstance(value, str) and value else None
+    return value if isinstance(value, str) and value and value.isprintable() else None
 
 
 def _objects(entries: object) -> list[dict[str, Any]]:

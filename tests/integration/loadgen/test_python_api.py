@@ -108,6 +108,10 @@ def test_every_option_that_is_true_or_false_can_be_both() -> None:
         for value in (True, False):
             assert {*_arguments(name, value)} <= flags, name
     assert [*_arguments("a_option", {"pad-to": [32, 64]})] == ["--a-option=pad-to=32,64"]
+    fields = {"ignore_eos": None, "user": "5", "stop": ["a"], "best": True}
+    assert [*_arguments("b_body", fields)] == [
+        "--b-body=-ignore_eos", '--b-body=user="5"', '--b-body=stop=["a"]', "--b-body=best=true",
+    ]  # fmt: skip
 
 
 def test_what_a_command_writes_to_standard_error_is_told_once(tmp_path: Path) -> None:

@@ -144,8 +144,9 @@ def test_adapters_are_offered_and_not_mistaken_for_a_second_model(toy: Toy) -> N
 ])  # fmt: skip
 def test_odd_lists_are_read(toy: Toy, other: HostileServer, answer: bytes) -> None:
     """The model is found, and only its prompts fail, since this server has no other routes."""
-    other.answers["/v1/models"] = (200, {}, answer)
-    assert "planted answers no prompt (HTTP 404: Not Found)" in refusal(toy(), other.url)
+    for more in (b"", b" " * 2**21):  # as long as the list of a gateway
+        other.answers["/v1/models"] = (200, {}, answer + more)
+        assert "planted answers no prompt (HTTP 404: Not Found)" in refusal(toy(), other.url)
 
 
 @pytest.mark.parametrize(
