@@ -39,6 +39,12 @@ class ProcessError(Exception):
     """A process cannot be started or has ended; the message holds the last lines of its log."""
 
 
+def end_with(parent: int) -> bool:
+    """Have this process terminated when `parent`, which started it, ends. False if that has happened already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    return os.getppid() == parent
+
+
 def cause_in(log: str, causes: Sequence[str]) -> str | None:
     """Why a server ended, by its log and the `causes` of its launch plan; None if the log does not say."""
     matches = (re.search(pattern, log, re.MULTILINE) for pattern in causes)
@@ -84,8 +90,7 @@ class ChildProcess:
 
         def tie_to_parent() -> None:
             # Runs between fork and exec: nothing here may allocate a lock or import.
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != parent:
+            if not end_with(parent):
                 os._exit(127)
 
         with log_path.open("ab") as log:

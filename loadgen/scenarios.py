@@ -46,7 +46,9 @@ Locust rounds its percentiles to two digits; the raw samples are exact.
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter_ns, time
@@ -61,6 +63,7 @@ from gevent.event import Event
 from locust import events, task
 from locust.exception import StopUser
 
+from loadgen.child_process import end_with
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.client.inputs import InputError
@@ -77,6 +80,9 @@ DEFAULT_HOST = "http://127.0.0.1:8100"
 _POLL_SECONDS = 0.005
 _AFTER_REFUSAL_SECONDS = 0.5
 _FLUSH_SECONDS = 0.5
+
+# With --processes Locust forks its workers, and leaves those that still start where its own start fails.
+os.register_at_fork(after_in_child=partial(end_with, os.getpid()))
 
 logger = logging.getLogger("abserve")
 

@@ -389,6 +389,7 @@ def write_synthetic(signature: Signature, directory: Path, payload: str, seed: i
     try:
         for tensor in signature.inputs:
             if tensor.datatype not in NUMPY_TYPES:
+                _check_datatype(tensor)  # BF16 cannot be given either
                 meaning = ": the metadata do not say what its bytes mean" if tensor.datatype == "BYTES" else ""
                 raise InputError(
                     f"input {tensor.name} is {tensor.datatype}, for which no values can be generated{meaning}; give "
@@ -595,7 +596,7 @@ def _steps(data: Sequence[object]) -> Iterator[object]:
 
 def _read_lines(path: Path, signature: Signature) -> Items:
     items = []
-    for number, line in enumerate(read_named(path, MOST_INPUT_BYTES).decode().splitlines(), start=1):
+    for number, line in enumerate(read_named(path, MOST_INPUT_BYTES).decode("utf-8-sig").splitlines(), start=1):
         if line.strip():
             try:
                 content = _parse(line)
@@ -676,7 +677,7 @@ def _check_datatype(tensor: TensorSignature, place: str = "") -> None:
     if tensor.datatype not in SAMPLE_TYPES:
         raise InputError(
             f"{place}input {tensor.name} is {tensor.datatype}, which abserve cannot send; it sends inputs of "
-            f"{', '.join(SAMPLE_TYPES)}"
+            f"{', '.join(SAMPLE_TYPES)}: cast one of these in the model"
         )
 
 

@@ -13,6 +13,7 @@ hashes. All requests of one replay have the same number, so that nothing is shar
 from __future__ import annotations
 
 import math
+from codecs import BOM_UTF8
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated
@@ -112,7 +113,7 @@ def _read_trace(trace: Trace) -> tuple[TraceRequest, ...]:
         raise PromptError(f"the trace {path} cannot be read: {exc}") from exc
     if len(content) > _MOST_TRACE_BYTES:
         raise PromptError(f"the trace {path} is larger than {_MOST_TRACE_BYTES >> 20} MiB; give a part of it")
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.removeprefix(BOM_UTF8).splitlines(), 1):
         if line.strip():
             try:
                 requests.append(decoder.decode(line))

@@ -98,7 +98,15 @@ def refuse_misfits(option: str, title: str, missing: set[str], unexpected: set[s
 
 def ready(module: torch.nn.Module) -> torch.nn.Module:
     """The module, ready to serve: FP32, eval mode, no gradients."""
-    return module.float().eval().requires_grad_(False)
+    module = module.float()
+    try:
+        module.eval()
+    except NotImplementedError:  # an exported program keeps the mode in which it was exported
+        for part in module.modules():
+            part.training = False
+    for parameter in module.parameters():  # a TorchScript module has no requires_grad_
+        parameter.requires_grad_(False)
+    return module
 
 
 def fill_zero_weights(module: torch.nn.Module) -> torch.nn.Module:
@@ -351,7 +359,8 @@ def count_flops(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> int 
         parameter.requires_grad_(parameter.is_floating_point())
     with FlopCounterMode(display=False) as counter:
         module(*inputs)
-    module.requires_grad_(False)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
     return counter.get_total_flops() or None
 
 

@@ -141,7 +141,12 @@ def _bytes() -> torch.dtype:
 
 
 def _parameters(module: torch.nn.Module) -> list[inspect.Parameter]:
-    return list(inspect.signature(module.forward).parameters.values())
+    try:
+        return list(inspect.signature(module.forward).parameters.values())
+    except ValueError:  # a traced module's; its graph has the names, behind that of the module itself
+        graph: Any = module.graph
+        names = [value.debugName().partition(".")[0] for value in [*graph.inputs()][1:]]
+        return [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
 
 
 def _read_sample(module: torch.nn.Module, sample: object) -> tuple[Tensors, bool]:

@@ -181,6 +181,16 @@ def _device_remedy(exc: BaseException) -> str:
     return "; leave the module on the CPU and use the device of its inputs: abserve moves both to the GPU"
 
 
+def _dtype_remedy(exc: BaseException) -> str:
+    """The end of a sentence about values of two types in one operation."""
+    if not re.search(r"\bdtypes?\b|scalar type|\b(BFloat16|Half)\b", str(exc)):
+        return ""
+    return (
+        "; abserve makes the module's weights FP32, or what --precision says: remove casts to a fixed type from "
+        "forward, or cast to the type of the weights"
+    )
+
+
 # A bare module
 
 
@@ -195,9 +205,8 @@ def _of_bare_module(
     except ValueError:
         raise
     except Exception as exc:
-        raise ValueError(
-            f"the module fails on its sample: {_cause(exc, path)}{_device_remedy(exc)}; correct the sample or forward"
-        ) from exc
+        remedy = _dtype_remedy(exc) or f"{_device_remedy(exc)}; correct the sample or forward"
+        raise ValueError(f"the module fails on its sample: {_cause(exc, path)}{remedy}") from exc
     model = replace(model, title=f"{type(module).__name__} of {path.name}")
     specification = _specification(path, function, make, model)
     size = getattr(specification.main_axis, "default", 1)

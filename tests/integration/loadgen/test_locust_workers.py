@@ -108,3 +108,24 @@ def test_an_open_loop_without_a_rate_is_refused(fake_url: Callable[..., str], im
     assert process.returncode == 1
     assert "--rate 50" in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("end", ["refused", "killed"])
+def test_no_worker_outlives_the_command(fake_url: Callable[..., str], images: Path, tmp_path: Path, end: str) -> None:
+    """Locust leaves those that still start where its start fails."""
+    url = "http://127.0.0.1:9" if end == "refused" else fake_url()
+    marker = str(tmp_path / "raw")
+    process = start(url, tmp_path / "raw", images, "--processes", "2", "-u", "2", "-t", "60s", "Concurrent")
+    if end == "killed":
+        await_true(lambda: len(psutil.Process(process.pid).children()) == 2, "both workers")
+        process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    await_true(lambda: not [one for one in psutil.process_iter() if marker in command_of(one)], "no process is left")
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

@@ -13,6 +13,7 @@ import torch
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.models.items import valid_items
+from servers.models.modules import measure_size
 from servers.models.registry import UnknownModelError, get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
@@ -251,3 +252,46 @@ def test_without_a_sample_the_line_to_add_is_given_and_works(tmp_path: Path) -> 
 def test_a_wrong_reference_says_what_to_write(tmp_path: Path, reference: str, words: str) -> None:
     with pytest.raises(UnknownModelError, match=words):
         specification(tmp_path, CNN + "\ndef make(width):\n    return nn.Linear(width, 1)\n", reference)
+
+
+LOADED = """
+def linear():
+    return nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)).eval()
+
+def exported():
+    batch = ({0: torch.export.Dim("batch")},)
+    return torch.export.export(linear(), (torch.ones(2, 4),), dynamic_shapes=batch).module()
+
+def scripted():
+    return torch.jit.script(linear())
+
+def traced():
+    return torch.jit.trace(linear(), torch.ones(2, 4))
+
+def frozen():
+    return torch.jit.freeze(scripted())
+
+def inside():
+    return nn.Sequential(exported())
+
+sample = torch.rand(2, 4)
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("function", ["exported", "scripted", "traced", "frozen", "inside"])
+def test_what_a_loader_returns_is_served(tmp_path: Path, function: str) -> None:
+    """An exported program has no eval(), TorchScript no requires_grad_()."""
+    spec = specification(tmp_path, LOADED, f"m.py:{function}")
+    engine = build_engine(spec, RandomWeights(0), EngineSettings("torch", device="cpu", threads=1))
+    engine.load()
+    (answer,) = engine.infer(valid_items(spec, 0, [1] * 3)).values()
+    assert answer.shape == (3, 2)
+    engine.close()
+    assert measure_size(spec)[0] == (0 if function == "frozen" else 10)
+
+
+def test_a_cast_inside_a_module_is_named(tmp_path: Path) -> None:
+    source = FORWARD.format(returned="x.to(torch.bfloat16) @ torch.ones(4, 4)", sample="torch.randn(2, 4)")
+    with pytest.raises(UnknownModelError, match="remove casts to a fixed type from forward"):
+        specification(tmp_path, source)

@@ -11,7 +11,15 @@ import pytest
 
 from loadgen.client.bodies import choose_items, prepare_body
 from loadgen.client.endpoint import Signature, TensorSignature
-from loadgen.client.inputs import InputError, SampleInputs, image_folder, kind_of, read_inputs, write_given
+from loadgen.client.inputs import (
+    InputError,
+    SampleInputs,
+    image_folder,
+    kind_of,
+    read_inputs,
+    write_given,
+    write_synthetic,
+)
 
 SIGNATURE = Signature(
     "m",
@@ -276,3 +284,19 @@ def test_files_that_cannot_be_used_are_one_sentence(tmp_path: Path) -> None:
             write_given(tmp_path / name, SIGNATURE, tmp_path / "samples", "tensors")
     with pytest.raises(InputError, match='no list "data"'):
         given(tmp_path / "data.json", [1], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json"])
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path, name: str) -> None:
+    content = json.dumps(ITEM if name.endswith("l") else {"data": [ITEM]})
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
+    write_given(tmp_path / name, SIGNATURE, tmp_path / "samples", "tensors")
+    same(read_inputs(tmp_path / "samples", "tensors"), 0, [5, 6, 7], [0.5, 2], "höher".encode())
+
+
+def test_bf16_is_refused_with_a_remedy_that_works(tmp_path: Path) -> None:
+    signature = Signature("m", (TensorSignature("x", "BF16", (-1, 3)),), ())
+    with pytest.raises(
+        InputError, match=r"input x is BF16, which abserve cannot send; .*: cast one of these in the mo"
+    ):
+        write_synthetic(signature, tmp_path, "tensors", 0)

@@ -160,3 +160,10 @@ def test_a_trace_that_cannot_be_replayed_is_refused(tmp_path: Path, lines: list[
         traced(tmp_path, *lines).requests()
     with pytest.raises(PromptError, match="nowhere cannot be read: "):
         Trace("/nowhere", 60.0).requests()
+
+
+def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    trace = traced(tmp_path, line(0, 900, 7), line(500, 800, 200))
+    path = Path(trace.path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert trace.longest() == PromptShape(800, 200)
