@@ -49,6 +49,8 @@ _MOST_MODELS = 8
 """Most models of a server that are asked whether they stream."""
 _PROMPT_SECONDS = 120.0
 """How long a server may be silent before its first answer: some load a model only then."""
+_MOST_EXTRA = 2
+"""Tokens beyond those asked for that a server may count, such as one that begins or ends the text."""
 _POLL_SECONDS = 0.1
 _WIDEST = 60
 """Characters of a table's first column."""
@@ -288,7 +290,8 @@ class AskedServer:
     def _ask(self, transport: TokenTransport, model: str, body: RequestBody) -> Refusal | None:
         """Send one small prompt; why it was not answered."""
         target = InferenceTarget(transport, self.arm.target, model, access=self.arm.access, body=body)
-        address, refusal = Address.parse(self.arm.target, self.arm.access), None
+        address = Address.parse(self.arm.target, self.arm.access)
+        refusal: Refusal | None = None
         form = {"completions": " (ids)", "text": " (text)"}.get(transport, "")
         question = f"POST {address.base_path}{stream_path(transport, address, model)}{form}"
         prompt = range(UNKNOWN_IDS[0], UNKNOWN_IDS[0] + SETTLING.prompt_tokens)
@@ -297,6 +300,9 @@ class AskedServer:
                 target, _PLAN, prompt, SETTLING.output_tokens, timeout_s=_PROMPT_SECONDS, salt=token_hex(8),
                 of_any_length=True,
             )  # fmt: skip
+            if answer.output_tokens > SETTLING.output_tokens + _MOST_EXTRA:
+                asked = f"{answer.output_tokens} tokens instead of {SETTLING.output_tokens}"
+                refusal = Refusal(_BAD_REQUEST, f"max_tokens has no effect: the answer has {asked}")
         except AnswerError as exc:
             refusal = Refusal(exc.status, self._clean(str(exc)))
         except (AddressError, ConnectionRefused) as exc:

@@ -41,6 +41,7 @@ from loadgen.records.run import (
     Label,
     Workload,
     body_in_words,
+    option_of,
     shown,
 )
 from loadgen.run.answers import AnswersUnderLoad
@@ -358,6 +359,8 @@ def _answers_of(
             answer = ask_tokens(arm.target, plan, prompt, tokens, timeout_s=_timeout_s(arm))
         except (AnswerError, ConnectionRefused, AddressError) as exc:
             changes = f"; it was asked {body_in_words(arm.request.body)}" if arm.request.body else ""
+            if "finish reason stop" in str(exc):
+                changes += f"; add a field that keeps it from ending early with {option_of(label, 'body')}"
             raise RunError(
                 f"{shown(label)} does not answer the prompts of the probe as asked ({len(prompt)} → {tokens} tokens): "
                 f"{exc}{changes}{arm.failure_message()}",

@@ -238,6 +238,16 @@ def test_a_route_that_is_refused_does_not_keep_others_from_being_tried(toy: Toy,
     assert [*served["b"].bodies] == ["chat"]
 
 
+def test_a_length_that_has_no_effect_is_asked_for_under_its_other_name(toy: Toy, other: HostileServer) -> None:
+    """This server answers with nine tokens whatever it is asked."""
+    other.answers["/v1/models"] = (200, {}, b'{"data": [{"id": "planted"}]}')
+    token = b'data: {"choices": [{"index": 0, "text": " a", "token_ids": [7]}]}\n\n'
+    other.answers["/v1/completions"] = (200, {"Content-Type": "text/event-stream"}, 9 * token + b"data: [DONE]\n\n")
+    said = refusal(toy(), other.url)
+    assert "max_tokens has no effect: the answer has 9 tokens instead of 2" in said
+    assert "without max_tokens and with max_completion_tokens={output_tokens}" in said
+
+
 def test_a_chat_is_tried_on_all_where_one_has_nothing_else(toy: Toy) -> None:
     served = found(toy(), toy("--routes chat"))
     assert served is not None
