@@ -232,7 +232,7 @@ def with_language_models(
         body = dict(served.bodies[chosen])
         notes += served.notes
         if body != (given.body or {}):
-            notes.append(f"{shown(label)} is asked {body_in_words(body)}, because it refuses other requests")
+            notes.append(f"{shown(label)} is asked {body_in_words(body)}, because it refuses the usual fields")
         model = given.model if served.model == preferred else served.model
         named[label] = given.model_copy(update={"model": model, "transport": chosen, "body": body or None})
     update: dict[str, object] = {"arms": named}
