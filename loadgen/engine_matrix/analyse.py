@@ -171,11 +171,11 @@ def _precisions(plan: MatrixPlan, cell: CellRounds) -> tuple[str, ...]:
 def cells_of(
     plan: MatrixPlan, visits: Sequence[Visit], verdicts: Mapping[tuple[int, Shape], JudgedCell] = MappingProxyType({})
 ) -> Cells:
-    """All cells with at least one timed call, by configuration, length and batch size."""
+    """All cells with at least one timed call, and none of them in no time, by configuration, length and batch size."""
     measured: dict[tuple[int, Shape], dict[int, Measured]] = {}
     for visit in sorted(visits, key=lambda visit: visit.round):
         for cell in visit.cells:
-            if cell.calls_ns:
+            if min(samples_ns(cell, plan.configurations[visit.configuration].device), default=0) > 0:
                 measured.setdefault((visit.configuration, cell.shape), {})[visit.round] = cell
     order = sorted(measured, key=lambda key: (key[0], key[1][1] or 0, key[1][0]))
     return {

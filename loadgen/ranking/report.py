@@ -27,6 +27,7 @@ from loadgen.ranking.records import (
     ADD_A_PRICE,
     TOKEN,
     Cost,
+    LeftOut,
     Machine,
     Point,
     RankedGroup,
@@ -61,12 +62,16 @@ _REMEDY = (
 
 
 def read_all(paths: list[Path]) -> list[RankInput]:
-    """Everything that can be ranked in these files and folders, each once. Raises `StoredRunError`."""
+    """Everything that can be ranked in these files and folders, each once. A result in a folder of results that cannot
+    be read is left out. Raises `StoredRunError` for one that the user named."""
     results: dict[Path, Path] = {}
+    named: set[Path] = set()
     for path in paths:
-        for result in _results_in(path):
+        found = list(_results_in(path))
+        named.update(found if len(found) == 1 else ())
+        for result in found:
             results.setdefault(result.resolve(), result)
-    return [_read(path) for path in results.values()]
+    return [_read(path) if path in named else _read_if_possible(path) for path in results.values()]
 
 
 def _results_in(path: Path) -> Iterator[Path]:
@@ -86,6 +91,14 @@ def _result_of(folder: Path) -> Path:
     """The matrix or the result of a folder; the folder itself where the result was not made yet."""
     paths = (folder / name for name in (Matrix.FILE, FILE_NAME))
     return next((path for path in paths if stored_path(path).is_file()), folder)
+
+
+def _read_if_possible(path: Path) -> RankInput:
+    try:
+        return _read(path)
+    except StoredRunError as exc:
+        name = str(path if path.is_dir() else path.parent)
+        return RankInput(name, None, (), (LeftOut(result=name, what="everything in it", reason=str(exc)),))
 
 
 def _read(path: Path) -> RankInput:

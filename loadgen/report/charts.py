@@ -165,7 +165,7 @@ SQUEEZED = 20.0
 
 def squeezed(values: Iterable[float]) -> bool:
     """Whether a linear axis hides the small ones of these values, so that they need a logarithmic one."""
-    positive = [value for value in values if value > 0.0]
+    positive = [value for value in values if 0.0 < value < math.inf]
     return bool(positive) and max(positive) > SQUEEZED * min(positive)
 
 
@@ -240,9 +240,9 @@ def round_ticks(low: float, high: float, gap: float = LEAST_GAP) -> list[float]:
 
 
 def log_axis(values: Iterable[float]) -> doc.Figure:
-    """A logarithmic axis over all `values` above 0 with a little room beyond them; Plotly's ticks where no number is
-    round."""
-    positive = [value for value in values if value > 0.0]
+    """A logarithmic axis over all finite `values` above 0 with a little room beyond them; Plotly's own ticks where no
+    number is round."""
+    positive = [value for value in values if 0.0 < value < math.inf]
     if not positive:
         return {"type": "log"}
     low, high = min(positive), max(positive)

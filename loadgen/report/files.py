@@ -34,7 +34,7 @@ def write_reports(out_dir: Path, result: Result) -> list[Path]:
     format that failed, after the others are written."""
     settings, sha256 = result.experiment.settings, result.experiment.settings_sha256
     document = result_document(result)
-    contents = {
+    contents: dict[str, Callable[[], bytes]] = {
         "report.html": lambda: render_html(document).encode(),
         "summary.md": lambda: render_markdown(document).encode(),
         FILE_NAME: lambda: encode_result(result),

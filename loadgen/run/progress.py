@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
 from time import monotonic
 from typing import Any
@@ -73,8 +72,7 @@ class Unfailing(RunProgress):
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("_"):
             return super().__getattribute__(name)
-        call = getattr(self._listener, name)
-        return lambda *arguments: attempt(partial(call, *arguments), lambda _: None)
+        return lambda *arguments: attempt(lambda: getattr(self._listener, name)(*arguments), lambda _: None)
 
 
 @dataclass(frozen=True, slots=True)

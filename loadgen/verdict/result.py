@@ -197,7 +197,7 @@ def analyse_run(run: StoredRun) -> Result:
                 [block for block in complete if block.record.workload == workload.name],
                 pairings,
             ),
-            (),
+            [],
         )
     )
     facts = Facts(run, blocks, summaries, breakdowns, failures=failures)
@@ -209,7 +209,7 @@ def analyse_run(run: StoredRun) -> Result:
         if probe.analyse is not None
     }
     facts = replace(facts, findings=findings)
-    drafts = step(
+    drafts: tuple[Comparison, ...] = step(
         COMPARISONS,
         lambda: compare_all(run.experiment, blocks, facts.figures, PooledRequests(run.blocks).by_block, facts.item),
         (),

@@ -441,6 +441,8 @@ def request_errors(facts: Facts) -> Iterator[Judgement]:
         judgement = replace(judgement, arms=tuple(label for label in sent if label in failing))
         if silent:
             detail = f"no request was sent to {join(silent)}" + (f"; {judgement.detail}" if errors else "")
+            whys = [block.note for block in load.blocks if block.note and not sent[block.label]]
+            detail += "".join(f": {why}" for why in whys[:1])
             judgement = Judgement(False if errors else None, detail, judgement.value, scope=load.scope)
         yield judgement
     for workload in facts.run.experiment.workloads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -263,6 +264,24 @@ def test_an_arm_that_fails_in_each_workload_ends_the_run_with_its_words(tmp_path
     assert "503" in (state.error or "")
     assert "the queue is full" in (state.error or "")
     assert any(record.label == "a" and record.complete for record in blocks(out))
+
+
+class Broken(RunProgress):
+    """Shows nothing, and fails at it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        raise BrokenPipeError(name)
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_nothing_that_is_shown_ends_a_run(tmp_path: Path) -> None:
+    workload = Workload(
+        scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5, rounds=1
+    )
+    state = run_experiment(make_experiment(workloads=(workload,)), tmp_path / "run", Broken(), abserve=FAKE_ABSERVE)
+    assert state.state == "finished"
 
 
 def test_a_server_that_cannot_start_says_its_last_words(tmp_path: Path) -> None:

@@ -30,6 +30,20 @@ def test_so_many_are_kept_whatever_the_number_of_requests(requests: int) -> None
         assert unpacked(answer.outputs[0])[0, 0] == answer.request
 
 
+@pytest.mark.parametrize("fault", [KeyError("x"), OverflowError("too large"), AnswerError("no output"), MemoryError()])
+def test_an_answer_that_cannot_be_read_costs_itself(fault: Exception) -> None:
+    def fail() -> dict[str, np.ndarray]:
+        raise fault
+
+    kept = KeptAnswers(2, seed=4)
+    kept.keep(0, 0, 0, 0, 0, fail)
+    kept.keep(1, 1, 0, 0, 1, partial(dict, {"y": np.zeros((1, 2), "<f4")}))
+    broken, good = kept.read()
+    assert str(fault) in (broken.error or "")
+    assert broken.error
+    assert good.error is None
+
+
 def test_every_request_has_the_same_chance() -> None:
     """Tenths of a block hold a tenth of what is kept each, up to five standard deviations."""
     counts = np.zeros(10)

@@ -125,6 +125,19 @@ def test_a_folder_of_results_and_reports(tmp_path: Path, two: list[Path]) -> Non
     assert "## torchvision:resnet50 in fp32, engine alone" in (out / "summary.md").read_text()
 
 
+def test_a_result_in_a_folder_that_cannot_be_read_is_left_out(two: list[Path], tmp_path: Path) -> None:
+    """One that the user named ends the command."""
+    broken = write(two[0].parent / "broken", matrix([configuration()], [cell(0, 50)])) / "matrix.json"
+    broken.write_bytes(broken.read_bytes()[:100])
+    done = run(two[0].parent, "--json")
+    assert done.exit_code == 0, done.output
+    ranking = json.loads(done.stdout)
+    assert len(ranking["groups"][0]["options"]) >= 1
+    (left,) = [each for each in ranking["left_out"] if each["result"].endswith("broken")]
+    assert "matrix.json" in left["reason"]
+    assert run(broken).exit_code == 2
+
+
 def test_the_same_result_given_twice_counts_once(two: list[Path]) -> None:
     document = json.loads(run(two[0], two[0] / "matrix.json", "--json").stdout)
     assert [len(group["options"]) for group in document["groups"]] == [2]
