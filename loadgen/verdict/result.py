@@ -185,6 +185,7 @@ def analyse_run(run: StoredRun) -> Result:
     )
     complete = [block for block, summary in zip(run.blocks, blocks, strict=True) if summary.complete]
     # No stages of a streamed answer: the client reads it from its first token to its last.
+    none: list[LatencyBreakdown] = []
     breakdowns = tuple(
         breakdown
         for workload in loads
@@ -197,7 +198,7 @@ def analyse_run(run: StoredRun) -> Result:
                 [block for block in complete if block.record.workload == workload.name],
                 pairings,
             ),
-            [],
+            none,
         )
     )
     facts = Facts(run, blocks, summaries, breakdowns, failures=failures)

@@ -199,7 +199,8 @@ def run_finished(facts: Facts) -> Iterator[Judgement]:
         "interrupted": f"the run was interrupted during: {state.phase}",
         "failed": f"the run failed during {state.phase}: {state.error}",
     }[state.state]
-    yield Judgement(state.state == "finished", detail, state.state, scope=PLAN)
+    remedy = f"Find out why {shown(state.failed_arm)} fails, and run again." if state.failed_arm else None
+    yield Judgement(state.state == "finished", detail, state.state, scope=PLAN, remedy=remedy)
 
 
 COMPARISONS, VERDICT = "comparisons", "verdict"

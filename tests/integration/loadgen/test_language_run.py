@@ -239,6 +239,32 @@ def test_answers_beyond_the_model_are_refused_before_anything_starts(tmp_path: P
     assert not (tmp_path / "experiment.json").exists()
 
 
+def test_an_arm_that_refuses_many_users_loses_that_workload_alone(tmp_path: Path, planted: Callable[..., str]) -> None:
+    arms = ("--a", planted(), "--b", planted("--refuse-from 3 --step-ms 4"))
+    status, output = compare(tmp_path, *arms, "--scenarios", "single,concurrent", "--concurrency", "4")
+    assert status == 1
+    assert record(tmp_path, "run.json")["state"] == "finished"
+    assert "no request was sent to B: warm-up of arm b" in output
+    assert "HTTP 503: the queue is full" in output
+    comparisons = record(tmp_path, "result.json")["comparisons"]
+    pairs = {c["scenario"]: (c["pairs"], c["ratio"] is None) for c in comparisons if c["leading"]}
+    assert pairs == {"single": (2, False), "concurrent(4)": (0, True)}
+    kept = {(b["workload"], b["label"]) for b in record(tmp_path, "result.json")["blocks"] if b["complete"]}
+    assert ("concurrent(4)", "a") in kept
+
+
+def test_an_arm_that_fails_in_every_workload_is_named_with_its_words(
+    tmp_path: Path, planted: Callable[..., str]
+) -> None:
+    arms = ("--a", planted(), "--b", planted("--good-first 70 --instead redirect"))
+    status, output = compare(tmp_path, *arms, "--scenarios", "single")
+    assert status == 1
+    state = record(tmp_path, "run.json")
+    assert (state["state"], state["failed_arm"]) == ("failed", "b")
+    assert "redirects to /elsewhere" in state["error"]
+    assert "Find out why B fails, and run again." in output
+
+
 def test_a_model_that_is_started_is_judged_by_the_reference(tmp_path: Path) -> None:
     """FastAPI with generate() against itself: every token is the reference's own."""
     status, output = compare(
