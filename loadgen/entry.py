@@ -27,6 +27,8 @@ EXAMPLES = (
     ("abserve compare --model torchvision:resnet50", "PyTorch against Triton, in five minutes."),
     ("abserve compare --a http://HOST:8000 --b http://HOST:9000", "Two servers that run already."),
 )
+OWN_PACKAGES = ("abserve", "loadgen", "servers", "tests")
+INSTALL_SERVERS = "pip install 'abserve[servers]'"
 MOST_MEANT = 3
 """Options that are suggested in place of a wrong one."""
 STYLE = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -170,9 +172,17 @@ def load_command(point: EntryPoint) -> Any:
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Show a usage error as every other error, without the usage that typer prints before it."""
+    """Show a usage error as every other error, without the usage that typer prints before it, and a package that is not
+    installed as what to install: an installation that only loads servers by URL has none of the servers' own."""
     try:
         yield
+    except ModuleNotFoundError as error:
+        from loadgen.cli.output import fail
+
+        missing = (error.name or "").partition(".")[0]
+        if missing in OWN_PACKAGES or not missing:
+            raise
+        fail(f"{missing} is not installed, which serving and describing models here needs; run: {INSTALL_SERVERS}")
     except Exception as error:
         if not hasattr(error, "format_message"):  # only a usage error has it; typer exports no class of them all
             raise

@@ -151,7 +151,7 @@ def machine_checks(tritonserver: Path | None = None) -> Iterator[MachineCheck]:
     has_gpu = gpu["status"] == "ok" and bool(gpu["devices"])
     yield from here
     triton, installed = _triton(folder, "cuda:0" if has_gpu else "cpu")
-    yield from triton
+    yield from _optional(triton) if is_client_only() else triton
     containers = docker_checks(gpu)
     yield from containers
     has_docker = any(check.name == "container toolkit" and check.ok for check in containers)
@@ -175,7 +175,18 @@ def _triton(folder: Path | None, device: str) -> tuple[list[MachineCheck], Serve
 def _packages() -> list[MachineCheck]:
     installed = {package: find_spec(module) is not None for module, package in PACKAGES.items()}  # imports none of them
     remedy = "pip install 'abserve[servers]'"
-    return [machine_check(name, ok, "installed" if ok else "not installed", remedy) for name, ok in installed.items()]
+    checks = [machine_check(name, ok, "installed" if ok else "not installed", remedy) for name, ok in installed.items()]
+    return _optional(checks) if is_client_only() else checks
+
+
+def is_client_only() -> bool:
+    """Whether this installation can only load servers by URL: it executes no model."""
+    return find_spec("torch") is None and find_spec("onnxruntime") is None
+
+
+def _optional(checks: Iterable[MachineCheck]) -> list[MachineCheck]:
+    """The checks as those of things that a comparison of servers by URL does not need."""
+    return [replace(check, needed_for="servers and engines on this machine") for check in checks]
 
 
 def _engines() -> list[MachineCheck]:
@@ -347,7 +358,10 @@ def next_command(installed: ServerTrial | None, has_gpu: bool, has_docker: bool)
     `installed` is what an installed tritonserver did, `has_docker` whether an engine can give containers the GPU.
     """
     command, why = "abserve compare", ""
-    if has_gpu and installed is not None:
+    if is_client_only():
+        command += " --a http://HOST:PORT --b http://HOST:PORT"
+        why = " (servers by URL; this installation starts none)"
+    elif has_gpu and installed is not None:
         backends = [name for name in NATIVE_BACKENDS if name in installed.working]
         command += _arms(name for name in backends if name != "tensorrt" or builds_plans())
     elif has_gpu and has_docker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -12,31 +13,54 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = (
     "torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "open_clip", "PIL", "simplejpeg", "fastapi",
-    "starlette", "uvicorn", "pytriton", "docker",
+    "starlette", "uvicorn", "pytriton", "docker", "timm", "transformers",
 )  # fmt: skip
 PROGRAM = """
 import sys
+from importlib.machinery import PathFinder
 
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {absent!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-
-sys.meta_path.insert(0, Absent())
+find = PathFinder.find_spec.__func__
+PathFinder.find_spec = classmethod(
+    lambda cls, name, *rest: None if name.partition(".")[0] in {absent!r} else find(cls, name, *rest)
+)
 from loadgen.entry import main
 sys.argv = ["abserve", *{arguments!r}]
 main()
 """
 
 
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.format(absent=ABSENT, arguments=command)
+    return subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False, cwd="/")
+
+
 @pytest.mark.parametrize("command", [["--help"], ["gpu-exporter", "--help"], ["results-exporter", "--help"]])
 def test_commands_answer_without_the_servers_packages(command: list[str]) -> None:
-    program = PROGRAM.format(absent=ABSENT, arguments=command)
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False, cwd="/")
+    done = run(*command)
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["models", "models torchvision:resnet18", "serve native", "serve triton", "engine", "samples --out /nowhere",
+     "export --model torchvision:resnet18"],
+)  # fmt: skip
+def test_commands_that_need_them_say_what_to_install(command: str) -> None:
+    done = run(*command.split())
+    assert done.returncode == 2, done.stderr
+    sentence = done.stderr.strip().splitlines()[-1]
+    assert sentence.startswith("error: ")
+    assert "not installed" in sentence
+    assert sentence.endswith("pip install 'abserve[servers]'")
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_knows_an_installation_that_only_loads_servers_by_url() -> None:
+    checks = {check["name"]: check for check in json.loads(run("doctor", "--json").stdout)}
+    for name in ("torch", "onnx", "fastapi"):
+        assert (checks[name]["ok"], checks[name]["needed_for"]) == (False, "servers and engines on this machine")
+    assert checks["next"]["detail"].startswith("abserve compare --a http://HOST:PORT --b http://HOST:PORT")
 
 
 def test_nothing_listed_as_absent_is_a_base_dependency() -> None:
