@@ -614,7 +614,7 @@ class GrpcConnections(ABC):
         """`methods` by path; `statistics` count what fails before a message names its model."""
         self.settings = settings
         self.memory = memory
-        self.budget = memory.budget
+        self._memory, self.budget = memory, memory.budget
         # One thread: reading values holds the interpreter, so that more threads would only take longer each.
         self.reading = ThreadPoolExecutor(1, "reading")
         self.inflating = InflatingThread(
@@ -722,5 +722,6 @@ class GrpcConnections(ABC):
                 connection.expire(now, seconds, pressed=pressed, scarce=scarce)
             except Exception:  # the others have their limits, and the timer goes on
                 log.exception("the time limits of a connection could not be applied")
-        # Without connections nothing ticks; the next one starts the timer again.
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self._connections else None
+        # Without connections nothing ticks but to give memory back; the next one starts the timer again.
+        ticks = self._memory.trim_heap() or self._connections
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if ticks else None

@@ -213,8 +213,9 @@ class HttpFrontEnd(ABC):
                 connection.expire()
             except Exception:  # the others have their limits, and the timer goes on
                 log.exception("the time limits of a connection could not be applied")
-        # Without connections nothing ticks; the next one starts the timer again.
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if self.connections else None
+        # Without connections nothing ticks but to give memory back; the next one starts the timer again.
+        ticks = self.memory.trim_heap() or self.connections
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if ticks else None
 
     def service(self, head: RequestHead) -> ModelService:
         """The model that counts a request: the one it names, or the default one when it names none of the server's."""

@@ -15,6 +15,7 @@ A process maps the file before it forks, so nothing has a name and nothing is le
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import threading
@@ -45,6 +46,9 @@ KEPT_SHARE = 16
 """Warm slots that are not page-locked keep at most 1/KEPT_SHARE of the bytes that may be held."""
 UNCOUNTED_BYTES = 64 * 1024
 """Answers with fewer bytes in all that a client has not read do not count as held, like one read of what it sends."""
+TRIM_SHARE = 16
+"""Once 1/TRIM_SHARE of the bytes that may be held were held and three quarters of them are released, the heap gives its
+free pages back: after many answers in pieces it would keep nearly all of them."""
 ALIGNMENT = 64
 SLACK_BYTES = 128 * 1024
 """Room in the largest slots beside the largest body: for what surrounds the tensors of a gRPC message."""
@@ -258,11 +262,25 @@ class RequestMemory:
         self._receivers: list[dict[int, Receiver]] = [{} for _ in arena.classes]
         self._kept: set[tuple[int, int]] = set()
         self._kept_bytes = 0
+        self._peak_held = 0  # since the heap was trimmed
 
     @classmethod
     def alone(cls, settings: NativeSettings) -> RequestMemory:
         """The memory of a server that is one process."""
         return cls(Arena.of_settings(1, settings), ByteBudget(settings.max_held_bytes))
+
+    def trim_heap(self) -> bool:
+        """Give the heap's free pages back to the system if that is due; to be called now and then. Returns whether it
+        will be due."""
+        held = self.budget.held
+        self._peak_held = max(self._peak_held, held)
+        if self._peak_held < self.budget.limit // TRIM_SHARE or held > self._peak_held // 4:
+            return self._peak_held >= self.budget.limit // TRIM_SHARE
+        self._peak_held = held
+        with contextlib.suppress(AttributeError):  # a system without glibc
+            trim = ctypes.CDLL(None).malloc_trim
+            threading.Thread(target=trim, args=(0,), daemon=True).start()  # a gigabyte takes a tenth of a second
+        return False
 
     def take(self, size: int) -> ArenaSlot | None:
         """A slot of at least `size` bytes with any content, not charged yet; None if no slot is free."""

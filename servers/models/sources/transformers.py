@@ -174,8 +174,8 @@ def _check_padding(config: Any, title: str) -> None:
     """Raises `UnknownModelError` for a decoder that cannot tell which token of an item is the last."""
     import transformers
 
-    classes = transformers.AutoModelForSequenceClassification._model_mapping  # type: ignore[attr-defined]
-    if type(config) not in classes or "pad_token_id" not in inspect.getsource(classes[type(config)].forward):
+    auto: Any = transformers.AutoModelForSequenceClassification
+    if type(config) not in auto._model_mapping or "pad_token_id" not in inspect.getsource(_class(auto, config).forward):
         return
     pad = config.pad_token_id
     if pad is None or not 0 <= pad < config.vocab_size:
