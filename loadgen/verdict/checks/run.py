@@ -597,17 +597,18 @@ def _groups(probe: CacheProbe) -> list[tuple[int, tuple[int, ...]]]:
 def blocks_complete(facts: Facts) -> Iterator[Judgement]:
     for load in facts.planned:
         planned = len(facts.run.experiment.arms) * load.workload.rounds
+        lost = sum(facts.run.partial_blocks.values())
+        unfinished = f"; {lost:,} requests of an unfinished block are not compared" if lost else ""
         if not load.blocks:
-            yield Judgement(None, f"none of {planned} blocks was measured", 0, planned, load.scope)
+            yield Judgement(None, f"none of {planned} blocks was measured{unfinished}", 0, planned, load.scope)
             continue
         complete = [block for block in load.blocks if block.complete]
         notes = [f"block {block.index}: {block.note}" for block in load.blocks if not block.complete and block.note]
         detail = f"{len(complete)} of {planned} blocks are complete"
         if notes:
             detail += f"; {notes[0]}"
-        elif len(complete) < planned and facts.run.partial_blocks:
-            lost = sum(facts.run.partial_blocks.values())
-            detail += f"; {lost:,} requests of an unfinished block are not compared"
+        elif len(complete) < planned:
+            detail += unfinished
         ok = len(complete) >= planned and len(complete) == len(load.blocks)
         yield Judgement(ok, detail, len(complete), planned, load.scope)
 
