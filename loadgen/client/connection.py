@@ -428,6 +428,17 @@ def find_header(head: bytes, key: bytes) -> bytes | None:
     return head[start : head.index(b"\r\n", start)].strip()
 
 
+def unasked_coding(exchange: Exchange) -> str | None:
+    """A sentence about a response that is compressed although no request asks for that; None for others."""
+    coding = exchange.header("content-encoding") or "identity"
+    if coding == "identity":
+        return None
+    return (
+        f"it is compressed ({one_line(coding, 40)}), which was not asked for; turn compression off at that server or "
+        "at the proxy before it"
+    )
+
+
 def failure_message(exchange: Exchange) -> str:
     """One line for a failed request: the transport's failure, or the status with the server's words."""
     return exchange.failure or f"HTTP {exchange.status}: {server_words(exchange)}"

@@ -10,7 +10,14 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from loadgen.client.connection import Address, ConnectionRefused, Exchange, PreparedRequest, server_words
+from loadgen.client.connection import (
+    Address,
+    ConnectionRefused,
+    Exchange,
+    PreparedRequest,
+    server_words,
+    unasked_coding,
+)
 from loadgen.client.http import HttpConnection, request_head
 from loadgen.documents import MOST_BYTES, DocumentError, decode_json, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
@@ -119,6 +126,8 @@ class Endpoint:
             raise EndpointError(f"{request}: {exchange.failure}")
         if exchange.status != 200:
             return None
+        if (fault := unasked_coding(exchange)) is not None:
+            raise EndpointError(f"{request}: the response cannot be used: {fault}")
         try:
             document = read_json(exchange.body)
         except DocumentError as exc:

@@ -20,6 +20,7 @@ from loadgen.client.connection import (
     PreparedRequest,
     failure_message,
     split_at,
+    unasked_coding,
 )
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.event_stream import StreamConnection
@@ -188,6 +189,8 @@ def read_answer(
     batch dimension also where the response has none. Raises `AnswerError`."""
     if not exchange.good:
         raise AnswerError(failure_message(exchange))
+    if not isinstance(connection, GrpcConnection) and (fault := unasked_coding(exchange)) is not None:
+        raise AnswerError(f"the response cannot be read: {fault}")
     try:
         if isinstance(connection, SharedMemoryConnection):
             outputs = connection.read_outputs(exchange, memory)

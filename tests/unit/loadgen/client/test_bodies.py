@@ -202,3 +202,10 @@ def test_values_for_an_empty_input_are_generated(datatype: str, tmp_path: Path) 
     tensor = TensorSignature("x", datatype, (-1, 2, 0))
     write_synthetic(Signature("m", (tensor,), (tensor,)), tmp_path, "tensors", 0)
     assert read_inputs(tmp_path, "tensors").take("x", (0, 1)).shape == (2, 2, 0)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br"])
+def test_a_compressed_answer_is_named_as_that(coding: str) -> None:
+    """Not as malformed JSON: no request asks for compression, but a proxy may compress all the same."""
+    with pytest.raises(AnswerError, match=rf"it is compressed \({coding}\), which was not asked for; turn compression"):
+        read_answer(CONNECTION, answer(200, gzip.compress(b"{}"), f"content-encoding: {coding}".encode()))
