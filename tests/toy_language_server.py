@@ -89,7 +89,7 @@ FLAGS: dict[str, tuple[Any, str]] = {
     "after-finish": (0, "so many tokens follow the finish reason"),
     "changing-id": (False, "each chunk has another id"),
     "choices": (1, "so many choices with the same tokens"),
-    "each": ("", """JSON that is added to each chunk, as in {"error":""}"""),
+    "each": ({}, """JSON that is added to each chunk, as in {"error":""}"""),
     # How a stream is written
     "framing": ("chunked", "chunked, length, close or 1.0"),
     "content-type": ("text/event-stream", "empty: no such header"),
@@ -160,6 +160,7 @@ def flags(argv: Sequence[str] | str) -> argparse.Namespace:
     parser.add_argument("--like", choices=sorted(LIKE), help="a set of flags")
     for name, (default, meaning) in FLAGS.items():
         kind: dict[str, Any] = {"type": share if name.endswith("-share") else type(default)}
+        kind = {"type": json.loads} if default == {} else kind
         kind = {"action": "store_true"} if isinstance(default, bool) else kind
         parser.add_argument(f"--{name}", default=default, help=meaning.replace("%", "%%"), **kind)
     argv = shlex.split(argv) if isinstance(argv, str) else list(argv)
@@ -340,9 +341,7 @@ class Answer:
     def _line(self, data: dict[str, Any] | str) -> bytes:
         """One event, or a line of JSON."""
         settings = self.settings
-        if isinstance(data, dict) and settings.each:
-            data |= json.loads(settings.each)
-        text = (data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))).encode()
+        text = (data if isinstance(data, str) else json.dumps(data | settings.each, separators=(",", ":"))).encode()
         text += b" \xff" if settings.bad_utf8 else b""
         if self.is_ollama or settings.ndjson:
             return text + b"\n"
@@ -588,6 +587,8 @@ class ToyLanguageServer:
             late_s += settings.crowd_ms / 1e3 * (self.under_way - 1) * piece.tokens * started
             started = started or piece.tokens > 0
             await until(piece.at_s + late_s)
+            if writer.is_closing():
+                return False
             content = piece.content
             if settings.gzip:
                 content = press.compress(content) + press.flush(zlib.Z_SYNC_FLUSH)
@@ -605,7 +606,7 @@ class ToyLanguageServer:
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection."""
         about = self.about()
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             while head := await reader.readuntil(b"\r\n\r\n"):
                 path = head.split(b" ", 2)[1].decode()
                 lines = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:-2])
