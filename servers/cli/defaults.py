@@ -66,11 +66,11 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
+            names: tuple[str, ...] = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            mounts = ("cpu", "cpu,cpuacct")
             if not controllers:
                 mounts, names = ("", "unified"), ("cpu.max",)
-            elif "cpu" in controllers.split(","):
-                mounts, names = ("cpu", "cpu,cpuacct"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            else:
+            elif "cpu" not in controllers.split(","):
                 continue
             parts = [part for part in path.split("/") if part not in ("", "..")]
             # In a container the root of what is mounted may be its own cgroup, whatever its path.

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
-from math import log
+from math import inf, log
 from pathlib import Path
-from time import monotonic, process_time_ns, sleep
+from time import monotonic, process_time_ns, sleep, time
 from typing import Any, NamedTuple
 
 import orjson
@@ -33,6 +33,7 @@ CLEAR_LEAD = 6
 MOST_ROUNDS = 31
 MOST_SECONDS = 60.0
 """The longest race, however busy the machine is."""
+UNDECIDED_SECONDS = 86_400
 WAIT_SECONDS = 180.0
 """The longest wait for another start that is choosing; then this one chooses for itself."""
 
@@ -46,6 +47,8 @@ class Race(NamedTuple):
     own_ms: list[float]
     other_ms: list[float]
     rounds: int
+    decided: bool = True
+    """False: the machine was too busy for enough rounds."""
 
 
 def race(pairs: Sequence[tuple[Call, Call]], seconds: float, margin: float, most_loss: float) -> Race:
@@ -72,11 +75,11 @@ def race(pairs: Sequence[tuple[Call, Call]], seconds: float, margin: float, most
         ratios = [log(max(other, 1) / max(own, 1)) for own, other in times]
         lead += 1 if statistics.fmean(ratios) <= log(margin) and max(ratios) <= log(most_loss) else -1
         rounds.append(times)
-    medians = [
+    own_ms, other_ms = (
         [round(statistics.median(times[batch][side] for times in rounds) / 1e6, 4) for batch in range(len(pairs))]
         for side in range(2)
-    ]
-    return Race(lead >= CLEAR_LEAD, *medians, len(rounds))
+    )
+    return Race(lead >= CLEAR_LEAD, own_ms, other_ms, len(rounds), len(rounds) >= CLEAR_LEAD)
 
 
 def cpu_ns(call: Call) -> int:
@@ -172,7 +175,7 @@ class ChoiceCache:
         try:
             document = orjson.loads(self._path.read_bytes())
             if document["key"] == self._key and isinstance(choice := document["choice"], dict):
-                return choice
+                return choice if time() < document.get("until", inf) else {}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError):
@@ -184,9 +187,10 @@ class ChoiceCache:
         """Note that the stored choice is damaged."""
         self.trouble = f"The stored choice {self._path} is damaged, so this start measured again."
 
-    def write(self, choice: Mapping[str, Any]) -> None:
-        """Keep this choice instead of an earlier one."""
-        failure = keep_file(self._path, orjson.dumps({"key": self._key, "choice": choice}))
+    def write(self, choice: Mapping[str, Any], *, decided: bool = True) -> None:
+        """Keep this choice instead of an earlier one; for a day if the machine was too busy to decide."""
+        until = {} if decided else {"until": time() + UNDECIDED_SECONDS}
+        failure = keep_file(self._path, orjson.dumps({"key": self._key, "choice": choice, **until}))
         if failure is not None:
             self.trouble = (
                 f"The choice cannot be stored in {self._path.parent} ({failure.strerror}), so another start may choose "

@@ -285,7 +285,7 @@ def _products(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tensor]
         except ValueError:
             cache.reject()
     products = TunedProducts(module, single, several)
-    cache.write(products.choice)
+    cache.write(products.choice, decided=products.decided)
     return products
 
 

@@ -65,6 +65,8 @@ class TunedProducts:
         items, batches = len(several[0]), (single, several)[: len(several[0])]
         self.details: list[dict[str, object]] = []
         """Of each size of a linear layer, and of each comparison of the whole model, the times and the choice."""
+        self.decided = True
+        """Whether the machine let every comparison come to its end."""
         self.description = "oneDNN's prepacked products are not faster"
         self._sizes, self._whole, self._changes = set[tuple[int, ...]](), "", list[Change]()
         if stored:
@@ -140,7 +142,8 @@ class TunedProducts:
 
     def _faster(self, what: str, pairs: Sequence[tuple[Call, Call]], seconds: float) -> bool:
         """Whether packed products, the second of each pair, are clearly faster; notes the times."""
-        won, own_ms, packed_ms, rounds = race(pairs, seconds, MARGIN, MOST_LOSS)
+        won, own_ms, packed_ms, rounds, decided = race(pairs, seconds, MARGIN, MOST_LOSS)
+        self.decided &= decided
         times = {"own_cpu_ms": own_ms, "packed_cpu_ms": packed_ms, "rounds": rounds}
         self.details.append({"product": what, **times, "chosen": won})
         return won

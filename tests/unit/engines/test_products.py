@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -237,7 +238,8 @@ def test_a_race_alternates_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> No
     assert (race.won, race.rounds) == (False, choice.CLEAR_LEAD)
     assert choice.race(pairs, 60, 0.97, 1.05).rounds > choice.CLEAR_LEAD
     monkeypatch.setattr(choice, "MOST_SECONDS", 0)
-    assert choice.race(pairs, 60, 0.97, 1.05).rounds == 1
+    race = choice.race(pairs, 60, 0.97, 1.05)
+    assert (race.won, race.rounds, race.decided) == (False, 1, False)
 
 
 def noisy(seed: int) -> Callable[[Any], float]:
@@ -284,6 +286,20 @@ def test_a_damaged_choice_is_made_again_in_one_sentence(
     assert again["choices"] == first["choices"]
     assert orjson.loads(path.read_bytes()) == stored
     assert "choice_trouble" not in loaded().describe().details
+
+
+def test_what_a_busy_machine_could_not_decide_is_measured_again_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted_times(monkeypatch, lambda call: 1 if is_packed(call) else 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(choice, "MOST_SECONDS", 0)
+        undecided = loaded().describe().details["choices"]
+    assert loaded().describe().details["choices"] == undecided
+    monkeypatch.setattr(choice, "time", lambda: time.time() + 86_401)
+    decided = loaded().describe().details
+    assert decided["choices"] != undecided
+    assert "choice_trouble" not in decided
+    monkeypatch.setattr(products, "race", lambda *_: pytest.fail("measured again"))
+    assert loaded().describe().details["choices"] == decided["choices"]
 
 
 def test_a_choice_that_cannot_be_stored_is_made_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
