@@ -109,7 +109,7 @@ class Regression:
     def covariance(self, rows: Codes) -> Values:
         """Of the log ratios of these rows, given the observations."""
         explained = self._explained[:, rows]
-        return self._covariance(rows, rows) - explained.T @ explained + JITTER * np.eye(len(rows))
+        return np.asarray(self._covariance(rows, rows) - explained.T @ explained + JITTER * np.eye(len(rows)))
 
     def assume(self, row: int, error: float) -> None:
         """Lower the spreads as a measurement of this row with this error would."""

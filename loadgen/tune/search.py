@@ -465,7 +465,9 @@ class _Outlook:
         if not self._limits:
             best = regression.means[self._measured].max()
             return expected_gain(regression.means, regression.spreads, best)
-        keeps = np.prod([scipy.special.ndtr(-limit.means / limit.spreads) for limit in self._limits], axis=0)
+        keeps: Values = np.asarray(
+            np.prod([scipy.special.ndtr(-limit.means / limit.spreads) for limit in self._limits], axis=0)
+        )
         within = [row for row in self._measured if keeps[row] >= 0.5]
         if not within:
             return keeps
@@ -536,7 +538,7 @@ def least_squares(runs: Sequence[TuningRun], start_spread: float) -> Estimates:
     within, starts = observations.noise()
     certainty = np.linalg.inv(within + start_spread**2 * starts)
     belongs = np.eye(len(names))[observations.rows]
-    covariance = np.linalg.inv(belongs.T @ certainty @ belongs)
+    covariance: Values = np.asarray(np.linalg.inv(belongs.T @ certainty @ belongs), dtype=np.float64)
     return Estimates(names, covariance @ belongs.T @ certainty @ observations.values, covariance)
 
 
