@@ -136,7 +136,7 @@ class PlannedModule(ABC, Generic[P]):
         answers: ComparedAnswers,
     ) -> None:
         self._module, self._specification, self._device, self._dtype = module, specification, device, dtype
-        self._plans = plans
+        self._plans: Sequence[P] = plans
         """The simplest first."""
         self._answers = answers
         self._started = monotonic()
@@ -159,13 +159,14 @@ class PlannedModule(ABC, Generic[P]):
                     self._chosen[count] = plan, "cached"
                 elif not self._times_ms or monotonic() - self._started < MEASURING_SECONDS:
                     self._measure(count)
-            measured = {count: plan for count, (plan, _) in self._chosen.items()}
-            for count in sorted({*rows} - {*measured}):
-                candidates = dict.fromkeys([*(measured[other] for other in nearest(measured, count)), *self._plans])
-                plan = next((plan for plan in candidates if self._agrees(plan, count)), None)
-                if plan is None:
+            measured: dict[int, P] = {number: chosen for number, (chosen, _) in self._chosen.items()}
+            for count in sorted(set(rows) - set(measured)):
+                nearby = [measured[other] for other in nearest(measured, count)]
+                candidates: dict[P, None] = dict.fromkeys([*nearby, *self._plans])
+                agreeing = next((candidate for candidate in candidates if self._agrees(candidate, count)), None)
+                if agreeing is None:
                     return None
-                self._chosen[count] = plan, "not measured"
+                self._chosen[count] = agreeing, "not measured"
             if self._times_ms:  # also what was not measured: the next start must choose the same
                 plans = {**kept, **{count: plan for count, (plan, _) in self._chosen.items()}}
                 cache.write({"plans": {str(count): plan.title for count, plan in sorted(plans.items())}})

@@ -13,7 +13,7 @@ from torch import nn
 
 from servers.engines.interface import PLANS_FOLDER
 from servers.engines.settings import EngineSettings
-from servers.engines.torch import plans
+from servers.engines.torch import choice, plans
 from servers.engines.torch.engine import TorchEngine
 from servers.engines.torch.plans import PLANS, ModulePlan, fastest, measuring_order
 from servers.models.registry import payload_variants
@@ -366,7 +366,7 @@ def test_a_choice_of_something_else_is_not_used(
 ) -> None:
     loaded(specification_of())
     times.update(dict.fromkeys((1, 2, 4), prefers(LAST)))
-    specification, key_of = specification_of(), plans.cache_key
+    specification, key_of = specification_of(), choice.cache_key
     if changed == "model":
         specification = specification_of(lambda: nn.Sequential(Residual(), nn.Identity()))
     else:

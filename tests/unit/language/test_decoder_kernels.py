@@ -74,7 +74,7 @@ def forward_of(*, graphs: bool = False, **fields: Any) -> Any:
         ({"hidden_size": 96, "head_dim": 16, "num_attention_heads": 3, "num_key_value_heads": 3}, False),
     ],
 )
-def test_widths_that_no_tile_divides_are_multiplied_by_the_library(fields: dict[str, int], fused: bool) -> None:
+def test_widths_that_no_tile_divides_are_multiplied_by_the_library(fields: dict[str, Any], fused: bool) -> None:
     assert forward_of(**fields).can_fuse is fused
 
 

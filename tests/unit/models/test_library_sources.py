@@ -396,7 +396,7 @@ def test_a_known_type_needs_no_code_though_its_folder_names_some(tmp_path: Path)
     assert [one.name for one in get_specification(str(tmp_path)).inputs] == ["input_ids", "attention_mask"]
 
 
-DECODERS = {
+DECODERS: dict[str, dict[str, object]] = {
     "gpt2": {"vocab_size": 99, "n_embd": 32, "n_layer": 1, "n_head": 2, "eos_token_id": 7},
     "llama": {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
               "intermediate_size": 64, "eos_token_id": [5, 7]},
@@ -407,7 +407,12 @@ DECODERS = {
 @pytest.mark.parametrize("pad", [None, -1, 99])
 def test_a_classifier_of_the_last_token_needs_a_padding_token(tmp_path: Path, kind: str, pad: int | None) -> None:
     architecture = {"gpt2": "GPT2", "llama": "Llama"}[kind] + "ForSequenceClassification"
-    config = {"model_type": kind, "architectures": [architecture], **DECODERS[kind], "pad_token_id": pad}
+    config: dict[str, object] = {
+        "model_type": kind,
+        "architectures": [architecture],
+        **DECODERS[kind],
+        "pad_token_id": pad,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     example = {"gpt2": '"pad_token_id": 7 into', "llama": '"pad_token_id": ID into'}[kind]
     with pytest.raises(UnknownModelError, match=example):

@@ -7,7 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -263,16 +263,20 @@ def test_memory_is_mapped_where_the_engine_reaches_it(own, peer, reaching, place
     assert driver.tried == tried
 
 
-def test_a_region_is_opened_for_the_gpu_that_auto_is(monkeypatch):
-    opened_for = []
+def test_a_region_is_opened_for_the_gpu_that_auto_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened_for: list[int | None] = []
 
     class Opened:
-        def close(self):
+        def close(self) -> None:
             pass
 
-    monkeypatch.setattr(shared_memory, "open_region", lambda _driver, _opening, gpu: opened_for.append(gpu) or Opened())
-    settings = NativeSettings(device="auto")
-    side = EngineSide(settings, [], [], None, wake=None)
+    def open_region(_driver: object, _opening: object, gpu: int | None) -> Opened:
+        opened_for.append(gpu)
+        return Opened()
+
+    monkeypatch.setattr(shared_memory, "open_region", open_region)
+    settings, nothing = NativeSettings(device="auto"), cast(Any, None)
+    side: Any = EngineSide(settings, [], [], nothing, wake=nothing)
     side.regions.cuda = lambda: None
     side.regions.open(OpenRegion("a", 8, 0, device=1, handle=b""))
     side.hosts.append(SimpleNamespace(description=None))

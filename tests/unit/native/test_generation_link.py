@@ -127,8 +127,9 @@ def generation_loop(fronts: int) -> Iterator[tuple[GenerationLoop, list[socket.s
     finally:
         if loop._thread.is_alive():
             loop.stop(time.monotonic() + 20)
-        for end in (*(end for pair in pairs for end in pair), loop._wakes, loop._waker, loop._epoll):
+        for end in (*(end for pair in pairs for end in pair), loop._wakes, loop._waker):
             end.close()
+        loop._epoll.close()
 
 
 def finished(front: socket.socket, count: int) -> list[Finished]:

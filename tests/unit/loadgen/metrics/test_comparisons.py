@@ -220,7 +220,7 @@ def test_no_figure_ends_the_comparison(
 def test_a_figure_without_a_ratio_is_named(figure: float, arms: str) -> None:
     """Whichever arm it is of; the other workload keeps its verdict."""
     good: list[float | None] = [1.0, 1.1, 1.2]
-    of = {arm: [1.0, figure, 1.2] if arm in arms else good for arm in "ab"}
+    of: dict[str, list[float | None]] = {arm: [1.0, figure, 1.2] if arm in arms else good for arm in "ab"}
     by_metric = {c.metric: c for c in compare(of["a"], of["b"])}
     tpot, ready = by_metric["tpot"], by_metric["time_to_ready"]
     for c in (tpot, ready):

@@ -12,7 +12,7 @@ import pytest
 from loadgen.client.inputs import InputError
 from loadgen.experiment.prompts import UNKNOWN_IDS, PromptShape
 from loadgen.records.payloads import inputs_in_brief
-from loadgen.records.run import ArmRequest, Experiment, Workload
+from loadgen.records.run import ArmRequest, Experiment, TokenTransport, Workload
 from loadgen.run.language import describe_model, describe_prompts, model_info, probe_prompts, prompt_plan
 from loadgen.run.storage import RunError
 from loadgen.run.token_answers import (
@@ -134,10 +134,10 @@ def test_beginnings_are_compared_by_ids_or_else_by_text(
 
 
 def test_first_tokens_are_counted_against_the_baseline_of_the_same_form() -> None:
-    arms = tuple(
-        ArmRequest(label=label, target="http://h:1", transport=transport)
-        for label, transport in (("a", "completions"), ("b", "generate_stream"), ("c", "text"), ("d", None))
-    )
+    forms: tuple[tuple[str, TokenTransport | None], ...] = (
+        ("a", "completions"), ("b", "generate_stream"), ("c", "text"), ("d", None),
+    )  # fmt: skip
+    arms = tuple(ArmRequest(label=label, target="http://h:1", transport=form) for label, form in forms)
     experiment = msgspec.structs.replace(language_experiment((8, 4)), arms=arms)
     told = [begins("a", 0, 1), begins("a", 1, 2), begins("b", 0, 1), begins("b", 1, 3), begins("c", 0, 1)]
     assert agreement(told, experiment) == {
