@@ -160,17 +160,20 @@ class PlannedModule(ABC, Generic[P]):
                 elif not self._times_ms or monotonic() - self._started < MEASURING_SECONDS:
                     self._measure(count)
             measured: dict[int, P] = {number: chosen for number, (chosen, _) in self._chosen.items()}
-            for count in sorted(set(rows) - set(measured)):
-                nearby = [measured[other] for other in nearest(measured, count)]
-                candidates: dict[P, None] = dict.fromkeys([*nearby, *self._plans])
-                agreeing = next((candidate for candidate in candidates if self._agrees(candidate, count)), None)
-                if agreeing is None:
+            for left in sorted(set(rows) - set(measured)):
+                found = self._first_that_agrees([measured[other] for other in nearest(measured, left)], left)
+                if found is None:
                     return None
-                self._chosen[count] = agreeing, "not measured"
+                self._chosen[left] = found, "not measured"
             if self._times_ms:  # also what was not measured: the next start must choose the same
                 plans = {**kept, **{count: plan for count, (plan, _) in self._chosen.items()}}
                 cache.write({"plans": {str(count): plan.title for count, plan in sorted(plans.items())}})
         return self._form_of_choice(cache.trouble)
+
+    def _first_that_agrees(self, preferred: Sequence[P], count: int) -> P | None:
+        """The first of these plans, or of all, that gives the model's answers to so many rows."""
+        candidates = dict.fromkeys([*preferred, *self._plans])
+        return next((plan for plan in candidates if self._agrees(plan, count)), None)
 
     def _kept(self, cache: ChoiceCache) -> dict[int, P]:
         """The plans that an earlier start chose, by rows."""
