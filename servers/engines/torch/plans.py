@@ -84,7 +84,7 @@ class LayerPlan(NamedTuple):
 
 OWN_LAYERS, FUSED_LAYERS = LayerPlan("own layers"), LayerPlan("fused layers")
 
-P = TypeVar("P", ModulePlan, LayerPlan)
+P = TypeVar("P", bound=ModulePlan | LayerPlan)
 
 PLANS = (
     *(ModulePlan(channels_last, folded) for folded in (False, True) for channels_last in (False, True)),
@@ -172,8 +172,10 @@ class PlannedModule(ABC, Generic[P]):
 
     def _first_that_agrees(self, preferred: Sequence[P], count: int) -> P | None:
         """The first of these plans, or of all, that gives the model's answers to so many rows."""
-        candidates = dict.fromkeys([*preferred, *self._plans])
-        return next((plan for plan in candidates if self._agrees(plan, count)), None)
+        for plan in (*preferred, *(plan for plan in self._plans if plan not in preferred)):
+            if self._agrees(plan, count):
+                return plan
+        return None
 
     def _kept(self, cache: ChoiceCache) -> dict[int, P]:
         """The plans that an earlier start chose, by rows."""
