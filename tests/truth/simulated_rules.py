@@ -96,6 +96,7 @@ class Load:
     _states: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
     _slow: dict[tuple[str, int], bool] = field(default_factory=dict)
     restart: int = 0
+    faults: None = None
     done: list[BlockSummary] = field(default_factory=list)
     lead: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """log of how many times as fast an arm is in a workload, where arms are not identical."""
