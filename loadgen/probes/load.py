@@ -186,7 +186,7 @@ class Rounds:
             if not chosen:
                 break
             began = monotonic()
-            following = 1 + max((block.record.index for block in self._blocks), default=-1)
+            following = 1 + max((summary.index for summary in self._summaries), default=-1)
             numbered = enumerate(chain.from_iterable(chosen), following)
             blocks = [replace(block, index=index) for index, block in numbered]
             done = runner.run(blocks, context.forecast, last=False)
