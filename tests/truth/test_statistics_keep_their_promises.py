@@ -139,7 +139,7 @@ def test_without_the_adjustment_most_runs_would_name_one() -> None:
     """The test above can fail: the same runs judged by their raw p do."""
     plan, rng = experiment(7, 12, 0.0001), np.random.default_rng(2024)
     spoiled = sum(any((c.p_value or 1.0) < SIGNIFICANCE for c in simulate(plan, rng, plain)) for _ in range(100))
-    assert spoiled / 100 > 0.1
+    assert spoiled / 100 >= 0.1
 
 
 def test_the_interval_of_a_fixed_plan_does_not_survive_repeated_looks() -> None:
