@@ -41,6 +41,8 @@ SPREAD_LIMIT = 0.25
 SERVER_CPU_LIMIT = 0.95
 STEP_LIMIT_S = 5.0
 """Largest step of the wall clock: labels are whole seconds, taken shortly before a block begins."""
+OTHERS_LIMIT = 0.1
+"""Requests of other clients, as a share of those that were sent: their part of the server is not measured."""
 TAKEN_LIMIT = 0.03
 """Share of the cores, over an arm's blocks: a server that uses all cores loses at most about 3 %, below δ = 5 %."""
 MOST_TAKEN = 0.20
@@ -315,6 +317,35 @@ def judge_others(readings: Readings, pairings: Sequence[tuple[Label, Label]], ma
         return judgement
     worst = max(chain.from_iterable(readings.values()), key=lambda machine: _others_ns(machine) or 0)
     return replace(judgement, detail=f"{judgement.detail}; in the worst block: {programs_in_words(worst.others)}")
+
+
+@check(
+    "nobody else used the servers",
+    "Other clients used a server",
+    "invalidates",
+    "Compare while nobody else sends requests to that server, or start one for the comparison alone.",
+    threshold=OTHERS_LIMIT,
+    not_known="Whether others used the servers is not known",
+    fault="busy machine",
+)
+@per_load
+def other_clients(load: WorkloadFacts, facts: Facts) -> Judgement | None:
+    """Judge servers at URLs that count their requests; one that abserve starts has no other clients."""
+    by_url = [arm.label for arm in facts.run.arms if not arm.launched]
+    shares: dict[Label, float] = {}
+    for label in by_url:
+        records = [b.record for b in load.stored if b.record.label == label and b.record.complete]
+        counted = [(r.stages.requests, r.requests + r.cool_down) for r in records if r.stages and r.stages.requests]
+        if sent := sum(own for _, own in counted):
+            shares[label] = sum(of_all for of_all, _ in counted) / sent - 1.0
+    if not by_url:
+        return None
+    if not shares:
+        return Judgement(None, "no server by URL counts its requests")
+    worst = max(shares.values())
+    used = tuple(label for label, more in shares.items() if more > OTHERS_LIMIT)
+    texts = [f"{shown(label)} counted {share(shares[label])} more requests than were sent to it" for label in used]
+    return Judgement(not used, join(texts) or "no server counted more requests than were sent", worst, arms=used)
 
 
 def _others_ns(machine: MachineLoad) -> int | None:

@@ -83,6 +83,18 @@ def waited(samples: np.ndarray, extra_ms: Sequence[float], refused: int = 0) -> 
     samples["error"][len(extra_ms) - refused : len(extra_ms)] = 0
 
 
+def used_by_others(directory: Path) -> None:
+    """B is at a URL, where others ask it half as often as the run does."""
+    path = directory / "arms.json"
+    arms = json.loads(path.read_text())
+    arms[1]["launched"] = False
+    path.write_text(json.dumps(arms))
+    for path in (directory / "blocks").glob("*.json"):
+        block = json.loads(path.read_text())
+        if block["label"] == "b":
+            edit_json(path, stages=block["stages"] | {"requests": block["requests"] * 3 // 2})
+
+
 def disagree(directory: Path) -> None:
     path = directory / "parity.json"
     parity = json.loads(path.read_text())
@@ -129,6 +141,7 @@ FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
     ("answers_depend_on_inputs", "invalidates", answer_alike, Plan(**SMALL)),
     ("inputs_are_known", "warns", made_up, Plan(**SMALL)),
     ("same_payload", "invalidates", sent_other_payloads, Plan(**SMALL)),
+    ("other_clients", "invalidates", used_by_others, Plan(**SMALL)),
     ("certificates", "warns", lambda d: reached_over_tls(d, 0, 1, insecure=True), Plan(**SMALL)),
     ("same_encryption", "warns", lambda d: reached_over_tls(d, 1), Plan(**SMALL)),
     ("request_errors", "invalidates", None, Plan(failing_block=3, **SMALL)),
