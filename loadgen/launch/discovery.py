@@ -150,6 +150,14 @@ class AskedServer:
         return bool(self.cards or self.decoupled)
 
     @property
+    def is_of_tensors(self) -> bool:
+        """Whether it speaks the Open Inference Protocol and has no list of language models; one that refuses to show
+        its list may have one."""
+        return (
+            self.speaks_v2 and not self.lists_models and (self.cards is not None or self.refusal.status == _NOT_FOUND)
+        )
+
+    @property
     def bases(self) -> list[str]:
         """The models that it lists, without adapters of them and without further names of one."""
         listed = self.cards or ()
@@ -384,9 +392,10 @@ def find_language_models(
         for server in servers:
             server.ask_for_models()
         if not certain and not all(server.lists_models for server in servers):
-            if all(server.speaks_v2 or not server.refusal.status for server in servers):
-                return None
-            if not any(server.lists_models for server in servers) and any(server.speaks_v2 for server in servers):
+            if any(server.lists_models for server in servers):
+                if all(server.speaks_v2 for server in servers) and any(server.is_of_tensors for server in servers):
+                    return None
+            elif any(server.speaks_v2 for server in servers) or not any(server.refusal.status for server in servers):
                 return None
         listing = [set(server.bases) for server in servers if server.lists_models and server.arm.model is None]
         common = set.intersection(*listing) if listing else set()

@@ -118,6 +118,13 @@ def test_a_server_without_a_list_needs_a_name_and_may_have_a_protocol(toy: Toy, 
     assert (of_only_model["b"].model, [*of_only_model["b"].bodies]) == ("planted", ["completions", "text"])
 
 
+def test_a_list_that_fails_makes_no_server_of_tensors(toy: Toy) -> None:
+    """Both speak the Open Inference Protocol, too."""
+    served = found(toy(), toy("--models 500"), model="planted")
+    assert served is not None
+    assert served["b"].model == "planted"
+
+
 def test_a_name_that_is_not_listed_is_tried(toy: Toy) -> None:
     served = found(toy(), toy(f"{OPENAI} --models adapters"), model="lora")
     assert served is not None
