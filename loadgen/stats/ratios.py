@@ -39,8 +39,8 @@ SIGNIFICANCE = 0.05
 POWER = 0.80
 MOST_CORRELATION = 0.9
 CORRELATION_SPREAD = 0.5
-"""Standard deviation about 0 of the correlation of successive pairs before a run has shown any: four times that
-between the published runs, 0.12. An interval allows for one standard deviation above what the run makes likely
+"""Standard deviation about 0 of the correlation of successive pairs before a run has shown any: five times that
+between the published runs, 0.10. An interval allows for one standard deviation above what the run makes likely
 (`tests/truth/test_one_run_in_twenty.py` shows what that holds)."""
 OWN_CORRELATION_SPREAD = 0.25
 """The part of that by which workloads and comparisons of one run differ. Chosen by simulation: with less, one

@@ -58,7 +58,7 @@ def lasting_states() -> Iterator[str]:
 
 def runs_of(plan: Plan) -> int:
     """As many as a minute allows."""
-    return RUNS // 5 if plan.until_decided else RUNS // 2 if plan.arms > 2 else RUNS
+    return RUNS // 5 if plan.until_decided else RUNS // 2 if plan.arms > 2 else 4 * RUNS if plan.rounds < 30 else RUNS
 
 
 def planted_in_independent_rounds() -> Iterator[str]:

@@ -1,5 +1,5 @@
 """The promise: of runs of identical arms at most one in twenty names a winner, by whatever rule the run ends; of arms
-that stay fast or slow from eight rounds on.
+that stay fast or slow from fourteen rounds on.
 
 The largest share in docs/results/measured/statistics.md is that of the slow test;
 `python -m tests.truth.tables one_run_in_twenty` prints all of them.
@@ -41,7 +41,7 @@ def test_nor_with_high_percentiles(ending: Ending) -> None:
     assert_at_most(Share(winners(ending, STRONGEST, 500, tails=True), 500))
 
 
-FEW = [plan for plan in PLANS if plan.rounds < 8]
+FEW = [plan for plan in PLANS if plan.rounds < 14]
 PROMISED = [plan for plan in PLANS if plan not in FEW]
 
 
@@ -56,7 +56,7 @@ def test_nor_do_arms_that_stay_fast_or_slow(plan: Plan, states: States) -> None:
 @pytest.mark.parametrize("states", [GAUSSIAN, *JUMPS, *ONE_OF_FIVE], ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_nor_in_any_plan_unless_states_far_apart_fill_few_rounds(plan: Plan, states: States) -> None:
-    """In three or four rounds both arms often stay in one state each, which looks like a difference."""
+    """In few rounds both arms often stay in one state each, which looks like a difference."""
     if plan in FEW and states.jump > 2 and not states.only_first:
         pytest.skip("docs/results/measured/statistics.md has the shares")
     assert_at_most(false_winners(plan, states, 400 if plan.until_decided or plan.arms > 2 else 2000))

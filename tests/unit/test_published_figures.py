@@ -8,8 +8,11 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from loadgen.stats.ratios import interval_of_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "docs/results"
@@ -37,6 +40,17 @@ def intervals_in(document: object, name: str = "") -> Iterator[Interval]:
             yield from intervals_in(value, name)
 
 
+def over_starts(document: dict[str, Any]) -> Iterator[Interval]:
+    """Those of the arms' own throughput over the starts of the servers, which results of before 2026-11-28 lack."""
+    speeds: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for block in document.get("blocks", ()) if "summaries" in document else ():
+        if block["complete"] and block["throughput_per_s"]:
+            starts = speeds.setdefault((block["workload"], block["label"]), {})
+            starts.setdefault(block.get("restart", 0), []).append(block["throughput_per_s"])
+    intervals = (interval_of_mean(list(starts.values())) for starts in speeds.values() if len(starts) > 1)
+    yield from (interval for interval in intervals if interval is not None)
+
+
 @cache
 def stored_intervals(folder: Path) -> frozenset[Interval]:
     """All intervals below a published folder; of a ratio also the inverse, and as a saving in percent."""
@@ -44,7 +58,8 @@ def stored_intervals(folder: Path) -> frozenset[Interval]:
     for path in folder.rglob("*.json*"):
         if not path.name.startswith("manifest"):
             content = path.read_bytes()
-            found.update(intervals_in(json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)))
+            document = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+            found.update(intervals_in(document), over_starts(document))
     inverse = {(1.0 / high, 1.0 / low) for low, high in found if low > 0.0}
     savings = {(100.0 * (1.0 - 1.0 / low), 100.0 * (1.0 - 1.0 / high)) for low, high in found | inverse if low > 1.0}
     return frozenset(found | inverse | savings)
