@@ -107,9 +107,10 @@ class EngineSide:
         self._loading = [ThreadPoolExecutor(1, "loading") for _ in self.hosts]
 
     def _gpu(self) -> int | None:
-        """The number of the GPU that executes: `auto` is one once a model is loaded there."""
+        """The number of the GPU that executes: that of the settings, or where `auto` has loaded a model."""
         loaded = (host.description.device for host in self.hosts if host.description is not None)
-        return cuda_index(next(loaded, self._device))
+        asked = cuda_index(self._device)
+        return cuda_index(next(loaded, self._device)) if asked is None else asked
 
     def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event) -> None:
         """Begin to load all models; none is READY before `front_ends_open` is set.
