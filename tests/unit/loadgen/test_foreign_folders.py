@@ -262,8 +262,9 @@ def test_a_folder_that_is_a_link_is_not_followed(folder: Path, good: Path, name:
         shutil.rmtree(folder / name)
     (folder / name).symlink_to(good / name)
     done = invoke("report", str(folder), "--format", "json")
-    told(done, {2})
+    told(done, {0})
     assert "is a link" in done.output
+    assert name == "gpu" or not json.loads(done.output)["valid"]
     check(folder, good)
 
 
@@ -274,9 +275,9 @@ def test_a_record_that_names_a_file_outside_does_not_open_it(folder: Path, good:
     (other / "secret").write_text(HEADER + "the secret\n")
     store_evidence(folder, name)
     done = invoke("report", str(folder))
-    told(done, {2})
-    assert "leads out of the folder" in done.output
-    assert "secret\n" not in done.output
+    told(done, {0})
+    assert "leads out of the folder" in " ".join(done.output.split())
+    assert "the secret" not in " ".join(done.output.split())
 
     (folder / "evidence.json").unlink()
     path = folder / "blocks/0000.json"

@@ -34,7 +34,7 @@ from servers.native.http2 import MAX_BLOCK_BYTES, MAX_DECODED_BYTES, MAX_KNOWN_B
 from servers.native.http_parser import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
 from servers.native.inference import DECODING_S
 from servers.native.limits import CONTROL_BODY_BYTES, MAX_INFLATING
-from servers.native.settings import NativeSettings
+from servers.native.settings import TOKENS_ONLY, NativeSettings
 from servers.protocol.codec import MAX_ID_CHARACTERS
 from servers.protocol.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES
 
@@ -50,7 +50,7 @@ def test_every_row_is_a_setting_with_its_default() -> None:
 
 def test_every_limit_has_a_row() -> None:
     for name in NativeSettings.model_fields:
-        if name.startswith("max_") and name not in ("max_queue_delay_us", "max_length"):
+        if name.startswith("max_") and name not in ("max_queue_delay_us", *TOKENS_ONLY):
             assert name in ROWS
 
 
