@@ -55,8 +55,7 @@ def urls(tmp_path: Path) -> Iterator[tuple[str, str, str]]:
         with (tmp_path / "nginx.log").open("wb") as log:
             command = [NGINX, "-p", str(tmp_path), "-e", "stderr", "-c", str(configuration)]
             proxy = subprocess.Popen(command, stderr=log)
-        for port in (on, off):
-            await_true(lambda port=port: _listens(port), "nginx listens")
+        await_true(lambda: _listens(on) and _listens(off), "nginx listens")
         yield server.url, f"http://127.0.0.1:{on}", f"http://127.0.0.1:{off}"
     finally:
         if proxy is not None:
