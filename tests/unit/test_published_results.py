@@ -53,6 +53,19 @@ def test_both_arms_of_a_ranked_run_are_verified_and_the_control_is_not() -> None
     assert {finding for (_, control, _), finding in findings.items() if control} == {"CPU_FALLBACK"}
 
 
+def test_a_server_beside_itself_has_no_winner_and_chooses_as_the_page_says() -> None:
+    runs = json.loads((ROOT / "docs/results/2026-11-28-same-server-cpu/comparisons.json").read_text())
+    page = (ROOT / "docs/results/measured/statistics.md").read_text()
+    assert len(runs) == 10
+    for run in runs:
+        assert run["valid"]
+        assert run["winners"] == []
+        assert len(set(run["choices"].values())) == 1
+        low, high = run["ci95"]
+        row = f"| {run['run']} | {run['ratio']:.3f} ({low:.3f}–{high:.3f}) | {run['pairs']} | {run['choices']['a']} |"
+        assert row in page
+
+
 def test_the_repository_stays_small_with_one_report_as_an_example() -> None:
     """A larger tree cannot be carried to a rented machine, and is slow to clone."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
