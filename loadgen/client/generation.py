@@ -288,7 +288,7 @@ class StreamedAnswer:
 
 
 class _UnusableAnswerError(Exception):
-    """The stream is no answer; the message says why."""
+    """The stream is not an answer; the message says why."""
 
 
 def read_answer_stream(stream: ReceivedStream, asked: int) -> StreamedAnswer:
@@ -317,8 +317,8 @@ def read_answer_stream(stream: ReceivedStream, asked: int) -> StreamedAnswer:
 
 
 def _document(event: StreamEvent) -> dict[str, Any] | None:
-    """The JSON object of an event; None if it is none. JSON that only Python accepts (NaN, half of a surrogate pair) is
-    read too, since such values stand in fields that nobody here needs."""
+    """The JSON object of an event; None if it is not one. JSON that only Python accepts (NaN, half of a surrogate pair)
+    is read too, since such values stand in fields that nobody here needs."""
     try:
         document = msgspec.json.decode(event.data)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
@@ -337,7 +337,7 @@ def _require_other_reader(event: StreamEvent, number: int) -> None:
 
 
 def _not_a_stream(stream: ReceivedStream) -> str | None:
-    """Why a good response without a single event is no answer; None if it is an empty stream."""
+    """Why a good response without a single event is not an answer; None if it is an empty stream."""
     coding, kind = (find_header(stream.head, b"\r\n" + name + b":") for name in (b"content-encoding", b"content-type"))
     if coding is not None and coding != b"identity":
         return f"the answer is encoded with {one_line(coding.decode('latin-1'), 40)}, which was not asked for"
@@ -413,7 +413,6 @@ class _AnswerReading:
             answer.ids += added
             self._sends_ids = self._sends_ids or bool(added)
             self._refuse_more_than_asked(len(answer.ids))
-        answer.text += text
         if text or added:
             self._parts.append(_Part(text, event.read, len(added)))
             self._add_words(text, in_chat=isinstance(part.get("delta"), dict))
@@ -437,8 +436,10 @@ class _AnswerReading:
     def _add_words(self, text: str, *, in_chat: bool) -> None:
         """The words t0, t1, … stand for ids where the prompt was made of them; a chat's template adds others."""
         if self._words is not None and text:
-            words = None if in_chat or not _WORDS.fullmatch(text) else [int(word[1:]) for word in text.split()]
-            self._words = None if words is None else self._words + words
+            if in_chat or not _WORDS.fullmatch(text):
+                self._words = None
+            else:
+                self._words += [int(word[1:]) for word in text.split()]
 
     def _add_usage(self, document: dict[str, Any], event: StreamEvent, *, has_text: bool) -> None:
         """Triton's answers hold the size of the prompt, OpenAI's all counts. Raises `_UnusableAnswerError`."""
@@ -477,6 +478,7 @@ class _AnswerReading:
     def finish(self, moments: Sequence[int]) -> None:
         """Count the tokens, and join what came with one read to a chunk. `moments` are the times of the reads."""
         answer, parts = self.answer, self._parts
+        answer.text = "".join(part.text for part in parts)
         total = answer.usage_tokens
         if self._sends_ids:
             answer.counted = BY_IDS
@@ -562,7 +564,7 @@ def _ids(values: object) -> list[int]:
     """Token ids, of which a single one may stand alone. Raises `_UnusableAnswerError`."""
     ids: list[Any] = values if isinstance(values, list) else [values]
     if not all(type(each) is int and 0 <= each <= MOST_ID for each in ids):
-        raise _UnusableAnswerError("the answer has token ids that are none")
+        raise _UnusableAnswerError("the answer has token ids that are not valid")
     return ids
 
 
