@@ -38,11 +38,10 @@ CHUNKS_ALIKE = 1.1
 COALESCED_LIMIT = 0.05
 """Share of events that may arrive together with the one before."""
 TEXT_ALIKE, TEXT_DIFFERS = 1.1, 1.25
-"""Ratios of the text per token of two arms: up to the first it is the same, beyond the second one count is wrong. The
-tokenizers of today's models differ by less than that in the same language."""
+"""Ratios of the text per token of two arms: up to the first it is the same, beyond the second one count is wrong, or
+the tokenizers differ."""
 LEAST_TEXT_TOKENS = 200
-"""Tokens with text of an arm from which its bytes per token are compared; 200 English tokens have a mean within a few
-percent."""
+"""Tokens with text of an arm from which its bytes per token are compared: the mean of fewer says little."""
 STALLED_LIMIT = 0.01
 """Share of answers that may stall."""
 WAITED_LIMIT = 0.1
