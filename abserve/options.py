@@ -27,9 +27,9 @@ class CompareOptions(TypedDict, total=False):
     inputs: str | PathLike[str] | None
     """Your inputs: DIR (JPEG or raw files), FILE.npz, perf_analyzer's FILE.json, FILE.jsonl, or random."""
     scenarios: str | float | Sequence[str | float] | None
-    """Choose from cold-start, single, batched, concurrent, ramp, open (see --rates) and slo (see --slo-p99-ms); of a
-    language model from cold-start, single, concurrent, long-prompt, long-answer, open, goodput and shared-prefix
-    (default: single, concurrent)."""
+    """Choose from cold-start, single, batched, concurrent, open (see --rates) and slo (see --slo-p99-ms); of a language
+    model from cold-start, single, concurrent, long-prompt, long-answer, open, goodput and shared-prefix (default:
+    single, concurrent)."""
     preset: Literal["smoke", "quick", "full"] | None
     """smoke: 1 minute for two arms, to see that everything works; quick: 5; full: 25, and up to 10 more for
     --explain."""
@@ -227,8 +227,6 @@ class CompareOptions(TypedDict, total=False):
     """Search the highest Poisson rate whose p99 stays within this many ms."""
     slo_queries: int | None
     """Fewest requests per trial of that search (default: 459 smoke, 838 quick, 2010 full)."""
-    ramp_users: int | None
-    """Most users of the scenario ramp."""
     processes: int | None
     """Processes of the load generator, which share users or rate; 0: as many as it needs."""
     minutes: float | None

@@ -278,7 +278,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     check_inputs(settings, combinations)
     has_load = any(workload.has_blocks for workload in workloads)
     if expects_gpu(*arms) and not has_load:
-        raise PlanError("the GPU verification needs a scenario with load; add one, as in --scenarios single,ramp")
+        raise PlanError("the GPU verification needs a scenario with load; add one, as in --scenarios single,concurrent")
     starts_engines = has_own_engines(arms, settings.deployment) and not settings.is_language
     if settings.ceiling and not starts_engines:
         raise PlanError("--ceiling measures engines of servers that abserve starts, and it starts none; leave it out")

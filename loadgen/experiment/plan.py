@@ -64,9 +64,8 @@ class PlanError(Exception):
 @dataclass(frozen=True, slots=True)
 class Preset:
     """How much time to spend. `seconds` is the least per block, `minutes` the time of two arms without ablations. A
-    trial of a search and a rung of a ramp last `…_seconds` at least and `longest_…` at most; a trial may have
-    `late_answers`. `least_rounds`: per workload, where `--rounds` does not set the number; a balanced one of two arms
-    is two."""
+    trial of a search lasts `trial_seconds` at least and `longest_trial_seconds` at most, and may have `late_answers`.
+    `least_rounds`: per workload, where `--rounds` does not set the number; a balanced one of two arms is two."""
 
     minutes: float
     cold_starts: int
@@ -76,9 +75,6 @@ class Preset:
     late_answers: int
     trial_seconds: float
     longest_trial_seconds: float
-    rung_requests: int
-    rung_seconds: float
-    longest_rung_seconds: float
     least_rounds: int
 
     @property
@@ -88,9 +84,9 @@ class Preset:
 
 
 PRESETS = {
-    "smoke": Preset(1.0, 1, 0.3, 6.0, 1, 0, 2.0, 30.0, 10, 0.6, 6.0, 2),
-    "quick": Preset(5.0, 3, 0.6, 12.0, 3, 2, 4.0, 90.0, 20, 1.2, 12.0, 4),
-    "full": Preset(25.0, 5, 1.0, 20.0, 6, 10, 10.0, 300.0, 60, 3.0, 20.0, 4),
+    "smoke": Preset(1.0, 1, 0.3, 6.0, 1, 0, 2.0, 30.0, 2),
+    "quick": Preset(5.0, 3, 0.6, 12.0, 3, 2, 4.0, 90.0, 4),
+    "full": Preset(25.0, 5, 1.0, 20.0, 6, 10, 10.0, 300.0, 4),
 }
 
 
@@ -425,18 +421,6 @@ def make_workloads(
         for rate in sorted(set(settings.rates))
     ]
     workloads += _search_workloads(settings, preset)
-    if "ramp" in scenarios:
-        workloads.append(
-            Workload(
-                scenario="ramp",
-                batch_size=1,
-                concurrency=settings.ramp_users,
-                requests=preset.rung_requests,
-                seconds=preset.rung_seconds,
-                max_seconds=preset.longest_rung_seconds,
-                rounds=settings.rounds or preset.search_rounds,
-            )
-        )
     return unique_names(workloads)
 
 

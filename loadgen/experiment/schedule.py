@@ -113,7 +113,7 @@ def block_seconds(workload: Workload, request_s: float | None = None) -> float:
 
 
 def load_workloads(workloads: Sequence[Workload]) -> list[Workload]:
-    """The workloads with blocks; cold starts, searches and ramps have their own order."""
+    """The workloads with blocks; cold starts and searches have their own order."""
     return [workload for workload in workloads if workload.has_blocks]
 
 
@@ -123,7 +123,7 @@ def has_load(experiment: Experiment) -> bool:
 
 
 def sends_load(experiment: Experiment) -> bool:
-    """Whether any workload has blocks, or trials of a search or a ramp."""
+    """Whether any workload has blocks, or trials of a search."""
     return has_load(experiment) or bool(search_schedule(experiment))
 
 
@@ -146,8 +146,8 @@ def schedule(experiment: Experiment) -> tuple[ScheduledBlock, ...]:
 
 
 def search_schedule(experiment: Experiment) -> tuple[ScheduledBlock, ...]:
-    """All searches and ramps, in order: each entry is one of them on one arm, with as many trials as it takes."""
-    searches = [workload for workload in experiment.workloads if workload.is_search or workload.scenario == "ramp"]
+    """All searches, in order: each entry is one of them on one arm, with as many trials as it takes."""
+    searches = [workload for workload in experiment.workloads if workload.is_search]
     return interleave(searches, experiment.labels, experiment.seed, experiment.restarts)
 
 

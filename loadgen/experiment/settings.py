@@ -279,7 +279,7 @@ class ExperimentSettings(Settings):
     )
     scenarios: Scenarios = _main(
         DEFAULT_SCENARIOS,
-        description="Choose from cold-start, single, batched, concurrent, ramp, open (see --rates) and slo "
+        description="Choose from cold-start, single, batched, concurrent, open (see --rates) and slo "
         "(see --slo-p99-ms); of a language model from cold-start, single, concurrent, long-prompt, long-answer, open, "
         "goodput and shared-prefix (default: single, concurrent).",
     )
@@ -375,7 +375,6 @@ class ExperimentSettings(Settings):
         ge=queries_needed(0),
         description="Fewest requests per trial of that search (default: 459 smoke, 838 quick, 2010 full).",
     )
-    ramp_users: int = _load(256, ge=1, description="Most users of the scenario ramp.")
     processes: int = _load(
         0,
         ge=0,

@@ -39,8 +39,6 @@ def _at_length(workload: Workload) -> str:
 def _at_load(workload: Workload) -> str:
     if workload.latency_bound_ms is not None:
         return f"within p99 ≤ {workload.latency_bound_ms:g} ms"
-    if workload.scenario == "ramp":
-        return "at saturation"
     if workload.scenario == "goodput":
         return f"within {workload.limits}"
     if (named := _NAMED_LOADS.get(workload.scenario)) is not None:
@@ -71,10 +69,10 @@ def places(workloads: Sequence[Workload]) -> str:
 
 
 def weight(workload: Workload) -> tuple[int, int, int]:
-    """Sorts workloads by load: closed loops by concurrency, before open loops by rate. Searches, ramps and cold starts
-    come last, because they say nothing about the cause of a difference."""
+    """Sorts workloads by load: closed loops by concurrency, before open loops by rate. Searches and cold starts come
+    last, because they say nothing about the cause of a difference."""
     length = workload.sequence_length or 0
-    if workload.is_search or workload.scenario in ("ramp", "cold-start"):
+    if workload.is_search or workload.scenario == "cold-start":
         return (0, 0, length)
     return (
         (0, round(workload.rate_per_s), length)

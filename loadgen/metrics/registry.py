@@ -555,8 +555,6 @@ SLO_RATE = _of_probe("slo_rate", "rate within the bound", "requests/s", "slo", h
 """The highest Poisson rate whose p99 holds the bound of the workload."""
 GOODPUT_RATE = _of_probe("goodput_rate", "rate within the limits", "requests/s", "goodput", higher_is_better=True)
 """The highest Poisson rate at which enough answers meet the limits of the workload."""
-SATURATION = _of_probe("saturation", "throughput at saturation", PER_SECOND, "ramp", higher_is_better=True)
-"""The highest throughput of a ramp."""
 _of_tokens("worst_gap_p99", "p99 worst gap", "worst_gap_ms", 0.99)
 for _percent in (50, 99):
     _of_tokens(f"tpot_p{_percent}", f"p{_percent} TPOT", "tpot_ms", _percent / 100)

@@ -1,9 +1,9 @@
-"""Rate search: finds the highest rate within a latency bound, and the throughput at saturation, on servers that are up.
+"""Rate search: finds the highest rate within a latency bound on servers that are up.
 
-Both are trials whose load earlier trials decide, each stored at once. Arms alternate as in blocks: a pair is one search
-on each arm, one after the other in an order that is drawn and balanced; in a ramp all arms take each step in turn. A
-search tries rates on a lattice of factors, so every search starts from a rate drawn around a first guess: the lattice
-then adds noise to a found rate and no bias.
+A search consists of trials whose rate earlier trials decide, each stored at once. Arms alternate as in blocks: a pair
+is one search on each arm, one after the other in an order that is drawn and balanced. A search tries rates on a lattice
+of factors, so every search starts from a rate drawn around a first guess: the lattice then adds noise to a found rate
+and no bias.
 """
 
 from __future__ import annotations
@@ -21,22 +21,18 @@ import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.experiment.language import GOOD_SHARE
 from loadgen.experiment.schedule import ScheduledBlock, arrival_count, closed_loop, schedule_seed, search_schedule
-from loadgen.metrics.registry import measured_answers, throughput_per_s
+from loadgen.metrics.registry import measured_answers
 from loadgen.metrics.tokens import meets_limits, with_tokens
 from loadgen.probes.rate_search_analysis import (
-    RampFound,
-    RampRung,
     RateFound,
     RatesFound,
     Trial,
     analyse,
-    next_concurrency,
-    rung_of,
     search_from,
 )
 from loadgen.probes.registry import Probe
 from loadgen.quantities import measured, number
-from loadgen.records.run import Experiment, Label, Pairing, Workload, shown
+from loadgen.records.run import Experiment, Label, Workload, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, latencies_ms, read_samples
 from loadgen.records.tokens import read_tokens
 from loadgen.run.machine import utc_now
@@ -54,12 +50,12 @@ _PILOT_REQUESTS = 12
 
 
 def wanted(experiment: Experiment) -> bool:
-    """Whether any search or ramp is requested."""
+    """Whether any search is requested."""
     return bool(search_schedule(experiment))
 
 
 def measure(context: RunContext) -> None:
-    """Run the searches and ramps of this start of the servers, in order. Raises `RunError`, `StorageError`."""
+    """Run the searches of this start of the servers, in order. Raises `RunError`, `StorageError`."""
     schedule = search_schedule(context.experiment)
     to_come = [entry.workload for entry in schedule if entry.restart >= context.restart and entry.position == 0]
     planned = [entry for entry in schedule if entry.restart == context.restart]
@@ -69,26 +65,22 @@ def measure(context: RunContext) -> None:
     context.forecast.before_load_s = 0.0
     for (workload, _), pair in groupby(planned, key=lambda entry: (entry.workload, entry.round)):
         entries, began = list(pair), monotonic()
-        if workload.is_search:
-            held = f"within {workload.limits}" if workload.limits else f"with p99 ≤ {workload.latency_bound_ms:g} ms"
-            context.enter(f"searching for the highest rate {held}")
-            users = min(workload.concurrency, WARM_UP_USERS)
-            context.load_runner().warm_up([closed_loop(users, 1, max_seconds=workload.max_seconds, of=workload)])
-            for entry in entries:
-                key = workload.name, entry.label
-                rate = search_rate(
-                    context,
-                    context.arms[entry.label],
-                    workload,
-                    round_number=entry.round,
-                    position=entry.position,
-                    earlier_rate=rates.get(key),
-                )
-                if rate is not None:
-                    rates[key] = rate
-        else:
-            context.enter("adding users until the servers are saturated")
-            _climb(context, entries)
+        held = f"within {workload.limits}" if workload.limits else f"with p99 ≤ {workload.latency_bound_ms:g} ms"
+        context.enter(f"searching for the highest rate {held}")
+        users = min(workload.concurrency, WARM_UP_USERS)
+        context.load_runner().warm_up([closed_loop(users, 1, max_seconds=workload.max_seconds, of=workload)])
+        for entry in entries:
+            key = workload.name, entry.label
+            rate = search_rate(
+                context,
+                context.arms[entry.label],
+                workload,
+                round_number=entry.round,
+                position=entry.position,
+                earlier_rate=rates.get(key),
+            )
+            if rate is not None:
+                rates[key] = rate
         to_come.remove(workload)
         took.setdefault(workload.name, []).append(monotonic() - began)
         durations = [seconds for many in took.values() for seconds in many]
@@ -157,26 +149,7 @@ def _rate_trial(context: RunContext, arm: Arm, entry: ScheduledBlock, step: int,
         f"{shown(entry.label)} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late"
     )
     load = msgspec.structs.replace(workload, rate_per_s=rate, max_seconds=longest_s)
-    return bool(_run_trial(context, arm, entry, step, load, bound=(planned, allowed)).held)
-
-
-def _climb(context: RunContext, entries: list[ScheduledBlock]) -> None:
-    """Run one ramp on each arm of a pair, step by step; the order of the arms changes with every step."""
-    workload = entries[0].workload
-    rungs: dict[Label, list[RampRung]] = {entry.label: [] for entry in entries}
-    for step in count():
-        turns = [e for e in entries if next_concurrency(rungs[e.label], workload.concurrency) is not None]
-        if not turns:
-            break
-        users = next_concurrency(rungs[turns[0].label], workload.concurrency) or 1  # the same for all these arms
-        rung = closed_loop(
-            users, max(workload.requests, 4 * users), seconds=workload.seconds, max_seconds=workload.max_seconds
-        )
-        context.load_runner().warm_up([rung])
-        for entry in turns if step % 2 == 0 else turns[::-1]:
-            context.progress.now(f"{shown(entry.label)} with {users} users")
-            arm = context.arms[entry.label]
-            rungs[entry.label].append(rung_of(_run_trial(context, arm, entry, step, rung)))
+    return _run_trial(context, arm, entry, step, load, planned, allowed).held
 
 
 def _run_trial(
@@ -185,25 +158,22 @@ def _run_trial(
     entry: ScheduledBlock,
     step: int,
     load: Workload,
-    *,
-    bound: tuple[int, int] | None = None,
+    planned: int,
+    allowed: int,
 ) -> Trial:
-    """Run and store one step of a ramp, or with a `bound` one trial of a search: the requests planned, and how many of
-    them may be late. Raises `StorageError`, and `RunError` if anything but late answers cut it short."""
+    """Run and store one trial of `planned` requests, of which `allowed` may be late. Raises `StorageError`, and
+    `RunError` if anything but late answers cut it short."""
     index, path = context.store.next_numbered(Trial)
     seed = schedule_seed(context.experiment.seed, entry.workload.name, 1000 * entry.round + step)
-    planned, allowed = bound or (None, None)
-    command = arm.load(load, path, arrivals_seed=seed, late_allowed=allowed or 0)
+    command = arm.load(load, path, arrivals_seed=seed, late_allowed=allowed)
     runner = context.load_runner(watched=False)
     started_at = utc_now()
     outcome = runner.load(arm, entry, command, index, "trial")
     samples = read_samples(path)
-    is_open = outcome.offered is not None
-    answered = measured_answers(samples, is_open=is_open)
+    answered = measured_answers(samples, is_open=True)
     waited_ms = latencies_ms(answered)
     unsent = max((outcome.offered or 0) - outcome.requests, 0) if outcome.cut_reason is None else 0
-    late = None if bound is None else unsent + (outcome.late if load.limits is None else _bad(samples, path, load))
-    speed = len(answered) / max((outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S, 1e-9)
+    late = unsent + (outcome.late if load.limits is None else _bad(samples, path, load))
     trial = runner.record(
         Trial,
         entry,
@@ -214,16 +184,16 @@ def _run_trial(
         concurrency=load.concurrency,
         samples=f"{Trial.FILE}/{path.name}",
         generator_processes=max(1, len(outcome.workers)),
-        throughput_per_s=speed if is_open else throughput_per_s(samples),
+        throughput_per_s=len(answered) / max((outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S, 1e-9),
         p50_ms=percentile(waited_ms, 0.5),
         p99_ms=percentile(waited_ms, 0.99),
         send_lag_p99_ms=percentile((samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS, 0.99),
-        rate_per_s=None if bound is None else load.rate_per_s,
+        rate_per_s=load.rate_per_s,
         planned=planned,
         late=late,
         late_allowed=allowed,
-        held=None if late is None or allowed is None else late <= allowed and outcome.cut_reason is None,
-        note=None if allowed is not None and (late or 0) > allowed else outcome.cut_reason,
+        held=late <= allowed and outcome.cut_reason is None,
+        note=None if late > allowed else outcome.cut_reason,
     )
     context.store.write_numbered(trial, index)
     runner.require_whole(arm, entry, outcome, context.store.directory / trial.samples, trial.note)
@@ -250,11 +220,6 @@ GOODPUT_CAPTION = _RATE_CAPTION.format(
     "0 of 44, 2 of 81, 10 of 197, so that at least 90 % are good",
     ". Late are the answers that are not good: failed, short, or outside a limit",
 )
-RAMP_CAPTION = (
-    "Users are doubled until two steps in a row gain less than 5 % throughput while the median latency grows. The knee "
-    "is the first step that no later one exceeds by 5 %. The best of several steps is a little too high: by 2 % if a "
-    "step's noise is 2 %."
-)
 
 
 def rate_search(result: Result) -> doc.Section | None:
@@ -280,13 +245,12 @@ def rate_search(result: Result) -> doc.Section | None:
             shown(trial.label),
             str(trial.step + 1),
             number(trial.rate_per_s),
-            f"{trial.requests:,} of {trial.planned or 0:,}",
-            f"{trial.late or 0:,} of {trial.late_allowed or 0:,}",
+            f"{trial.requests:,} of {trial.planned:,}",
+            f"{trial.late:,} of {trial.late_allowed:,}",
             measured(trial.p99_ms),
             "held" if trial.held else "failed",
         )
         for trial in rates.trials
-        if trial.rate_per_s is not None
     ]
     results = (*KEY, *doc.numbers("holds, requests/s", "fails at", "trials", "under load, s"), *doc.texts("note"))
     details = (*KEY, *doc.numbers("trial", "requests/s", "sent", "late", "p99, ms"), *doc.names("note"))
@@ -316,10 +280,10 @@ def trial_chart(result: Result) -> doc.Chart | None:
         return charts.line(
             result,
             rate.label,
-            [(trial.step + 1, trial.rate_per_s or 0.0) for trial in trials],
+            [(trial.step + 1, trial.rate_per_s) for trial in trials],
             "%{y:.4~g} requests/s %{customdata[2]}: %{customdata[0]} of %{customdata[1]} late"
             f" in search {rate.round + 1}",
-            marker=charts.hollow(result, rate.label, [bool(trial.held) for trial in trials]),
+            marker=charts.hollow(result, rate.label, [trial.held for trial in trials]),
             showlegend=rate.round == 0,
             customdata=[[trial.late, trial.planned, "held" if trial.held else "failed"] for trial in trials],
         )
@@ -349,111 +313,6 @@ def trial_chart(result: Result) -> doc.Chart | None:
     )
 
 
-def ramp(result: Result) -> doc.Section | None:
-    """The result of each ramp, and the curve of the first ramp of each arm."""
-    rows = [
-        (
-            found_ramp.workload,
-            str(found_ramp.round + 1),
-            shown(found_ramp.label),
-            measured(found_ramp.saturation_per_s),
-            "–" if found_ramp.knee_concurrency is None else str(found_ramp.knee_concurrency),
-            str(len(found_ramp.rungs)),
-            _ramp_note(found_ramp),
-        )
-        for found_ramp in result.of(RatesFound).ramps
-    ]
-    columns = (
-        *KEY,
-        *doc.numbers(f"best, {charts.rate_unit(result)}", "users at the knee", "steps"),
-        *doc.texts("note"),
-    )
-    return doc.section(
-        "Ramp to saturation",
-        doc.Table(columns, rows, caption=RAMP_CAPTION, grouped=True),
-        *(_first_ramps(result, two) for two in result.experiment.pairings),
-        ramp_chart(result),
-    )
-
-
-def _first_ramps(result: Result, pairing: Pairing) -> doc.Table:
-    """First ramps of an arm and of the baseline side by side, one row per number of users."""
-    curves: list[dict[int, RampRung]] = []
-    for label in pairing:
-        ramps = (ramp.rungs for ramp in result.of(RatesFound).ramps if ramp.label == label)
-        curves.append({rung.concurrency: rung for rung in next(ramps, ())})
-    rungs = [
-        (str(users), *(text for curve in curves for text in _rung(curve.get(users))))
-        for users in sorted({users for curve in curves for users in curve})
-    ]
-    figures = [
-        f"{shown(label)}{what}"
-        for label in pairing
-        for what in (f", {charts.rate_unit(result)}", " p50, ms", " p99, ms")
-    ]
-    whose = "each arm" if len(result.experiment.arms) == 2 else " and of ".join(map(shown, pairing))
-    return doc.Table(doc.numbers("users", *figures), rungs, title=f"The first ramp of {whose}")
-
-
-def _rung(rung: RampRung | None) -> tuple[str, str, str]:
-    if rung is None:
-        return "–", "–", "–"
-    return number(rung.throughput_per_s), measured(rung.p50_ms), measured(rung.p99_ms)
-
-
-def ramp_chart(result: Result) -> doc.Chart | None:
-    """Throughput and latency over the number of users, one line per ramp."""
-    ramps, unit_per_s = result.of(RatesFound).ramps, charts.rate_unit(result)
-    data: list[doc.Figure] = []
-    named: set[tuple[str, str]] = set()
-    for panel, attribute, what, unit in (
-        ("", "throughput_per_s", "", unit_per_s),
-        ("2", "p50_ms", ", p50", "ms"),
-        ("2", "p99_ms", ", p99", "ms"),
-    ):
-        for ramp in ramps:
-            points = [
-                (rung.concurrency, value) for rung in ramp.rungs if (value := getattr(rung, attribute)) is not None
-            ]
-            if not points:
-                continue
-            knees = [not panel and users == ramp.knee_concurrency for users, _ in points]
-            star = {"symbol": ["star" if knee else charts.marker_of(result, ramp.label) for knee in knees]}
-            data.append(
-                charts.line(
-                    result,
-                    ramp.label,
-                    points,
-                    f"%{{x}} users: %{{y:.4~g}} {unit}{what}, ramp {ramp.round + 1}",
-                    name=what,
-                    marker=star | {"size": [13 if knee else 7 for knee in knees]},
-                    style={"dash": "dot"} if attribute == "p99_ms" else {},
-                    showlegend=(ramp.label, attribute) not in named,
-                    xaxis=f"x{panel}",
-                    yaxis=f"y{panel}",
-                )
-            )
-            named.add((ramp.label, attribute))
-    if not data:
-        return None
-    speeds = [rung.throughput_per_s for ramp in ramps for rung in ramp.rungs]
-    latencies = (ms for ramp in ramps for rung in ramp.rungs for ms in (rung.p50_ms, rung.p99_ms) if ms)
-    return doc.Chart(
-        "ramp",
-        "Throughput and latency over the number of users",
-        "Users are doubled until more of them bring no more throughput. A star marks the knee, the first step that no "
-        "later one exceeds by 5 %.",
-        data,
-        charts.two_panels(
-            charts.tall(result, 400),
-            "users",
-            charts.value_axis(unit_per_s, speeds),
-            charts.axis("latency, ms, log scale", **charts.log_axis(latencies)),
-            charts.doubling(rung.concurrency for ramp in ramps for rung in ramp.rungs),
-        ),
-    )
-
-
 def _rate_note(rate: RateFound) -> str:
     if rate.client_limited:
         return "the generator was busy: the server may hold more"
@@ -465,19 +324,11 @@ def _rate_note(rate: RateFound) -> str:
     }[rate.ended]
 
 
-def _ramp_note(ramp: RampFound) -> str:
-    if ramp.client_limited:
-        return "the generator was busy: the server may do more"
-    if ramp.saturation_per_s is None:
-        return "cut short"
-    return "" if ramp.saturated else "not saturated: throughput still grew in the last step"
-
-
 PROBE = Probe(
     wanted=wanted,
     measure=measure,
     records=(Trial,),
     finding=RatesFound,
     analyse=analyse,
-    sections={"Detail": (rate_search, ramp)},
+    sections={"Detail": (rate_search,)},
 )

@@ -1,10 +1,10 @@
-"""Rate searches and ramps: their stored trials, the rule that chooses the next trial, and the result of each.
+"""Rate searches: their stored trials, the rule that chooses the next trial, and the result of each.
 
     DIR/trials/NNNN.json   Trial   written when the trial is over, after its samples
     DIR/trials/NNNN.npy    its raw samples; see `loadgen.records.samples`
 
-A trial is a stretch of load at a rate, or with a number of users, that earlier trials decided. Trials of different arms
-are not paired; the results of the searches are compared.
+A trial is a stretch of load at a rate that earlier trials decided. Trials of different arms are not paired; the results
+of the searches are compared.
 
 The search looks for the highest rate that holds a bound: doubled while it holds, halved while it does not, then
 bisected, as MLPerf's Server scenario finds its score, until the highest rate that held and the lowest that failed are
@@ -13,11 +13,6 @@ within the resolution.
 A trial may fail because the machine stalls for a moment, and one such trial would cap the whole search far below the
 truth. So the lowest rate that failed is tried once more at the end; if it holds then, the search goes on upwards from
 there. That happens at most `RETRIES` times.
-
-The ramp doubles the users, 1, 2, 4, 8 …. A step gains when its throughput is at least 5 % above the best one before it.
-The ramp ends after two steps in a row that do not gain while the median latency grows: then the server is saturated and
-only its queue grows. The saturation throughput is the best of all steps, and the knee the first step that no later one
-exceeds by 5 %.
 """
 
 from __future__ import annotations
@@ -29,21 +24,19 @@ from typing import Literal
 
 from loadgen.experiment.schedule import RATE_LIMIT_PER_S
 from loadgen.metrics.facts import Facts
-from loadgen.metrics.registry import GOODPUT_RATE, SATURATION, SLO_RATE
+from loadgen.metrics.registry import GOODPUT_RATE, SLO_RATE
 from loadgen.records.run import Figure, Found, Label, Record, Workload
 from loadgen.records.samples import NS_PER_S
 
 Ended = Literal["found", "highest", "none"]
 RESOLUTION = 0.05
 RETRIES = 6
-GAIN = 0.05
-IDLE_RUNGS = 2
 BUSY = 0.9
 """Share of a core above which the generator may have been the limit."""
 
 
 class Trial(Record, frozen=True, kw_only=True):
-    """One trial of a search (`rate_per_s` is set) or one step of a ramp (it is None)."""
+    """One trial of a search."""
 
     FILE = "trials"
     index: int
@@ -54,10 +47,10 @@ class Trial(Record, frozen=True, kw_only=True):
     position: int
     """0 when this arm came first in its pair, else 1."""
     step: int
-    """Index within the search or the ramp, from 0."""
+    """Index within the search, from 0."""
     concurrency: int
-    """Users of a ramp's step; the most requests in flight at a rate."""
-    rate_per_s: float | None = None
+    """The most requests in flight."""
+    rate_per_s: float
     started_at: str
     window_start_ns: int
     window_end_ns: int
@@ -72,18 +65,18 @@ class Trial(Record, frozen=True, kw_only=True):
     """The part of it in which users only waited for the moment to send."""
     generator_processes: int = 1
     throughput_per_s: float | None
-    """Items per second: in a ramp while all users were busy; at a rate good answers over the trial's time."""
+    """Good answers over the trial's time."""
     p50_ms: float | None
     p99_ms: float | None
     """p99 from the intended start, of good answers; None with too few samples."""
     send_lag_p99_ms: float | None = None
-    planned: int | None = None
+    planned: int
     """Requests that fall due in the trial, by its rate and the early-stopping bound."""
-    late: int | None = None
+    late: int
     """Answers later than the bound, failed requests, and requests that could not be sent in time."""
-    late_allowed: int | None = None
+    late_allowed: int
     """With more late requests the trial ends at once; see `loadgen.stats.percentiles`."""
-    held: bool | None = None
+    held: bool
     note: str | None = None
     """Any other reason why it was cut short."""
 
@@ -118,55 +111,20 @@ class RateFound(Record, frozen=True, kw_only=True):
     """The metric that it measures."""
 
 
-class RampRung(Record, frozen=True, kw_only=True):
-    """One step of a ramp."""
-
-    concurrency: int
-    throughput_per_s: float
-    p50_ms: float | None
-    p99_ms: float | None
-
-
-class RampFound(Record, frozen=True, kw_only=True):
-    """Result of one ramp on one arm."""
-
-    workload: str
-    round: int
-    restart: int
-    label: Label
-    rungs: tuple[RampRung, ...]
-    saturation_per_s: float | None
-    """Items per second, the best of all steps."""
-    knee_concurrency: int | None
-    """Users of the first step that no later one exceeds by 5 %."""
-    saturated: bool
-    """Whether two steps in a row raised only the latency; else the ramp was too short."""
-    client_limited: bool
-    """The generator was busy on the best step, so the server may do more."""
-
-
 class RatesFound(Found, frozen=True, kw_only=True):
-    """Results of all searches and ramps."""
+    """Results of all searches."""
 
     STUDY = "rate_search"
     trials: tuple[Trial, ...] = ()
     """All trials, in the order in which they ran."""
     rates: tuple[RateFound, ...] = ()
     """A result per search for the highest rate within a latency bound."""
-    ramps: tuple[RampFound, ...] = ()
-    """A result per ramp to saturation."""
 
     def figures(self) -> list[Figure]:
-        """The rates and the saturations that were found."""
+        """The rates that were found."""
         return [
-            *(
-                Figure(rate.metric, rate.workload, rate.label, rate.round, rate.restart, rate.rate_per_s)
-                for rate in self.rates
-            ),
-            *(
-                Figure(SATURATION.name, ramp.workload, ramp.label, ramp.round, ramp.restart, ramp.saturation_per_s)
-                for ramp in self.ramps
-            ),
+            Figure(rate.metric, rate.workload, rate.label, rate.round, rate.restart, rate.rate_per_s)
+            for rate in self.rates
         ]
 
 
@@ -224,33 +182,6 @@ class RateSearch:
         return None if self.failed / self.held <= 1.0 + RESOLUTION else math.sqrt(self.held * self.failed)
 
 
-def next_concurrency(rungs: Sequence[RampRung], most: int) -> int | None:
-    """Users of a ramp's next step, `most` at the most; None when it has ended."""
-    if not rungs:
-        return 1
-    last = rungs[-1].concurrency
-    return None if is_saturated(rungs) or last >= most else min(2 * last, most)
-
-
-def is_saturated(rungs: Sequence[RampRung]) -> bool:
-    """Whether the last steps raised only the latency."""
-    if len(rungs) <= IDLE_RUNGS:
-        return False
-    for place in range(-IDLE_RUNGS, 0):
-        now, before = rungs[place].p50_ms, rungs[place - 1].p50_ms
-        best_before = max(rung.throughput_per_s for rung in rungs[:place])
-        gains = rungs[place].throughput_per_s >= best_before * (1.0 + GAIN)
-        if gains or (now is not None and before is not None and now <= before):
-            return False
-    return True
-
-
-def knee(rungs: Sequence[RampRung]) -> RampRung | None:
-    """The first step that no later one exceeds by the gain; None without steps."""
-    best = max((rung.throughput_per_s for rung in rungs), default=0.0)
-    return next((rung for rung in rungs if rung.throughput_per_s * (1.0 + GAIN) > best), None)
-
-
 def search_from(workload: Workload, start: float) -> RateSearch:
     """The search of a workload: at the lowest rate a trial takes the workload's `max_seconds`."""
     return RateSearch(start, lowest=workload.requests / workload.max_seconds, highest=RATE_LIMIT_PER_S)
@@ -259,20 +190,13 @@ def search_from(workload: Workload, start: float) -> RateSearch:
 def analyse(facts: Facts) -> RatesFound:
     """The stored trials and their results."""
     workloads, trials = facts.run.workloads, facts.run.records_of(Trial)
-    return RatesFound(trials=trials, rates=find_rates(workloads, trials), ramps=find_ramps(workloads, trials))
+    return RatesFound(trials=trials, rates=find_rates(workloads, trials))
 
 
 def find_rates(workloads: Sequence[Workload], trials: Sequence[Trial]) -> tuple[RateFound, ...]:
     """Find one result per search, in the order in which they began, finished or not."""
     return tuple(
         _rate(workload, run) for workload in workloads if workload.is_search for run in _runs(workload, trials)
-    )
-
-
-def find_ramps(workloads: Sequence[Workload], trials: Sequence[Trial]) -> tuple[RampFound, ...]:
-    """Find one result per ramp, in the order in which they began, finished or not."""
-    return tuple(
-        _ramp(workload, run) for workload in workloads if workload.scenario == "ramp" for run in _runs(workload, trials)
     )
 
 
@@ -288,9 +212,9 @@ def _runs(workload: Workload, trials: Sequence[Trial]) -> Iterator[list[Trial]]:
 def _rate(workload: Workload, trials: list[Trial]) -> RateFound:
     """Replays the search: whether it ended, and how, follows from the trials that held."""
     first = trials[0]
-    search = search_from(workload, first.rate_per_s or 1.0)
+    search = search_from(workload, first.rate_per_s)
     for trial in trials:
-        if trial.held is None or search.next_rate is None:
+        if search.next_rate is None:
             break
         search.record(trial.held)
     return RateFound(
@@ -303,39 +227,9 @@ def _rate(workload: Workload, trials: list[Trial]) -> RateFound:
         rate_per_s=search.held if search.ended is not None else None,
         failed_rate_per_s=search.failed,
         ended=search.ended,
-        client_limited=any(_busy(t) for t in trials if t.held is False and t.rate_per_s == search.failed),
+        client_limited=any(_busy(t) for t in trials if not t.held and t.rate_per_s == search.failed),
         trials=len(trials),
         seconds=sum(trial.window_end_ns - trial.window_start_ns for trial in trials) / NS_PER_S,
-    )
-
-
-def _ramp(workload: Workload, trials: list[Trial]) -> RampFound:
-    first = trials[0]
-    usable = [trial for trial in trials if trial.throughput_per_s is not None and trial.note is None]
-    rungs = tuple(map(rung_of, usable))
-    bend = knee(rungs)
-    best = max(usable, key=lambda trial: trial.throughput_per_s or 0.0, default=None)
-    ended = is_saturated(rungs) or (bool(rungs) and rungs[-1].concurrency >= workload.concurrency)
-    return RampFound(
-        workload=workload.name,
-        round=first.round,
-        restart=first.restart,
-        label=first.label,
-        rungs=rungs,
-        saturation_per_s=best.throughput_per_s if best is not None and ended else None,
-        knee_concurrency=bend.concurrency if bend is not None and ended else None,
-        saturated=is_saturated(rungs),
-        client_limited=best is not None and _busy(best),
-    )
-
-
-def rung_of(trial: Trial) -> RampRung:
-    """The figures of a ramp's step."""
-    return RampRung(
-        concurrency=trial.concurrency,
-        throughput_per_s=trial.throughput_per_s or 0.0,
-        p50_ms=trial.p50_ms,
-        p99_ms=trial.p99_ms,
     )
 
 

@@ -31,7 +31,7 @@ Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 """The name of an arm: a, b, c, …, or a name from an experiment file."""
 LanguageScenario = Literal["long-prompt", "long-answer", "shared-prefix", "goodput"]
 """Scenarios of language models alone."""
-Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "ramp", "surface", LanguageScenario]
+Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "surface", LanguageScenario]
 Arrivals = Literal["closed", "constant", "poisson", "trace"]
 TensorTransport = Literal["http", "grpc", "shm"]
 TRANSPORTS: tuple[TensorTransport, ...] = get_args(TensorTransport)
@@ -265,8 +265,8 @@ class Workload(Record, frozen=True, kw_only=True):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether it consists of blocks at a planned load; cold starts, searches and ramps do not."""
-        return self.scenario not in ("cold-start", "slo", "ramp", "goodput")
+        """Whether it consists of blocks at a planned load; cold starts and searches do not."""
+        return self.scenario not in ("cold-start", "slo", "goodput")
 
     @property
     def is_search(self) -> bool:
@@ -285,7 +285,7 @@ class Workload(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Its name: cold-start, single, batched(8), concurrent(16, length 128), poisson(50/s), slo(p99≤50ms), ramp;
+        """Its name: cold-start, single, batched(8), concurrent(16, length 128), poisson(50/s), slo(p99≤50ms);
         poisson(50 %) of the slower arm's rate; surface(16, batch 8) with 16 users."""
         if self.latency_bound_ms is not None:
             return f"slo(p99≤{self.latency_bound_ms:g}ms)"

@@ -342,7 +342,7 @@ class AnswersUnderLoad:
     def keeping(self, command: Open, workload: Workload, number: int) -> Open:
         """The command with a number of answers to keep; `number` is the block's. Rounds beyond the plan keep one per
         block."""
-        planned = workload.has_blocks or workload.scenario == "ramp"
+        planned = workload.has_blocks
         count = -(-self.least // max(1, workload.rounds)) if planned else ANSWERS_OF_A_TRIAL
         load = workload.name, command.concurrency
         if sum((sample.workload.name, sample.users) == load for sample in self.samples) >= 2 * self.least:

@@ -153,7 +153,7 @@ class LiveRatios:
 _START_SECONDS = 10.0
 _BEFORE_LOAD_SECONDS = 45.0
 _TRIALS = 8
-"""Assumed trials per search, or rungs per ramp, before one has run."""
+"""Assumed trials per search, before one has run."""
 
 
 class Forecast:
@@ -174,9 +174,9 @@ class Forecast:
         self.searches_s = sum(
             arms * workload.rounds * _TRIALS * 2 * workload.seconds
             for workload in experiment.workloads
-            if workload.is_search or workload.scenario == "ramp"
+            if workload.is_search
         )
-        """The remaining searches and ramps."""
+        """The remaining searches."""
         self.request_s: Mapping[str, Mapping[Label, float]] = {}
         """Seconds of a request by workload and arm, from the warm-up."""
         self._labels = experiment.labels

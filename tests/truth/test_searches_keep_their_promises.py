@@ -20,7 +20,7 @@ import pytest
 
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.probes.rate_search_analysis import RampRung, next_concurrency, search_from
+from loadgen.probes.rate_search_analysis import search_from
 from loadgen.records.run import Workload
 from loadgen.stats.percentiles import late_allowed
 from loadgen.stats.ratios import estimate_ratio
@@ -119,21 +119,6 @@ def test_a_found_rate_is_an_estimate_and_no_bound(preset: str, above: float, tri
     assert float(np.mean(rates > 1.0)) == pytest.approx(above, abs=0.1)
     assert at_limit / trials > 0.3
     assert 0.9 < low < 1.0 < high < 1.16
-
-
-def test_the_best_step_of_a_ramp_is_a_little_too_high() -> None:
-    """The largest of some steps with a noise of 2 % each."""
-    random, best = np.random.default_rng(29), []
-    for _ in range(1000):
-        rungs: list[RampRung] = []
-        while (users := next_concurrency(rungs, 256)) is not None:
-            speed = 100.0 * min(1.0, users / 8.0) * float(np.exp(random.normal(0.0, 0.02)))
-            rungs.append(
-                RampRung(concurrency=users, throughput_per_s=speed, p50_ms=1000.0 * users / speed, p99_ms=None)
-            )
-        best.append(max(rung.throughput_per_s for rung in rungs) / 100.0)
-    sys.stdout.write(f"\nramp: the best step is {np.mean(best):.3f} of the true saturation\n")
-    assert 1.01 < np.mean(best) < 1.03
 
 
 @pytest.mark.slow

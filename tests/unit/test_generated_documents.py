@@ -40,7 +40,7 @@ def test_the_references_are_those_of_the_code(program: str, document: str) -> No
 
 
 def test_no_field_of_a_result_counts_images_where_any_items_are_meant() -> None:
-    """A search, a ramp, the parity check and an engine's ceiling are of texts, too."""
+    """A search, the parity check and an engine's ceiling are of texts, too."""
     text = (ROOT / "docs/result.schema.json").read_text()
     assert not re.findall(r'"description": "[^"]*[Ii]mages per second[^"]*"', text)
 

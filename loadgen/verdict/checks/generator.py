@@ -1,6 +1,6 @@
 """Checks of the load: the figures are the servers' and not the load generator's, and every arm got the same load.
 
-Searches and ramps are checked like blocks, by the trials that decided their value.
+Searches are checked like blocks, by the trials that decided their value.
 """
 
 from __future__ import annotations
@@ -49,32 +49,25 @@ def generator_cpu(facts: Facts) -> Iterator[Judgement]:
             load.workload, shares, max(shares, default=0.0) > BUSY, "at most, in one process" if several else "at most"
         )
     for workload in facts.run.experiment.workloads:
-        if workload.is_search or workload.scenario == "ramp":
+        if workload.is_search:
             yield _busy_in_search(facts, workload)
 
 
 def _busy_in_search(facts: Facts, workload: Workload) -> Judgement:
-    """Judge the lowest rate that failed, which the server might have held, or the best step of a ramp."""
+    """Judge the lowest rate that failed, which the server might have held."""
     rates = [rate for rate in facts.of(RatesFound).rates if rate.workload == workload.name]
-    ramps = [ramp for ramp in facts.of(RatesFound).ramps if ramp.workload == workload.name]
-    deciding: dict[tuple[int, Label], float | None] = {
-        (rate.round, rate.label): rate.failed_rate_per_s for rate in rates
-    }
-    for ramp in ramps:
-        if ramp.rungs:
-            best = max(ramp.rungs, key=lambda rung: rung.throughput_per_s)
-            deciding[ramp.round, ramp.label] = best.concurrency
+    deciding = {(rate.round, rate.label): rate.failed_rate_per_s for rate in rates}
     shares = [
         trial.generator_cpu_share
         for trial in facts.run.records_of(Trial)
         if trial.workload == workload.name
         and trial.generator_cpu_share is not None
-        and (trial.concurrency if ramps else trial.rate_per_s) == deciding.get((trial.round, trial.label))
+        and trial.rate_per_s == deciding.get((trial.round, trial.label))
     ]
-    where = "at the best step" if ramps else "at the lowest rate that failed"
+    where = "at the lowest rate that failed"
     if any(trial.generator_processes > 1 for trial in facts.run.records_of(Trial) if trial.workload == workload.name):
         where += ", on average over its processes"
-    limited = any(rate.client_limited for rate in rates) or any(ramp.client_limited for ramp in ramps)
+    limited = any(rate.client_limited for rate in rates)
     return _busy(workload, shares, limited, where)
 
 
@@ -106,10 +99,9 @@ def generator_ceiling(facts: Facts) -> Iterator[Judgement]:
             continue
         yield _ceiling(facts, load.workload, [(summary.label, summary.throughput_per_s) for summary in load.summaries])
     for workload in facts.run.experiment.workloads:
-        if workload.is_search or workload.scenario == "ramp":
+        if workload.is_search:
             rates = [(rate.label, rate.rate_per_s) for rate in searches.rates if rate.workload == workload.name]
-            best = [(ramp.label, ramp.saturation_per_s) for ramp in searches.ramps if ramp.workload == workload.name]
-            yield _ceiling(facts, workload, rates + best)
+            yield _ceiling(facts, workload, rates)
 
 
 def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, float | None]]) -> Judgement:

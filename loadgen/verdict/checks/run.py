@@ -75,7 +75,7 @@ def gpu_present(facts: Facts) -> Iterator[Judgement]:
     fault="GPU not verified",
 )
 def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
-    """Cold starts, searches and ramps have no blocks to watch, and the loads of a surface only short ones: they use the
+    """Cold starts and searches have no blocks to watch, and the loads of a surface only short ones: they use the
     findings of the whole run."""
     run, sides = facts.run, _sides(facts.run)
     stored = run.record_of(EvidenceFile)
@@ -446,11 +446,6 @@ def request_errors(facts: Facts) -> Iterator[Judgement]:
             detail += "".join(f": {why}" for why in whys[:1])
             judgement = Judgement(False if errors else None, detail, judgement.value, scope=load.scope)
         yield judgement
-    for workload in facts.run.experiment.workloads:
-        if workload.scenario == "ramp":
-            trials = [trial for trial in facts.run.records_of(Trial) if trial.workload == workload.name]
-            messages = (message for trial in trials for message in trial.error_messages)
-            yield _errors(workload, sum(t.requests for t in trials), sum(t.errors for t in trials), messages)
 
 
 def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[str]) -> Judgement:
@@ -614,42 +609,31 @@ def blocks_complete(facts: Facts) -> Iterator[Judgement]:
 
 
 @check(
-    "every search and ramp found a value",
-    "A search or ramp found no value",
+    "every search found a rate",
+    "A search found no rate",
     "invalidates",
-    "Choose a bound that every server can hold (--slo-p99-ms, --limits), allow a ramp more users (--ramp-users), or "
-    "find out what cut it short.",
+    "Choose a bound that every server can hold (--slo-p99-ms, --limits), or find out what cut it short.",
     unknown="invalidates",
-    not_known="A search or ramp was not measured",
+    not_known="A search was not measured",
     fault="incomplete run",
 )
 def searches_ended(facts: Facts) -> Iterator[Judgement]:
     """Judge each search. If no rate holds the bound, or every rate does, there is no rate to compare."""
     searches = facts.of(RatesFound)
     for workload in facts.run.experiment.workloads:
-        if workload.is_search:
-            rates = [rate for rate in searches.rates if rate.workload == workload.name]
-            done, what = sum(rate.ended == "found" for rate in rates), "searches found a rate"
-            notes = [
-                f"{shown(rate.label)} misses the bound even at {number(rate.failed_rate_per_s or 0.0)}/s, the lowest "
-                "rate"
-                if rate.ended == "none"
-                else f"{shown(rate.label)} holds the bound even at {number(rate.rate_per_s or 0.0)}/s, the highest rate"
-                for rate in rates
-                if rate.ended in ("none", "highest")
-            ]
-        elif workload.scenario == "ramp":
-            ramps = [ramp for ramp in searches.ramps if ramp.workload == workload.name]
-            done, what = sum(ramp.saturated for ramp in ramps), "ramps reached saturation"
-            notes = [
-                f"{shown(ramp.label)} was still gaining with {workload.concurrency} users"
-                for ramp in ramps
-                if not ramp.saturated and ramp.saturation_per_s is not None
-            ]
-        else:
+        if not workload.is_search:
             continue
+        rates = [rate for rate in searches.rates if rate.workload == workload.name]
+        done = sum(rate.ended == "found" for rate in rates)
+        notes = [
+            f"{shown(rate.label)} misses the bound even at {number(rate.failed_rate_per_s or 0.0)}/s, the lowest rate"
+            if rate.ended == "none"
+            else f"{shown(rate.label)} holds the bound even at {number(rate.rate_per_s or 0.0)}/s, the highest rate"
+            for rate in rates
+            if rate.ended in ("none", "highest")
+        ]
         planned = len(facts.run.experiment.arms) * workload.rounds
-        detail = "; ".join([f"{done} of {planned} {what}", *notes[:1]])
+        detail = "; ".join([f"{done} of {planned} searches found a rate", *notes[:1]])
         if not any(trial.workload == workload.name for trial in facts.run.records_of(Trial)):
             yield Judgement(None, f"none of {planned} was measured", done, planned, workload_scope(workload.name))
             continue

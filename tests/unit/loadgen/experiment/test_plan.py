@@ -1,4 +1,4 @@
-"""What is planned: arms, workloads with their sizes, searches and ramps, and how long they take."""
+"""What is planned: arms, workloads with their sizes, searches, and how long they take."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_an_empty_list_is_no_scenario_without_workloads(option: str, scenario: s
 
 def searches_of(**settings: object) -> tuple[Workload, ...]:
     planned = make_workloads(ExperimentSettings.model_validate({"scenarios": "single", **settings}))
-    return tuple(workload for workload in planned if workload.scenario in ("slo", "ramp"))
+    return tuple(workload for workload in planned if workload.is_search)
 
 
 def test_a_search_for_every_bound() -> None:
@@ -249,18 +249,6 @@ def test_more_queries_take_longer() -> None:
     (few,) = searches_of(slo_p99_ms=10.0)
     (many,) = searches_of(slo_p99_ms=10.0, slo_queries=4590)
     assert many.requests / many.max_seconds == pytest.approx(few.requests / few.max_seconds)
-
-
-def test_a_ramp_is_asked_for_by_its_name() -> None:
-    assert searches_of(preset="full") == ()
-    (workload,) = searches_of(preset="full", scenarios="single,ramp", ramp_users=64, rounds=2)
-    assert (workload.name, workload.concurrency, workload.rounds, workload.is_open, workload.has_blocks) == (
-        "ramp",
-        64,
-        2,
-        False,
-        False,
-    )
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_block_that_cannot_be_read_or_is_of_no_workload_is_left_out(run: Store
     stored = [block for block in run.blocks if block.record.workload == "single" and block.record.round == 0]
     known, other = summarise_blocks(stored)
     (unread,) = summarise_blocks([replace(stored[0], stored=None, problem="its samples are gone")])
-    assert live.add(msgspec.structs.replace(known, workload="ramp(1)")) == []
+    assert live.add(msgspec.structs.replace(known, workload="surface(1)")) == []
     assert live.add(msgspec.structs.replace(known, complete=False)) == []
     assert live.add(unread) == []
     assert live.add(other) == [], "alone, it is no pair"

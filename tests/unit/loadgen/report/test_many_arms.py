@@ -19,8 +19,6 @@ import loadgen.report.document as doc
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.probes.causes import cause_table, causes_chart, why
 from loadgen.probes.causes_analysis import Cause, CauseEffect, CausesFound, WorkloadCauses
-from loadgen.probes.rate_search import ramp
-from loadgen.probes.rate_search_analysis import RampFound, RampRung, RatesFound
 from loadgen.report.contents import result_document
 from loadgen.report.files import formats
 from loadgen.report.progress import RichProgress, ratio_table, round_line
@@ -164,20 +162,6 @@ def test_causes_are_told_for_each_arm(result: Result) -> None:
     assert [view.label for view in chart.views] == ["single, C against A", "single, D against A"]
     assert chart.data[0]["marker"]["color"][1] == "--arm-2", "it makes C slower"
     assert "its cost to the arm minus its cost to A" in render_markdown(result_document(explained))
-
-
-def test_the_first_ramps_stand_beside_the_baselines(result: Result) -> None:
-    ramps = tuple(
-        RampFound(
-            workload="ramp", round=0, restart=0, label=label, saturation_per_s=speed, knee_concurrency=4,
-            saturated=True,
-            client_limited=False, rungs=(RampRung(concurrency=4, throughput_per_s=speed, p50_ms=8.0, p99_ms=None),),
-        )
-        for label, speed in (("a", 100.0), ("b", 200.0), ("c", 300.0), ("d", 400.0))
-    )  # fmt: skip
-    _, *first = tables(ramp(msgspec.structs.replace(result, studies={RatesFound.STUDY: RatesFound(ramps=ramps)})))
-    assert [table.title for table in first] == [f"The first ramp of A and of {label}" for label in "BCD"]
-    assert list(first[1].rows[0]) == ["4", "100", "8.00", "–", "300", "8.00", "–"]
 
 
 def test_names_are_written_as_they_are_and_coloured_by_their_place(named: Result) -> None:

@@ -107,7 +107,7 @@ def test_of_too_many_sizes_the_smallest_powers_are_left_out_and_no_workload_is()
 
 def test_requests_beyond_the_largest_batch_and_searches_need_none() -> None:
     search = workload("slo", 1, 64, latency_bound_ms=50.0)
-    assert sizes_to_measure([workload("batched", 64), workload("single"), search, workload("ramp", 1, 64)], 32) == (1,)
+    assert sizes_to_measure([workload("batched", 64), workload("single"), search], 32) == (1,)
 
 
 def test_the_command_names_the_settings_in_effect() -> None:

@@ -1,4 +1,4 @@
-"""A search or a ramp that came to nothing takes its verdict away, with the reason."""
+"""A search that came to nothing takes its verdict away, with the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loadgen.probes.rate_search_analysis import Trial
 from loadgen.records.run import TokenLimits, Workload
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, write_calibration, write_run
-from tests.unit.loadgen.probes.rate_search.test_searches import RAMP, SLO, climb, search
+from tests.unit.loadgen.probes.rate_search.test_searches import SLO, search
 
 SINGLE = Workload(scenario="single", batch_size=1, concurrency=1, requests=30, seconds=1.0, max_seconds=30.0, rounds=2)
 
@@ -77,19 +77,6 @@ def test_several_processes_of_the_generator_are_told_by_their_mean(tmp_path: Pat
     *_, busy = (check for check in result.checks if check.name == "generator_cpu")
     assert busy.ok
     assert "30 % of a core at the lowest rate that failed, on average over its processes" in busy.detail
-
-
-def test_a_ramp_that_is_too_short(tmp_path: Path) -> None:
-    result = analysed(tmp_path, RAMP, [*climb("a", 800.0, 32), *climb("b", 1e9, 64)])
-    (detail,) = failed(result, "searches_ended")
-    assert detail == "1 of 2 ramps reached saturation; B was still gaining with 64 users"
-
-
-def test_failed_requests_of_a_ramp(tmp_path: Path) -> None:
-    trials = [*climb("a", 800.0, 32), *climb("b", 400.0, 16)]
-    trials[2] = msgspec.structs.replace(trials[2], errors=3, error_messages=("HTTP 503: full",))
-    result = analysed(tmp_path, RAMP, trials)
-    assert "3 of 5,049 requests failed; first message: HTTP 503: full" in failed(result, "request_errors")[-1]
 
 
 @pytest.mark.parametrize(("ceiling", "ok"), [(1000.0, True), (400.0, False), (None, None)])
