@@ -82,6 +82,10 @@ class ReceivedStream:
     head: bytes = b""
     """The head of the response, in lower case."""
 
+    def body(self) -> bytes:
+        """The body without chunked coding. Raises `ResponseError` for a chunk without a size."""
+        return _decoded(self.raw)[0] if self.chunked else self.raw
+
     def events(self) -> Iterator[StreamEvent]:
         """All events in order, but those without data. Raises `ResponseError` for a chunk without a size."""
         body, chunk_ends, chunk_places = _decoded(self.raw) if self.chunked else (self.raw, [len(self.raw)], [0])

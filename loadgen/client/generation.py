@@ -22,7 +22,14 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from loadgen.client.connection import Address, PreparedRequest, ResponseError, find_header
+from loadgen.client.connection import (
+    Address,
+    Exchange,
+    PreparedRequest,
+    ResponseError,
+    server_words,
+    unasked_coding,
+)
 from loadgen.client.event_stream import ReceivedStream, StreamEvent
 from loadgen.client.http import request_head
 from loadgen.documents import one_line
@@ -338,14 +345,14 @@ def _require_other_reader(event: StreamEvent, number: int) -> None:
 
 def _not_a_stream(stream: ReceivedStream) -> str | None:
     """Why a good response without a single event is not an answer; None if it is an empty stream."""
-    coding, kind = (find_header(stream.head, b"\r\n" + name + b":") for name in (b"content-encoding", b"content-type"))
-    if coding is not None and coding != b"identity":
-        return f"the answer is encoded with {one_line(coding.decode('latin-1'), 40)}, which was not asked for"
-    if not stream.raw or (kind is not None and kind.startswith(b"text/event-stream")):
+    response = Exchange()
+    response.status, response.head, response.body = 200, stream.head, memoryview(stream.body())
+    if (fault := unasked_coding(response)) is not None:
+        return f"the answer cannot be read: {fault}"
+    kind = one_line(response.header("content-type") or "", 60)
+    if not response.body or kind.startswith("text/event-stream"):
         return None
-    words = one_line(stream.raw[:_SHOWN_BYTES].decode("utf-8", "replace"))
-    of_kind = "" if kind is None else f" ({one_line(kind.decode('latin-1'), 60)})"
-    return f"the answer is not a stream of events{of_kind}: {words}"
+    return f"the answer is not a stream of events{f' ({kind})' if kind else ''}: {server_words(response)}"
 
 
 @dataclass(slots=True)

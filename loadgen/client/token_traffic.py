@@ -84,7 +84,7 @@ class TokenTraffic(Traffic):
         self._held: list[_HeldAnswer] = []
         self._held_bytes = 0
         self._events: list[tuple[int, int, int, int]] = []
-        self._rows: list[tuple[int, ...]] = []
+        self._rows: list[np.void] = []
 
     def settling_fault(self, connection: ClientConnection, exchange: Exchange) -> str | None:
         failure = None if exchange.good else failure_message(exchange)
@@ -93,7 +93,7 @@ class TokenTraffic(Traffic):
 
     def _take(self, connection: ClientConnection, exchange: Exchange, sent: SentRequest) -> str | None:
         """Hold the answer. What is returned is a first judgement, for the rule that ends the block."""
-        fault = None if exchange.good else failure_message(exchange)
+        fault = self._fault(exchange)
         stream = _received(connection, exchange)
         intended_ns = exchange.send_ns if sent.intended_ns is None else sent.intended_ns
         held = _HeldAnswer(
@@ -126,7 +126,12 @@ class TokenTraffic(Traffic):
     def _judge(self, held: _HeldAnswer) -> None:
         sent, asked = held.sent, self._prompts.shapes[held.sent.body].output_tokens
         answer = _read(held.stream, asked)
-        fault = answer.fault(asked, held.failure, of_any_length=self._samples is None)
+        try:
+            fault = answer.fault(asked, held.failure, of_any_length=self._samples is None)
+            row = self._row(answer, sent)
+        except Exception as exc:  # noqa: BLE001 (as in `_read`)
+            answer = _unreadable(exc)
+            fault, row = answer.error, self._row(answer, sent)
         if fault is None and not sent.measured:
             self.unmeasured += 1
             self.unmeasured_ns += held.end_ns - held.send_ns
@@ -142,21 +147,22 @@ class TokenTraffic(Traffic):
         self.errors += fault is not None
         if self._samples is not None:
             self._events += [(sample, *chunk) for chunk in answer.chunks]
-            self._rows.append(self._row(answer, sent))
+            self._rows.append(row)
         if sent.slot is None or fault is not None or not answer.has_ids:
             return
         if not self._reads_text or self._echoes_prompt(answer, sent):
-            kept = partial(self._kept, sent, np.array([answer.ids], dtype=np.int32))
+            kept = partial(self._kept, sent, answer.ids)
             self.answers.keep(sent.slot, sent.number, sent.user, sent.body, sent.first, kept)
 
     def _echoes_prompt(self, answer: StreamedAnswer, sent: SentRequest) -> bool:
         """Whether the server has sent back the ids that the prompt was made from."""
         return bool(answer.prompt_ids == self._prompts.prompt(sent.body, sent.first).tolist())
 
-    def _kept(self, sent: SentRequest, tokens: Array) -> Mapping[str, Array]:
-        return {"prompt": self._prompts.prompt(sent.body, sent.first)[np.newaxis], "tokens": tokens}
+    def _kept(self, sent: SentRequest, ids: Sequence[int]) -> Mapping[str, Array]:
+        prompt = self._prompts.prompt(sent.body, sent.first)[np.newaxis]
+        return {"prompt": prompt, "tokens": np.array([ids], dtype=np.int32)}
 
-    def _row(self, answer: StreamedAnswer, sent: SentRequest) -> tuple[int, ...]:
+    def _row(self, answer: StreamedAnswer, sent: SentRequest) -> np.void:
         """The answer's row of `ANSWER_DTYPE`."""
         shape = self._prompts.shapes[sent.body]
         flags = IDS if answer.has_ids else 0
@@ -170,11 +176,11 @@ class TokenTraffic(Traffic):
         if prompt_tokens < 0 and answer.prompt_ids is not None:
             prompt_tokens = len(answer.prompt_ids)
         distinct = len(set(answer.ids)) if answer.has_ids else -1
-        return (
+        return np.array((
             shape.output_tokens, shape.prompt_tokens, prompt_tokens, answer.output_tokens, answer.usage_tokens,
             answer.cached_tokens, distinct, len(answer.chunks), answer.text_bytes, answer.hidden_tokens, sent.first,
             answer.finish, answer.counted, flags,
-        )  # fmt: skip
+        ), dtype=ANSWER_DTYPE)[()]  # fmt: skip
 
 
 def _read(stream: ReceivedStream, asked: int) -> StreamedAnswer:
@@ -182,7 +188,11 @@ def _read(stream: ReceivedStream, asked: int) -> StreamedAnswer:
     try:
         return read_answer_stream(stream, asked)
     except Exception as exc:  # noqa: BLE001 (an answer must not end the run)
-        return StreamedAnswer(error=f"the answer cannot be read ({type(exc).__name__}: {one_line(str(exc), 200)})")
+        return _unreadable(exc)
+
+
+def _unreadable(exc: Exception) -> StreamedAnswer:
+    return StreamedAnswer(error=f"the answer cannot be read ({type(exc).__name__}: {one_line(str(exc), 200)})")
 
 
 def _received(connection: ClientConnection, exchange: Exchange) -> ReceivedStream:

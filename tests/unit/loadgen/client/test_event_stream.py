@@ -319,15 +319,19 @@ def test_what_is_not_used_may_be_anything() -> None:
             b'{"choices": [{"text": "all at once"}]}',
             ["application/json", "all at once"],
         ),
-        (b"content-type: text/html", b"<html>busy</html>", ["text/html", "busy"]),
-        (b"content-encoding: gzip", b"\x1f\x8b\x00", ["gzip"]),
+        (b"content-type: text/html", b"<html><title>Busy &amp; gone</title>", ["text/html", "title Busy & gone"]),
+        (b"content-type: application/json", b'{"error": {"message": "no such model"}}', [": no such model"]),
+        (b"content-encoding: gzip", b"\x1f\x8b\x00", ["compressed (gzip)"]),
         (b"content-type: application/x-ndjson", b'{"response": "t1"}\n', ["application/x-ndjson"]),
     ],
 )
 def test_what_is_no_stream_is_named(head: bytes, body: bytes, words: list[str]) -> None:
-    stream = received(body)
-    answer = read_answer_stream(replace(stream, head=b"http/1.1 200 ok\r\n" + head + b"\r\n\r\n"), ASKED)
-    fault = answer.fault(ASKED)
+    """The same words whether the body came whole or in chunks."""
+    faults = set()
+    for chunked, raw in ((False, body), (True, b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))):
+        stream = replace(received(raw, chunked=chunked), head=b"http/1.1 200 ok\r\n" + head + b"\r\n\r\n")
+        faults.add(read_answer_stream(stream, ASKED).fault(ASKED))
+    (fault,) = faults
     assert fault is not None
     assert all(word in fault for word in words)
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from loadgen.client import token_traffic
+from loadgen.client.connection import Exchange
+from loadgen.client.generation import StreamedAnswer, prepare_prompts
 from loadgen.client.outputs import AnswerError
 from loadgen.client.traffic import MOST_ROWS, KeptAnswers, packed, unpacked
+from loadgen.client.transports import InferenceTarget
+from loadgen.experiment.prompts import PromptPlan, PromptShape
+from loadgen.records.samples import SampleWriter, read_samples
+from loadgen.records.tokens import read_tokens
 
 
 def fill(kept: KeptAnswers, requests: int, rows: int = 1) -> None:
@@ -42,6 +51,37 @@ def test_an_answer_that_cannot_be_read_costs_itself(fault: Exception) -> None:
     assert str(fault) in (broken.error or "")
     assert broken.error
     assert good.error is None
+
+
+class Answering:
+    """A connection whose every request is answered."""
+
+    def send(self, _request: object, _patches: object = ()) -> Exchange:
+        exchange = Exchange()
+        exchange.status = 200
+        return exchange
+
+
+def test_a_streamed_answer_that_no_row_can_hold_is_one_failed_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, samples = PromptShape(4, 2), tmp_path / "0000.npy"
+    prompts = prepare_prompts("completions", "m", PromptPlan(low=3, high=99, seed=7, shapes=(shape,)), shape, count())
+    usage = iter((2, 2**40, 2))
+    monkeypatch.setattr(
+        token_traffic,
+        "read_answer_stream",
+        lambda *_: StreamedAnswer(output_tokens=2, usage_tokens=next(usage), ended=True),
+    )
+    target, writer = InferenceTarget("completions", "http://127.0.0.1:1", "m"), SampleWriter(samples)
+    traffic = token_traffic.TokenTraffic(target, prompts, writer, samples)
+    for _ in range(3):
+        traffic.infer(Answering(), 0)
+    traffic.finish()
+    writer.close()
+    assert (read_samples(samples)["error"] >= 0).tolist() == [False, True, False]
+    assert read_tokens(samples).answers["usage_tokens"].tolist() == [2, -1, 2]
+    assert "OverflowError" in traffic.error_messages[0]
 
 
 def test_every_request_has_the_same_chance() -> None:
