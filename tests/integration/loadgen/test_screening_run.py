@@ -45,6 +45,7 @@ def test_arms_that_fail_before_the_load_cost_only_themselves(tmp_path: Path) -> 
         contender("wrong", wrong="true"),
         contender("empty", empty="true"),
         contender("refusing", error_every="1"),
+        contender("lonely", error_above="1", delay_ms="50"),
         contender("good"),
     )
     state = run(asked, tmp_path / "run")
@@ -54,7 +55,8 @@ def test_arms_that_fail_before_the_load_cost_only_themselves(tmp_path: Path) -> 
     assert "cannot open the model" in experiment.failed_arms["crash"]
     assert "other answers" in experiment.failed_arms["wrong"]
     assert "503" in experiment.failed_arms["refusing"]
-    assert set(experiment.failed_arms) == {"crash", "wrong", "empty", "refusing"}
+    assert "inputs of the parity check" in experiment.failed_arms["lonely"], "they are sent at once"
+    assert set(experiment.failed_arms) == {"crash", "wrong", "empty", "refusing", "lonely"}
     parity = stored(tmp_path / "run" / "parity.json", ParityRecord)
     assert parity.ok
     assert {case.label for case in parity.cases} == {"anchor", "good"}

@@ -26,6 +26,19 @@ def test_rounding_agrees_and_a_wrong_size_does_not(kind: str) -> None:
     assert agree(near_one, seven, rule).fault is not None
 
 
+@pytest.mark.parametrize("kind", ["embedding", "logits", "tensor"])
+@pytest.mark.parametrize(("times", "agrees"), [(6.0, True), (12.0, False)])
+def test_one_element_of_many_may_differ_by_eight_times_as_much_as_its_vector(
+    kind: str, times: float, agrees: bool
+) -> None:
+    rule, other = tolerance_for(kind, "FP32", FP16), LOGITS.copy()
+    middle = np.argsort(LOGITS[3])[500]  # neither large nor among the highest
+    other[3, middle] += times * rule.relative
+    agreement = agree(LOGITS, other, rule)
+    assert agreement.relative < rule.relative
+    assert (agreement.fault is None) == agrees
+
+
 def test_another_top_class_is_wrong_only_beyond_what_rounding_explains() -> None:
     rule = tolerance_for("logits", "FP32", FP16)
     near = np.tile(np.linspace(0.0, 1.0, 10, dtype="f4"), (4, 1))
