@@ -59,6 +59,23 @@ def test_a_file_of_a_killed_run_holds_what_was_flushed(tmp_path: Path) -> None:
     assert not part.exists()
 
 
+def test_a_file_is_read_once_until_it_changes(tmp_path: Path) -> None:
+    def write(first: int) -> None:
+        writer = SampleWriter(tmp_path / "0000.npy")
+        for i in range(3):
+            writer.add(first + i, 0, 0, 0, 1, 1, 1, 0, 0, 200, -1)
+        writer.close()
+
+    write(1)
+    file = find_samples(tmp_path, "0000.npy")
+    samples = file.read()
+    assert file.read() is samples
+    assert not samples.flags.writeable
+    write(5)
+    assert file.read()["intended_ns"].tolist() == [5, 6, 7]
+    assert file.at_most(2).read()["intended_ns"].tolist() == [5, 6]
+
+
 def test_without_a_path_samples_are_counted_only() -> None:
     writer = SampleWriter(None)
     writer.add(0, 0, 0, 0, 0, 0, 1, 0, 0, 200, -1)
