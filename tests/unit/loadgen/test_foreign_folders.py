@@ -174,13 +174,16 @@ def folder(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "inner" / "run"))
 
 
-def check(folder: Path, good: Path) -> None:
+def check(folder: Path, good: Path, *, every: bool = True) -> None:
+    """One command, or `every` one: they read a run with the same functions, so that four cases of them are enough."""
+    told(invoke("report", str(folder), "--format", "json"), {0, 2})
+    if not every:
+        return
     told(invoke("diff", str(good), str(folder)), {0, 1, 2, 3})
     told(invoke("rank", str(folder)), {0, 1, 2})
     told(invoke("rank", str(folder.parent)), {0, 1, 2})
     told(invoke("noise-floor", "--from", str(folder)), {1, 2})
     list(RunsCollector(folder.parent).collect())
-    told(invoke("report", str(folder), "--format", "json"), {0, 2})
     told(invoke("report", str(folder)), {0, 1, 2})
 
 
@@ -197,7 +200,7 @@ def test_a_run_with_something_else_in_place_of_a_file(
 ) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     replace(folder / name, kind)
-    check(folder, good)
+    check(folder, good, every=name in READ_IN_TURN if kind is pipe else not by_default(name, kind))
 
 
 @each_kind
@@ -212,7 +215,7 @@ def test_a_published_run_with_something_else_in_place_of_its_result(
     told(invoke("report", str(folder), "--format", "json"), {0})
     replace(folder / name, kind)
     told(invoke("report", str(folder), "--format", "json"), {2})
-    check(folder, good)
+    told(invoke("rank", str(folder)), {2})
 
 
 def test_a_compressed_result_that_unpacks_to_more_than_the_limit(good: Path, tmp_path: Path) -> None:
@@ -265,7 +268,6 @@ def test_a_folder_that_is_a_link_is_not_followed(folder: Path, good: Path, name:
     told(done, {0})
     assert "is a link" in done.output
     assert name == "gpu" or not json.loads(done.output)["valid"]
-    check(folder, good)
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other/secret", "gpu/../../other/secret", "/dev/zero", ""])
@@ -283,7 +285,6 @@ def test_a_record_that_names_a_file_outside_does_not_open_it(folder: Path, good:
     path = folder / "blocks/0000.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"samples": name}))
     assert read_run(folder).blocks[0].samples is None
-    check(folder, good)
 
 
 def test_a_block_reads_no_more_samples_than_it_counted(folder: Path) -> None:
