@@ -17,11 +17,13 @@ from servers.export.manifest import executed_form
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from tests import fork_server
 from tests import perf_analyzer as analyzer
 from tests.scripted_trtexec import ScriptedTrtexec
 
 PROJECT = Path(__file__).resolve().parents[1]
 os.environ["ABSERVE_ANYWAY"] = "1"  # the tests themselves keep the cores busy
+fork_server.install()
 barrier.RAISES = True  # a fault of the program does not hide behind a sentence
 
 hypothesis_settings.register_profile("busy cores", deadline=None)  # the other worker's servers may have them
@@ -41,6 +43,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of an analysis or a report that fails costs itself only."""
     monkeypatch.setattr(barrier, "RAISES", False)
+
+
+@pytest.fixture
+def real_exec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test whose subject is the process: its programs start as a user's do."""
+    monkeypatch.setattr(fork_server, "off", True)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import write_synthetic
 from loadgen.client.messages import Prepare
 from loadgen.records.run import ArmRequest, BlockRecord, Experiment, Workload
+from tests import fork_server
 
 FAKE = Path(__file__).parents[2] / "fake_server.py"
 FAKE_ABSERVE = (sys.executable, str(FAKE))
@@ -134,7 +135,7 @@ def descendants() -> set[str]:
     lines = set()
     for process in psutil.Process().children(recursive=True):
         try:
-            if process.status() != psutil.STATUS_ZOMBIE:
+            if process.status() != psutil.STATUS_ZOMBIE and str(fork_server.__file__) not in process.cmdline():
                 lines.add(" ".join(process.cmdline()))
         except psutil.NoSuchProcess:
             continue

@@ -1,0 +1,227 @@
+"""Starts the Python programs of tests by forking a process that has already imported their modules.
+
+An import costs such a program more than all that it does in a test. The process that forks, one for each group of
+`GROUPS`, is a child of the test process and gives its children to it (CLONE_PARENT): to a test they are its own, with
+their PIDs, exit statuses and signals. Programs that no group names, and all in a test with the fixture `real_exec`,
+start as usual. Where the kernel or the C library has no such call everything does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import os
+import pkgutil
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+GROUPS = {
+    # The generator is patched by gevent, which no other program may be.
+    "generator": (["loadgen.client.worker"], ["loadgen.client.worker", "loadgen.client.sink"]),
+    "servers": (
+        ["servers.native.*", "servers.engines.null", "tritonclient.grpc", "argparse"],
+        [
+            "servers.native", "tests/fake_server.py", "tests/toy_language_server.py", "tests/truth/planted_server.py",
+            "tests/truth/tuned_server.py", "tests/conformance/toy_server.py", "tests.integration.native.runner_server",
+            "tests/integration/native/controlled_server.py", "tests/integration/native/echo_server.py",
+        ],
+    ),
+}  # fmt: skip
+"""Group → what its process imports (`.*`: all modules below a package), and the programs, as `python -m` or as files,
+that it starts."""
+CAN_FORK = sys.platform == "linux" and platform.machine() == "x86_64"
+_SYS_CLONE, _PR_SET_PDEATHSIG, _PR_GET_TID_ADDRESS = 56, 1, 40
+_CLONE_PARENT, _CHILD_CLEARTID, _CHILD_SETTID = 0x8000, 0x00200000, 0x01000000
+_TITLE_BYTES = 8192
+_MESSAGE_BYTES = 131_072
+_execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_signature = inspect.signature(_execute)
+_lock = threading.Lock()
+off = False
+"""Whether every program starts as usual."""
+
+
+class ForkServer:
+    """The test process's side of one group's process."""
+
+    def __init__(self, group: str) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MESSAGE_BYTES)
+        # The last argument is room for the arguments of the programs, which other processes read there.
+        argv = [sys.executable, "-P", str(Path(__file__)), group, str(theirs.fileno()), "x" * _TITLE_BYTES]
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a thread would not survive the fork
+        with theirs:
+            environment = {**os.environ, **threads, "PYTHONPATH": str(TESTS.parent)}
+            self._process = subprocess.Popen(
+                argv, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
+            )
+
+    def start(self, request: dict[str, object], descriptors: list[int]) -> int:
+        """The PID of a new child of this process."""
+        with _lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            answer = self._socket.recv(64)
+        if not answer:
+            raise RuntimeError(f"the fork server of the tests ended with status {self._process.wait()}")
+        return int(answer)
+
+    def close(self) -> None:
+        """It ends when it can get no more requests."""
+        self._socket.close()
+        self._process.wait()
+
+
+@cache
+def fork_server(group: str) -> ForkServer:
+    """Started when a program of the group is first asked for."""
+    server = ForkServer(group)
+    atexit.register(server.close)
+    return server
+
+
+def _group_of(argv: list[str]) -> str | None:
+    if off or not argv or argv[0] != sys.executable:
+        return None
+    words = argv[2:] if argv[1:2] == ["-P"] else argv[1:]
+    program = words[1] if words[:1] == ["-m"] else words[0].removeprefix(f"{TESTS.parent}/") if words else ""
+    return next((group for group, (_, programs) in GROUPS.items() if program in programs), None)
+
+
+def _execute_child(self: subprocess.Popen[bytes], *arguments: object) -> None:
+    """In place of the method of `subprocess.Popen`, whose pipes are made by now and whose rest stays as it is."""
+    given = _signature.bind(self, *arguments).arguments
+    argv = given["args"]
+    argv = [os.fsdecode(word) for word in argv] if isinstance(argv, list | tuple) else []
+    tied = getattr(given["preexec_fn"], "__qualname__", "").startswith("ChildProcess.")
+    environment = dict(os.environ if given["env"] is None else given["env"])
+    interpreter = [name for name in environment if name.startswith("PYTHON") and environment[name] != os.getenv(name)]
+    group = None if given["shell"] or interpreter or (given["preexec_fn"] and not tied) else _group_of(argv)
+    if group is None:
+        _execute(self, *arguments)
+        return
+    ends = (given["p2cread"], given["c2pwrite"], given["errwrite"])
+    descriptors = [number if end == -1 else end for number, end in enumerate(ends)]
+    kept = [int(number) for number in given["pass_fds"]]
+    request = {
+        "argv": argv, "env": environment, "cwd": os.fspath(given["cwd"] or Path.cwd()), "kept": kept,
+        "session": given["start_new_session"], "parent": os.getpid() if tied else 0,
+    }  # fmt: skip
+    self.pid = fork_server(group).start(request, [*descriptors, *kept])
+    self._child_created = True  # type: ignore[attr-defined]
+    pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """From now on this process's children start by a fork where they can."""
+    if CAN_FORK:
+        subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+
+
+def _clone_for_parent(libc: ctypes.CDLL) -> int:
+    """`os.fork`, but the child is the parent's; the kernel writes its ID where the C library keeps that."""
+    address = ctypes.c_void_p()
+    libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
+    flags = _CLONE_PARENT | _CHILD_SETTID | _CHILD_CLEARTID | signal.SIGCHLD
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid: int = libc.syscall(_SYS_CLONE, flags, 0, 0, address, 0)
+    (ctypes.pythonapi.PyOS_AfterFork_Parent if pid else ctypes.pythonapi.PyOS_AfterFork_Child)()
+    return pid
+
+
+def _show(argv: list[str]) -> None:
+    """Other processes see these arguments from now on, with spaces between them."""
+    first, last = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    text = " ".join(argv).encode()[: last - first - 2] + b"\0"
+    ctypes.memmove(first, text, len(text))
+    ctypes.memset(last - 1, ord("x"), 1)  # no NUL at the end: the kernel shows the text up to the first one
+
+
+def _become(request: dict[str, Any], descriptors: list[int], libc: ctypes.CDLL) -> types.CodeType:
+    """Make this fork what the program's own process would be; returns its code, to be run as `__main__`."""
+    if request["session"]:
+        os.setsid()
+    if request["parent"]:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != request["parent"]:
+            os._exit(127)
+    targets = [0, 1, 2, *request["kept"]]
+    above = [fcntl.fcntl(number, fcntl.F_DUPFD, max(targets) + 1) for number in descriptors]
+    for number in descriptors:
+        os.close(number)
+    for number, target in zip(above, targets, strict=True):
+        os.dup2(number, target)
+        os.close(number)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    argv = request["argv"]
+    _show(argv)
+    words = argv[2:] if argv[1] == "-P" else argv[1:]
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    if words[0] == "-m":
+        name, words = words[1], words[1:]
+        spec: Any = importlib.util.find_spec(name)
+        if spec.submodule_search_locations:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        loader = importlib.machinery.SourceFileLoader(spec.name, spec.origin)
+        module.__spec__, module.__package__, words[0] = spec, spec.parent, spec.origin
+        folder = request["cwd"]
+    else:
+        loader = importlib.machinery.SourceFileLoader("__main__", words[0])
+        folder = str(Path(words[0]).resolve().parent)
+    if argv[1] != "-P":
+        sys.path.insert(0, folder)
+    module.__file__, module.__loader__, sys.argv = loader.path, loader, words
+    code = loader.get_code(loader.name)
+    assert code is not None
+    return code
+
+
+def main() -> types.CodeType | None:
+    """Import the group's modules, then fork for each request; returns in a fork, and after the last."""
+    modules, _ = GROUPS[sys.argv[1]]
+    requests = socket.socket(fileno=fcntl.fcntl(int(sys.argv[2]), fcntl.F_DUPFD_CLOEXEC, 200))
+    os.close(int(sys.argv[2]))
+    libc = ctypes.CDLL(None)
+    libc.syscall.restype = ctypes.c_long
+    for name in modules:
+        package = importlib.import_module(name.removesuffix(".*"))
+        if name.endswith(".*"):
+            for _, below, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+                importlib.import_module(below)
+    gc.collect()
+    gc.freeze()
+    while True:
+        message, descriptors, *_ = socket.recv_fds(requests, _MESSAGE_BYTES, 64)
+        if not message:
+            return None
+        pid = _clone_for_parent(libc)
+        if pid == 0:
+            requests.close()
+            return _become(json.loads(message), descriptors, libc)
+        requests.send(str(pid).encode())
+        for number in descriptors:
+            os.close(number)
+
+
+if __name__ == "__main__":
+    code = main()
+    if code is not None:
+        exec(code, vars(sys.modules["__main__"]))
