@@ -142,6 +142,11 @@ def _link_error(error: OSError, name: str, directory: int | None) -> Exception:
     return error
 
 
+def indented(record: object) -> bytes:
+    """Indented JSON, the same bytes for the same record."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+
+
 def stored_path(path: Path) -> Path:
     """The file itself, or its compressed copy NAME.gz where only that exists, as in published runs."""
     packed = path.with_name(f"{path.name}.gz")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from loadgen.report.contents import result_document
-from loadgen.report.files import formats, write_reports
+from loadgen.report.files import published
 from loadgen.report.renderers.terminal import make_console, print_document
 from loadgen.verdict.result import Result
 
@@ -19,10 +19,10 @@ HOSTILE = "=1+1\x1b[31m\x07\r\n\r\n# VALID\n<script>alert(1)</script> [x](javasc
 
 def check_reports(out: Path, result: Result) -> None:
     """Every format of a result, on whose arm B stands HOSTILE."""
-    write_reports(out, result)
+    published(result).write(out)
     printed = io.StringIO()
     print_document(result_document(result), make_console(printed))
-    texts = {name: render() for name, render in formats(result).items()}
+    texts = {name: render() for name, render in published(result).printable.items()}
     texts |= {"terminal": printed.getvalue(), "page": (out / "report.html").read_text()}
     harmful: dict[str, Callable[[str], object]] = {
         "markdown": _marked_up,

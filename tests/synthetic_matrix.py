@@ -9,12 +9,12 @@ from loadgen.engine_matrix.records import (
     CellResult,
     Configuration,
     ConfigurationResult,
-    Estimate,
     Matrix,
     MatrixPlan,
     RefusedCombination,
 )
 from loadgen.records.run import Environment, RunState
+from loadgen.stats.estimates import Estimate
 
 CPU: dict[str, Any] = {
     "cpu_model": "Intel Xeon",

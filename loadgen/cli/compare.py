@@ -19,7 +19,6 @@ import typer
 
 from loadgen.cli.output import (
     CHECKING,
-    analysis_of,
     announce,
     check_export,
     check_files,
@@ -27,7 +26,7 @@ from loadgen.cli.output import (
     complain,
     default_out,
     fail,
-    hand_over,
+    publish,
 )
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.documents import one_line
@@ -73,6 +72,7 @@ from loadgen.records.run import (
 )
 
 if TYPE_CHECKING:
+    from loadgen.report.published import Published
     from loadgen.verdict.result import Result
 
 HELP_GROUP = "Compare"
@@ -493,10 +493,9 @@ def _reason(error: Exception) -> str:
 def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None) -> tuple[int, Result | None]:
     """One comparison with its reports, the summary of a CI step, and the export to MLflow if `mlflow` says where: its
     exit status, and its result unless nothing could be stored."""
-    from loadgen.report.contents import result_document
-    from loadgen.report.files import write_reports
+    from loadgen.report.files import published
     from loadgen.report.progress import RichProgress
-    from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.report.renderers.terminal import make_console
     from loadgen.run.progress import LiveRatios
     from loadgen.run.runner import run_experiment
     from loadgen.run.storage import StorageError
@@ -512,21 +511,15 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
         return EXIT_INVALID, None
     if state.error is not None:
         complain(state.error)
-    result = report = None
-    analysed = False
-    with analysis_of(out, "abserve report"):
+    result: Result | None = None
+
+    def make() -> Published:
+        nonlocal result
         result = analyse(out)
-        try:
-            report, *_ = write_reports(out, result)
-        except OSError as exc:  # a full disk: show what was measured all the same
-            complain(f"no reports: {exc.strerror or exc}; free some space, then: abserve report {out}")
-        document = result_document(result)
-        print_document(document, console)
-        hand_over(document, mlflow, result, out)
-        analysed = True
-    if result is None or report is None or not analysed:
+        return published(result)
+
+    if not publish(out, make, console, mlflow) or result is None:
         return EXIT_INTERRUPTED if state.state == "interrupted" else EXIT_INVALID, result
-    console.print(f"report: {report}", soft_wrap=True)
     if state.state == "interrupted":
         complain(f"interrupted; finished blocks are in {out}", style="bold yellow")
         return EXIT_INTERRUPTED, result

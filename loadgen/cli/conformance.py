@@ -74,9 +74,11 @@ def conformance(
     from loadgen.conformance.cases import select
     from loadgen.conformance.cases.long_runs import fuzz_case, growth_case
     from loadgen.conformance.records import ConformanceReport, SkippedError
-    from loadgen.conformance.runner import CaseRun, markdown, print_report
+    from loadgen.conformance.runner import CaseRun, report_document
     from loadgen.conformance.servers import DEFAULTS, LaunchedSession, RemoteSession, SubjectError, is_loopback
     from loadgen.launch.work_folder import work_folder
+    from loadgen.report.renderers.markdown import render_markdown
+    from loadgen.report.renderers.terminal import print_document
     from loadgen.run.interruption import interruptible
 
     try:
@@ -130,11 +132,12 @@ def conformance(
         results=results,
         stopped=run.stopped,
     )
-    print_report(report, make_console(sys.stderr if json_file == "-" else sys.stdout))
+    document = report_document(report)
+    print_document(document, make_console(sys.stderr if json_file == "-" else sys.stdout))
     write_json(report, json_file)
     if markdown_file is not None:
         try:
-            markdown_file.write_text(markdown(report), encoding="utf-8")
+            markdown_file.write_text(render_markdown(document), encoding="utf-8")
         except OSError as exc:
             fail(f"--markdown {markdown_file} cannot be written: {exc.strerror or exc}")
     raise typer.Exit(EXIT_DEVIATES if report.failed else EXIT_CONFORMS)

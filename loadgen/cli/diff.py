@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from loadgen.cli.output import announce, fail
@@ -40,6 +39,7 @@ def diff(
     if as_json and as_markdown:
         fail("give --json or --markdown, not both")
     announce("reading both runs", in_logs=False)
+    from loadgen.documents import indented
     from loadgen.report.contents import difference_document
     from loadgen.report.renderers.markdown import render_markdown
     from loadgen.report.renderers.terminal import make_console, print_document
@@ -52,7 +52,7 @@ def diff(
         with readable(old if old == new else Path(f"{old} or {new}")):
             difference = compare_runs(runs[0], runs[1], names=(str(old), str(new)), allow_different=allow)
             if as_json:
-                typer.echo(msgspec.json.format(msgspec.json.encode(difference), indent=2).decode())
+                typer.echo(indented(difference), nl=False)
             elif as_markdown:
                 typer.echo(render_markdown(difference_document(difference)), nl=False)
             else:

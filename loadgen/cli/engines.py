@@ -6,13 +6,12 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loadgen.child_process import ABSERVE, ENGINE_WORKER
 from loadgen.cli.output import (
-    analysis_of,
     announce,
     check_export,
     check_files,
@@ -20,7 +19,9 @@ from loadgen.cli.output import (
     complain,
     default_out,
     fail,
-    hand_over,
+    publish,
+    same_machine,
+    same_settings,
     write_json,
 )
 from loadgen.cli.quiet import Anyway, await_quiet
@@ -41,10 +42,12 @@ if TYPE_CHECKING:
     from loadgen.engine_matrix.records import Matrix, MatrixPlan
     from loadgen.engine_matrix.store import MatrixStore
     from loadgen.records.run import Environment, RunState
+    from loadgen.report.published import Published
 
 HELP_GROUP = "Explore"
 
 EXIT_MEASURED, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+RESUME = "abserve engines --resume"
 OPTIONS = plain_options(MatrixSettings, "ABSERVE_ENGINES")
 _MAIN, _OUTPUT = (partial(typer.Option, rich_help_panel=panel) for panel in (MAIN, OUTPUT))
 
@@ -140,37 +143,17 @@ def _stored(
     folder: Path, file: Path | None, options: dict[SettingOption, object]
 ) -> tuple[MatrixStore, MatrixPlan, Environment]:
     """The matrix in the folder, if it is the one asked for and this is its machine. Raises `PlanError`."""
-    from loadgen.engine_matrix.plan import difference
-    from loadgen.engine_matrix.records import MatrixPlan
-    from loadgen.engine_matrix.store import MatrixStore
-    from loadgen.engine_matrix.worker_process import read_offers
-    from loadgen.records.run import Environment
-    from loadgen.run.machine import fingerprint, read_environment
-    from loadgen.run.storage import StorageError
+    from loadgen.engine_matrix.store import MatrixStore, read_plan
+    from loadgen.run.storage import StoredRunError
 
-    store = MatrixStore(folder)
     try:
-        plan, before = store.read(MatrixPlan), store.read(Environment)
-    except StorageError as exc:
+        plan, before = read_plan(folder)
+    except StoredRunError as exc:
         raise PlanError(f"--resume {folder}: {exc}") from exc
     if file is not None or options:
-        asked = _settings(file, options)
-        if asked.sha256() != plan.sha256:
-            differs = difference(plan.settings, asked.content())
-            raise PlanError(f"--resume {folder}: it was begun with {differs}; leave the options out, or use --out")
-    now = read_environment(read_offers(str(plan.settings.get("device", "auto")), ENGINE_WORKER).gpu, {})
-    if fingerprint(before.host, before.packages, before.gpu) != fingerprint(now.host, now.packages, now.gpu):
-        differs = difference(
-            {**before.host, **before.packages, "GPUs": _gpu_names(before.gpu)},
-            {**now.host, **now.packages, "GPUs": _gpu_names(now.gpu)},
-        )
-        raise PlanError(f"--resume {folder}: it was begun on another machine or with other versions ({differs})")
-    return store, plan, before
-
-
-def _gpu_names(gpu: dict[str, Any]) -> list[str]:
-    devices = gpu.get("devices") or []
-    return [f"{device.get('name')} {device.get('uuid')}" for device in devices if isinstance(device, dict)]
+        same_settings(folder, plan.settings, _settings(file, options).content())
+    same_machine(folder, before, str(plan.settings.get("device", "auto")))
+    return MatrixStore(folder), plan, before
 
 
 def _run(
@@ -187,7 +170,7 @@ def _run(
     from loadgen.engine_matrix.measure import run_matrix
     from loadgen.report.progress import EngineProgress
     from loadgen.report.renderers.terminal import make_console
-    from loadgen.run.storage import StorageError
+    from loadgen.run.storage import StorageError, StoredRunError
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     console.print(
@@ -205,7 +188,7 @@ def _run(
                     progress.now("checking the answers against the reference")
                     store.write(judge_visits(plan, store.visits(), store.directory, ABSERVE))
             return _report(store, plan, environment, state, json_file, mlflow)
-    except StorageError as exc:
+    except (StorageError, StoredRunError) as exc:
         complain(str(exc))
         return EXIT_FAILED
 
@@ -219,30 +202,27 @@ def _report(
     mlflow: str | None,
 ) -> int:
     from loadgen.engine_matrix.analyse import analyse
-    from loadgen.engine_matrix.files import write_reports
+    from loadgen.engine_matrix.files import published
     from loadgen.engine_matrix.records import JudgedMatrix
-    from loadgen.engine_matrix.sections import matrix_document
-    from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.report.renderers.terminal import make_console
     from loadgen.run.storage import read_one
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     folder = store.directory
-    status = EXIT_FAILED
-    with analysis_of(folder, "abserve report"):
+    matrix: Matrix | None = None
+
+    def make() -> Published:
+        nonlocal matrix
         matrix = analyse(plan, environment, store.visits(), state, read_one(folder, JudgedMatrix))
-        document = matrix_document(matrix)
-        print_document(document, console)
-        status = exit_status(matrix)
-        try:
-            report, *_ = write_reports(folder, matrix)
-            console.print(f"report: {report}", soft_wrap=True)
-        except OSError as exc:  # a full disk: what was measured is shown all the same
-            complain(f"no reports: {exc.strerror or exc}; free some space, then: {_again(folder)}")
-            status = EXIT_FAILED
-        hand_over(document, mlflow, matrix, folder)
+        return published(matrix)
+
+    is_written = publish(folder, make, console, mlflow, RESUME)
+    if matrix is not None:
         write_json(matrix, json_file)
+    status = exit_status(matrix) if is_written and matrix is not None else EXIT_FAILED
     if state.state == "interrupted":
-        complain(f"interrupted; what was measured is in {folder}; continue with: {_again(folder)}", style="bold yellow")
+        again = f"{RESUME} {shlex.quote(str(folder))}"
+        complain(f"interrupted; what was measured is in {folder}; continue with: {again}", style="bold yellow")
         return EXIT_INTERRUPTED
     return status
 
@@ -260,7 +240,3 @@ def exit_status(matrix: Matrix) -> int:
     )
     spoilt = bool(invalidating(matrix.checks))
     return EXIT_FAILED if failed or wrong or spoilt or not matrix.cells else EXIT_MEASURED
-
-
-def _again(folder: Path) -> str:
-    return f"abserve engines --resume {shlex.quote(str(folder))}"

@@ -6,24 +6,26 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
-import msgspec
 import typer
 
-from loadgen.documents import one_line
+from loadgen.documents import indented, one_line
 
 if TYPE_CHECKING:
-    from loadgen.engine_matrix.records import Matrix
-    from loadgen.report.document import Document
-    from loadgen.verdict.result import Result
+    from rich.console import Console
+
+    from loadgen.records.run import Environment
+    from loadgen.report.published import Published
 
 EXIT_USAGE = 2
+REPORT = "abserve report"
+"""The command that repeats an analysis."""
 
 
 def fail(message: str, status: int = EXIT_USAGE) -> NoReturn:
@@ -64,7 +66,7 @@ def write_json(document: object, target: str | None) -> None:
     command."""
     if target is None:
         return
-    text = msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+    text = indented(document)
     if target == "-":
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
@@ -92,6 +94,37 @@ def check_out(out: Path | None) -> None:
         raise PlanError(f"--out {out}: cannot write to {place}: {exc.strerror or exc}; give another folder") from exc
 
 
+def same_settings(folder: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Raises `PlanError` if what goes on in `folder` was begun with other settings."""
+    from loadgen.engine_matrix.plan import difference
+    from loadgen.experiment.plan import PlanError
+
+    if differs := difference(before, now):
+        raise PlanError(f"--resume {folder}: it was begun with {differs}; leave the options out, or use --out")
+
+
+def same_machine(folder: Path, before: Environment, device: str = "auto") -> None:
+    """Raises `PlanError` if what goes on in `folder` was begun on another machine or with other versions. The GPUs
+    count where they were known at the beginning."""
+    from loadgen.child_process import ENGINE_WORKER
+    from loadgen.engine_matrix.plan import difference
+    from loadgen.engine_matrix.worker_process import read_offers
+    from loadgen.experiment.plan import PlanError
+    from loadgen.run.machine import fingerprint, read_environment
+
+    is_known = before.gpu.get("status") != "unknown"
+    now = read_environment(read_offers(device, ENGINE_WORKER).gpu if is_known else {}, {})
+    machines = []
+    for environment in (before, now):
+        listed = environment.gpu.get("devices")
+        devices = [device for device in listed if isinstance(device, dict)] if isinstance(listed, list) else []
+        names = [f"{device.get('name')} {device.get('uuid')}" for device in devices]
+        machines.append({**environment.host, **environment.packages, "GPUs": names})
+    if fingerprint(before.host, before.packages, before.gpu) != fingerprint(now.host, now.packages, now.gpu):
+        differs = difference(*machines)
+        raise PlanError(f"--resume {folder}: it was begun on another machine or with other versions ({differs})")
+
+
 def default_out(model: str) -> Path:
     """A new folder results/TIME-MODEL, in UTC, with a number appended where another run began in the same second."""
     name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2], flags=re.ASCII).strip("-.") or "model"
@@ -110,7 +143,7 @@ def default_out(model: str) -> Path:
 
 
 @contextmanager
-def analysis_of(folder: Path, again: str) -> Iterator[None]:
+def analysis_of(folder: Path) -> Iterator[None]:
     """If the analysis of a measurement fails, print one sentence with the command that repeats it and go on, because
     the samples and the records in `folder` are whole."""
     try:
@@ -120,7 +153,7 @@ def analysis_of(folder: Path, again: str) -> Iterator[None]:
     except Exception as exc:  # noqa: BLE001 (no fault of the analysis may cost a measurement)
         complain(
             f"the analysis failed ({type(exc).__name__}: {one_line(str(exc))}); everything that was measured is in "
-            f"{folder}; analyse it again with: {again} {shlex.quote(str(folder))}; please report this as a bug"
+            f"{folder}; analyse it again with: {REPORT} {shlex.quote(str(folder))}; please report this as a bug"
         )
 
 
@@ -136,24 +169,54 @@ def check_export(mlflow: str | None) -> None:
         fail(str(exc))
 
 
-def hand_over(document: Document, mlflow: str | None, result: Result | Matrix, folder: Path) -> None:
-    """Append to the summary of a CI step if there is one, and export if `mlflow` says where. A failure is a warning,
-    because the result is already stored in `folder`."""
-    from loadgen.report.files import append_job_summary
-    from loadgen.report.renderers.markdown import render_markdown
-    from loadgen.verdict.result import Result
+def publish(
+    folder: Path, make: Callable[[], Published], console: Console, mlflow: str | None = None, again: str = REPORT
+) -> bool:
+    """Analyse what was measured in `folder`, write its reports and show them; whether they were written. A fault is a
+    sentence, because the records are whole; `again` is the command that writes the reports."""
+    with analysis_of(folder):
+        published, paths = make(), list[Path]()
+        try:
+            paths = published.write(folder)
+        except OSError as exc:  # a full disk: what was measured is shown all the same
+            complain(f"no reports: {exc.strerror or exc}; free some space, then: {again} {shlex.quote(str(folder))}")
+        show(published, console)
+        hand_over(published, mlflow, folder)
+        if paths:
+            console.print(f"report: {paths[0]}", soft_wrap=True)
+            return True
+    return False
 
-    if (warning := append_job_summary(render_markdown(document))) is not None:
+
+def show(published: Published, console: Console | None) -> None:
+    """Print a report, unless its console is None, and append it to the summary of a CI step if there is one."""
+    from loadgen.report.files import append_job_summary
+    from loadgen.report.renderers.terminal import print_document
+
+    if console is not None:
+        print_document(published.document, console)
+    if (warning := append_job_summary(published.printable["markdown"]())) is not None:
         complain(warning, style="bold yellow")
-    if mlflow is None:
+
+
+def printed(published: Published, name: str) -> None:
+    """Print one format. An unknown one ends the command."""
+    from loadgen.experiment.plan import unknown
+
+    formats = published.printable
+    if name not in formats:
+        fail(unknown("--format", name, list(formats)))
+    typer.echo(formats[name](), nl=False)
+
+
+def hand_over(published: Published, mlflow: str | None, folder: Path) -> None:
+    """Export to MLflow if `mlflow` says where. A failure is a warning, because the result is stored in `folder`."""
+    if mlflow is None or published.export is None:
         return
-    from loadgen.report.mlflow import MlflowExportError, export_matrix, export_result
+    from loadgen.report.mlflow import MlflowExportError
 
     try:
-        if isinstance(result, Result):
-            export_result(mlflow, result, folder)
-        else:
-            export_matrix(mlflow, result, folder)
+        published.export(mlflow, folder)
     except MlflowExportError as exc:
         complain(str(exc), style="bold yellow")
     except Exception as exc:  # noqa: BLE001 (an export that fails costs itself)

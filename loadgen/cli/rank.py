@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from loadgen.cli.output import announce, complain, fail
+from loadgen.cli.output import announce, fail, printed, show
 
 HELP_GROUP = "Compare"
 
@@ -51,12 +51,10 @@ def rank(
     """
     announce("reading the results", in_logs=False)
     from loadgen.documents import DocumentError
-    from loadgen.experiment.plan import unknown
     from loadgen.ranking import analyse
     from loadgen.ranking.records import EXAMPLES, read_prices
-    from loadgen.ranking.report import formats, ranking_document, read_all, write_ranking
-    from loadgen.report.files import append_job_summary
-    from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.ranking.report import published, read_all
+    from loadgen.report.renderers.terminal import make_console
     from loadgen.run.storage import StoredRunError
     from loadgen.verdict.result import readable
 
@@ -78,26 +76,20 @@ def rank(
                 price_file=EXAMPLES.name if prices is None else str(prices),
                 example_prices=prices is None,
             )
-            document = ranking_document(ranking)
+            report = published(ranking)
     except (DocumentError, StoredRunError) as exc:
         fail(str(exc))
-    render = formats(ranking, document)
     output = "json" if as_json else output
-    if output is not None and output not in render:
-        fail(unknown("--format", output, list(render)))
     console = make_console(sys.stdout)
     if output is not None:
-        typer.echo(render[output](), nl=False)
-    else:
-        print_document(document, console)
-    if (warning := append_job_summary(render["markdown"]())) is not None:
-        complain(warning, style="bold yellow")
+        printed(report, output)
+    show(report, None if output is not None else console)
     if out is not None:
         try:
-            report, *_ = write_ranking(out, ranking, document)
+            page, *_ = report.write(out)
         except OSError as exc:
             fail(f"cannot write to {out}: {exc.strerror or exc}; make it writable, or leave --out away", 1)
         if output is None:
-            console.print(f"report: {report}", soft_wrap=True)
+            console.print(f"report: {page}", soft_wrap=True)
     if not ranking.groups:
         raise typer.Exit(1)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.output import announce, fail
+from loadgen.cli.output import announce, fail, printed
 
 if TYPE_CHECKING:
-    from loadgen.report.document import Document
+    from loadgen.documents import FolderKind
+    from loadgen.report.published import Published
 
 HELP_GROUP = "Compare"
+
+_KINDS: Mapping[FolderKind, str] = {
+    "tuning": "loadgen.tune.files", "engines": "loadgen.engine_matrix.files", "comparison": "loadgen.report.files",
+}  # fmt: skip
+"""The module that reads the folder of each command, by `stored`."""
 
 
 def report(
@@ -51,7 +57,6 @@ def report(
     import webbrowser
 
     from loadgen.documents import kind_of
-    from loadgen.experiment.plan import unknown
     from loadgen.report.mlflow import MlflowExportError, check_mlflow
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.run.storage import StoredRunError
@@ -63,14 +68,12 @@ def report(
     try:
         check_mlflow(mlflow)
         with readable(directory):
-            read = {"tuning": _stored_tuning, "engines": _stored_matrix, "comparison": _stored_comparison}
-            stored = read[kind_of(directory) or "comparison"](directory)
+            kind = import_module(_KINDS[kind_of(directory) or "comparison"])
+            stored: Published = kind.stored(directory)
             if output is not None:
-                if output not in stored.formats:
-                    fail(unknown("--format", output, list(stored.formats)))
-                typer.echo(stored.formats[output](), nl=False)
+                printed(stored, output)
                 return
-            paths = stored.write()
+            paths = stored.write(directory)
             print_document(stored.document, console)
     except (StoredRunError, MlflowExportError) as exc:
         fail(str(exc))
@@ -83,63 +86,10 @@ def report(
     for path in (*paths, *stored.notes):
         console.print(f"{path}", soft_wrap=True)
     try:
-        if mlflow is not None:
+        if mlflow is not None and stored.export is not None:
             with readable(directory):
-                stored.export(mlflow)
+                stored.export(mlflow, directory)
     except (MlflowExportError, StoredRunError) as exc:
         fail(str(exc), 1)
     if open_report:
         webbrowser.open(paths[0].resolve().as_uri())
-
-
-class StoredResult(NamedTuple):
-    """The report of a folder, and functions that write it in other forms."""
-
-    document: Document
-    formats: dict[str, Callable[[], str]]
-    write: Callable[[], list[Path]]
-    export: Callable[[str], str]
-    """To an MLflow store, after `write`."""
-    notes: tuple[str, ...] = ()
-
-
-def _stored_comparison(directory: Path) -> StoredResult:
-    from loadgen.report.contents import result_document
-    from loadgen.report.files import formats, write_reports
-    from loadgen.report.mlflow import export_result
-    from loadgen.verdict.result import stored_result
-
-    result = stored_result(directory)
-    write, export = partial(write_reports, directory, result), partial(export_result, result=result, folder=directory)
-    return StoredResult(result_document(result), formats(result), write, export)
-
-
-def _stored_matrix(directory: Path) -> StoredResult:
-    from loadgen.engine_matrix import files
-    from loadgen.engine_matrix.sections import matrix_document
-    from loadgen.engine_matrix.store import stored_matrix
-    from loadgen.report.mlflow import export_matrix
-
-    matrix = stored_matrix(directory)
-    notes = () if files.has_parquet() else (files.NO_PARQUET,)
-    write = partial(files.write_reports, directory, matrix)
-    export = partial(export_matrix, matrix=matrix, folder=directory)
-    return StoredResult(matrix_document(matrix), files.formats(matrix), write, export, notes)
-
-
-def _stored_tuning(directory: Path) -> StoredResult:
-    """MLflow gets its final comparison, which is the answer."""
-    from loadgen.documents import FINAL
-    from loadgen.report.mlflow import MlflowExportError, export_result
-    from loadgen.tune.files import document_of, formats, read_tuning, stored_outcome, write_reports
-
-    tuning = read_tuning(directory)
-    outcome = stored_outcome(directory, tuning)
-    document = document_of(directory, outcome)
-
-    def export(uri: str) -> str:
-        if outcome.final is None:
-            raise MlflowExportError(f"{directory} has no final comparison to export")
-        return export_result(uri, result=outcome.final, folder=directory / FINAL)
-
-    return StoredResult(document, formats(tuning, document), partial(write_reports, directory, document), export)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from loadgen.child_process import ABSERVE, ENGINE_WORKER
+from loadgen.child_process import ABSERVE
 from loadgen.cli.compare import (
     EXIT_INTERRUPTED,
     EXIT_INVALID,
@@ -21,7 +22,7 @@ from loadgen.cli.compare import (
     plan_experiment,
     run_and_report,
 )
-from loadgen.cli.output import CHECKING, analysis_of, announce, complain, default_out, fail
+from loadgen.cli.output import CHECKING, announce, complain, default_out, fail, publish, same_machine, same_settings
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.experiment.options import (
     SettingOption,
@@ -33,21 +34,24 @@ from loadgen.experiment.options import (
 )
 from loadgen.experiment.plan import PlanError, expects_gpu, make_arms
 from loadgen.experiment.settings import MAIN, ArmSettings, ExperimentSettings
-from loadgen.quantities import counted, join
+from loadgen.quantities import counted
 from loadgen.records.run import Environment, Experiment, Label, RunState
-from loadgen.run.storage import StorageError, StoredRunError, is_running
+from loadgen.run.storage import StorageError, StoredRunError, is_running, read_one
 from loadgen.tune.files import read_tuning
 from loadgen.tune.race import Measuring, forecast
 from loadgen.tune.race import tune as run_tuning
 from loadgen.tune.records import ANCHOR, Space, Tuning
 from loadgen.tune.settings import TuneSettings, check_tuning, screening_settings
 
+if TYPE_CHECKING:
+    from loadgen.report.published import Published
+
 HELP_GROUP = "Compare"
 
 OPTIONS = plain_options(TuneSettings, "ABSERVE_TUNE")
 _MAIN = partial(typer.Option, rich_help_panel=MAIN)
 _FILE, _EXAMPLE = "a file of a tuning", "model: openclip_vit_b32"
-_FREE = ("minutes", "at_once")
+_FREE = {"minutes", "at_once"}
 """Settings that a tuning may go on with other values of."""
 
 
@@ -113,6 +117,7 @@ def _stored(folder: Path, file: Path | None, chosen: dict[SettingOption, object]
     """The settings and the tuning in a folder, if it can go on and is the one asked for. Raises `PlanError`."""
     try:
         tuning = read_tuning(folder)
+        stored = [read_one(folder / run.folder, Environment) for run in tuning.runs]
     except StoredRunError as exc:
         raise PlanError(f"--resume {folder}: {exc}") from exc
     if is_running(folder):
@@ -120,37 +125,15 @@ def _stored(folder: Path, file: Path | None, chosen: dict[SettingOption, object]
     if tuning.state == "finished":
         raise PlanError(f"--resume {folder}: it is finished; start another one without --resume")
     asked = checked_settings(TuneSettings, dict(tuning.settings), folder / Tuning.FILE, {})
-    _check_machine(folder, tuning)
+    known = [environment for environment in stored if environment is not None]
+    if (before := next((e for e in known if e.gpu.get("status") != "unknown"), next(iter(known), None))) is not None:
+        same_machine(folder, before)
     if file is None and not chosen:
         return asked, tuning
-    before = asked.model_dump()
     content = dict(tuning.settings) if file is None else read_file(file, _FILE, _EXAMPLE)
     again = checked_settings(TuneSettings, content, file, chosen)
-    now = again.model_dump()
-    differs = [f"--{name.replace('_', '-')}" for name in before if before[name] != now[name] and name not in _FREE]
-    if differs:
-        raise PlanError(f"--resume {folder}: it has other values of {join(differs)}; leave them out, or use --out")
+    same_settings(folder, asked.model_dump(exclude=_FREE), again.model_dump(exclude=_FREE))
     return again, msgspec.structs.replace(tuning, settings=again.content())
-
-
-def _check_machine(folder: Path, tuning: Tuning) -> None:
-    """Raises `PlanError` if the runs so far are of another machine or of other versions."""
-    from loadgen.engine_matrix.worker_process import read_offers
-    from loadgen.run.machine import fingerprint, read_environment
-    from loadgen.run.storage import read_one
-
-    try:
-        stored = [read_one(folder / run.folder, Environment) for run in tuning.runs]
-        known = [environment for environment in stored if environment is not None]
-        before = next((e for e in known if e.gpu.get("status") != "unknown"), next(iter(known), None))
-    except StoredRunError as exc:
-        raise PlanError(f"--resume {folder}: {exc}") from exc
-    if before is None:
-        return
-    is_known = before.gpu.get("status") != "unknown"  # no server of the runs so far told its GPUs
-    now = read_environment(read_offers("auto", ENGINE_WORKER).gpu if is_known else {}, {})
-    if fingerprint(before.host, before.packages, before.gpu) != fingerprint(now.host, now.packages, now.gpu):
-        raise PlanError(f"--resume {folder}: it was begun on another machine or with other versions; start another one")
 
 
 def _check(settings: TuneSettings, out: Path | None) -> Experiment:
@@ -223,7 +206,6 @@ def _run(
 ) -> int:
     """Tune, report, and return the exit status."""
     from loadgen.report.renderers.terminal import make_console
-    from loadgen.run.storage import read_one
     from loadgen.tune.progress import RichRaceProgress
 
     statuses: list[int] = []
@@ -261,21 +243,15 @@ def _run(
 
 def _report(folder: Path, tuning: Tuning) -> None:
     """Write the report and the files that deploy the best, and print what was found so far."""
-    from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.report.renderers.terminal import make_console
     from loadgen.tune.deploy import write_deployment
-    from loadgen.tune.files import document_of, stored_outcome, write_reports
+    from loadgen.tune.files import published, stored_outcome
 
-    console = make_console(sys.stdout)
-    with analysis_of(folder, "abserve report"):
+    def make() -> Published:
         outcome = stored_outcome(folder, tuning)
-        try:
+        with suppress(OSError):  # a full disk, which the reports tell
             for problem in write_deployment(folder, outcome):
                 complain(problem, style="yellow", kind="note")
-            document = document_of(folder, outcome)
-            report, *_ = write_reports(folder, document)
-        except OSError as exc:  # a full disk: what was measured is shown all the same
-            complain(f"no reports: {exc.strerror or exc}; free some space, then: abserve report {folder}")
-            print_document(document_of(folder, outcome), console)
-            return
-        print_document(document, console)
-        console.print(f"report: {report}", soft_wrap=True)
+        return published(folder, outcome)
+
+    publish(folder, make, make_console(sys.stdout))

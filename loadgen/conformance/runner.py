@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+import loadgen.report.document as doc
 from loadgen.conformance.case import Case, judge
 from loadgen.conformance.records import (
     MIB,
@@ -22,7 +19,6 @@ from loadgen.conformance.records import (
     SkippedError,
 )
 from loadgen.conformance.servers import Session, Subject, SubjectError
-from loadgen.documents import printable
 
 LIVE_SECONDS = 2.0
 RECOVERY_SECONDS = 30.0
@@ -181,80 +177,53 @@ def _result(case: Case, verdict: CaseVerdict, *, seconds: float = 0.0, **columns
     )
 
 
-_STYLES = {
-    CaseVerdict.CONFORMS: "green",
-    CaseVerdict.DEVIATES: "red",
-    CaseVerdict.CRASHED: "bold red",
-    CaseVerdict.NOT_APPLICABLE: "dim",
-    CaseVerdict.SKIPPED: "yellow",
+_STYLES: Mapping[CaseVerdict, doc.Style] = {
+    CaseVerdict.CONFORMS: "ok",
+    CaseVerdict.DEVIATES: "failed",
+    CaseVerdict.CRASHED: "failed",
+    CaseVerdict.NOT_APPLICABLE: "note",
+    CaseVerdict.SKIPPED: "warning",
 }
-NARROWEST = 140
 
 
-def print_report(report: ConformanceReport, console: Console) -> None:
-    """The table, then the summary."""
-    table = Table(title=f"Conformance of {report.server_title}", title_justify="left", expand=True)
-    for name, ratio in (("Case", 18), ("Protocol", 0), ("Expected", 20), ("Received", 26), ("Verdict", 26)):
-        table.add_column(name, ratio=ratio or None, overflow="fold", no_wrap=name == "Protocol")
-    for result in report.results:
-        table.add_row(
-            f"{result.number} {result.title}",
-            result.protocol,
-            result.expected,
-            result.got,
-            Text.assemble((result.verdict.value, _STYLES[result.verdict]), _because(result)),
+def report_document(report: ConformanceReport) -> doc.Document:
+    """A row per case on a terminal; in Markdown a row per deviation and crash, the other cases as lists of numbers."""
+    rows = [
+        (
+            doc.Cell(f"{result.number} {result.title}"), result.protocol, result.expected, result.got,
+            doc.Cell(result.verdict.value + _because(result), _STYLES[result.verdict]),
         )
-    # In a narrower table every word would be broken; the terminal wraps or scrolls instead.
-    console.print(table, width=max(console.width, NARROWEST))
-    console.print(summary(report), style="bold", markup=False)
-    if report.stopped is not None:
-        console.print(f"The run ended early: {report.stopped}", style="bold red", markup=False)
-
-
-def summary(report: ConformanceReport) -> str:
-    """How many cases have each verdict."""
-    return ", ".join(f"{verdict.value}: {report.count(verdict)}" for verdict in CaseVerdict)
-
-
-def markdown(report: ConformanceReport) -> str:
-    """Deviations and crashes as a table, the other cases as lists of numbers."""
-    by_verdict = {
-        verdict: [result for result in report.results if result.verdict is verdict] for verdict in CaseVerdict
-    }
-    title = f"{escaped(report.server_title)}, model `{report.model}`, {report.created_at[:10]}"
-    lines = [f"{title}, abserve {report.abserve_version}.", f"{summary(report)}.", ""]
-    if failed := [result for result in report.results if result.failed]:
-        lines += ["| Case | Protocol | Expected | Received | Verdict |", "|---|---|---|---|---|"]
-        lines += [
-            f"| {result.number} {escaped(result.title)} | {result.protocol} | {escaped(result.expected)} "
-            f"| {escaped(result.got)} | {result.verdict.value}{escaped(_because(result))} |"
-            for result in failed
-        ]
-        lines.append("")
-    if conforming := by_verdict[CaseVerdict.CONFORMS]:
-        lines += [f"Conforms: {', '.join(result.number for result in conforming)}.", ""]
+        for result in report.results
+    ]  # fmt: skip
+    failed = [row for row, result in zip(rows, report.results, strict=True) if result.failed]
+    columns = (*doc.texts("case"), *doc.names("protocol"), *doc.texts("expected", "received", "verdict"))
+    conforming = [result.number for result in report.results if result.verdict is CaseVerdict.CONFORMS]
+    others = []
     for verdict in (CaseVerdict.NOT_APPLICABLE, CaseVerdict.SKIPPED):
         numbers: dict[str, list[str]] = {}
-        for result in by_verdict[verdict]:
-            numbers.setdefault(result.reason, []).append(result.number)
-        rows = [f"- {', '.join(listed)}: {escaped(reason)}" for reason, listed in numbers.items()]
-        lines += [f"{verdict.value.capitalize()}:", "", *rows, ""] if rows else []
-    rows = [
-        f"- {result.number}: {escaped('; '.join(result.not_observed))}"
+        for result in report.results:
+            if result.verdict is verdict:
+                numbers.setdefault(result.reason, []).append(result.number)
+        others += [doc.Item(f"{', '.join(of)}: {why}", lead=verdict.value) for why, of in numbers.items()]
+    others += [
+        doc.Item(f"{result.number}: {'; '.join(result.not_observed)}", lead="not observed")
         for result in report.results
         if result.not_observed
     ]
-    lines += ["Not observed:", "", *rows, ""] if rows else []
-    return "\n".join(lines)
+    section = doc.section(
+        "",
+        doc.Text(f"Model {report.model}, {report.created_at[:10]}, abserve {report.abserve_version}.", on=doc.PAGES),
+        doc.Table(columns, rows, title=f"Conformance of {report.server_title}", on=doc.TERMINAL),
+        doc.Text(", ".join(f"{verdict.value}: {report.count(verdict)}" for verdict in CaseVerdict)),
+        doc.Text("" if report.stopped is None else f"The run ended early: {report.stopped}", "warning"),
+        doc.Table(columns, failed, on=doc.PAGES),
+        doc.Text(f"Conforms: {', '.join(conforming)}." if conforming else "", on=doc.PAGES),
+        doc.Items(others, on=doc.PAGES),
+    )
+    return doc.Document(f"Conformance of {report.server_title}", {"": [] if section is None else [section]})
 
 
 def _because(result: CaseResult) -> str:
     parts = [result.reason] if result.reason else []
     parts += [f"not observed: {name}" for name in result.not_observed]
     return f": {'; '.join(parts)}" if parts else ""
-
-
-def escaped(text: str) -> str:
-    """Text escaped for a Markdown table."""
-    clean = printable(" ".join(text.split()))
-    return clean.replace("|", "\\|").replace("<", "&lt;").replace("](", "\\](")

@@ -31,7 +31,6 @@ from loadgen.engine_matrix.records import (
     Configuration,
     ConfigurationResult,
     Conversion,
-    Estimate,
     GenerationResult,
     JudgedCell,
     JudgedMatrix,
@@ -48,12 +47,12 @@ from loadgen.engine_matrix.records import (
 from loadgen.probes.tokens_analysis import fault_text, proves_nothing, wrong_answers
 from loadgen.quantities import number
 from loadgen.records.run import Environment, Label, MachineLoad, RunState
+from loadgen.stats.estimates import SIGNIFICANCE, Estimate, critical_t, t_estimate
 from loadgen.stats.percentiles import percentile
 from loadgen.stats.ratios import (
-    SIGNIFICANCE,
     RatioEstimate,
     adjust_holm,
-    critical_t,
+    error_of_mean,
     estimate_ratio,
     geometric_mean,
     interval_of_mean,
@@ -500,11 +499,8 @@ def _by_round(
 def mean_interval(values: Sequence[float]) -> Estimate:
     """Arithmetic mean with its 95 % t interval; no interval with fewer than two values or without spread."""
     mean = math.fsum(values) / len(values)
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    if error <= abs(mean) * 1e-9:
-        return Estimate(value=mean)
-    half = critical_t(len(values) - 1.0, SIGNIFICANCE) * error
-    return Estimate(value=mean, low=mean - half, high=mean + half)
+    error = error_of_mean(values)[0] if len(values) > 1 else 0.0
+    return Estimate(mean) if error <= abs(mean) * 1e-9 else t_estimate(mean, error, len(values) - 1.0)
 
 
 def items_until(costs: Sequence[float], gains: Sequence[float]) -> Estimate | None:

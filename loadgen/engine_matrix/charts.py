@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.engine_matrix.records import CellResult, Estimate, Matrix, Scope, Shape, Winner
+from loadgen.engine_matrix.records import CellResult, Matrix, Scope, Shape, Winner
 from loadgen.quantities import counted, ratio
+from loadgen.stats.estimates import Estimate
 
 EXCLUDED_MARK = "not ranked"
 ROOM = 22

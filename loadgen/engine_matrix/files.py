@@ -9,19 +9,20 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from loadgen.documents import write_atomically
+from loadgen.documents import indented
 from loadgen.engine_matrix.analyse import path_of
-from loadgen.engine_matrix.records import CellResult, Configuration, Estimate, Matrix
+from loadgen.engine_matrix.records import CellResult, Configuration, Matrix
 from loadgen.engine_matrix.sections import matrix_document
-from loadgen.report.renderers.html import render_html
-from loadgen.report.renderers.markdown import render_markdown
+from loadgen.engine_matrix.store import stored_matrix
+from loadgen.report.mlflow import export_matrix
+from loadgen.report.published import Content, Published
 from loadgen.report.renderers.tables import field
+from loadgen.stats.estimates import Estimate
 
 CELLS_CSV, CELLS_PARQUET = "cells.csv", "cells.parquet"
 NO_PARQUET = f"{CELLS_PARQUET} was not written: it needs pyarrow; run pip install 'abserve[parquet]'"
@@ -32,35 +33,22 @@ CellColumn = tuple[str, type, Callable[[Matrix, CellResult], Value]]
 """A column of the tidy table: its name, the type of its values, and its value for a cell."""
 
 
-def encode_matrix(matrix: Matrix) -> bytes:
-    """Indented JSON, the same bytes for the same matrix."""
-    return msgspec.json.format(msgspec.json.encode(matrix), indent=1) + b"\n"
+def stored(folder: Path) -> Published:
+    """The matrix in a folder. Raises `StoredRunError`."""
+    return published(stored_matrix(folder))
 
 
-def formats(matrix: Matrix) -> dict[str, Callable[[], str]]:
-    """The formats that a command can print, by name."""
-    return {
-        "csv": lambda: cells_csv(matrix),
-        "json": lambda: encode_matrix(matrix).decode(),
-        "markdown": lambda: render_markdown(matrix_document(matrix)),
+def published(matrix: Matrix) -> Published:
+    """With matrix.json, cells.csv and, where pyarrow is installed, cells.parquet."""
+    contents: dict[str, Content] = {
+        Matrix.FILE: lambda _: indented(matrix),
+        CELLS_CSV: lambda _: cells_csv(matrix).encode(),
     }
-
-
-def write_reports(directory: Path, matrix: Matrix) -> list[Path]:
-    """Write report.html, summary.md, matrix.json, cells.csv and, where pyarrow is installed, cells.parquet, each whole
-    or not at all; returns their paths, report.html first. Raises `OSError`."""
-    document = matrix_document(matrix)
-    contents = {
-        "report.html": render_html(document).encode(),
-        "summary.md": render_markdown(document).encode(),
-        Matrix.FILE: encode_matrix(matrix),
-        CELLS_CSV: cells_csv(matrix).encode(),
-    }
+    notes: tuple[str, ...] = (NO_PARQUET,)
     if has_parquet():
-        contents[CELLS_PARQUET] = cells_parquet(matrix)
-    for name, content in contents.items():
-        write_atomically(directory / name, content)
-    return [directory / name for name in contents]
+        contents[CELLS_PARQUET], notes = lambda _: cells_parquet(matrix), ()
+    formats = {"csv": lambda: cells_csv(matrix), "json": lambda: indented(matrix).decode()}
+    return Published(matrix_document(matrix), contents, formats, partial(export_matrix, matrix), notes)
 
 
 def has_parquet() -> bool:

@@ -208,7 +208,9 @@ def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
 
 
 def _shown(value: object) -> str:
-    return ",".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "none"
+    return "not set" if value is None else str(value)
 
 
 def _shuffled(values: Sequence[Any], seed: str) -> list[Any]:

@@ -19,10 +19,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
-from loadgen.quantities import Interval, counted
+from loadgen.quantities import counted
 from loadgen.records.payloads import is_language
 from loadgen.records.probes import JudgedAnswers
 from loadgen.records.run import Environment, MachineLoad, Record, RunState
+from loadgen.stats.estimates import Estimate
 from loadgen.verdict.checks.registry import Check
 
 Shape = tuple[int, int | None]
@@ -218,35 +219,6 @@ class Visit(Record, frozen=True, kw_only=True):
     cells: tuple[Measured, ...] = ()
     machine: MachineLoad | None = None
     """Use of the cores while the cells were measured; None in results of earlier versions."""
-
-
-class Estimate(Record, frozen=True, kw_only=True):
-    """A value with its 95 % interval over rounds; no interval with fewer than two rounds or without spread."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def interval(self) -> Interval | None:
-        """Both bounds, or None where one is missing."""
-        return None if self.low is None or self.high is None else (self.low, self.high)
-
-    @classmethod
-    def of(cls, value: float, interval: Interval | None) -> Estimate:
-        """From a value and both bounds, or none."""
-        low, high = interval or (None, None)
-        return cls(value=value, low=low, high=high)
-
-    def scaled(self, factor: float) -> Estimate:
-        """In another unit."""
-        low, high = (None if bound is None else bound * factor for bound in (self.low, self.high))
-        return Estimate(value=self.value * factor, low=low, high=high)
-
-    def inverted(self, factor: float) -> Estimate:
-        """`factor` divided by it; a bound at or below 0 gives no bound."""
-        low, high = (None if bound is None or bound <= 0.0 else factor / bound for bound in (self.high, self.low))
-        return Estimate(value=factor / self.value, low=low, high=high)
 
 
 class JudgedCell(JudgedAnswers, frozen=True, kw_only=True):

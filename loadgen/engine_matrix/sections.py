@@ -16,7 +16,6 @@ from loadgen.engine_matrix.records import (
     CellResult,
     Configuration,
     ConfigurationResult,
-    Estimate,
     Matrix,
     Scope,
     Winner,
@@ -35,6 +34,7 @@ from loadgen.quantities import (
     share,
 )
 from loadgen.report.sections.conditions import environment_rows, fact_table, gpu_text
+from loadgen.stats.estimates import Estimate
 from loadgen.verdict.checks.registry import invalidating, validity
 
 LONG_NS = 2e6

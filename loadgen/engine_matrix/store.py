@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
-from loadgen.documents import DocumentError, list_inside, read_inside, read_record, read_stored, stored_path
+from loadgen.documents import DocumentError, read_record, read_stored, stored_path
 from loadgen.engine_matrix.analyse import analyse
 from loadgen.engine_matrix.records import JudgedMatrix, Matrix, MatrixPlan, Visit
 from loadgen.records.run import Environment, Record, RunState
@@ -22,7 +22,6 @@ from loadgen.run.storage import (
 )
 
 VISITS = "visits"
-R = TypeVar("R", bound=Record)
 
 
 class MatrixStore:
@@ -52,17 +51,9 @@ class MatrixStore:
         """Write one visit. Raises `StorageError`."""
         write_record(self.directory / VISITS / f"{number:04d}.json", visit)
 
-    def read(self, kind: type[R]) -> R:
-        """The stored record with its own file. Raises `StorageError`."""
-        return self._read(kind.FILE, kind)
-
     def visits(self) -> tuple[Visit, ...]:
-        """All stored visits. Raises `StorageError` for one that cannot be read."""
-        try:
-            names = [name for name in list_inside(self.directory, VISITS) if name.endswith(".json")]
-        except (OSError, DocumentError) as exc:
-            raise StorageError(f"{self.directory / VISITS} cannot be read: {exc}; start again with --out") from exc
-        return tuple(self._read(name, Visit) for name in names)
+        """All stored visits. Raises `StoredRunError` for one that cannot be read."""
+        return read_numbered(self.directory, VISITS, Visit)
 
     def log_path(self, name: str) -> Path:
         """The log of a process."""
@@ -72,14 +63,17 @@ class MatrixStore:
         """The file of a model's own answers."""
         return (self.directory / "references" / f"{number:02d}.npz").resolve()
 
-    def _read(self, name: str, kind: type[R]) -> R:
-        path = self.directory / name
-        try:
-            return cast("R", read_record(read_inside(self.directory, name), kind))
-        except OSError as exc:
-            raise StorageError(f"cannot read {path}: {exc.strerror or exc}; give the folder of a matrix") from exc
-        except DocumentError as exc:
-            raise StorageError(f"{path} cannot be read: {exc}; remove it, or start again with --out") from exc
+
+def read_plan(directory: Path) -> tuple[MatrixPlan, Environment]:
+    """The plan of a matrix, and the machine on which it was begun. Raises `StoredRunError`."""
+    plan, environment = read_one(directory, MatrixPlan), read_one(directory, Environment)
+    if plan is None or environment is None:
+        missing = MatrixPlan.FILE if plan is None else Environment.FILE
+        raise StoredRunError(
+            f"{directory} holds no engine matrix: {missing} is missing; give the directory that `abserve engines` "
+            "wrote to"
+        )
+    return plan, environment
 
 
 def stored_matrix(directory: Path) -> Matrix:
@@ -90,13 +84,7 @@ def stored_matrix(directory: Path) -> Matrix:
     visits = read_numbered(directory, VISITS, Visit)
     if not visits and stored_path(directory / Matrix.FILE).exists():
         return read_matrix(directory / Matrix.FILE)
-    plan, environment = read_one(directory, MatrixPlan), read_one(directory, Environment)
-    if plan is None or environment is None:
-        missing = MatrixPlan.FILE if plan is None else Environment.FILE
-        raise StoredRunError(
-            f"{directory} holds no engine matrix: {missing} is missing; give the directory that `abserve engines` "
-            "wrote to"
-        )
+    plan, environment = read_plan(directory)
     return analyse(plan, environment, visits, read_one(directory, RunState), read_one(directory, JudgedMatrix))
 
 

@@ -41,6 +41,7 @@ from loadgen.records.run import (
     Experiment,
     Label,
     Scenario,
+    TokenLimits,
     TokenTransport,
     Workload,
     option_of,
@@ -184,13 +185,17 @@ def protocol_in_words(experiment: Experiment) -> str:
     return f"the arms have no protocol in common, so each gets its own: {each}"
 
 
+def _limits(settings: ExperimentSettings) -> TokenLimits | None:
+    given = read_limits(settings.limits) if settings.limits else {}
+    return TokenLimits(**{f"{name}_ms": limit_ms for name, limit_ms in given.items()}) if given else None
+
+
 def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple[Workload, ...]:
     """The workloads of a language model in the order of the report. `gpu`: an arm may run on one. Raises
     `PlanError`."""
     scenarios, preset = settings.scenarios, PRESETS[settings.preset]
-    limits = None if settings.limits is None else read_limits(settings.limits)
     base = base_workload(settings, gpu=gpu, factor=BLOCK_FACTOR)
-    base = msgspec.structs.replace(base, requests=1, limits=limits)  # an answer is many steps of a GPU
+    base = msgspec.structs.replace(base, requests=1, limits=_limits(settings))  # an answer is many steps of a GPU
     prompts = settings.prompt_tokens or (None,)
 
     def like(scenario: Scenario, lengths: tuple[int, int], **more: object) -> Workload:
@@ -249,7 +254,7 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
             )
         )  # fmt: skip
     if "goodput" in scenarios:
-        if limits is None:
+        if base.limits is None:
             raise PlanError("the scenario goodput needs --limits, as in --limits ttft=200ms,tpot=50ms")
         workloads.append(
             like(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from keyword import iskeyword
 from typing import Annotated, Any, Literal, TypeVar
@@ -37,7 +37,6 @@ from loadgen.records.run import (
     DeploymentKind,
     Record,
     Scenario,
-    TokenLimits,
     TokenTransport,
     Transport,
 )
@@ -55,6 +54,8 @@ LANGUAGE_SCENARIOS: tuple[Scenario, ...] = ("single", "concurrent")
 LANGUAGE_USERS, LANGUAGE_SMOKE_USERS = (4, 16), (4,)
 DEFAULT_PROJECT = "abserve"
 _MOST_LIMIT_MS = 3_600_000.0
+TOKEN_LIMITS = ("ttft", "tpot", "gap")
+"""The limits of a good answer of a language model, see `TokenLimits`."""
 
 
 def in_panel(panel: str) -> Callable[..., Any]:
@@ -95,28 +96,31 @@ def _sizes_or(word: str) -> BeforeValidator:
     return BeforeValidator(checked)
 
 
-def read_limits(text: str) -> TokenLimits:
-    """Limits of a good answer, such as ttft=200ms,tpot=50ms,gap=1s. Raises `ValueError`."""
+def read_limits(text: str, names: Sequence[str] = TOKEN_LIMITS) -> dict[str, float]:
+    """Limits such as ttft=200ms,tpot=0.05s in ms by their names, in the order of `names`. Raises `ValueError`."""
     limits: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        parsed = re.fullmatch(r"(ttft|tpot|gap) *= *([0-9]+(?:\.[0-9]+)?) *(ms|s)", part)
+        parsed = re.fullmatch(rf"({'|'.join(names)}) *= *([0-9]+(?:\.[0-9]+)?) *(ms|s)", part)
         if parsed is None:
-            raise ValueError(f"{part!r} is no limit; write them as in ttft=200ms,tpot=50ms,gap=1s")
-        name, value = f"{parsed[1]}_ms", float(parsed[2]) * (1000.0 if parsed[3] == "s" else 1.0)
-        if name in limits:
+            raise ValueError(f"{part!r} is no limit; write it as in {names[0]}=50ms, of {', '.join(names)}")
+        if parsed[1] in limits:
             raise ValueError(f"{parsed[1]} is given twice; give each limit once")
+        limits[parsed[1]] = value = float(parsed[2]) * (1000.0 if parsed[3] == "s" else 1.0)
         if not 0.0 < value <= _MOST_LIMIT_MS:
             raise ValueError(f"{part!r} must be above 0 and at most an hour")
-        limits[name] = value
     if not limits:
-        raise ValueError("give at least one limit, as in ttft=200ms,tpot=50ms")
-    return TokenLimits(**limits)
+        raise ValueError(f"give at least one limit, as in {names[0]}=50ms")
+    return {name: limits[name] for name in names if name in limits}
 
 
-def _checked_limits(value: object) -> str:
-    """In a file the limits may also be a mapping: {ttft: 200ms, tpot: 50ms}."""
-    text = ",".join(f"{name}={limit}" for name, limit in value.items()) if isinstance(value, dict) else str(value)
-    return str(read_limits(text))
+def limits_of(names: Sequence[str]) -> BeforeValidator:
+    """Limits of these names as a text; in a file they may also be a mapping: {ttft: 200ms, tpot: 50ms}."""
+
+    def checked(value: object) -> str:
+        text = ",".join(f"{name}={limit}" for name, limit in value.items()) if isinstance(value, dict) else str(value)
+        return ",".join(f"{name}={limit:g}ms" for name, limit in read_limits(text, names).items())
+
+    return BeforeValidator(checked)
 
 
 def _listed(value: object) -> object:
@@ -143,7 +147,7 @@ Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, le=RATE_LIMIT_PER_S)], ..
 Bounds = Annotated[tuple[Annotated[float, Field(gt=0.0, le=60_000.0)], ...], SEPARATED]
 Lengths = Annotated[str, _sizes_or("text")]
 Buckets = Annotated[str, _sizes_or("none")]
-Limits = Annotated[str, BeforeValidator(_checked_limits)]
+Limits = Annotated[str, limits_of(TOKEN_LIMITS)]
 Headers = Annotated[dict[str, SkipValidation[str]], BeforeValidator(_read_headers), PlainSerializer(_shown_headers)]
 Lines = Annotated[tuple[str, ...], BeforeValidator(_listed), REPEATED]
 

@@ -37,8 +37,8 @@ from loadgen.quantities import number
 from loadgen.records.run import Label, Pairing, Record, StageTotals
 from loadgen.records.samples import NS_PER_MS, Samples, good, latencies_ms
 from loadgen.run.storage import StoredBlock
+from loadgen.stats.estimates import SIGNIFICANCE
 from loadgen.stats.percentiles import Pool, Values
-from loadgen.stats.ratios import SIGNIFICANCE
 
 STAGES = (
     "send_delay",

@@ -42,9 +42,9 @@ from loadgen.quantities import Interval, excludes_one, inverse
 from loadgen.quantities import ratio as factor_words
 from loadgen.records.run import Experiment, Figure, Label, Pairing, Record, Workload, shown
 from loadgen.run.storage import StoredBlock
+from loadgen.stats.estimates import SIGNIFICANCE, Estimate
 from loadgen.stats.percentiles import Pool, samples_needed
 from loadgen.stats.ratios import (
-    SIGNIFICANCE,
     RatioEstimate,
     Values,
     adjust_holm,
@@ -59,7 +59,7 @@ from loadgen.stats.ratios import (
     mean_over_starts,
     plausible_correlation,
 )
-from loadgen.stats.tails import Round, Tail, estimate_tail_ratio
+from loadgen.stats.tails import Round, estimate_tail_ratio
 
 T = TypeVar("T")
 RequestValues = Mapping[tuple[PerRequest, int], Values]
@@ -382,19 +382,15 @@ def better_arm(
     return Advantage(better, ratio, ci95) if ratio > 1.0 else Advantage(better, 1.0 / ratio, inverse(ci95))
 
 
-Lead = tuple[float, float, float]
-"""log of how many times better one arm is than another, and its interval, whose ends may be infinite."""
-
-
-def log_lead(comparison: Comparison | None, arm: Label) -> Lead | None:
-    """How much better an arm is than the other one of a comparison; None if that was not measured."""
+def log_lead(comparison: Comparison | None, arm: Label) -> Estimate | None:
+    """log of how many times better an arm is than the other one of a comparison, with infinite bounds where there is no
+    interval; None if that was not measured."""
     if comparison is None or comparison.ratio is None:
         return None
     low, high = (-math.inf, math.inf) if comparison.ci95 is None else map(math.log, comparison.ci95)
-    lead = math.log(comparison.ratio), low, high
     if (comparison.arm == arm) == comparison.higher_is_better:
-        return lead
-    return -lead[0], -lead[2], -lead[1]
+        return Estimate(math.log(comparison.ratio), low, high)
+    return Estimate(-math.log(comparison.ratio), -high, -low)
 
 
 def compare_all(
@@ -430,8 +426,8 @@ def compare_all(
                 arm=paired.pairing.arm,
                 baseline_value=None if baseline is None else baseline.value,
                 arm_value=None if arm is None else arm.value,
-                baseline_ci95=None if baseline is None else baseline.ci95,
-                arm_ci95=None if arm is None else arm.ci95,
+                baseline_ci95=None if baseline is None else baseline.interval,
+                arm_ci95=None if arm is None else arm.interval,
                 ratio=estimate.ratio,
                 ci95=estimate.ci95,
                 verdict=verdict,
@@ -495,7 +491,7 @@ def seen_correlations(paired_metrics: Sequence[PairedMetric]) -> Series:
 
 def estimate_pairs(
     paired: PairedMetric, experiment: Experiment, seen: Series
-) -> tuple[Method, RatioEstimate, tuple[Tail, Tail] | None]:
+) -> tuple[Method, RatioEstimate, tuple[Estimate, Estimate] | None]:
     """How the interval is made, the estimate, and the values of baseline and arm. `seen` are the `seen_correlations` of
     the run: the larger of what they and the comparison itself make plausible counts.
 
@@ -518,7 +514,7 @@ def estimate_pairs(
     return method, estimate_restarts(groups, margin, correlation), values
 
 
-def _values(paired: PairedMetric) -> tuple[Tail, Tail] | None:
+def _values(paired: PairedMetric) -> tuple[Estimate, Estimate] | None:
     """Geometric means of the restarts' geometric means, as the ratio is; None without a pair."""
     if not paired.pairs:
         return None
@@ -526,17 +522,17 @@ def _values(paired: PairedMetric) -> tuple[Tail, Tail] | None:
     for pair in paired.pairs:
         starts.setdefault(pair.restart, []).append((pair.baseline, pair.arm))
     baseline, arm = (mean_over_starts([[pair[side] for pair in start] for start in starts.values()]) for side in (0, 1))
-    return Tail(baseline, None), Tail(arm, None)
+    return Estimate(baseline), Estimate(arm)
 
 
 def _one_value_each(
-    paired_metrics: Sequence[PairedMetric], values: Sequence[tuple[Tail, Tail] | None]
-) -> list[tuple[Tail, Tail] | None]:
+    paired_metrics: Sequence[PairedMetric], values: Sequence[tuple[Estimate, Estimate] | None]
+) -> list[tuple[Estimate, Estimate] | None]:
     """The values of baseline and arm of every comparison, so that an arm has one per metric and workload. The pools of
     a percentile are adjusted to the arm beside them: the baseline's value of the first comparison stays, and the others
     follow from it by their ratios."""
-    known: dict[tuple[str, str, Label], Tail] = {}
-    chosen: list[tuple[Tail, Tail] | None] = []
+    known: dict[tuple[str, str, Label], Estimate] = {}
+    chosen: list[tuple[Estimate, Estimate] | None] = []
     for paired, both in zip(paired_metrics, values, strict=True):
         if both is not None:
             base, arm = ((paired.workload.name, paired.metric.name, label) for label in paired.pairing)

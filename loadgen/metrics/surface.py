@@ -136,7 +136,7 @@ def _point(
     for label in others:
         lead = log_lead(compared.get(frozenset((baseline, label))), label)
         if lead is not None:
-            strengths[label] = lead[0]
+            strengths[label] = lead.value
     best, runner_up = None, None
     state: Literal["winner", "no_difference", "inconclusive", "invalid"] = "inconclusive"
     between = None
@@ -183,15 +183,17 @@ def _crossings(
             and point.state != "invalid"
         ]
         places = [place for place, _ in leads]
-        centre, low, high = ([lead[part] for _, lead in leads] for part in range(3))
-        zeros = _zeros(places, centre)
+        zeros = _zeros(places, [lead.value for _, lead in leads])
         crossings.append(
             Crossing(
                 size=row[start].size,
                 below=below,
                 above=above,
                 users=math.exp(zeros[len(zeros) // 2]),  # their number is odd
-                ci95=(math.exp(_zeros(places, high)[0]), math.exp(_zeros(places, low)[-1])),
+                ci95=(
+                    math.exp(_zeros(places, [lead.high or 0.0 for _, lead in leads])[0]),
+                    math.exp(_zeros(places, [lead.low or 0.0 for _, lead in leads])[-1]),
+                ),
             )
         )
     return crossings

@@ -33,7 +33,8 @@ from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, summarise_blocks
 from loadgen.quantities import number, signed_ms
 from loadgen.records.run import Experiment, Found, Label, Pairing, Record, Transport, Workload, shown
-from loadgen.stats.ratios import SIGNIFICANCE, critical_t, estimate_ratio
+from loadgen.stats.estimates import t_estimate
+from loadgen.stats.ratios import estimate_ratio
 
 CauseName = Literal[
     "payload", "transfer", "queue_delay", "compute",
@@ -144,8 +145,7 @@ class MeanDifference:
             return None
         if self.variance == 0.0:
             return (self.mean_ms, self.mean_ms)
-        half = critical_t(max(1, math.floor(self.degrees)), SIGNIFICANCE) * math.sqrt(self.variance)
-        return (self.mean_ms - half, self.mean_ms + half)
+        return t_estimate(self.mean_ms, math.sqrt(self.variance), max(1, math.floor(self.degrees))).interval
 
     @property
     def seen(self) -> bool:

@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
+import msgspec
 
 from loadgen.metrics.comparisons import side_by_side
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, summarise_blocks
 from loadgen.records.run import Found, Label, Pairing, Record, Workload
-from loadgen.stats.ratios import critical_t
+from loadgen.stats.estimates import t_estimate
+from loadgen.stats.ratios import error_of_mean
 
 TUNED: Label = "tuned"
 PLAIN: Label = "plain"
@@ -97,12 +98,10 @@ def estimate(ratios: Sequence[float]) -> PlainRatio | None:
     """None with fewer than `MIN_ROUNDS` rounds."""
     if len(ratios) < MIN_ROUNDS:
         return None
-    logs = np.log(np.asarray(ratios, dtype=np.float64))
-    half = critical_t(len(logs) - 1, SIGNIFICANCE) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
-    centre = float(logs.mean())
-    return PlainRatio(
-        ratio=math.exp(centre), low=math.exp(centre - half), high=math.exp(centre + half), rounds=len(logs)
-    )
+    logs = [math.log(ratio) for ratio in ratios]
+    of_logs = t_estimate(math.fsum(logs) / len(logs), *error_of_mean(logs), SIGNIFICANCE)
+    value, low, high = map(math.exp, msgspec.structs.astuple(of_logs))
+    return PlainRatio(ratio=value, low=low, high=high, rounds=len(logs))
 
 
 def ratios_of(blocks: Sequence[BlockSummary], load: str) -> list[float]:

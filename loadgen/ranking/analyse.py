@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from loadgen.engine_matrix.analyse import has_copies
-from loadgen.engine_matrix.records import ConfigurationResult, Estimate, Matrix, shape_text
+from loadgen.engine_matrix.records import ConfigurationResult, Matrix, shape_text
 from loadgen.experiment.schedule import request_shape
 from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, TPOT, TTFT
 from loadgen.metrics.summaries import figure_of, interval_of
@@ -41,6 +41,7 @@ from loadgen.ranking.records import (
     prices_of,
 )
 from loadgen.records.run import ArmRecord, Environment, Label, Workload, item_of, shown
+from loadgen.stats.estimates import Estimate
 from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 from loadgen.verdict.checks.registry import complaints, invalidating
 from loadgen.verdict.result import Result

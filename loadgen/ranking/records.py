@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from loadgen.documents import DocumentError, one_line, printable
-from loadgen.engine_matrix.records import Estimate
 from loadgen.records.run import Record
+from loadgen.stats.estimates import Estimate
 from loadgen.strict_yaml import read_mapping
 
 Kind = Literal["on-demand", "spot", "reserved"]

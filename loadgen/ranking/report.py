@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 import loadgen.report.document as doc
 from loadgen.documents import (
     MOST_RECORD_BYTES,
     DocumentError,
     decode_json,
+    indented,
     kind_of,
     read_stored,
     results_in,
     stored_path,
-    write_atomically,
 )
-from loadgen.engine_matrix.records import Estimate, Matrix
+from loadgen.engine_matrix.records import Matrix
 from loadgen.engine_matrix.store import read_matrix, stored_matrix
 from loadgen.quantities import counted, items, measured, measured_interval, number, per_second
 from loadgen.ranking.analyse import RankInput, from_matrix, from_result
@@ -36,10 +34,10 @@ from loadgen.ranking.records import (
     Work,
 )
 from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, axis, label_text, log_axis, rounded
-from loadgen.report.renderers.html import render_html
-from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.published import Published
 from loadgen.report.renderers.tables import render_csv
 from loadgen.run.storage import StoredRunError
+from loadgen.stats.estimates import Estimate
 from loadgen.verdict.result import FILE_NAME, read_result, readable, stored_result
 
 MOST_NAMES = 6
@@ -126,36 +124,17 @@ def _schema(path: Path) -> str:
     return str(document.get("schema"))
 
 
-def encode(ranking: RankResult) -> str:
-    """Indented JSON, schema abserve.rank/1."""
-    return msgspec.json.format(msgspec.json.encode(ranking), indent=2).decode() + "\n"
-
-
-def formats(ranking: RankResult, document: doc.Document) -> dict[str, Callable[[], str]]:
-    """The renderers for other programs, by name."""
-    return {
+def published(ranking: RankResult) -> Published:
+    """With rank.json, schema abserve.rank/1, options.csv and points.csv."""
+    document = ranking_document(ranking)
+    formats = {
         "csv": lambda: render_csv({"": document}, CSV_OPTIONS),
         "csv-points": lambda: render_csv({"": document}, CSV_POINTS),
-        "json": lambda: encode(ranking),
-        "markdown": lambda: render_markdown(document),
+        "json": lambda: indented(ranking).decode(),
     }
-
-
-def write_ranking(folder: Path, ranking: RankResult, document: doc.Document) -> list[Path]:
-    """Write report.html, summary.md, rank.json, options.csv and points.csv, each whole or not at all; returns their
-    paths, report.html first. Raises `OSError`."""
-    render = formats(ranking, document)
-    folder.mkdir(parents=True, exist_ok=True)
-    contents = {
-        "report.html": render_html(document),
-        "summary.md": render["markdown"](),
-        "rank.json": render["json"](),
-        "options.csv": render["csv"](),
-        "points.csv": render["csv-points"](),
-    }
-    for name, content in contents.items():
-        write_atomically(folder / name, content.encode())
-    return [folder / name for name in contents]
+    files = {"rank.json": "json", "options.csv": "csv", "points.csv": "csv-points"}
+    contents = {name: lambda _, form=form: formats[form]().encode() for name, form in files.items()}
+    return Published(document, contents, formats)
 
 
 def ranking_document(ranking: RankResult) -> doc.Document:

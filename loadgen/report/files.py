@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-import loadgen.report.document as doc
-from loadgen.documents import stored_path, write_atomically
+from loadgen.documents import write_atomically
 from loadgen.experiment.options import write_content
 from loadgen.experiment.plan import Combination
 from loadgen.report.contents import index_document, result_document
-from loadgen.report.renderers.html import render_html
-from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.mlflow import export_result
+from loadgen.report.published import Content, Published
 from loadgen.report.renderers.tables import csv_names, render_csv, render_junit
 from loadgen.run.storage import StoredRunError
-from loadgen.verdict.result import FILE_NAME, Result, encode_result, read_result
+from loadgen.verdict.result import FILE_NAME, Result, encode_result, read_result, stored_result
 
 EXPERIMENT_FILE = "experiment.yaml"
 CSV = "comparisons"
@@ -28,56 +28,37 @@ MOST_SUMMARY_BYTES = 1 << 20
 CUT = "\n\nThe summary was cut here: GitHub shows at most 1 MiB per step. The files of the run hold all of it.\n"
 
 
-def write_reports(out_dir: Path, result: Result) -> list[Path]:
-    """Write report.html, summary.md, result.json and the effective experiment.yaml into `out_dir`; returns their paths,
-    report.html first. An equal result.json of an older version is not replaced. Raises `OSError`, and the error of a
-    format that failed, after the others are written."""
+def stored(folder: Path) -> Published:
+    """The comparison in a folder. Raises `StoredRunError`."""
+    return published(stored_result(folder))
+
+
+def published(result: Result) -> Published:
+    """With result.json, the effective experiment.yaml, and every CSV table as a format. An equal result.json of an
+    older version is not replaced."""
     settings, sha256 = result.experiment.settings, result.experiment.settings_sha256
     document = result_document(result)
-    contents: dict[str, Callable[[], bytes]] = {
-        "report.html": lambda: render_html(document).encode(),
-        "summary.md": lambda: render_markdown(document).encode(),
-        FILE_NAME: lambda: encode_result(result),
-    }
+
+    def content(folder: Path) -> bytes | None:
+        with suppress(StoredRunError):
+            if read_result(folder / FILE_NAME) == result:
+                return None
+        return encode_result(result)
+
+    contents: dict[str, Content] = {FILE_NAME: content}
     if settings is not None and sha256 is not None:
-        contents[EXPERIMENT_FILE] = lambda: write_content(settings, sha256).encode()
-    stored = None
-    with suppress(StoredRunError):
-        stored = read_result(out_dir / FILE_NAME)
-    faults: list[Exception] = []
-    for name, content in contents.items():
-        try:
-            if name != FILE_NAME or stored != result:
-                write_atomically(out_dir / name, content())
-        except OSError:
-            raise
-        except Exception as exc:  # noqa: BLE001 (a format that fails costs itself: the others are written first)
-            faults.append(exc)
-    if faults:
-        raise faults[0]
-    return [stored_path(out_dir / name) for name in contents]
+        contents[EXPERIMENT_FILE] = lambda _: write_content(settings, sha256).encode()
+    formats: dict[str, Callable[[], str]] = {
+        "csv" if name == CSV else f"csv-{name}": partial(render_csv, {"": document}, name)
+        for name in sorted(csv_names(document), key=lambda name: (name != CSV, name))
+    }
+    formats |= {"json": lambda: encode_result(result).decode(), "junit": lambda: render_junit({"": document})}
+    return Published(document, contents, formats, partial(export_result, result))
 
 
 def write_index(out_dir: Path, results: Mapping[Combination, Result | None]) -> None:
     """Write index.html and summary.md of several runs. Raises `OSError`."""
-    document = index_document(results)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(out_dir / "index.html", render_html(document).encode())
-    write_atomically(out_dir / "summary.md", render_markdown(document).encode())
-
-
-def formats(result: Result, document: doc.Document | None = None) -> dict[str, Callable[[], str]]:
-    """The renderers by name; every CSV table is a format."""
-    rendered = document or result_document(result)
-    tables = {
-        "csv" if name == CSV else f"csv-{name}": lambda name=name: render_csv({"": rendered}, name)
-        for name in sorted(csv_names(rendered), key=lambda name: (name != CSV, name))
-    }
-    return tables | {
-        "json": lambda: encode_result(result).decode(),
-        "junit": lambda: render_junit({"": rendered}),
-        "markdown": lambda: render_markdown(rendered),
-    }
+    Published(index_document(results), {}, {}, page="index.html").write(out_dir)
 
 
 def write_junit(path: Path, results: Mapping[str, Result | None]) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from loadgen.documents import is_stored, one_line, stored_path
-from loadgen.engine_matrix.records import CellResult, Estimate, Matrix
+from loadgen.engine_matrix.records import CellResult, Matrix
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of, tokens_per_answer
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.records.run import Environment
+from loadgen.stats.estimates import Estimate
 from loadgen.verdict.result import FILE_NAME, Result
 
 EXPERIMENT = "abserve"
@@ -68,7 +69,7 @@ def check_mlflow(uri: str | None) -> None:
         )
 
 
-def export_result(uri: str, result: Result, folder: Path) -> str:
+def export_result(result: Result, uri: str, folder: Path) -> str:
     """Export a comparison and the reports in `folder`; returns the id of the parent run. Raises `MlflowExportError`."""
     experiment = result.experiment
     params: dict[str, object] = {
@@ -87,7 +88,7 @@ def export_result(uri: str, result: Result, folder: Path) -> str:
     return _export(uri, "compare", folder, params, result.environment, tags, overall, list(_arms(result)))
 
 
-def export_matrix(uri: str, matrix: Matrix, folder: Path) -> str:
+def export_matrix(matrix: Matrix, uri: str, folder: Path) -> str:
     """Export an engine matrix and the reports in `folder`; returns the parent run's id. Raises `MlflowExportError`."""
     plan = matrix.plan
     params = {f"settings.{name}": value for name, value in plan.settings.items()}

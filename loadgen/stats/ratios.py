@@ -34,8 +34,9 @@ import numpy as np
 import numpy.typing as npt
 import scipy
 
+from loadgen.stats.estimates import SIGNIFICANCE, critical_t, t_estimate
+
 Values = npt.NDArray[np.float64]
-SIGNIFICANCE = 0.05
 POWER = 0.80
 MOST_CORRELATION = 0.9
 CORRELATION_SPREAD = 0.5
@@ -152,7 +153,7 @@ def whiten(values: Values, phi: float) -> tuple[Values, Values]:
     return np.append(first * values[0], values[1:] - phi * values[:-1]), weights
 
 
-def error_of_mean(values: Sequence[float] | Values, correlation: float) -> tuple[float, float]:
+def error_of_mean(values: Sequence[float] | Values, correlation: float = 0.0) -> tuple[float, float]:
     """Standard error of the mean of at least two values in their order, and its degrees of freedom: that of a
     first-order autoregression with this correlation.
 
@@ -205,8 +206,8 @@ def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 
         reason = "all pairs have the same ratio, so their spread is unknown"
         return RatioEstimate(count, math.exp(centre), spread_log=spread, reason=reason)
     error, degrees = error_of_mean(logs, correlation)
-    half = critical_t(degrees, SIGNIFICANCE) * error
-    if abs(centre) + half > MOST_LOG:
+    interval = t_estimate(centre, error, degrees)
+    if not all(-MOST_LOG <= bound <= MOST_LOG for bound in interval.interval or ()):
         return RatioEstimate(count, math.exp(centre), spread_log=spread, reason="the pairs are too far apart")
     bound = math.log1p(margin)
     below = 1.0 - float(scipy.special.stdtr(degrees, (centre + bound) / error))
@@ -214,7 +215,7 @@ def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 
     return RatioEstimate(
         pairs=count,
         ratio=math.exp(centre),
-        ci95=(math.exp(centre - half), math.exp(centre + half)),
+        ci95=interval.exp().interval,
         p_value=2.0 * float(scipy.special.stdtr(degrees, -abs(centre) / error)),
         p_equivalence=max(below, above),
         spread_log=spread,
@@ -288,11 +289,6 @@ def lone_correlation(figures: Sequence[float]) -> float:
     correlation = lag_one(figures)
     alone = [] if correlation is None else [(len(figures), correlation)]
     return plausible_correlation(alone, *alone)[0]
-
-
-def critical_t(degrees: float, significance: float) -> float:
-    """Two-sided critical value of Student's t."""
-    return float(scipy.special.stdtrit(degrees, 1.0 - significance / 2.0))
 
 
 def adjust_holm(p_values: Sequence[float | None], weights: Sequence[float] | None = None) -> list[float | None]:

@@ -31,15 +31,14 @@ from dataclasses import dataclass
 import numpy as np
 import scipy
 
+from loadgen.stats.estimates import SIGNIFICANCE, Estimate, critical_t
 from loadgen.stats.percentiles import samples_needed
 from loadgen.stats.ratios import (
     MIN_LOG_SPREAD,
     MOST_LOG,
-    SIGNIFICANCE,
     RatioEstimate,
     Values,
     allowed_correlation,
-    critical_t,
     error_of_mean,
     widening,
 )
@@ -67,18 +66,6 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
-    """One arm's percentile and its 95 % interval, None if there are too few samples beyond it."""
-
-    value: float
-    ci95: tuple[float, float] | None
-
-    def scaled(self, factor: float) -> Tail:
-        """At another speed of the machine."""
-        return Tail(self.value * factor, self.ci95 and (self.ci95[0] * factor, self.ci95[1] * factor))
-
-
-@dataclass(frozen=True, slots=True)
 class _ArmPool:
     """One arm's samples: their logs in ascending order, and how many independent ones they are worth."""
 
@@ -88,13 +75,12 @@ class _ArmPool:
     worth: float
     degrees: float
 
-    def tail(self, speed: float, *, exact: bool) -> Tail:
-        """The percentile at a log speed; with an interval only if the speed adds nothing to it (`exact`)."""
+    def tail(self, speed: float, *, exact: bool) -> Estimate:
+        """The percentile at a log speed; with an interval only if the speed adds nothing to it (`exact`) and there are
+        enough samples beyond it."""
         low, high = self.interval(SIGNIFICANCE) if self.degrees > 0.0 and exact else (-math.inf, math.inf)
-        is_finite = _known((low + speed, high + speed))
-        return Tail(
-            math.exp(self.centre + speed), (math.exp(low + speed), math.exp(high + speed)) if is_finite else None
-        )
+        bounds = low + speed, high + speed
+        return Estimate.of(self.centre + speed, bounds if _known(bounds) else None).exp()
 
     def interval(self, significance: float) -> tuple[float, float]:
         """Logs of the order statistics around the percentile; infinite beyond the pool."""
@@ -128,7 +114,7 @@ _NOTHING = _RoundMedians(0.0, 0.0, 1.0, 0.0, 0.0)
 
 def estimate_tail_ratio(
     rounds: Sequence[Round], quantile: float, margin: float, correlation: float = 0.0, *, looks: bool = False
-) -> tuple[RatioEstimate, tuple[Tail, Tail] | None]:
+) -> tuple[RatioEstimate, tuple[Estimate, Estimate] | None]:
     """The ratio of B's percentile over A's, and both percentiles at the run's mean speed, whose ratio it is.
 
     `correlation` is that of successive rounds; see `ratios.error_of_mean`. With `looks` the interval and the p values

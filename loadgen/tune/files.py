@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
-import loadgen.report.document as doc
-from loadgen.documents import FINAL, write_atomically
-from loadgen.report.renderers.html import render_html
-from loadgen.report.renderers.markdown import render_markdown
+from loadgen.documents import FINAL, indented
+from loadgen.report.mlflow import MlflowExportError, export_result
+from loadgen.report.published import Published
 from loadgen.run.storage import StoredRunError, read_one
 from loadgen.tune.deploy import best_commands, deployed_files
 from loadgen.tune.outcome import TuningOutcome, outcome_of
 from loadgen.tune.records import Tuning
 from loadgen.tune.sections import tuning_document
 from loadgen.verdict.result import Result, stored_result
-
-
-def encode_tuning(tuning: Tuning) -> bytes:
-    """Indented JSON, the same bytes for the same tuning."""
-    return msgspec.json.format(msgspec.json.encode(tuning), indent=1) + b"\n"
 
 
 def read_tuning(directory: Path) -> Tuning:
@@ -41,20 +32,19 @@ def stored_outcome(directory: Path, tuning: Tuning) -> TuningOutcome:
     return outcome_of(tuning, final)
 
 
-def document_of(directory: Path, outcome: TuningOutcome) -> doc.Document:
-    """The report, with the files that deploy the best as far as they are written."""
-    return tuning_document(outcome, best_commands(outcome), deployed_files(directory))
+def stored(folder: Path) -> Published:
+    """The tuning in a folder. Raises `StoredRunError`."""
+    return published(folder, stored_outcome(folder, read_tuning(folder)))
 
 
-def formats(tuning: Tuning, document: doc.Document) -> dict[str, Callable[[], str]]:
-    """The formats that a command can print, by name."""
-    return {"json": lambda: encode_tuning(tuning).decode(), "markdown": lambda: render_markdown(document)}
+def published(folder: Path, outcome: TuningOutcome) -> Published:
+    """With the files that deploy the best as far as they are written. MLflow gets the final comparison, which is the
+    answer."""
 
+    def export(uri: str, folder: Path) -> str:
+        if outcome.final is None:
+            raise MlflowExportError(f"{folder} has no final comparison to export")
+        return export_result(outcome.final, uri, folder / FINAL)
 
-def write_reports(directory: Path, document: doc.Document) -> list[Path]:
-    """Write report.html and summary.md, each whole or not at all; returns their paths, report.html first. Raises
-    `OSError`."""
-    contents = {"report.html": render_html(document), "summary.md": render_markdown(document)}
-    for name, content in contents.items():
-        write_atomically(directory / name, content.encode())
-    return [directory / name for name in contents]
+    document = tuning_document(outcome, best_commands(outcome), deployed_files(folder))
+    return Published(document, {}, {"json": lambda: indented(outcome.tuning).decode()}, export)

@@ -21,9 +21,9 @@ from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.quantities import Interval, join, number, ratio, ratio_interval, share
 from loadgen.records.run import Label, item_of
-from loadgen.stats.ratios import SIGNIFICANCE, critical_t
+from loadgen.stats.estimates import SIGNIFICANCE, Estimate, critical_t, t_estimate
 from loadgen.tune.records import Contender, Space, Tuning
-from loadgen.tune.search import Choice, Gain, RaceLead, Search
+from loadgen.tune.search import Choice, RaceLead, Search
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.headline import Alternatives, fit
 from loadgen.verdict.result import Result
@@ -76,7 +76,7 @@ class TargetOutcome:
     """Other finalists whose measured difference to the chosen one is below the margin of the choice."""
     race: RaceLead
     """What the search knows."""
-    worth: Mapping[str, Gain | None]
+    worth: Mapping[str, Estimate | None]
     """Of each setting of the chosen one its gain over itself with that setting put back, the largest first; None if
     that was not measured."""
     figures: Mapping[Label, Mapping[str, FinalFigure]]
@@ -111,7 +111,7 @@ class TargetOutcome:
         if self.chosen is None or self.lead is None or self.lead.winner != self.chosen.name:
             return False
         logs = log_lead(self.lead, self.chosen.name)
-        return logs is not None and logs[0] > math.hypot(logs[0] - logs[1], Z99 * self.start_error)
+        return logs is not None and logs.value > math.hypot(logs.value - (logs.low or 0.0), Z99 * self.start_error)
 
     def keeps_limits(self, contender: Contender) -> bool:
         """Whether the final shows that it keeps every limit; true without one."""
@@ -124,24 +124,19 @@ class TargetOutcome:
         return self.best is not None and self.keeps_limits(self.best)
 
     @property
-    def gain(self) -> Gain | None:
+    def gain(self) -> Estimate | None:
         """How many times better the chosen one is than the defaults in the final, also where that is not certain."""
         logs = None if self.chosen is None else log_lead(self.lead, self.chosen.name)
-        if logs is None:
-            return None
-        factor, low, high = map(math.exp, logs)
-        return factor, (low, high)
+        return None if logs is None else logs.exp()
 
     @property
-    def cost_of_defaults(self) -> Gain | None:
+    def cost_of_defaults(self) -> Estimate | None:
         """What the defaults lose against the best, as a share: of the throughput, or of the time that is added to a
         latency. None unless the final shows that they lose something."""
         if self.gain is None or self.lead is None or self.best != self.chosen or not self.is_ahead:
             return None
-        times, (low, high) = self.gain
-        if self.lead.higher_is_better:
-            return 1.0 - 1.0 / times, (1.0 - 1.0 / low, 1.0 - 1.0 / high)
-        return times - 1.0, (low - 1.0, high - 1.0)
+        higher = self.lead.higher_is_better
+        return Estimate(*(1.0 - 1.0 / at if higher else at - 1.0 for at in msgspec.structs.astuple(self.gain)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +237,7 @@ def _best_first(targets: Sequence[TargetOutcome], compared: _Compared) -> list[T
         if target is targets[0] or target.best is None:
             return 0.0
         logs = log_lead(compared.of(targets[0].best, target.best), target.best.name)
-        return -math.inf if logs is None else logs[0]
+        return -math.inf if logs is None else logs.value
 
     return sorted(targets, key=lead, reverse=True)
 
@@ -269,14 +264,13 @@ def _target(tuning: Tuning, place: int, choice: Choice | None, search: Search, c
     )
 
 
-def _worth(winner: Contender, search: Search, lead: Comparison | None) -> dict[str, Gain | None]:
+def _worth(winner: Contender, search: Search, lead: Comparison | None) -> dict[str, Estimate | None]:
     """The winner beside itself without each of its settings, by the runs that put them back; without its only one it is
     the defaults, which the final measured."""
     gains = {name: search.gain(winner, without, "settings") for name, without in search.put_back(winner).items()}
     if len(gains) == 1 and lead is not None and lead.ci95 is not None and (logs := log_lead(lead, winner.name)):
-        factor, low, high = map(math.exp, logs)
-        gains = dict.fromkeys(gains, (factor, (low, high)))
-    return dict(sorted(gains.items(), key=lambda item: 0.0 if item[1] is None else -item[1][0]))
+        gains = dict.fromkeys(gains, logs.exp())
+    return dict(sorted(gains.items(), key=lambda item: 0.0 if item[1] is None else -item[1].value))
 
 
 def goal_metric(settings: TuneSettings, final: Result) -> Metric | None:
@@ -361,8 +355,7 @@ def _by_energy(final: Result, comparison: Comparison) -> Comparison:
     quotient, ci95, is_apart = None, None, False
     if baseline and arm and error is not None:
         log, pairs = math.log(arm / baseline), math.comb(len(final.experiment.arms), 2)
-        half = critical_t(comparison.degrees, SIGNIFICANCE) * error
-        quotient, ci95 = arm / baseline, (math.exp(log - half), math.exp(log + half))
+        quotient, ci95 = arm / baseline, t_estimate(log, error, comparison.degrees).exp().interval
         is_apart = abs(log) > critical_t(comparison.degrees, SIGNIFICANCE / pairs) * error
     reason = comparison.reason or (None if ci95 else "the energy of an arm is not known")
     verdict = judge(ci95, 0.0 if is_apart else 1.0, margin, higher_is_better=False)
@@ -403,6 +396,11 @@ def limits_in_words(limits: Mapping[str, float]) -> str:
 def limit_in_words(metric: str, limit_ms: float) -> str:
     """ "p99 ≤ 50 ms" """
     return f"{METRICS[metric].title.removesuffix(' latency')} ≤ {number(limit_ms)} ms"
+
+
+def times_in_words(gain: Estimate) -> str:
+    """ "1.20× (1.10–1.30)" """
+    return f"{ratio(gain.value, gain.interval)} ({ratio_interval(gain.interval)})"
 
 
 def percent(value: float, interval: Interval | None) -> str:

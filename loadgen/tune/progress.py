@@ -10,10 +10,10 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from loadgen.documents import one_line
-from loadgen.quantities import counted, ratio, ratio_interval
+from loadgen.quantities import counted
 from loadgen.records.run import Label
 from loadgen.report.progress import MovingLine, clock
-from loadgen.tune.outcome import settings_in_words
+from loadgen.tune.outcome import settings_in_words, times_in_words
 from loadgen.tune.race import RaceProgress
 from loadgen.tune.records import Space, TuningRun
 from loadgen.tune.search import RaceLead
@@ -85,5 +85,5 @@ def lead_in_words(lead: RaceLead, contenders: int) -> str:
     contender = lead.best.contender
     if not contender.settings:
         return f"{lead.target}: its defaults are the best so far; {tried}"
-    gain = "" if lead.gain is None else f", {ratio(*lead.gain)} ({ratio_interval(lead.gain[1])}) of its defaults"
+    gain = "" if lead.gain is None else f", {times_in_words(lead.gain)} of its defaults"
     return f"{lead.target}: best so far {contender.name}{gain}: {settings_in_words(contender)}; {tried}"

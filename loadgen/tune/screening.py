@@ -31,7 +31,7 @@ from loadgen.run.preparation import Prepared
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.run.storage import StoredRun, read_run
-from loadgen.stats.ratios import critical_t
+from loadgen.stats.estimates import critical_t
 from loadgen.stats.tails import percentile_of_rounds
 from loadgen.tune.outcome import goal_metrics
 from loadgen.tune.records import ANCHOR, OverLimit, Score

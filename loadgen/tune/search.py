@@ -28,6 +28,7 @@ import scipy
 
 from loadgen.quantities import Interval
 from loadgen.records.run import Label
+from loadgen.stats.estimates import Estimate
 from loadgen.stats.ratios import Values
 from loadgen.stats.regression import Codes, Grid, Observations, Regression, expected_gain
 from loadgen.tune.records import Contender, OverLimit, Score, Space, Stage, TuningRun
@@ -52,8 +53,6 @@ EXACT = 1e-4
 MOST_LISTED = 4096
 """Contenders of a space that are considered; of a larger space so many are drawn."""
 WIDEST_LIMIT = 1e3
-Gain = tuple[float, Interval]
-"""How many times better, with the 95 % interval."""
 Z95 = 1.96
 
 
@@ -81,7 +80,7 @@ class Standing:
         """95 % interval of how many times better than the anchor it is."""
         if self.log_ratio is None:
             return None
-        return factor_of(self.log_ratio, self.error)[1]
+        return factor_of(self.log_ratio, self.error).interval
 
     @property
     def may_win(self) -> bool:
@@ -115,7 +114,7 @@ class RaceLead:
     """Contenders that are out, and why."""
     best: Standing | None = None
     """The best of the screenings; None before anything was measured, and where nothing keeps the limit."""
-    gain: Gain | None = None
+    gain: Estimate | None = None
     """How many times better it is than the target's defaults; None if those were not measured, or are the best."""
 
 
@@ -211,7 +210,7 @@ class Search:
             return self._outlook(target).estimates().with_exact(self.anchor)
         return least_squares(self._that_count(stage), self.start_spread).with_exact(self.anchor)
 
-    def gain(self, one: Contender, other: Contender, stage: Stage = "screening") -> Gain | None:
+    def gain(self, one: Contender, other: Contender, stage: Stage = "screening") -> Estimate | None:
         """How many times better one contender of a target is than another, by the runs of a stage; None if these did
         not measure both."""
         measured = {score.contender for score in self._scores(stage)}
@@ -341,9 +340,9 @@ def _settings(settings: Mapping[str, str]) -> _Settings:
     return frozenset(settings.items())
 
 
-def factor_of(log_ratio: float, error: float) -> tuple[float, Interval]:
+def factor_of(log_ratio: float, error: float) -> Estimate:
     """A log ratio as a factor, with its 95 % interval."""
-    return math.exp(log_ratio), (math.exp(log_ratio - Z95 * error), math.exp(log_ratio + Z95 * error))
+    return Estimate(log_ratio, log_ratio - Z95 * error, log_ratio + Z95 * error).exp()
 
 
 def _value(standing: Standing) -> float:

@@ -21,13 +21,12 @@ from loadgen.quantities import (
     measured,
     measured_interval,
     number,
-    ratio,
-    ratio_interval,
     sentence,
 )
 from loadgen.ranking.analyse import pareto_front
 from loadgen.records.run import Label
 from loadgen.report.sections.verdict import conditions_in_brief
+from loadgen.stats.estimates import Estimate
 from loadgen.stats.ratios import geometric_mean
 from loadgen.tune.outcome import (
     P99,
@@ -38,10 +37,11 @@ from loadgen.tune.outcome import (
     limits_in_words,
     percent,
     settings_in_words,
+    times_in_words,
 )
 from loadgen.tune.race import TITLES
 from loadgen.tune.records import ANCHOR
-from loadgen.tune.search import Gain, factor_of
+from loadgen.tune.search import factor_of
 from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.checks.registry import validity
 
@@ -130,7 +130,11 @@ def _standing(outcome: TuningOutcome, target: TargetOutcome) -> str:
     if outcome.final is None or target.best is None or chosen is None:
         if target.race.best is None:
             return "nothing to tell yet" if outcome.final is None else "could not be measured"
-        gain = "" if target.race.gain is None else f", {_times(target.race.gain)} of its defaults in the screenings"
+        gain = (
+            ""
+            if target.race.gain is None
+            else f", {times_in_words(target.race.gain)} of its defaults in the screenings"
+        )
         return f"best so far: {settings_in_words(target.race.best.contender)}{gain}"
     words, within = settings_in_words(chosen), limits_in_words(outcome.settings.limits)
     if not outcome.has_verdict:
@@ -140,7 +144,7 @@ def _standing(outcome: TuningOutcome, target: TargetOutcome) -> str:
         return f"nothing that was tried is shown to keep {within}; {kept}"
     if chosen == target.default:
         return "keep its defaults: nothing that was tried did better"
-    gain = "" if target.gain is None else f": {_times(target.gain)} of its defaults"
+    gain = "" if target.gain is None else f": {times_in_words(target.gain)} of its defaults"
     if target.best == target.default:
         if lead is not None and lead.winner == target.default.name:
             return f"keep its defaults: in the final they are better than {words}"
@@ -150,7 +154,7 @@ def _standing(outcome: TuningOutcome, target: TargetOutcome) -> str:
         return f"keep its defaults; {words} is not shown to be better{gain}{why}"
     if cost is None or lead is None:
         return f"{words}; its defaults {f'are not shown to keep {within}' if lead else 'could not be measured'}"
-    return f"{words}; its defaults {'cost' if lead.higher_is_better else 'add'} {percent(*cost)}"
+    return f"{words}; its defaults {'cost' if lead.higher_is_better else 'add'} {percent(cost.value, cost.interval)}"
 
 
 def _best_and_defaults(outcome: TuningOutcome) -> doc.Section | None:
@@ -181,7 +185,7 @@ def _best_and_defaults(outcome: TuningOutcome) -> doc.Section | None:
                     _with_interval(figures[goal.name]),
                     *([] if price is None else [number(per_million(price, value)) if value else "–"]),
                     measured(figures[P99.name].value),
-                    percent(*cost) if cost is not None and is_best else "",
+                    percent(cost.value, cost.interval) if cost is not None and is_best else "",
                     *(_limit_cell(figures[name]) for name in limits),
                 )
             )
@@ -227,15 +231,10 @@ def _settings(outcome: TuningOutcome) -> doc.Section | None:
     )
 
 
-def _worth(gain: Gain | None) -> doc.Cell:
+def _worth(gain: Estimate | None) -> doc.Cell:
     if gain is None:
         return doc.Cell("not measured", "unknown")
-    return doc.Cell(_times(gain), "ok" if gain[1][0] > 1.0 else "note")
-
-
-def _times(gain: Gain) -> str:
-    """ "1.20× (1.10–1.30)" """
-    return f"{ratio(*gain)} ({ratio_interval(gain[1])})"
+    return doc.Cell(times_in_words(gain), "ok" if (gain.low or 0.0) > 1.0 else "note")
 
 
 # Charts
@@ -288,8 +287,8 @@ def _race(outcome: TuningOutcome) -> doc.Chart | None:
         members = {contender.name for contender in target.contenders}
         own = [(place, stage, s) for place, (stage, s) in enumerate(scores, 1) if s.contender in members]
         factors = [factor_of(score.log_ratio, score.error) for _, _, score in own]
-        centres, bounds = [centre for centre, _ in factors], [interval for _, interval in factors]
-        values += [bound for interval in bounds for bound in interval]
+        centres, bounds = [factor.value for factor in factors], [factor.interval for factor in factors]
+        values += [bound for interval in bounds for bound in interval or ()]
         points = [(score.contender, place, centre) for (place, _, score), centre in zip(own, centres, strict=True)]
         bars = charts.errors(centres, bounds, color=f"--{_style(target)}", thickness=1, width=0)
         hover = "%{y:.3~g}×<br>%{customdata}<extra></extra>"

@@ -7,7 +7,6 @@ What a comparison has too is declared once, in `ExperimentSettings`, and has the
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from copy import copy
 from typing import Annotated, Any, Literal
@@ -20,15 +19,18 @@ from loadgen.experiment.settings import (
     MAIN,
     MEASUREMENT,
     TARGET,
+    TOKEN_LIMITS,
     ArmSettings,
     Buckets,
     ExperimentSettings,
     Lengths,
     Settings,
     in_panel,
+    limits_of,
+    read_limits,
 )
 from loadgen.records.payloads import Payload, is_language
-from loadgen.records.run import Label, TokenLimits, Transport
+from loadgen.records.run import Label, Transport
 
 Target = Literal["native", "triton", "fastapi", "litserve", "vllm"]
 Goal = Literal["throughput", "latency", "cost", "energy"]
@@ -43,33 +45,7 @@ LIMITED: Mapping[str, str] = {
     "ttft": "ttft_p99", "tpot": "tpot_p99", "gap": "worst_gap_p99",
 }  # fmt: skip
 """The metric of each limit by its name; those of tokens are the p99 over the answers."""
-_OF_TOKENS = frozenset(TokenLimits.__struct_fields__)
-_MOST_LIMIT_MS = 3_600_000.0
 _main, _target, _load, _measurement = map(in_panel, (MAIN, TARGET, LOAD, MEASUREMENT))
-
-
-def parse_limits(text: str) -> dict[str, float]:
-    """Limits such as p99=50ms,ttft=0.2s as milliseconds by their names. Raises `ValueError`."""
-    limits: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        parsed = re.fullmatch(rf"({'|'.join(LIMITED)}) *= *([0-9]+(?:\.[0-9]+)?) *(ms|s)", part)
-        if parsed is None:
-            raise ValueError(f"{part!r} is no limit; write it as in p99=50ms, of {', '.join(LIMITED)}")
-        value = float(parsed[2]) * (1000.0 if parsed[3] == "s" else 1.0)
-        if parsed[1] in limits:
-            raise ValueError(f"{parsed[1]} is given twice; give each limit once")
-        if not 0.0 < value <= _MOST_LIMIT_MS:
-            raise ValueError(f"{part!r} must be above 0 and at most an hour")
-        limits[parsed[1]] = value
-    if not limits:
-        raise ValueError("give at least one limit, as in p99=50ms")
-    return limits
-
-
-def _checked_limits(value: object) -> str:
-    """In a file the limits may also be a mapping: {p99: 50ms}."""
-    text = ",".join(f"{name}={limit}" for name, limit in value.items()) if isinstance(value, dict) else str(value)
-    return ",".join(f"{name}={limit:g}ms" for name, limit in parse_limits(text).items())
 
 
 def _targets(value: object) -> object:
@@ -102,7 +78,7 @@ def _shared(name: str, **changes: Any) -> Any:
 
 
 Targets = Annotated[tuple[Target, ...], BeforeValidator(_targets), Field(min_length=1)]
-LimitsText = Annotated[str, BeforeValidator(_checked_limits)]
+LimitsText = Annotated[str, limits_of((*LIMITED,))]
 Chosen = Annotated[dict[str, str], BeforeValidator(_values)]
 
 
@@ -198,7 +174,7 @@ class TuneSettings(Settings):
     @property
     def limits(self) -> dict[str, float]:
         """The limits in ms by the names of their metrics."""
-        given = {} if self.limit is None else parse_limits(self.limit)
+        given = {} if self.limit is None else read_limits(self.limit, (*LIMITED,))
         return {LIMITED[name]: limit for name, limit in given.items()}
 
     def side_by_side(self, *, gpu: bool) -> int:
@@ -262,6 +238,6 @@ def check_tuning(settings: TuneSettings, *, gpu: bool) -> None:
         raise PlanError("--goal energy needs an NVIDIA GPU, and this machine has none; use --goal throughput")
     if settings.sequence_length is not None and "," in settings.sequence_length:
         raise PlanError("--sequence-length: a tuning has one load; give one length, or text")
-    for name in parse_limits(settings.limit) if settings.limit and not settings.is_language else ():
-        if f"{name}_ms" in _OF_TOKENS:
+    for name in TOKEN_LIMITS if not settings.is_language else ():
+        if LIMITED[name] in settings.limits:
             raise PlanError(f"--limit {name} is for language models, and {settings.model} is not one; use p99")

@@ -22,7 +22,8 @@ from loadgen.metrics.comparisons import Comparison, PairedMetric
 from loadgen.quantities import share
 from loadgen.records.machine import FloorEntry, NoiseFloor, own_devices, used_gpus
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
-from loadgen.stats.ratios import SIGNIFICANCE, critical_t, estimate_ratio
+from loadgen.stats.estimates import SIGNIFICANCE, critical_t
+from loadgen.stats.ratios import estimate_ratio
 
 LEAST_RESTARTS = 3
 MOST_NAMED = 3

@@ -26,7 +26,8 @@ from loadgen.metrics.registry import METRICS
 from loadgen.quantities import Interval, counted, excludes_one, number
 from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.run import Experiment, Label, Pairing, Record, Workload, shown
-from loadgen.stats.ratios import SIGNIFICANCE, adjust_holm, critical_t
+from loadgen.stats.estimates import SIGNIFICANCE, critical_t, t_estimate
+from loadgen.stats.ratios import adjust_holm
 from loadgen.verdict.result import Result
 
 LEAST_P, MOST_P = 1e-12, 0.999
@@ -257,9 +258,8 @@ def _test(old: Comparison, new: Comparison) -> tuple[float, Interval | None, flo
     (error_1, degrees_1), (error_2, degrees_2) = first, second
     error = math.hypot(error_1, error_2)
     degrees = error**4 / (error_1**4 / degrees_1 + error_2**4 / degrees_2)
-    half = critical_t(degrees, SIGNIFICANCE) * error
     p = 2.0 * float(scipy.special.stdtr(degrees, -abs(centre) / error))
-    return change, (math.exp(centre - half), math.exp(centre + half)), p, None
+    return change, t_estimate(centre, error, degrees).exp().interval, p, None
 
 
 def _units(comparison: Comparison) -> int:

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from loadgen.cli.conformance import conformance
 from loadgen.conformance.cases import CASES, select
 from loadgen.conformance.records import CaseResult, CaseVerdict, ConformanceReport
-from loadgen.conformance.runner import CaseRun, markdown
+from loadgen.conformance.runner import CaseRun, report_document
 from loadgen.conformance.servers import DEFAULTS, LaunchedSession, RemoteSession
+from loadgen.report.renderers.markdown import render_markdown
 
 APP = typer.Typer()
 APP.command()(conformance)
@@ -121,11 +122,12 @@ def test_markdown_lists_the_deviations_and_the_other_cases() -> None:
         CaseResult(number="2a", verdict=CaseVerdict.SKIPPED, reason="no option", **row),
     )
     created: dict[str, str] = {"created_at": "2026-01-02T00:00:00+00:00", "abserve_version": "1", "model": "m"}
-    text = markdown(ConformanceReport(server="triton", server_title="Triton", results=results, **created))
-    assert text.startswith("Triton, model `m`, 2026-01-02, abserve 1.")
-    assert "| 1a t | http | 400 | a\\|b | deviates: no |" in text
+    report = ConformanceReport(server="triton", server_title="Triton", results=results, **created)
+    text = render_markdown(report_document(report))
+    assert text.startswith("# Conformance of Triton\n\nModel m, 2026-01-02, abserve 1.")
+    assert "| 1a t | http | 400 | a\\|b | **deviates: no** |" in text
     assert "Conforms: 1b." in text
-    assert "- 2a: no option" in text
+    assert "- **skipped**: 2a: no option" in text
 
 
 def test_markdown_is_written_or_the_error_says_why(toy: str, tmp_path: Path) -> None:

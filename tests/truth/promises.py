@@ -26,11 +26,10 @@ from loadgen.metrics.comparisons import (
 from loadgen.metrics.registry import THROUGHPUT
 from loadgen.probes.load import NEEDY
 from loadgen.records.run import Pairing
+from loadgen.stats.estimates import SIGNIFICANCE, critical_t
 from loadgen.stats.ratios import (
-    SIGNIFICANCE,
     RatioEstimate,
     adjust_holm,
-    critical_t,
     estimate_anytime,
     estimate_ratio,
     estimate_restarts,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.documents import read_stored
-from loadgen.report.files import write_reports
+from loadgen.report.files import published
 from loadgen.verdict.result import analyse, stored_result
 from tests.golden.synthetic_run import Plan, write_run
 
@@ -83,7 +83,7 @@ def test_the_repository_stays_small_with_one_report_as_an_example() -> None:
 def test_a_packed_run_is_reported_as_before_and_loses_no_record(tmp_path: Path, example: bool) -> None:
     run = write_run(tmp_path / "run", Plan(pairs=2))
     result = analyse(run)
-    write_reports(run, result)
+    published(result).write(run)
     records = {path.name: path.read_bytes() for path in [*run.glob("*.json"), *run.glob("blocks/*")]}
     manifest = tmp_path / "manifest.json"
     manifest.write_text('{\n "date": "2026-11-25"\n}\n')

@@ -16,7 +16,7 @@ from loadgen.probes.rate_search_analysis import BUSY, RatesFound, Trial
 from loadgen.quantities import join, number, per_second, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s, ceiling_tokens_per_s
 from loadgen.records.run import Label, Workload, shown
-from loadgen.stats.ratios import critical_t
+from loadgen.stats.estimates import critical_t
 from loadgen.verdict.checks.registry import Judgement, Severity, check, per_load
 
 SEND_LAG_LIMIT = 0.02

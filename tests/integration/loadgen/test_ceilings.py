@@ -18,7 +18,7 @@ from loadgen.probes import ceiling as ceiling_probe
 from loadgen.probes.ceiling import measure
 from loadgen.probes.ceiling_analysis import Ceiling, Ceilings, CeilingsFound
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
-from loadgen.report.files import write_reports
+from loadgen.report.files import published
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.run.storage import RunStore
@@ -131,7 +131,7 @@ def test_ctrl_c_in_a_measurement_keeps_the_load_and_leaves_nobody(tmp_path: Path
     state = stored(out / "run.json", RunState)
     assert (state.state, state.phase) == ("interrupted", "measuring the engines alone")
     result = analyse(out)
-    write_reports(out, result)
+    published(result).write(out)
     assert all(block.complete for block in result.blocks)
     assert {one.label for one in result.of(CeilingsFound).shares} == {"a"}
     assert result.of(CeilingsFound).missing == ()

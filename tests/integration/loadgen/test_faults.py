@@ -21,7 +21,7 @@ import pytest
 from loadgen.probes.cold_start import ColdStartsFound
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.records.run import ArmRequest, RunState, Workload
-from loadgen.report.files import write_reports
+from loadgen.report.files import published
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.checks.registry import invalidating
@@ -52,7 +52,7 @@ SAMPLER = (sys.executable, str(Path(__file__).parents[2] / "scripted_sampler.py"
 def reported(out: Path) -> Result:
     """The result; every report of it can be written."""
     result = analyse(out)
-    write_reports(out, result)
+    published(result).write(out)
     return result
 
 

@@ -14,7 +14,7 @@ import loadgen.run.load_runner
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.gpu.records import EvidenceFile, read_readings
 from loadgen.records.run import ArmRecord, ArmRequest, RunState, Workload
-from loadgen.report.files import write_reports
+from loadgen.report.files import published
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import analyse
@@ -85,7 +85,7 @@ def test_what_a_gpu_run_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not result.valid
     assert result.verdict.caveats[0].startswith("GPU use is not verified: Arm A is INCONCLUSIVE (short_window)")
     assert all(comparison.verdict == "invalid" for comparison in result.comparisons)
-    write_reports(out, result)
+    published(result).write(out)
     assert "GPU verification" in (out / "report.html").read_text()
     assert msgspec.json.decode((out / "evidence.json").read_bytes(), type=EvidenceFile) == evidence
 
@@ -155,7 +155,7 @@ def test_tritons_by_url_are_verified_by_their_processes_unless_another_process_i
         assert record.inputs.load.server_cpu_s is not None
         assert record.inputs.gpu is not None
         assert (record.inputs.gpu.joules_per_item is not None) == alone
-    write_reports(out, result)
+    published(result).write(out)
     for name in ("report.html", "summary.md"):
         text = (out / name).read_text()
         for words in (

@@ -17,7 +17,7 @@ from loadgen.experiment.schedule import schedule
 from loadgen.launch.work_folder import remove_abandoned
 from loadgen.records.run import Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
-from loadgen.report.files import write_reports
+from loadgen.report.files import published
 from loadgen.run.storage import RunStore, StorageError
 from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.result import analyse
@@ -41,7 +41,7 @@ def long_experiment() -> Experiment:
 def finished(out: Path) -> Check:
     """What the report says of the run's end; it can be made whatever that was."""
     result = analyse(out)
-    write_reports(out, result)
+    published(result).write(out)
     assert not result.valid
     (check,) = [check for check in result.checks if check.name == "run_finished"]
     assert check.ok is False

@@ -10,7 +10,7 @@ from loadgen.probes import registry
 from loadgen.probes.rate_search import search_rate
 from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.records.run import ArmRequest, Workload
-from loadgen.report.files import write_reports
+from loadgen.report.files import published
 from loadgen.run.context import RunContext
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
@@ -31,7 +31,7 @@ def run(folder: Path, workload: Workload, delay_ms: int, *slots: int) -> Result:
     state = run_experiment(experiment, folder, RunProgress(), abserve=FAKE_ABSERVE)
     assert state.state == "finished", state
     result = analyse(folder)
-    write_reports(folder, result)
+    published(result).write(folder)
     return result
 
 

@@ -15,7 +15,7 @@ from loadgen.experiment.schedule import schedule
 from loadgen.probes.causes_analysis import CausesFound, Explanation
 from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, ParityRecord, RunState, Workload
-from loadgen.report.files import write_reports
+from loadgen.report.files import published
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import analyse
@@ -91,7 +91,7 @@ def test_a_run_of_named_arms_stores_every_record_of_each(tmp_path: Path) -> None
     assert all(record.complete and record.errors == 0 for record in records)
     assert all(earlier.window_end_ns <= later.window_start_ns for earlier, later in pairwise(records))
     result = analyse(out)
-    write_reports(out, result)
+    published(result).write(out)
     assert {(one.label, one.workload) for one in result.summaries} == {
         (name, workload) for name in names for workload in ("single", "concurrent(4)")
     }

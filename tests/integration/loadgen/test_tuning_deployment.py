@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from loadgen.child_process import ABSERVE
-from loadgen.documents import kind_of
+from loadgen.documents import indented, kind_of
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.launch.embedded import PortReservation
 from loadgen.tune.deploy import compose_override, deployed_files, no_compose_file, write_deployment
-from loadgen.tune.files import document_of, encode_tuning, read_tuning, stored_outcome, write_reports
+from loadgen.tune.files import published, read_tuning, stored_outcome
 from loadgen.tune.outcome import TuningOutcome, outcome_of
 from loadgen.verdict.result import Result, encode_result
 from tests.synthetic_tuning import final, tuning
@@ -62,7 +62,7 @@ def outcome(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TuningOut
     result = with_settings(final(tmp_path_factory.mktemp("run")))
     (folder / "final").mkdir()
     (folder / "final/result.json").write_bytes(encode_result(result))
-    (folder / "tuning.json").write_bytes(encode_tuning(tuning()))
+    (folder / "tuning.json").write_bytes(indented(tuning()))
     outcome = outcome_of(tuning(), result)
     assert write_deployment(folder, outcome) == ()
     return outcome
@@ -180,7 +180,7 @@ def test_the_reports_are_made_from_what_is_stored(folder: Path, outcome: TuningO
     assert kind_of(folder) == "tuning"
     stored = stored_outcome(folder, read_tuning(folder))
     assert stored.headline == outcome.headline
-    report, summary = write_reports(folder, document_of(folder, stored))
+    report, summary = published(folder, stored).write(folder)
     for name in deployed_files(folder):
         assert (folder / name).exists()
         assert f"]({name})" in summary.read_text()

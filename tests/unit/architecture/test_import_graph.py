@@ -55,7 +55,7 @@ LOADGEN = (
     "engine_matrix.worker_process", "engine_matrix.judging", "engine_matrix.measure",
     "report.document", "report.charts",
     "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",
-    "engine_matrix.files", "ranking", "run.calibrate", "report", "conformance", "tune",
+    "run.calibrate", "report", "engine_matrix.files", "ranking", "conformance", "tune",
     "scenarios", "cli", "entry",
 )  # fmt: skip
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.inputs import InputError, write_given
 from loadgen.documents import MOST_RECORD_BYTES
-from loadgen.engine_matrix.files import write_reports
+from loadgen.engine_matrix.files import published
 from loadgen.engine_matrix.records import Visit
 from loadgen.engine_matrix.store import MatrixStore
 from loadgen.entry import build
@@ -364,7 +364,7 @@ def test_an_engine_matrix_with_something_else_in_place_of_a_file(
 def store_matrix(folder: Path, *, visits: bool) -> None:
     measured = synthetic_matrix([configuration()], [cell(0, 10.0)])
     folder.mkdir(parents=True)
-    write_reports(folder, measured)
+    published(measured).write(folder)
     if visits:
         store = MatrixStore(folder)
         (folder / "visits").mkdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,7 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, fault: Exception) -> No
     def fail(*_: Any, **__: Any) -> Any:
         raise fault
 
-    module, _, name = place.rpartition(".")
-    monkeypatch.setattr(importlib.import_module(module), name, fail)
+    monkeypatch.setattr(place, fail)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
@@ -39,8 +37,8 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, fault: Exception) -> No
     "place",
     [
         "loadgen.verdict.result.analyse",
-        "loadgen.report.files.write_reports",
-        "loadgen.report.contents.result_document",
+        "loadgen.report.published.Published.write",
+        "loadgen.report.files.result_document",
         "loadgen.report.renderers.terminal.print_document",
         "loadgen.report.files.append_job_summary",
     ],

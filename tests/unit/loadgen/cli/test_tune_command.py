@@ -37,7 +37,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--limit", "p98=5ms"), "is no limit; write it as in p99=50ms"),
+        (("--limit", "p98=5ms"), "is no limit; write it as in p50=50ms"),
         (("--rate", "5", "--concurrency", "6"), "are two loads; give one of them"),
         (("--arms", "native,foo"), "unknown value foo; choose from native, triton"),
         (("--arms", "native,native"), "give each server once"),
@@ -75,7 +75,8 @@ def test_a_finished_tuning_does_not_go_on(refused: Refused, folder: Path) -> Non
 
 
 def test_a_tuning_goes_on_with_its_own_settings_alone(refused: Refused, folder: Path) -> None:
-    assert "other values of --concurrency" in refused("--resume", str(folder), "--concurrency", "3", "--minutes", "9")
+    said = refused("--resume", str(folder), "--concurrency", "3", "--minutes", "9")
+    assert "it was begun with concurrency not set instead of 3;" in said
 
 
 def test_a_damaged_tuning_does_not_go_on(refused: Refused, folder: Path) -> None:

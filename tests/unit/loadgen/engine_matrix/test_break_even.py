@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from loadgen.engine_matrix.analyse import PATHS, items_until, path_of
-from loadgen.engine_matrix.records import BreakEven, Configuration, Conversion, Estimate
+from loadgen.engine_matrix.records import BreakEven, Configuration, Conversion
 from loadgen.engine_matrix.sections import pays_after
+from loadgen.stats.estimates import Estimate
 from servers.engines.settings import engine_names
 from servers.language.engine import GENERATING_ENGINES
 from tests.unit.loadgen.engine_matrix.simulated_matrix import ONNX, TORCH, configuration, matrix, per_item, plan

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from loadgen.cli.engines import exit_status
 from loadgen.cli.report import report
+from loadgen.documents import indented
 from loadgen.engine_matrix import files
 from loadgen.engine_matrix.analyse import analyse
 from loadgen.engine_matrix.records import Configuration, Conversion, Matrix, MatrixPlan, Visit, Winner
@@ -299,14 +300,14 @@ def test_parquet_has_the_same_table_with_types(analysed: Matrix, tmp_path: Path)
 
 def test_without_pyarrow_everything_else_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "has_parquet", lambda: False)
-    paths = files.write_reports(tmp_path, matrix(plan(TORCH, ONNX), SPEEDS))
+    paths = files.published(matrix(plan(TORCH, ONNX), SPEEDS)).write(tmp_path)
     assert [path.name for path in paths] == ["report.html", "summary.md", "matrix.json", "cells.csv"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in paths)
 
 
 def test_a_matrix_is_read_as_it_was_written(analysed: Matrix, tmp_path: Path) -> None:
     path = tmp_path / "matrix.json"
-    path.write_bytes(files.encode_matrix(analysed))
+    path.write_bytes(indented(analysed))
     assert read_matrix(path) == analysed
 
 
@@ -339,7 +340,7 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_the_report_command_remakes_everything_from_the_visits(tmp_path: Path) -> None:
     asked = plan(TORCH, ONNX)
     write_run(tmp_path, asked, visits(asked, SPEEDS))
-    (tmp_path / "matrix.json").write_bytes(files.encode_matrix(analyse(asked, ENVIRONMENT, [], None)))  # an older one
+    (tmp_path / "matrix.json").write_bytes(indented(analyse(asked, ENVIRONMENT, [], None)))  # an older one
     status, output = run(str(tmp_path))
     assert status == 0
     assert " COMPLETE" in output
@@ -350,7 +351,7 @@ def test_the_report_command_remakes_everything_from_the_visits(tmp_path: Path) -
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_published_folder_needs_its_matrix_alone(tmp_path: Path, analysed: Matrix, compressed: bool) -> None:
-    content = files.encode_matrix(analysed)
+    content = indented(analysed)
     path = tmp_path / ("matrix.json.gz" if compressed else "matrix.json")
     path.write_bytes(gzip.compress(content) if compressed else content)
     assert run(str(tmp_path))[0] == 0
@@ -360,7 +361,7 @@ def test_a_published_folder_needs_its_matrix_alone(tmp_path: Path, analysed: Mat
 
 @pytest.mark.parametrize(("name", "begins"), [("csv", "model,engine"), ("json", "{"), ("markdown", "# ")])
 def test_a_format_is_printed_and_nothing_is_written(tmp_path: Path, name: str, begins: str) -> None:
-    (tmp_path / "matrix.json").write_bytes(files.encode_matrix(matrix(plan(TORCH, ONNX), SPEEDS)))
+    (tmp_path / "matrix.json").write_bytes(indented(matrix(plan(TORCH, ONNX), SPEEDS)))
     status, output = run(str(tmp_path), "--format", name)
     assert (status, output.startswith(begins)) == (0, True)
     assert [path.name for path in tmp_path.iterdir()] == ["matrix.json"]

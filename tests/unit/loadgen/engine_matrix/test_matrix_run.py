@@ -15,10 +15,10 @@ import pytest
 from loadgen.engine_matrix.measure import MOST_FAILURES, run_matrix
 from loadgen.engine_matrix.plan import schedule
 from loadgen.engine_matrix.records import Configuration, MatrixPlan, Visit
-from loadgen.engine_matrix.store import MatrixStore
+from loadgen.engine_matrix.store import MatrixStore, read_plan
 from loadgen.engine_matrix.worker_process import Limits
 from loadgen.records.run import RunState
-from loadgen.run.storage import StorageError
+from loadgen.run.storage import StorageError, StoredRunError, read_one
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
 LIMITS = Limits(prepare=30, load=30, cell=30, stop=5)
@@ -53,6 +53,12 @@ def run(plan: MatrixPlan, folder: Path, limits: Limits = LIMITS, **progress: Any
     return store
 
 
+def stored_state(folder: Path) -> RunState:
+    state = read_one(folder, RunState)
+    assert state is not None
+    return state
+
+
 def of(store: MatrixStore, configuration: int) -> list[Visit]:
     return [visit for visit in store.visits() if visit.configuration == configuration]
 
@@ -61,8 +67,8 @@ def of(store: MatrixStore, configuration: int) -> list[Visit]:
 def test_every_visit_is_stored_with_all_its_cells(tmp_path: Path, processes: str) -> None:
     plan = make_plan(tmp_path, "fine", processes=processes, profile=True)
     store = run(plan, tmp_path)
-    assert store.read(RunState).state == "finished"
-    assert store.read(MatrixPlan) == plan
+    assert stored_state(store.directory).state == "finished"
+    assert read_one(store.directory, MatrixPlan) == plan
     visits = store.visits()
     assert {(each_visit.round, each_visit.configuration) for each_visit in visits} == {
         (r, c) for r in range(2) for c in range(2)
@@ -103,7 +109,7 @@ def test_a_bad_configuration_is_told_and_the_others_are_measured(
     for visit in bad:
         assert message in str(visit.error)
         assert visit.cells == ()
-    assert store.read(RunState).state == "finished"
+    assert stored_state(store.directory).state == "finished"
 
 
 def test_a_hanging_process_is_stopped_in_time(tmp_path: Path) -> None:
@@ -154,7 +160,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
             (tmp_path / "artefacts" / "interrupt").touch()  # the next worker sends SIGTERM here
 
     store = run(plan, tmp_path, visit_done=interrupt)
-    assert store.read(RunState).state == "interrupted"
+    assert stored_state(store.directory).state == "interrupted"
     before = store.visits()
     assert len(before) == 2
     assert not [child for child in psutil.Process().children() if "fake_worker" in " ".join(child.cmdline())]
@@ -165,7 +171,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
         seen.append(done)
 
     store = run(plan, tmp_path, visit_done=count)
-    assert store.read(RunState).state == "finished"
+    assert stored_state(store.directory).state == "finished"
     assert seen == [3, 4, 5, 6]
     assert len(store.visits()) == 6
     assert all(each_visit in store.visits() for each_visit in before)
@@ -199,7 +205,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_stored(tmp_path: Path, monk
         run(plan, tmp_path)
     store = MatrixStore(tmp_path / "run")
     assert len(store.visits()) == 1
-    assert store.read(RunState) == msgspec.structs.replace(store.read(RunState), state="failed")
+    assert stored_state(store.directory).state == "failed"
 
 
 def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
@@ -220,13 +226,12 @@ def test_a_folder_that_cannot_be_written_and_a_broken_record_are_one_sentence(tm
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot store"), MatrixStore(tmp_path / "file" / "run").open():
         pass
-    store = MatrixStore(tmp_path / "none")
-    with pytest.raises(StorageError, match="give the folder of a matrix"):
-        store.read(MatrixPlan)
+    with pytest.raises(StoredRunError, match="holds no engine matrix: plan"):
+        read_plan(tmp_path / "none")
     plan = make_plan(tmp_path, "fine", rounds=1)
     stored = run(plan, tmp_path)
     (stored.directory / "visits" / "0000.json").write_text("{")
-    with pytest.raises(StorageError, match=r"0000\.json cannot be read"):
+    with pytest.raises(StoredRunError, match=r"0000\.json cannot be read"):
         stored.visits()
 
 
@@ -270,7 +275,7 @@ def test_the_state_is_stored_from_the_beginning(tmp_path: Path) -> None:
     states: list[RunState] = []
 
     def watch(_: str) -> None:
-        states.append(MatrixStore(tmp_path / "run").read(RunState))
+        states.append(stored_state(tmp_path / "run"))
 
     run(make_plan(tmp_path, "fine", rounds=1), tmp_path, now=watch)
     assert {state.state for state in states} == {"running"}

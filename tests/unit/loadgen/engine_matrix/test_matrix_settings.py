@@ -15,19 +15,12 @@ from typer.testing import CliRunner
 
 from loadgen.cli import engines as command
 from loadgen.cli.engines import exit_status
-from loadgen.engine_matrix.records import (
-    CellResult,
-    Configuration,
-    ConfigurationResult,
-    Estimate,
-    Matrix,
-    MatrixPlan,
-    Visit,
-)
+from loadgen.engine_matrix.records import CellResult, Configuration, ConfigurationResult, Matrix, MatrixPlan, Visit
 from loadgen.engine_matrix.settings import MatrixSettings
 from loadgen.entry import PanelledCommand
 from loadgen.report.document import Document
 from loadgen.run.machine import read_environment
+from loadgen.stats.estimates import Estimate
 
 OFFERS = {
     "device": "cpu",
@@ -61,8 +54,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     )
     monkeypatch.setattr(command, "ENGINE_WORKER", (sys.executable, str(offers)))
     monkeypatch.setattr("loadgen.engine_matrix.analyse.analyse", matrix_of)
-    monkeypatch.setattr("loadgen.engine_matrix.files.write_reports", lambda folder, _: [folder / "report.html"])
-    monkeypatch.setattr("loadgen.engine_matrix.sections.matrix_document", lambda _: Document("matrix", {}))
+    monkeypatch.setattr("loadgen.engine_matrix.files.matrix_document", lambda _: Document("matrix", {}))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
 
@@ -128,7 +120,7 @@ def test_an_option_overrides_the_variable_and_that_the_file_and_that_the_default
         ("", ["--batches", "0"], "--batches 0: must be greater than or equal to 1"),
         ("", ["--engines", "goood"], "--engines: unknown value goood; did you mean good?"),
         ("", ["--json", "/no/such/folder/x.json"], "--json /no/such/folder/x.json: give the path"),
-        ("", ["--resume", "."], "--resume .: cannot read plan.json"),
+        ("", ["--resume", "."], "--resume .: . holds no engine matrix: plan.json is missing"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(

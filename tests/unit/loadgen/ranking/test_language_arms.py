@@ -13,7 +13,7 @@ import pytest
 from loadgen.quantities import number
 from loadgen.ranking.analyse import from_result, rank
 from loadgen.ranking.records import TOKEN, Price, PriceMatch
-from loadgen.ranking.report import formats, ranking_document
+from loadgen.ranking.report import published
 from loadgen.records.run import TokenLimits, Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
@@ -84,7 +84,7 @@ def test_tokens_their_times_and_what_they_cost(result: Result) -> None:
 
 def test_reports_show_the_costs_of_a_million_and_of_a_thousand(result: Result) -> None:
     ranking = rank([from_result("r", result)], [PRICE])
-    written = formats(ranking, ranking_document(ranking))
+    written = published(ranking).printable
     page = written["markdown"]()
     cost = ranking.groups[0].options[0].costs[0]
     assert cost.slo is not None

@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 
 import abserve
 from loadgen.cli.rank import rank
+from loadgen.documents import indented
 from loadgen.engine_matrix.records import Matrix
 from loadgen.run.storage import read_run
-from loadgen.tune.files import encode_tuning
 from tests.synthetic_matrix import cell, configuration, environment, matrix
 from tests.synthetic_tuning import tuning, write_final
 
@@ -148,7 +148,7 @@ def test_of_a_tuning_only_the_final_is_ranked(tmp_path: Path) -> None:
     """Its screenings chose, and the best of many looks better than it is."""
     folder = tmp_path / "tuning"
     folder.mkdir()
-    (folder / "tuning.json").write_bytes(encode_tuning(tuning()))
+    (folder / "tuning.json").write_bytes(indented(tuning()))
     screening = write_final(folder / "01-screening")
     experiment = screening / "experiment.json"
     experiment.write_text(experiment.read_text().replace('"screening":false', '"screening":true'))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from loadgen.engine_matrix.records import Estimate, RefusedCombination
+from loadgen.engine_matrix.records import RefusedCombination
 from loadgen.ranking.analyse import (
     RankInput,
     cost_per_million,
@@ -22,6 +22,7 @@ from loadgen.ranking.analyse import (
     rank,
 )
 from loadgen.ranking.records import Price, PriceMatch, RankedGroup, RankedOption, matches, prices_of
+from loadgen.stats.estimates import Estimate
 from tests.synthetic_matrix import cell, configuration, environment, matrix
 
 H200 = environment({"cpu_count": 16}, ["NVIDIA H200"])

@@ -14,7 +14,7 @@ import loadgen.report.document as doc
 from loadgen.experiment.plan import Combination
 from loadgen.report import contents
 from loadgen.report.contents import result_document
-from loadgen.report.files import formats, write_index
+from loadgen.report.files import published, write_index
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import render_csv
@@ -55,7 +55,7 @@ def test_a_table_that_one_function_makes_is_in_every_format(result: Result, monk
     page = render_html(document)
     assert f'<td class="name lead" data-label="bird">heron</td><td class="number" data-label="seen">{seen}</td>' in page
     assert page.index('<h2 id="zoo">') < page.index("<h3>Birds</h3>")
-    known = {name: render() for name, render in formats(result, document).items() if name != "json"}
+    known = {name: render() for name, render in published(result).printable.items() if name != "json"}
     assert list(csv.DictReader(io.StringIO(known["csv-birds"]))) == [{"run": "", "bird": "heron", "seen": str(seen)}]
     case = ET.fromstring(known["junit"]).find("testsuite[@name='abserve.birds']/testcase[@name='heron']/system-out")
     assert case is not None

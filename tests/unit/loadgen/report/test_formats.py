@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import loadgen.report.document as doc
 from loadgen.entry import build
 from loadgen.report.contents import result_document
-from loadgen.report.files import formats, write_csv, write_junit
+from loadgen.report.files import published, write_csv, write_junit
 from loadgen.report.renderers.tables import render_junit
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, write_run
@@ -117,7 +117,7 @@ def test_what_xml_cannot_hold_is_replaced() -> None:
 
 def test_csv_has_every_comparison_and_every_block_in_full_precision(results: dict[str, Result], tmp_path: Path) -> None:
     result = results["valid"]
-    rows = list(csv.DictReader(io.StringIO(formats(result)["csv"]())))
+    rows = list(csv.DictReader(io.StringIO(published(result).printable["csv"]())))
     assert [(row["scenario"], row["metric"]) for row in rows] == [(c.scenario, c.metric) for c in result.comparisons]
     for row, comparison in zip(rows, result.comparisons, strict=True):
         assert (float(row["ratio"]) if row["ratio"] else None) == comparison.ratio
@@ -127,7 +127,7 @@ def test_csv_has_every_comparison_and_every_block_in_full_precision(results: dic
             comparison.arm,
             comparison.verdict,
         )
-    blocks = list(csv.DictReader(io.StringIO(formats(result)["csv-blocks"]())))
+    blocks = list(csv.DictReader(io.StringIO(published(result).printable["csv-blocks"]())))
     assert [int(row["index"]) for row in blocks] == [block.index for block in result.blocks]
     assert [float(row["throughput_per_s"]) for row in blocks] == [block.throughput_per_s for block in result.blocks]
     write_csv(tmp_path / "r.csv", {"x": result, "y": None})
@@ -139,7 +139,7 @@ def test_a_reason_that_looks_like_a_formula_is_text(results: dict[str, Result]) 
     result = results["valid"]
     evil = msgspec.structs.replace(result.comparisons[0], reason="=HYPERLINK(1)")
     changed = msgspec.structs.replace(result, comparisons=(evil,))
-    (row,) = csv.DictReader(io.StringIO(formats(changed)["csv"]()))
+    (row,) = csv.DictReader(io.StringIO(published(changed).printable["csv"]()))
     assert row["reason"] == "'=HYPERLINK(1)"
 
 

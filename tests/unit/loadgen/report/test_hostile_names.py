@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from loadgen.conformance.records import CaseResult, CaseVerdict, ConformanceReport
-from loadgen.conformance.runner import markdown, print_report
+from loadgen.conformance.runner import report_document
 from loadgen.report.charts import label_text
 from loadgen.report.document import Document, Section, Table, names
-from loadgen.report.renderers.markdown import escape, fenced
+from loadgen.report.renderers.markdown import escape, fenced, render_markdown
 from loadgen.report.renderers.tables import render_csv
-from loadgen.report.renderers.terminal import make_console
+from loadgen.report.renderers.terminal import make_console, print_document
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 from tests.hostile_names import HOSTILE, check_reports
@@ -90,8 +90,8 @@ def test_the_terminal_takes_neither_markup_nor_control_characters() -> None:
             reason=HOSTILE, not_observed=(), seconds=0.0,
         ),),
     )  # fmt: skip
-    print_report(report, console)
+    print_document(report_document(report), console)
     text = written.getvalue()
     assert {character for character in text if not character.isprintable()} == {"\n"}
     assert "[bold red]:bomb:" in text
-    assert "<script" not in markdown(report)
+    assert "\n<script" not in render_markdown(report_document(report))

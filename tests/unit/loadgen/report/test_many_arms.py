@@ -20,7 +20,7 @@ from loadgen.metrics.summaries import summarise_blocks
 from loadgen.probes.causes import cause_table, causes_chart, why
 from loadgen.probes.causes_analysis import Cause, CauseEffect, CausesFound, WorkloadCauses
 from loadgen.report.contents import result_document
-from loadgen.report.files import formats
+from loadgen.report.files import published
 from loadgen.report.progress import RichProgress, ratio_table, round_line
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
@@ -114,7 +114,7 @@ def test_every_interval_is_drawn_on_the_side_of_the_better_arm(result: Result) -
 
 
 def test_other_programs_are_told_which_arms_a_comparison_is_of(result: Result) -> None:
-    known = formats(result)
+    known = published(result).printable
     rows = list(csv.DictReader(io.StringIO(known["csv"]())))
     compared = [(row["scenario"], row["metric"], row["baseline"], row["arm"]) for row in rows]
     assert compared == [

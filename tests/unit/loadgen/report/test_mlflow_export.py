@@ -18,7 +18,7 @@ from loadgen.cli import output
 from loadgen.cli.report import report
 from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.report import mlflow
-from loadgen.report.contents import result_document
+from loadgen.report.files import published
 from loadgen.report.mlflow import MlflowExportError, check_mlflow, export_matrix, export_result, key_of
 from loadgen.verdict.result import read_result
 from tests.synthetic_matrix import cell, configuration, matrix
@@ -82,7 +82,7 @@ def test_a_failed_export_is_a_warning_that_names_the_result(
 
     monkeypatch.setattr(mlflow, "_write", broken)
     result = read_result(RESNET / "result.json")
-    output.hand_over(result_document(result), "http://host:5000", result, RESNET)
+    output.hand_over(published(result), "http://host:5000", RESNET)
     said = " ".join(capsys.readouterr().err.split())
     assert "the export to MLflow at http://host:5000 failed (ConnectionError: the server is away)" in said
     assert f"abserve report {RESNET} --mlflow http://host:5000" in said
@@ -108,7 +108,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_every_figure_of_a_comparison_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = written(monkeypatch)
     result = read_result(RESNET / "result.json")
-    export_result("runs", result, RESNET)
+    export_result(result, "runs", RESNET)
     ((_, command, _, params, _, overall, nested),) = calls
     assert command == "compare"
     assert params["machine.gpus"] == "NVIDIA H200"
@@ -129,7 +129,7 @@ def test_every_figure_of_a_comparison_is_exported(monkeypatch: pytest.MonkeyPatc
 def test_the_rates_of_searches_are_exported_by_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = written(monkeypatch)
     result = read_result(RESULTS / "2026-11-20-h200/cold-start/result.json")
-    export_result("runs", result, RESNET)
+    export_result(result, "runs", RESNET)
     for _, about, metrics in calls[0][-1]:
         found = {
             (f"slo_rate.{rate.workload}", rate.rate_per_s, rate.round)
@@ -144,7 +144,7 @@ def test_every_cell_of_a_matrix_is_exported_by_its_batch(monkeypatch: pytest.Mon
     calls = written(monkeypatch)
     both = [configuration(), configuration("jax", precision="bf16")]
     measured = matrix(both, [cell(0, 100), cell(0, 300, 8, cosine_min=0.99), cell(1, 7, excluded="wrong")])
-    export_matrix("runs", measured, Path("folder"))
+    export_matrix(measured, "runs", Path("folder"))
     ((_, command, _, params, _, _, nested),) = calls
     assert (command, params["baseline"], params["settings.rounds"]) == ("engines", "torch/eager", 5)
     (_, _, torch), (_, jax_params, jax) = nested
@@ -172,8 +172,8 @@ def test_a_real_store(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     measured = matrix([configuration()], [cell(0, 100), cell(0, 300, 8)])
     (folder / "matrix.json").write_bytes(msgspec.json.encode(measured))
     check_mlflow(uri)
-    parent = export_matrix(uri, measured, folder)
-    assert export_result(uri, read_result(RESNET / "result.json"), RESNET) != parent
+    parent = export_matrix(measured, uri, folder)
+    assert export_result(read_result(RESNET / "result.json"), uri, RESNET) != parent
     client = MlflowClient(tracking_uri=uri)
     run = client.get_run(parent)
     assert (run.info.status, run.data.params["machine.cpu_count"]) == ("FINISHED", "4")

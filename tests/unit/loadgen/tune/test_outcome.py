@@ -80,15 +80,14 @@ def test_the_cost_of_the_defaults_is_a_share_of_what_the_best_serves(outcome: Tu
     for target in outcome.targets:
         cost = target.cost_of_defaults
         assert cost is not None
-        share, interval = cost
         best, default = (
             target.figures[c.name]["throughput"].value for c in (target.chosen, target.default) if c is not None
         )
         assert best is not None
         assert default is not None
-        assert share == pytest.approx(1.0 - default / best, abs=1e-6)
-        assert interval is not None
-        assert interval[0] < share < interval[1]
+        assert cost.value == pytest.approx(1.0 - default / best, abs=1e-6)
+        assert cost.interval is not None
+        assert cost.interval[0] < cost.value < cost.interval[1]
 
 
 def test_of_equal_arms_the_defaults_are_kept_and_cost_nothing(final_of: Callable[[str], Result]) -> None:
@@ -191,7 +190,7 @@ def test_defaults_that_are_better_in_the_final_are_kept(final_of: Callable[[str]
     assert {*best.pairing} == {"native-0", "triton-2"}
     lead = log_lead(native.lead, native.chosen.name)
     assert lead is not None
-    assert lead[2] < 0.0
+    assert (lead.high or 0.0) < 0.0
     assert "native at its defaults" in outcome.headline
 
 
@@ -202,14 +201,16 @@ def test_without_a_final_nothing_is_claimed(outcome: TuningOutcome) -> None:
     for target in stopped.targets:
         gain = target.race.gain
         assert gain is not None
-        assert gain[1][0] < gain[0] < gain[1][1]
+        assert gain.interval is not None
+        assert gain.interval[0] < gain.value < gain.interval[1]
         assert not target.figures
         assert target.best is None
 
 
 def test_settings_put_back_say_what_matters(outcome: TuningOutcome) -> None:
     native, triton = (
-        {name: gain[1] for name, gain in target.worth.items() if gain is not None} for target in outcome.targets
+        {name: gain.interval or (0.0, 0.0) for name, gain in target.worth.items() if gain is not None}
+        for target in outcome.targets
     )
     assert list(native) == ["engine", "max-batch-size"]
     assert native["engine"][0] > 1.0
@@ -234,8 +235,8 @@ def test_the_only_setting_is_worth_what_the_final_shows(tmp_path: Path) -> None:
     assert native.lead.ratio is not None
     worth = native.worth["engine"]
     assert worth is not None
-    assert worth[0] == pytest.approx(native.lead.ratio)
-    assert worth[1] == pytest.approx(native.lead.ci95)
+    assert worth.value == pytest.approx(native.lead.ratio)
+    assert worth.interval == pytest.approx(native.lead.ci95)
     assert set(triton.worth.values()) == {None}
 
 
@@ -349,7 +350,7 @@ def test_energy_is_compared_by_the_joules_of_the_final(
     assert pair.at_defaults is not None
     assert pair.at_defaults.verdict == "no_difference"
     costs = [target.cost_of_defaults for target in outcome.targets]
-    assert [round(cost[0], 3) for cost in costs if cost is not None] == [1.0, 0.333]
+    assert [round(cost.value, 3) for cost in costs if cost is not None] == [1.0, 0.333]
     assert outcome.unit == "J"
     monkeypatch.setattr(GpuFound, "joules_per_item", lambda _self, _label, _workload: None)
     unknown = outcome_of(outcome.tuning, outcome.final)

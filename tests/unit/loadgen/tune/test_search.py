@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from loadgen.records.run import Label
+from loadgen.stats.estimates import Estimate
 from loadgen.tune.records import Score, Space, Stage, TunableSetting, TuningRun
 from loadgen.tune.search import Search, least_squares, pooled_limits
 
@@ -185,15 +186,19 @@ def test_what_two_contenders_of_a_run_share_is_no_part_of_their_difference() -> 
     one, other = (next(c for c in search.contenders if c.name == name) for name in ("native-2", "native-1"))
     found = search.gain(one, other, "settings")
     assert found is not None
-    factor, (low, high) = found
-    assert math.log(factor) == pytest.approx(0.2)
+    assert math.log(found.value) == pytest.approx(0.2)
     error = math.hypot(0.01, math.sqrt(2.0) * search.start_spread)
-    assert math.log(high / low) / (2 * 1.96) == pytest.approx(error)
+    assert _error(found) == pytest.approx(error)
     assert search.gain(one, other, "finalists") is None
     anchor = next(c for c in search.contenders if c.name == search.anchor)
     beside = search.gain(one, anchor, "settings")
     assert beside is not None
-    assert math.log(beside[1][1] / beside[1][0]) / (2 * 1.96) == pytest.approx(error, rel=1e-3)
+    assert _error(beside) == pytest.approx(error, rel=1e-3)
+
+
+def _error(gain: Estimate) -> float:
+    low, high = gain.interval or (1.0, 1.0)
+    return math.log(high / low) / (2 * 1.96)
 
 
 def test_every_limit_counts_by_its_own_interval() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.plan import PlanError
-from loadgen.experiment.settings import ArmSettings
-from loadgen.tune.settings import TuneSettings, check_tuning, final_settings, parse_limits, screening_settings
+from loadgen.experiment.settings import ArmSettings, read_limits
+from loadgen.tune.settings import LIMITED, TuneSettings, check_tuning, final_settings, screening_settings
 
 ARMS = {"anchor": ArmSettings(target="native"), "triton-0": ArmSettings(target="triton")}
 
@@ -17,7 +17,7 @@ def made(**content: object) -> TuneSettings:
 
 
 def test_limits_are_milliseconds_of_metrics() -> None:
-    assert parse_limits("p99=50ms, ttft = 0.2 s") == {"p99": 50.0, "ttft": 200.0}
+    assert read_limits("p99=50ms, ttft = 0.2 s", (*LIMITED,)) == {"p99": 50.0, "ttft": 200.0}
     assert made(limit={"p99": "1.5s"}).limits == {"latency_p99": 1500.0}
     assert made(limit="gap=9ms", model="language:demo").limits == {"worst_gap_p99": 9.0}
 
@@ -25,7 +25,7 @@ def test_limits_are_milliseconds_of_metrics() -> None:
 @pytest.mark.parametrize("text", ["", "p99", "p98=5ms", "p99=5", "p99=0ms", "p99=2ms,p99=3ms", "p99=nanms", "p99=1e9s"])
 def test_a_limit_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"limit|above 0"):
-        parse_limits(text)
+        read_limits(text, (*LIMITED,))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import figure_of
 from loadgen.probes.registry import probes
 from loadgen.report.document import Text
-from loadgen.report.files import write_reports
+from loadgen.report.files import published
 from loadgen.run.storage import StoredRun, read_run
 from loadgen.verdict.checks.registry import CHECKS, Check
 from loadgen.verdict.result import Result, analyse_run
@@ -116,9 +116,10 @@ def test_a_section(monkeypatch: pytest.MonkeyPatch, result: Result) -> None:
 @pytest.mark.parametrize("renderer", ["render_html", "render_markdown", "encode_result"])
 def test_a_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, result: Result, renderer: str) -> None:
     names = {"render_html": "report.html", "render_markdown": "summary.md", "encode_result": "result.json"}
-    monkeypatch.setattr(f"loadgen.report.files.{renderer}", fail)
+    module = "files" if renderer == "encode_result" else "published"
+    monkeypatch.setattr(f"loadgen.report.{module}.{renderer}", fail)
     with pytest.raises(ZeroDivisionError):
-        write_reports(tmp_path, result)
+        published(result).write(tmp_path)
     written = {path.name for path in tmp_path.iterdir()}
     assert set(names.values()) - written == {names[renderer]}
 

@@ -17,7 +17,7 @@ from loadgen.probes.gpu.probe import findings as finding_rows
 from loadgen.probes.gpu.probe import gpu_chart
 from loadgen.probes.gpu.records import EvidenceFile, EvidenceRecord, InconclusiveCode
 from loadgen.report.contents import result_document
-from loadgen.report.files import write_reports
+from loadgen.report.files import published
 from loadgen.report.renderers.terminal import print_document
 from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.result import Result, analyse, read_result
@@ -158,7 +158,7 @@ def test_a_servers_word_without_evidence_is_not_enough(tmp_path: Path) -> None:
 
 def test_the_reports_show_the_findings_and_what_the_gpu_did(tmp_path: Path) -> None:
     result = analyse(write_gpu_run(tmp_path))
-    write_reports(tmp_path, result)
+    published(result).write(tmp_path)
     assert read_result(tmp_path / "result.json") == result == analyse(tmp_path), "a stored run can be reported again"
     page, summary = (tmp_path / "report.html").read_text(), (tmp_path / "summary.md").read_text()
     for text in (page, summary):

@@ -19,7 +19,8 @@ from loadgen.records.run import Label
 from loadgen.run.machine import MachineRecordError
 from loadgen.run.noise_floor import make_floor, own_floors, read_floors, store_floor
 from loadgen.run.storage import StoredRun, read_run
-from loadgen.stats.ratios import adjust_holm, between_restarts, critical_t, estimate_ratio, estimate_restarts
+from loadgen.stats.estimates import critical_t
+from loadgen.stats.ratios import adjust_holm, between_restarts, estimate_ratio, estimate_restarts
 from loadgen.verdict.checks.registry import Judgement
 from loadgen.verdict.checks.run import answers_from_memory, repeated_requests
 from loadgen.verdict.noise_floor import apply_floor, find_floor, floor_of, floor_of_arm

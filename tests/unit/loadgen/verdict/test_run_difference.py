@@ -16,7 +16,7 @@ from loadgen.entry import build
 from loadgen.metrics.comparisons import Comparison
 from loadgen.quantities import counted
 from loadgen.report.contents import _sides
-from loadgen.stats.ratios import critical_t
+from loadgen.stats.estimates import critical_t
 from loadgen.stats.tails import Round, estimate_tail_ratio
 from loadgen.verdict import run_difference
 from loadgen.verdict.result import Result, analyse, encode_result, read_result
