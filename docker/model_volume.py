@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from servers.cli.defaults import MAX_QUEUE_DELAY_US, PRECISION
 from servers.engines.interface import EngineError
 from servers.engines.settings import precision_on
 from servers.export.artefacts import ensure_artefact
@@ -37,6 +36,7 @@ from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_specif
 from servers.models.samples import write_samples
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
+from servers.options.defaults import MAX_QUEUE_DELAY_US, PRECISION
 from servers.triton.config import (
     NATIVE_BACKENDS,
     artefact_name,

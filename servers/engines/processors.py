@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from servers.cli.defaults import usable_cores
+from servers.options.defaults import usable_cores
 
 _NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second one is WSL's
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
-from servers.cli import defaults
 from servers.engines.processors import cuda_index, nvidia_device_present
 from servers.models.specification import choose_from
+from servers.options import defaults
+from servers.options.defaults import SPINS
 
 
 class EngineError(Exception):
@@ -100,10 +101,6 @@ def precision_on(device: str, requested: str) -> str:
     if requested != "auto":
         return requested
     return "fp32" if device == "cpu" else "fp16"
-
-
-SPINS = ("torch", "onnxruntime")
-"""Engines whose threads on the CPU spin while they wait for each other, unless the settings say otherwise."""
 
 
 def parse_spinning(text: str) -> bool | None:

@@ -25,7 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.cli import defaults
 from servers.engines.agreement import TOLERANCE, Answer
 from servers.engines.factory import build_engine, why_not_through_jax
 from servers.engines.interface import Engine, first_line
@@ -53,6 +52,7 @@ from servers.export.torch_export import convert_to_fp16, package_target, write_o
 from servers.models.files import atomic_folder, exclusive, file_sha256, onnx_parts, parts_sha256, remove_abandoned
 from servers.models.specification import ModelSpecification, choose_from
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, pin
+from servers.options import defaults
 
 if TYPE_CHECKING:
     import torch

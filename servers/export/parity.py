@@ -10,8 +10,9 @@ from servers.engines.agreement import Answer, Proof, disagreement
 from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine
 from servers.export.manifest import ExportError, ParityMeasurement
-from servers.models.images import UInt8Array, decode_jpeg, normalise, resize_and_crop
-from servers.models.items import jpeg_paths, valid_items
+from servers.models.images import normalise
+from servers.models.items import valid_items
+from servers.models.samples import corpus_pixels
 from servers.models.specification import Axis, ModelSpecification
 from servers.protocol.tensors import Array
 
@@ -87,13 +88,6 @@ def parity_batches(specification: ModelSpecification) -> Iterator[ParityBatch]:
         lengths = tuple(int(length) for length in np.linspace(1, padded.default, BATCHES[-1]))
         inputs = valid_items(specification, len(BATCHES), lengths)
         yield inputs, Proof(specification, inputs, lengths), {padded.name: padded.default}
-
-
-def corpus_pixels(specification: ModelSpecification, count: int) -> UInt8Array:
-    """`count` photographs of the corpus in order, resized and cropped; repeated when there are too few."""
-    paths = jpeg_paths()
-    needed = [decode_jpeg(paths[index % len(paths)].read_bytes()) for index in range(count)]
-    return np.stack([resize_and_crop(pixels, specification.preprocessing) for pixels in needed])
 
 
 def _sizes(specification: ModelSpecification, axis: Axis) -> tuple[int, int, int]:

@@ -20,10 +20,11 @@ import numpy as np
 
 from servers.engines.onnxruntime import PRECISION_KEY, ort_reason
 from servers.export.manifest import ExportError
-from servers.export.parity import BATCHES, corpus_pixels
+from servers.export.parity import BATCHES
 from servers.models.files import load_onnx
 from servers.models.images import normalise
 from servers.models.items import jpeg_paths, valid_items
+from servers.models.samples import corpus_pixels
 from servers.models.specification import ModelSpecification
 from servers.protocol.tensors import Array
 

@@ -25,6 +25,14 @@ GENERATING_ENGINES: Mapping[str, str] = {
     "jax": "servers.language.jax_engine:JaxGeneratingEngine",
 }
 """By name, "module:class" of each engine; the class takes the specification and the settings."""
+GENERATING_MODES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "slots": {"cpu": ("eager",), "cuda": ("graphs", "eager")},
+    "continuous": {"cpu": ("paged",), "cuda": ("paged",)},
+    "generate": {"cpu": ("eager",), "cuda": ("eager",)},
+    "jax": {"cpu": ("jit",), "cuda": ("jit",)},
+}
+"""Of the engines that generate tokens, by kind of device."""
+GENERATING_PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32", "fp16")}
 DEFAULT_ENGINE = "slots"
 LIBRARIES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "jax": (("jax",), "pip install 'jax[cuda13]', or pip install jax for a CPU")

@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from servers.cli.defaults import usable_cores
 from servers.language.decoder import Affine, DecoderShape, DecoderWeights, LayerWeights
 from servers.language.forward import SlotForward, StepPlan
+from servers.options.defaults import usable_cores
 
 QUERIES = 32
 """Tokens of one prompt in a block: they share the keys that a block gathers."""

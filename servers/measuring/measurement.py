@@ -552,8 +552,8 @@ def photographs(specification: ModelSpecification) -> Mapping[str, Array] | None
     """Photographs as the engine gets them; None for a model that takes no image."""
     if specification.image is None:
         return None
-    from servers.export.parity import corpus_pixels
     from servers.models.images import normalise
+    from servers.models.samples import corpus_pixels
 
     pixels = corpus_pixels(specification, PICTURES)
     sent = pixels if specification.payload == "uint8" else normalise(pixels, specification.image)

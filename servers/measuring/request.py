@@ -6,23 +6,29 @@ Imports no library of an engine or a model.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import msgspec
 
-from servers.cli import defaults
 from servers.engines.batches import has_buckets
 from servers.engines.factory import check_engine, environment_of
 from servers.engines.interface import EngineError, first_line
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.engines.settings import EngineSettings, engine_kind, engine_names, precision_on
 from servers.gpu.info import gpu_info
-from servers.language.engine import GENERATING_ENGINES, generating_environment, generation_precision
+from servers.language.engine import (
+    GENERATING_ENGINES,
+    GENERATING_MODES,
+    GENERATING_PRECISIONS,
+    generating_environment,
+    generation_precision,
+)
 from servers.language.specification import PREFIX, language_model
 from servers.models.registry import UnknownModelError, get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
+from servers.options import defaults
 
 GRAPHS = ("graph", "compile")
 """Modes that need the shape of every batch in advance."""
@@ -156,14 +162,6 @@ def checked(request: MeasurementRequest) -> RequestCheck:
     return RequestCheck(mode=mode, lengths=lengths, too_long=too_long, **resolved)
 
 
-GENERATING_MODES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "slots": {"cpu": ("eager",), "cuda": ("graphs", "eager")},
-    "continuous": {"cpu": ("paged",), "cuda": ("paged",)},
-    "generate": {"cpu": ("eager",), "cuda": ("eager",)},
-    "jax": {"cpu": ("jit",), "cuda": ("jit",)},
-}
-"""Of the engines that generate tokens, by kind of device."""
-_GENERATING_PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("bf16", "fp32", "fp16")}
 PROMPT_TOKENS = {"cpu": 32, "cuda": 128}
 GENERATED_TOKENS = 64
 """Of each request, measured while all requests of a batch decode."""
@@ -175,7 +173,7 @@ def offers_of_generation(device: str) -> dict[str, object]:
     return {
         "device": resolved_device(device),
         "modes": {name: GENERATING_MODES[name] for name in GENERATING_ENGINES},
-        "precisions": dict.fromkeys(GENERATING_ENGINES, _GENERATING_PRECISIONS),
+        "precisions": dict.fromkeys(GENERATING_ENGINES, GENERATING_PRECISIONS),
         "gpu": gpu_info(None),
     }
 
@@ -206,8 +204,8 @@ def checked_generation(request: MeasurementRequest) -> RequestCheck:
         reason = str(exc)
     if reason is None and resolved["mode"] not in modes:
         reason = f"the engine {request.engine} has no mode {request.mode} here; choose from {', '.join(modes)}"
-    elif reason is None and resolved["precision"] not in _GENERATING_PRECISIONS[place]:
-        offered = ", ".join(_GENERATING_PRECISIONS[place])
+    elif reason is None and resolved["precision"] not in GENERATING_PRECISIONS[place]:
+        offered = ", ".join(GENERATING_PRECISIONS[place])
         reason = f"language models are not measured in {request.precision} here; choose from {offered}"
     if too_long:
         too_long = f"prompts of {too_long} tokens: {model.title} takes at most {longest} here; leave them out"

@@ -22,8 +22,8 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from servers.cli.defaults import usable_cores
 from servers.models.specification import Preprocessing
+from servers.options.defaults import usable_cores
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import Array
 

@@ -26,7 +26,7 @@ from urllib.parse import quote
 import numpy as np
 
 from servers.models.files import FolderError, atomic_folder, file_sha256
-from servers.models.images import ImageError, decode_jpeg, normalise, resize_and_crop
+from servers.models.images import ImageError, UInt8Array, decode_jpeg, normalise, resize_and_crop
 from servers.models.items import credits_text, item_bytes, jpeg_paths, text_lengths, valid_items
 from servers.models.registry import payload_variants
 from servers.models.specification import Axis, ModelSpecification, Preprocessing
@@ -261,3 +261,10 @@ def _untouched(folder: Path, document: dict[str, Any]) -> bool:
         return all(file_sha256(folder / entry["path"]) == entry["sha256"] for entry in entries)
     except (OSError, KeyError, TypeError, AttributeError):
         return False
+
+
+def corpus_pixels(specification: ModelSpecification, count: int) -> UInt8Array:
+    """`count` photographs of the corpus in order, resized and cropped; repeated when there are too few."""
+    paths = jpeg_paths()
+    needed = [decode_jpeg(paths[index % len(paths)].read_bytes()) for index in range(count)]
+    return np.stack([resize_and_crop(pixels, specification.preprocessing) for pixels in needed])

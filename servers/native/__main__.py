@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from servers.native.settings import NativeSettings
+    from servers.native.shared.settings import NativeSettings
 
 
 def main() -> int:
@@ -18,16 +18,16 @@ def main() -> int:
 
     from pydantic import ValidationError
 
-    from servers.cli.defaults import OptionError
-    from servers.cli.launch import bind
-    from servers.cli.options import from_argument, validation_sentence
     from servers.engines.padding import padding_of
     from servers.engines.processors import wait_policy
     from servers.engines.settings import EngineError, parse_spinning
     from servers.language.specification import is_language_model
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
-    from servers.native.settings import NativeSettings
+    from servers.native.shared.settings import NativeSettings
+    from servers.options.command_line import from_argument, validation_sentence
+    from servers.options.defaults import OptionError
+    from servers.options.launch import bind
 
     try:
         requested = from_argument(NativeSettings, sys.argv[1:])
@@ -54,10 +54,10 @@ def main() -> int:
 
 
 def _serve_language(requested: NativeSettings) -> int:
-    from servers.cli.launch import bind
     from servers.engines.processors import wait_policy
     from servers.engines.settings import parse_spinning
     from servers.language.specification import language_model
+    from servers.options.launch import bind
 
     model = language_model(requested.model, requested.weights)
     settings = requested.resolved_for(model)

@@ -24,26 +24,33 @@ import structlog
 import uvicorn
 
 from servers.models.specification import ModelSpecification
-from servers.native.app import create_app
-from servers.native.engine_link import BusyPolling, EngineClient, EnginePool
-from servers.native.http import HttpFrontEnd, connection_factory
-from servers.native.http_inference import InferenceFrontEnd
-from servers.native.inference import InferenceService, ServedModels, signature_of
-from servers.native.interface import ApplyStatus, EngineLink, FrontEndOpened, FrontEndOperation, OpenRegion
-from servers.native.ipc import CLOSED, GRPC
-from servers.native.memory import RequestMemory
-from servers.native.settings import NativeSettings
-from servers.native.shared_memory import RegionTable
-from servers.native.statistics import Statistics
+from servers.native.front.engine_link import BusyPolling, EngineClient, EnginePool
+from servers.native.front.inference import InferenceService, ServedModels
+from servers.native.front.region_table import RegionTable
+from servers.native.http.app import create_app
+from servers.native.http.connection import HttpFrontEnd, connection_factory
+from servers.native.http.inference import InferenceFrontEnd
+from servers.native.shared.interface import (
+    ApplyStatus,
+    EngineLink,
+    FrontEndOpened,
+    FrontEndOperation,
+    OpenRegion,
+    signature_of,
+)
+from servers.native.shared.ipc import CLOSED, GRPC
+from servers.native.shared.memory import RequestMemory
+from servers.native.shared.settings import NativeSettings
+from servers.native.shared.statistics import Statistics
 
 if TYPE_CHECKING:
-    from servers.native.grpc_connection import GrpcConnections
+    from servers.native.grpc.connection import GrpcConnections
 
 log = structlog.get_logger("abserve.server")
 
 
 class FrontServer(uvicorn.Server, ABC):
-    """uvicorn's server with the connections of `servers.native.http`, and a gRPC front end on the same loop."""
+    """uvicorn's server with our HTTP connections, and a gRPC front end on the same loop."""
 
     models: ServedModels[Any]
     _supervised: Supervised | None = None
@@ -195,7 +202,7 @@ class NativeServer(FrontServer):
 
     async def make_grpc(self) -> GrpcConnections:
         # Imported in a thread: the loop goes on answering HTTP, and a cold start does not wait for the import.
-        module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc")
+        module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc.inference")
         front_end: GrpcConnections = module.GrpcFrontEnd(self.models, self.regions, self._settings, self._memory)
         return front_end
 

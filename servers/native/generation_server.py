@@ -16,21 +16,22 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from servers.cli.launch import host_in_url
 from servers.language.engine import make_engine
 from servers.language.specification import LanguageModel
-from servers.native.app import create_language_app
+from servers.native.engine.generation_loop import BuildGeneratingEngine, GenerationLoop, GenerationProcess
+from servers.native.front.generation import GenerationService
+from servers.native.front.inference import ServedModels
 from servers.native.front_server import FrontServer, run_front_end
-from servers.native.generation import GenerationFrontEnd, GenerationService
-from servers.native.generation_loop import BuildGeneratingEngine, GenerationLoop, GenerationProcess
-from servers.native.inference import ServedModels
-from servers.native.memory import Arena, RequestMemory
-from servers.native.settings import NativeSettings
-from servers.native.statistics import Statistics
+from servers.native.http.app import create_language_app
+from servers.native.http.generation import GenerationFrontEnd
+from servers.native.shared.memory import Arena, RequestMemory
+from servers.native.shared.settings import NativeSettings
+from servers.native.shared.statistics import Statistics
 from servers.native.supervisor import Supervisor, exit_status, keep_early_signals
+from servers.options.launch import host_in_url
 
 if TYPE_CHECKING:
-    from servers.native.grpc_connection import GrpcConnections
+    from servers.native.grpc.connection import GrpcConnections
 
 log = structlog.get_logger("abserve.server")
 
@@ -65,7 +66,7 @@ class GenerationServer(FrontServer):
 
     async def make_grpc(self) -> GrpcConnections:
         # Imported in a thread: the loop goes on answering HTTP.
-        module = await asyncio.to_thread(importlib.import_module, "servers.native.generation_grpc")
+        module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc.generation")
         front_end: GrpcConnections = module.GenerationGrpcFrontEnd(self.models, self._settings, self._memory)
         return front_end
 

@@ -14,17 +14,17 @@ from contextlib import suppress
 
 import structlog
 
-from servers.cli.launch import host_in_url
 from servers.engines.interface import Engine
 from servers.engines.settings import EngineSettings, engine_kind
 from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
-from servers.native.memory import Arena, RequestMemory
-from servers.native.model_host import Offer
-from servers.native.settings import NativeSettings, artefact_field
-from servers.native.statistics import Statistics
+from servers.native.engine.model_host import Offer
+from servers.native.shared.memory import Arena, RequestMemory
+from servers.native.shared.settings import NativeSettings, artefact_field
+from servers.native.shared.statistics import Statistics
 from servers.native.supervisor import Supervisor, exit_status, keep_early_signals
+from servers.options.launch import host_in_url
 
 log = structlog.get_logger("abserve.server")
 
@@ -84,7 +84,7 @@ class TensorChildren:
     def run_engine(
         self, settings: NativeSettings, statistics: Sequence[Statistics], arena: Arena, supervisor: socket.socket
     ) -> int:
-        from servers.native.engine_process import EngineServer
+        from servers.native.engine.process import EngineServer
 
         return EngineServer(settings, self._offers, statistics, arena, supervisor).run()
 
@@ -114,9 +114,9 @@ def serve_in_one_process(
     An engine thread may still be loading when this returns: the caller must not wait for it.
     """
     # Not above: a server of several processes forks before these imports.
-    from servers.native.engine_link import LocalLink
-    from servers.native.engine_process import EngineSide
+    from servers.native.engine.process import EngineSide
     from servers.native.front_server import NativeServer
+    from servers.native.local_link import LocalLink
 
     statistics = [Statistics(settings.max_batch_size) for _ in offers]
     memory = RequestMemory.alone(settings)

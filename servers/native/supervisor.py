@@ -22,10 +22,10 @@ from typing import Protocol
 
 import structlog
 
-from servers.native.ipc import GRPC, HTTP, STOP_BY
-from servers.native.memory import Arena, ByteBudget, RequestMemory
-from servers.native.settings import NativeSettings
-from servers.native.statistics import Statistics, row_width
+from servers.native.shared.ipc import GRPC, HTTP, STOP_BY
+from servers.native.shared.memory import Arena, ByteBudget, RequestMemory
+from servers.native.shared.settings import NativeSettings
+from servers.native.shared.statistics import Statistics, row_width
 
 log = structlog.get_logger("abserve.server")
 

@@ -11,11 +11,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from servers.cli.defaults import usable_cores
 from servers.gpu.info import gpu_info
 from servers.language.module import build_module
 from servers.language.specification import language_model
 from servers.language.weights import weights_sha256
+from servers.options.defaults import usable_cores
 from servers.plain.report import runtime_of, server_document
 from servers.plain.settings import PlainSettings
 from servers.protocol.errors import InvalidRequestError

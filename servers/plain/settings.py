@@ -8,11 +8,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from servers.cli import defaults, search
-from servers.cli.defaults import ALL
-from servers.cli.options import GenerationOptions, OptionTraits, Tuning, from_argument, settings_of
+from servers.language.options import GenerationOptions
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
+from servers.options import defaults, search
+from servers.options.command_line import OptionTraits, Tuning, from_argument, settings_of
+from servers.options.defaults import ALL
 
 SEARCHED_QUEUE_DELAY = search.Searched(search.by_device((0, 1000, 5000, 20_000), (0, 200, 1000, 5000)), ordered=True)
 

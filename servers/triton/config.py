@@ -18,7 +18,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from servers.cli.defaults import MAX_QUEUE_DELAY_US
 from servers.engines.batches import axis_buckets, warm_on_cpu, warm_up_sizes
 from servers.engines.interface import EngineDescription
 from servers.engines.padding import pad_to_text, parse_pad_to
@@ -29,6 +28,7 @@ from servers.models.images import MAX_PIXELS, DecodingSettings
 from servers.models.registry import DEFAULT_MODEL
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
+from servers.options.defaults import MAX_QUEUE_DELAY_US
 from servers.protocol.tensors import TensorSpec
 
 HEADER = "# Generated from the model specification; do not edit. To generate it again: abserve triton-repo{}\n"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from servers.cli.defaults import OptionError
+from servers.options.defaults import OptionError
 
 
 class TritonError(Exception):

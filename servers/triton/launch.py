@@ -19,9 +19,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from servers.cli.defaults import ALL, OptionError
-from servers.cli.launch import LaunchPlan, check_free, host_in_url, in_path
-from servers.cli.options import flag_of
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import wait_policy
 from servers.engines.settings import EngineError, EngineSettings
@@ -31,6 +28,9 @@ from servers.language.specification import LanguageModel, language_model
 from servers.language.weights import pin_language_weights, weights_sha256
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.weights import WeightsSource
+from servers.options.command_line import flag_of
+from servers.options.defaults import ALL, OptionError
+from servers.options.launch import LaunchPlan, check_free, host_in_url, in_path
 from servers.triton.config import MODEL_PY, language_config, vllm_config
 from servers.triton.installation import (
     CODE,

@@ -33,9 +33,9 @@ from typing import BinaryIO
 
 import psutil
 
-from servers.cli.defaults import OptionError
-from servers.cli.launch import LaunchPlan, cause_in, in_path
 from servers.models.specification import ModelSpecification
+from servers.options.defaults import OptionError
+from servers.options.launch import LaunchPlan, cause_in, in_path
 from servers.triton.installation import TritonDiedError, TritonError
 
 LOG_LINES = 12

@@ -29,14 +29,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from servers.cli.defaults import MAX_QUEUE_DELAY_US, OptionError, chosen_tuning
 from servers.engines.processors import openmp_spinning
-from servers.engines.settings import SPINS, EngineSettings
+from servers.engines.settings import EngineSettings
 from servers.models.files import onnx_parts, place_parts
 from servers.models.images import DecodingSettings
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
+from servers.options.defaults import MAX_QUEUE_DELAY_US, SPINS, OptionError, chosen_tuning
 from servers.triton.config import (
     MODEL_PY,
     NATIVE_BACKENDS,

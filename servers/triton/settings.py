@@ -9,15 +9,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from servers.cli import defaults, search
-from servers.cli.defaults import ALL
-from servers.cli.options import EngineOptions, GeneratingOptions, PadTo, Tuning, settings_of
+from servers.engines.options import PAD_TO, EngineOptions, PadTo
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import check_devices, thread_count
 from servers.engines.settings import EngineError, EngineSettings
 from servers.language.engine import DEFAULT_ENGINE, GenerationSettings, generation_precision
+from servers.language.options import GeneratingOptions
 from servers.models.images import DecodingSettings
 from servers.models.registry import get_variants
+from servers.options import defaults, search
+from servers.options.command_line import Tuning, settings_of
+from servers.options.defaults import ALL
 from servers.triton.config import NATIVE_BACKENDS
 
 DECODING = DecodingSettings()
@@ -90,7 +92,7 @@ class TritonSettings(EngineOptions, GeneratingOptions):
         title="Batching",
         description="Maximum time a batch waits for more requests (µs).",
     )
-    pad_to: Annotated[PadTo, replace(search.PAD_TO, applies=IN_PYTHON)] = ""
+    pad_to: Annotated[PadTo, replace(PAD_TO, applies=IN_PYTHON)] = ""
     merge_config: str = Field(
         "",
         title="Batching",

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from servers.cli.launch import bind
+from servers.options.launch import bind
 from servers.triton.installation import (
     CODE,
     STUB,

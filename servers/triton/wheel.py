@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from servers.cli.launch import MachineCheck, machine_check
 from servers.models.files import FolderError, atomic_folder, exclusive, remove_abandoned
+from servers.options.launch import MachineCheck, machine_check
 from servers.triton.installation import (
     BINARY,
     STUB,

@@ -7,8 +7,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from servers.cli import defaults, search
-from servers.cli.options import GenerationOptions, ModelOptions, settings_of
+from servers.engines.options import ModelOptions
+from servers.language.options import GenerationOptions
+from servers.options import defaults, search
+from servers.options.command_line import settings_of
 
 SEARCHED_PREFILL_CHUNK = search.Searched(search.by_device((0, 512, 4096), (0, 512, 2048, 8192), language=True))
 """0 is vLLM's default, which depends on its release and on the GPU."""

@@ -42,8 +42,8 @@ from servers.engines.factory import build_engine
 from servers.models.registry import get_variants
 from servers.models.weights import parse_weights
 from servers.native.server import imported_first
-from servers.cli.options import from_argument
-from servers.native.settings import NativeSettings
+from servers.options.command_line import from_argument
+from servers.native.shared.settings import NativeSettings
 given = from_argument(NativeSettings, sys.argv[1:])
 (specification,) = get_variants(given.model, given.payloads)
 settings = given.resolved(specification)

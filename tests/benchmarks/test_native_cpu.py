@@ -88,9 +88,9 @@ from servers.protocol.tensors import TensorSpec
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import Axis, ModelSpecification
-from servers.cli.launch import bind
+from servers.options.launch import bind
 from servers.native.server import serve
-from servers.native.settings import NativeSettings
+from servers.native.shared.settings import NativeSettings
 specification = ModelSpecification(
     name="null", title="null", version="1", inputs=(TensorSpec("x", "UINT8", (-1, -1)),),
     outputs=(TensorSpec("y", "FP32", (-1, 512)),), max_batch_size=32,

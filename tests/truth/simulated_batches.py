@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servers.native.batcher import BatchFormer
-from tests.unit.native.test_batch_former import MOST, MS, Simulation, pauses
+from servers.native.engine.batcher import BatchFormer
+from tests.unit.native.engine.test_batch_former import MOST, MS, Simulation, pauses
 
 EXECUTION_MS = {1: 0.324, 8: 0.442, 16: 0.525, 32: 0.712, 64: 1.237}
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)

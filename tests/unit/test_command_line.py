@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 
 from loadgen.entry import EXAMPLES, GROUPS, build
 from loadgen.experiment.settings import PANELS
+from servers.commands.engine import _show as show
 from servers.engines.interface import EngineDescription
 from servers.engines.processors import nvidia_device_present
-from servers.measuring.command import _show as show
 from servers.measuring.measurement import BatchMeasurement
 from servers.models.registry import get_variant
 

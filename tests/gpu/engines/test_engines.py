@@ -15,10 +15,10 @@ from servers.engines.interface import Engine, EngineError, profiled
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
 from servers.export.manifest import executed_form
-from servers.export.parity import corpus_pixels
 from servers.measuring.measurement import RepeatingEngine, matrix_tflops
 from servers.models.images import normalise
 from servers.models.registry import get_variant
+from servers.models.samples import corpus_pixels
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from tests.cosines import row_cosines

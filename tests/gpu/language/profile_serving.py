@@ -32,12 +32,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from servers.cli.launch import bind
-from servers.cli.options import from_argument, to_argument
 from servers.language.engine import Emission, GenerationRequest, GenerationSettings
 from servers.language.slots import SlotsEngine, _Flight
 from servers.language.specification import LanguageModel, language_model
-from servers.native.settings import NativeSettings
+from servers.native.shared.settings import NativeSettings
+from servers.options.command_line import from_argument, to_argument
+from servers.options.launch import bind
 
 CLIENTS = 4
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")

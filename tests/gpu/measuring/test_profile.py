@@ -11,10 +11,10 @@ from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import ensure_artefact
 from servers.export.manifest import executed_form
-from servers.export.parity import corpus_pixels
 from servers.measuring.measurement import MeasuredEngine, Reference
 from servers.measuring.profile import ATTENTION, CATEGORIES, PRODUCTS, profile_engine
 from servers.models.registry import get_variant
+from servers.models.samples import corpus_pixels
 from servers.models.weights import RandomWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -20,6 +20,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from servers.commands.export import ExportSettings, _build_plan
 from servers.engines.interface import EngineError
 from servers.export.artefacts import (
     Artefact,
@@ -29,7 +30,6 @@ from servers.export.artefacts import (
     executed_file,
     find_artefact,
 )
-from servers.export.command import ExportSettings, _build_plan
 from servers.export.manifest import ExportError, FileForm, package_versions, read_manifest
 from servers.models.files import FolderError
 from servers.models.specification import ModelSpecification
@@ -272,7 +272,7 @@ def test_the_real_artefact_is_one_file_with_a_free_batch_and_a_full_manifest(
     assert [value.name for value in (*model.graph.input, *model.graph.output)] == ["pixel_values", "embedding"]
 
 
-COMMAND = "import typer; from servers.export.command import export; a = typer.Typer(); a.command()(export); a()"
+COMMAND = "import typer; from servers.commands.export import export; a = typer.Typer(); a.command()(export); a()"
 
 
 def run_export(arguments: Sequence[str], file_limit_bytes: int | None = None) -> subprocess.CompletedProcess[str]:

@@ -20,10 +20,10 @@ from servers.engines.torch.forms import expected_answers
 from servers.export import quantisation
 from servers.export.artefacts import ensure_artefact, executed_file
 from servers.export.manifest import ExportError, FileForm, executed_form
-from servers.export.parity import corpus_pixels
 from servers.models.files import file_sha256
 from servers.models.images import normalise
 from servers.models.registry import get_specification, payload_variants
+from servers.models.samples import corpus_pixels
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
 from servers.protocol.tensors import Array, TensorSpec

@@ -15,9 +15,9 @@ from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import artefact_folder, ensure_artefact, find_artefact
 from servers.export.manifest import ExportError, FileForm
-from servers.export.parity import corpus_pixels
 from servers.models.images import normalise
 from servers.models.registry import payload_variants
+from servers.models.samples import corpus_pixels
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images
 from servers.models.weights import RandomWeights, WeightsSource

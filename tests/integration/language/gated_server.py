@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from servers.cli.launch import bind
-from servers.cli.options import from_argument
 from servers.engines.settings import EngineError
 from servers.language.engine import Emission
 from servers.native.generation_server import ServedLanguageModel, serve_language
 from servers.native.server import configure_logs
-from servers.native.settings import NativeSettings
+from servers.native.shared.settings import NativeSettings
+from servers.options.command_line import from_argument
+from servers.options.launch import bind
 from tests.scripted_generation import ScriptedEngine
 
 POLL_S = 0.002

@@ -182,7 +182,7 @@ def refused(options: list[str], sentence: str) -> None:
     import typer
     from typer.testing import CliRunner
 
-    from servers.native.command import serve_native
+    from servers.commands.native import serve_native
 
     app = typer.Typer()
     app.command()(serve_native)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from servers.native.errors import HOLDS_ENOUGH
+from servers.native.shared.errors import HOLDS_ENOUGH
 from tests.grpc_streams import collect, inputs, stream
 from tests.integration.language.conftest import StartGated
 from tests.integration.language.test_native_life import FRONTS, hold, number, release

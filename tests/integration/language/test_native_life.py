@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from servers.native.errors import HOLDS_ENOUGH
+from servers.native.shared.errors import HOLDS_ENOUGH
 from tests.integration.language.conftest import EventStream, StartGated, post
 from tests.integration.native.conftest import Server, wait_until
 

@@ -20,9 +20,9 @@ from loadgen.launch.embedded import to_arguments
 from loadgen.tune.declared import read_spaces
 from loadgen.tune.records import Space
 from loadgen.tune.space import every_contender, for_load, narrowed, size
-from servers.cli.commands import serve
+from servers.commands.native import space as native_space
+from servers.commands.serve import serve
 from servers.models.registry import DEFAULT_MODEL
-from servers.native.command import space as native_space
 
 DEFAULT, TEXT, LANGUAGE = DEFAULT_MODEL, "transformers:distilbert-base-uncased", "language:demo"
 SMALLEST, LARGEST = 20, 700

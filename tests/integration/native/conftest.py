@@ -18,7 +18,7 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from servers.native.settings import NativeSettings
+from servers.native.shared.settings import NativeSettings
 
 CONTROLLED = Path(__file__).with_name("controlled_server.py")
 FRONTS = NativeSettings().fronts or 0

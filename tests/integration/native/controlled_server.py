@@ -20,14 +20,14 @@ from pathlib import Path
 
 import numpy as np
 
-from servers.cli.launch import bind
-from servers.cli.options import from_argument
 from servers.engines.interface import Engine, EngineDescription, EngineError
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.native.server import configure_logs, serve
-from servers.native.settings import NativeSettings
+from servers.native.shared.settings import NativeSettings
+from servers.options.command_line import from_argument
+from servers.options.launch import bind
 from servers.protocol.tensors import Array, TensorSpec
 
 POLL_S = 0.002

@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Mapping
 
-from servers.cli.launch import bind
-from servers.cli.options import from_argument
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import Axis, ModelSpecification
 from servers.native.server import configure_logs, serve
-from servers.native.settings import NativeSettings
+from servers.native.shared.settings import NativeSettings
+from servers.options.command_line import from_argument
+from servers.options.launch import bind
 from servers.protocol.tensors import DATATYPES, Array, TensorSpec
 
 NAMES = (*DATATYPES, "BYTES")

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
-from servers.cli.launch import bind
 from servers.engines.batches import Bucket, bucket_sizes
 from servers.engines.interface import EngineDescription, Finish, Request
 from servers.engines.settings import EngineSettings
 from servers.engines.torch.runner import RunnerEngine
 from servers.native.server import configure_logs, serve
-from servers.native.settings import NativeSettings
+from servers.native.shared.settings import NativeSettings
+from servers.options.launch import bind
 from servers.protocol.tensors import Array
 from tests.host_copies import HostCopies
 from tests.integration.native.controlled_server import SPECIFICATION

@@ -14,10 +14,10 @@ import uvloop
 
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.native.http import READ_BYTES
-from servers.native.http_parser import FixedBody
-from servers.native.memory import ALIGNMENT
-from servers.native.settings import NativeSettings
+from servers.native.http.connection import READ_BYTES
+from servers.native.http.parser import FixedBody
+from servers.native.shared.memory import ALIGNMENT
+from servers.native.shared.settings import NativeSettings
 from servers.protocol.tensors import Array
 from tests.unit.native.conftest import served, specification_of
 

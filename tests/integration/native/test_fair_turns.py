@@ -15,10 +15,10 @@ import pytest
 import uvloop
 
 from servers.models.registry import get_specification
-from servers.native.http import PIECES_PER_TURN
-from servers.native.http_parser import HttpRequest, RequestHead, RequestParser
-from servers.native.limits import MAX_INFLATING
-from servers.native.settings import NativeSettings
+from servers.native.http.connection import PIECES_PER_TURN
+from servers.native.http.parser import HttpRequest, RequestHead, RequestParser
+from servers.native.shared.limits import MAX_INFLATING
+from servers.native.shared.settings import NativeSettings
 from tests.integration.native.conftest import FRONTS
 from tests.integration.native.health_probe import probed
 from tests.integration.native.raw_client import (

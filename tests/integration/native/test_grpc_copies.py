@@ -16,10 +16,10 @@ from tritonclient.grpc import service_pb2
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
-from servers.native.grpc import GrpcFrontEnd
-from servers.native.grpc_call import Call
-from servers.native.memory import ALIGNMENT, GrpcMessage
-from servers.native.settings import NativeSettings
+from servers.native.grpc.call import Call, GrpcMessage
+from servers.native.grpc.inference import GrpcFrontEnd
+from servers.native.shared.memory import ALIGNMENT
+from servers.native.shared.settings import NativeSettings
 from servers.protocol.tensors import Array
 from tests.integration.native.raw_grpc import DATA, END_STREAM, RawGrpc, frame, prefixed
 from tests.integration.native.test_copies import SPECIFICATION, VALUES, WatchedEngine, address

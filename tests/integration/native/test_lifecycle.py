@@ -234,7 +234,7 @@ def test_a_taken_port_is_told_before_anything_is_loaded(native):
         ]
 
 
-COMMAND = "import typer; from servers.native.command import serve_native; typer.run(serve_native)"
+COMMAND = "import typer; from servers.commands.native import serve_native; typer.run(serve_native)"
 
 
 def test_the_printed_plan_starts_the_server(native, tmp_path):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from servers.cli.commands import serve
+from servers.commands.serve import serve
 from servers.language.module import build_module
 from servers.language.specification import language_model
 from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE

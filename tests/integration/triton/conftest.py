@@ -15,11 +15,11 @@ import psutil
 import pytest
 import typer
 
-from servers.cli.launch import LaunchPlan
+from servers.commands.triton import serve_triton
 from servers.export.artefacts import Artefact
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
-from servers.triton.command import serve_triton
+from servers.options.launch import LaunchPlan
 from servers.triton.launch import prepare
 from servers.triton.process import TritonProcess, region_prefixes
 from servers.triton.repository import PlacedModel

@@ -16,12 +16,12 @@ import tritonclient.http as http_client
 from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from servers.cli.launch import LaunchPlan
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.options.launch import LaunchPlan
 from servers.protocol.tensors import DATATYPES, Array
 from servers.triton.launch import prepare
 from servers.triton.process import TritonProcess

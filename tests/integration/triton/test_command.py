@@ -22,7 +22,7 @@ from servers.triton.settings import TritonSettings
 from tests.integration.triton.conftest import Serve, plan_of
 
 pytestmark = pytest.mark.triton
-COMMAND = "import typer; from servers.triton.command import serve_triton; typer.run(serve_triton)"
+COMMAND = "import typer; from servers.commands.triton import serve_triton; typer.run(serve_triton)"
 
 
 def command(settings: TritonSettings, *options: str) -> list[str]:

@@ -26,11 +26,11 @@ import tritonclient.http as http_client
 from loadgen.launch.deployment import RemoteDeployment
 from loadgen.records.run import ArmRequest
 from loadgen.run.arms import Arm
-from servers.cli.launch import LaunchPlan
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.models.registry import get_variant
 from servers.models.weights import RandomWeights
+from servers.options.launch import LaunchPlan
 from servers.triton.installation import STUB
 from servers.triton.process import TritonProcess
 from servers.triton.wheel import find_wheel

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 
-from servers.cli.defaults import OptionError
 from servers.gpu.info import engine_in_log, triton_info
+from servers.options.defaults import OptionError
 from servers.triton.launch import find_installation, prepare_language
 from servers.triton.process import TritonProcess
 from tests.integration.plain.test_generate_server import MODEL, PROMPTS, all_generated, events_of, generated

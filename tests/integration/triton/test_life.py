@@ -14,10 +14,10 @@ import psutil
 import pytest
 import tritonclient.http as http_client
 
-from servers.cli.defaults import OptionError
-from servers.cli.launch import LaunchPlan
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.options.defaults import OptionError
+from servers.options.launch import LaunchPlan
 from servers.triton.installation import TritonDiedError
 from servers.triton.launch import prepare
 from servers.triton.process import TritonProcess

@@ -14,7 +14,7 @@ import pytest
 import tritonclient.http as http_client
 from onnx import TensorProto, helper
 
-from servers.cli.launch import LaunchPlan
+from servers.options.launch import LaunchPlan
 from servers.triton.process import TritonProcess
 from tests.integration.triton.conftest import READY_SECONDS, Serve, plan_of
 from tests.integration.triton.test_installed import OWN_CONFIG, OWN_MODEL

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from loadgen.records.model_config import read_vllm
-from servers.cli.commands import serve
-from servers.cli.launch import cause_in
+from servers.commands.serve import serve
+from servers.commands.vllm import CAUSES
 from servers.language.module import build_module
 from servers.language.specification import language_model
-from servers.vllm.command import CAUSES
+from servers.options.launch import cause_in
 from tests.integration.native.conftest import free_port, wait_until
 
 INSTALLED = find_spec("vllm") is not None or "ABSERVE_VLLM_PYTHON" in os.environ

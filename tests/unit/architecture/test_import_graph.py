@@ -13,23 +13,29 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# What a room of `servers` may import besides itself and what is SHARED. Entry points see everything: `servers.cli` and
-# the modules named here.
+# The rooms of `servers`, each a folder with those in it that are no room, and what it may import besides itself: rooms
+# before it. The commands import every room.
+LIBRARY = {"protocol", "options", "models", "gpu", "engines", "language"}
 ROOMS: dict[str, set[str]] = {
     "protocol": set(),
+    "options": set(),
     "gpu": set(),
-    "models": {"protocol"},
-    "engines": {"protocol", "models", "gpu"},
-    "export": {"protocol", "models", "gpu", "engines"},
-    "measuring": {"protocol", "models", "gpu", "engines", "export", "language"},
-    "language": {"protocol", "models", "engines", "gpu"},
-    "native": {"protocol", "models", "engines", "gpu", "language"},
-    "plain": {"protocol", "models", "gpu", "language"},
-    "triton": {"protocol", "models", "engines", "export", "language"},
-    "vllm": {"models", "engines", "language"},
+    "models": {"protocol", "options"},
+    "engines": {"protocol", "options", "models", "gpu"},
+    "language": {"protocol", "options", "models", "engines"},
+    "export": {"protocol", "options", "models", "gpu", "engines"},
+    "measuring": {*LIBRARY, "export"},
+    "plain": {"protocol", "options", "models", "gpu", "language"},
+    "vllm": {"options", "engines", "language"},
+    "triton": {"protocol", "options", "models", "engines", "language"},
+    "native/shared": {"protocol", "options", "models", "engines", "language"},
+    "native/front": {*LIBRARY, "native/shared"},
+    "native/http": {"protocol", "gpu", "language", "native/shared", "native/front"},
+    "native/grpc": {"protocol", "language", "native/shared", "native/front"},
+    "native/engine": {*LIBRARY, "native/shared"},
+    "native": {*LIBRARY, *(f"native/{room}" for room in ("shared", "front", "http", "grpc", "engine"))},
 }
-SHARED = {"servers.cli.defaults", "servers.cli.launch", "servers.cli.options", "servers.cli.search"}
-ENTRY_MODULES = {"command", "worker"}
+ROOMS["commands"] = set(ROOMS)
 
 ANALYSES = (
     "probes.rate_search_analysis", "probes.causes_analysis", "probes.handicap_analysis", "probes.ceiling_analysis",
@@ -160,19 +166,36 @@ def test_the_public_package_is_imported_at_once_and_by_nothing_of_ours() -> None
     assert [name for name in done.stdout.split() if name.partition(".")[0] in heavy] == []
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_import_only_what_they_may(room: str) -> None:
-    allowed = ROOMS[room] | {room}
-    wrong = []
+def server_room(module: str) -> str | None:
+    """The room of a module of `servers`, by the longest name that fits; None for the package itself."""
+    parts = module.split(".")[1:]
+    names = ["/".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((name for name in names if name in ROOMS), None)
+
+
+def server_arrows() -> dict[str, set[str]]:
+    """By room of `servers`: the other rooms that it imports."""
+    found: dict[str, set[str]] = {}
     for name, targets in GRAPH.items():
-        parts = name.split(".")
-        if parts[:2] != ["servers", room] or parts[-1] in ENTRY_MODULES:
-            continue
-        for target in targets:
-            to = target.split(".")
-            if len(to) > 1 and to[1] not in allowed and target not in SHARED:
-                wrong.append((name, target))
-    assert wrong == []
+        if name.startswith("servers."):
+            arrows = found.setdefault(str(server_room(name)), set())
+            arrows |= {str(server_room(target)) for target in targets if target != "servers"} - {str(server_room(name))}
+    return found
+
+
+def test_rooms_of_the_servers_import_only_what_they_may() -> None:
+    for place, (room, allowed) in enumerate(ROOMS.items()):
+        assert allowed <= set(list(ROOMS)[:place]), f"{room} may import a room that is not before it"
+    assert {room: ends - ROOMS[room] for room, ends in server_arrows().items() if ends - ROOMS[room]} == {}
+
+
+@pytest.mark.parametrize("room", ["front", "http", "grpc"])
+def test_front_ends_never_import_an_engine_process(room: str) -> None:
+    """Not even by way of other modules: the path of a module says in which process its lines run."""
+    names = [name for name in MODULES if f"{name}.".startswith(f"servers.native.{room}.")]
+    assert names
+    reached = {target for name in names for target in reachable(name)}
+    assert [target for target in reached if f"{target}.".startswith("servers.native.engine.")] == []
 
 
 def place(module: str) -> int | None:
@@ -235,13 +258,18 @@ def room(module: str) -> str:
     return whole.get(".".join(parts), parts[0])
 
 
-def drawn_arrows() -> set[tuple[str, str]]:
-    """Between the rooms of `loadgen`, without those that a longer way implies."""
+def load_generator_arrows() -> dict[str, set[str]]:
+    """By room of `loadgen`: the other rooms that it imports."""
     arrows: dict[str, set[str]] = {}
     for name, targets in GRAPH.items():
         if name.startswith("loadgen.") and place(name) is not None:
-            own = arrows.setdefault(room(name), set())
-            own |= {room(target) for target in targets if place(target) is not None} - {room(name)}
+            ends = arrows.setdefault(room(name), set())
+            ends |= {room(target) for target in targets if place(target) is not None} - {room(name)}
+    return arrows
+
+
+def drawn_arrows(arrows: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """The arrows between rooms, without those that a longer way implies."""
 
     def below(start: str) -> set[str]:
         return arrows.get(start, set()).union(*(below(target) for target in arrows.get(start, set())))
@@ -254,12 +282,14 @@ def drawn_arrows() -> set[tuple[str, str]]:
     }
 
 
-def test_the_drawing_in_the_docs_is_that_of_the_code() -> None:
-    text = (ROOT / "docs/architecture.md").read_text().partition("```mermaid\n")[2].partition("```")[0]
-    drawn = re.findall(r"^ +\w+\[(.+)\] --> \w+\[(.+)\]$", text, re.MULTILINE)
-    ids = {name: f"r{number}" for number, name in enumerate(sorted({name for two in drawn_arrows() for name in two}))}
-    now = "\n".join(f"    {ids[a]}[{a}] --> {ids[b]}[{b}]" for a, b in sorted(drawn_arrows()))
-    assert set(drawn) == drawn_arrows(), f"draw it anew:\n{now}"
+@pytest.mark.parametrize(("side", "arrows"), [("servers", server_arrows()), ("loadgen", load_generator_arrows())])
+def test_the_drawing_in_the_docs_is_that_of_the_code(side: str, arrows: dict[str, set[str]]) -> None:
+    text = (ROOT / "docs/architecture.md").read_text().partition(f"### Of {side}\n")[2]
+    drawn = re.findall(r"^ +\w+\[(.+)\] --> \w+\[(.+)\]$", text.partition("\n#")[0], re.MULTILINE)
+    right = drawn_arrows(arrows)
+    ids = {name: f"{side[0]}{number}" for number, name in enumerate(sorted({name for two in right for name in two}))}
+    now = "\n".join(f"    {ids[a]}[{a}] --> {ids[b]}[{b}]" for a, b in sorted(right))
+    assert set(drawn) == right, f"draw it anew:\n{now}"
 
 
 def reachable(name: str) -> set[str]:

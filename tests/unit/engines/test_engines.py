@@ -18,8 +18,8 @@ from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.artefacts import Artefact
-from servers.export.parity import corpus_pixels
 from servers.models.images import normalise
+from servers.models.samples import corpus_pixels
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import TensorSpec

@@ -19,13 +19,13 @@ from servers.engines.torch.plans import PLANS, ModulePlan, fastest, measuring_or
 from servers.models.registry import payload_variants
 from servers.models.specification import ModelSpecification, Preprocessing, image_specification
 from servers.models.weights import RandomWeights
-from servers.native.documents import parameters_in_effect
-from servers.native.engine_link import LocalLink
-from servers.native.engine_process import EngineSide
-from servers.native.inference import InferenceService
-from servers.native.memory import RequestMemory
-from servers.native.settings import NativeSettings
-from servers.native.statistics import Statistics
+from servers.native.engine.process import EngineSide
+from servers.native.front.documents import parameters_in_effect
+from servers.native.front.inference import InferenceService
+from servers.native.local_link import LocalLink
+from servers.native.shared.memory import RequestMemory
+from servers.native.shared.settings import NativeSettings
+from servers.native.shared.statistics import Statistics
 from servers.protocol.tensors import TensorSpec
 from tests.host_copies import graph_mode_on_cpu
 

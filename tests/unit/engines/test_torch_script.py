@@ -15,9 +15,9 @@ from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import KINDS, EngineSettings
 from servers.engines.torch import forms
 from servers.engines.torch.forms import APIS, OWN_MODULE, plain_form, to_torchscript
-from servers.export.parity import corpus_pixels
 from servers.models.images import normalise
 from servers.models.registry import get_variant
+from servers.models.samples import corpus_pixels
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images, to_precision
 from servers.models.weights import RandomWeights

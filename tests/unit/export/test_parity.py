@@ -13,9 +13,10 @@ import torch
 from servers.engines.agreement import Answer
 from servers.engines.torch.forms import expected_answers
 from servers.export.manifest import ExportError
-from servers.export.parity import BATCHES, assert_parity, corpus_pixels, measure_parity
+from servers.export.parity import BATCHES, assert_parity, measure_parity
 from servers.models.images import normalise
 from servers.models.items import valid_items
+from servers.models.samples import corpus_pixels
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import Array, TensorSpec

@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 
 from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS, GpuFinding, InconclusiveCode
-from servers.gpu.command import ExporterSettings
+from servers.commands.gpu import ExporterSettings
 from servers.gpu.exporter import DEFINITIONS, HOST_DEFINITIONS
 from servers.gpu.readings import Status
 

@@ -11,7 +11,7 @@ from servers.engines.interface import PROFILE_AT_START
 from servers.language import torch_engine
 from servers.language.engine import GenerationSettings, make_engine
 from servers.language.specification import language_model
-from servers.native.generation_loop import describe
+from servers.native.engine.generation_loop import describe
 from tests.scripted_generation import ScriptedEngine
 
 

@@ -86,7 +86,7 @@ def test_other_weights_and_swapped_answers_are_found(module: Any, answers: list[
 def test_the_command(
     module: Any, answers: list[GivenAnswer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from servers.language.command import language_info, language_reference
+    from servers.commands.language import language_info, language_reference
 
     asked = {
         "model": "language:tiny", "weights": "random:0", "precision": "fp32", "device": "cpu",

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, save
 from typer.testing import CliRunner
 
 from loadgen.entry import PanelledCommand
-from servers.models.command import samples
+from servers.commands.models import samples
 from servers.models.items import QUANTILES, jpeg_paths, text_lengths
 from servers.models.registry import get_base
 from servers.models.samples import SamplesError, write_samples

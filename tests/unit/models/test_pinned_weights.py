@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 
+from servers.commands.native import check
 from servers.models.sources.open_clip import find_pretrained, load_image_tower
 from servers.models.weights import (
     CheckpointWeights,
@@ -20,7 +21,6 @@ from servers.models.weights import (
     parse_weights,
     pin,
 )
-from servers.native.command import check
 
 TAG = "laion2b_s34b_b79k"
 OLD, NEW = "a" * 40, "b" * 40

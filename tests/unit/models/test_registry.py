@@ -13,8 +13,9 @@ import typer
 from typer.testing import CliRunner
 
 from loadgen.entry import PanelledCommand
-from servers.models import command, sources
-from servers.models.command import models
+from servers.commands import models as command
+from servers.commands.models import models
+from servers.models import sources
 from servers.models.registry import DEFAULT_MODEL, known_references
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -101,7 +101,7 @@ def test_more_space_than_there_is_says_how_much(tmp_path: Path) -> None:
 
 def test_no_torch_is_imported() -> None:
     code = (
-        "import sys; from servers.models.command import samples; from servers.models.samples import write_samples;"
+        "import sys; from servers.commands.models import samples; from servers.models.samples import write_samples;"
         "print([m for m in ('torch', 'onnxruntime', 'open_clip') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -17,20 +17,20 @@ from servers.engines.interface import Engine, EngineDescription
 from servers.engines.settings import EngineSettings
 from servers.engines.torch.runner import RunnerEngine
 from servers.models.specification import ModelSpecification
-from servers.native.engine_link import EngineClient
-from servers.native.engine_process import EngineServer
-from servers.native.inference import signature_of
-from servers.native.interface import (
+from servers.native.engine.process import EngineServer
+from servers.native.front.engine_link import EngineClient
+from servers.native.shared.interface import (
     ApplyStatus,
     CloseRegions,
     FrontEndOpened,
     FrontEndOperation,
     ModelState,
     QueuedRequest,
+    signature_of,
 )
-from servers.native.memory import Arena, ByteBudget, RequestMemory
-from servers.native.settings import NativeSettings
-from servers.native.statistics import Statistics
+from servers.native.shared.memory import Arena, ByteBudget, RequestMemory
+from servers.native.shared.settings import NativeSettings
+from servers.native.shared.statistics import Statistics
 from servers.protocol.errors import ContractError, UnavailableError
 from servers.protocol.tensors import TensorSpec
 from tests.host_copies import HostCopies

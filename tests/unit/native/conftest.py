@@ -16,16 +16,16 @@ from servers.engines.interface import Engine, EngineDescription
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
-from servers.native.batcher import Batcher
-from servers.native.engine_link import LocalLink
-from servers.native.engine_process import EngineSide
+from servers.native.engine.batcher import Batcher
+from servers.native.engine.model_host import BuildEngine
+from servers.native.engine.process import EngineSide
 from servers.native.front_server import NativeServer
-from servers.native.http import connection_factory
-from servers.native.interface import QueuedRequest
-from servers.native.memory import RequestMemory
-from servers.native.model_host import BuildEngine
-from servers.native.settings import NativeSettings
-from servers.native.statistics import Statistics
+from servers.native.http.connection import connection_factory
+from servers.native.local_link import LocalLink
+from servers.native.shared.interface import QueuedRequest
+from servers.native.shared.memory import RequestMemory
+from servers.native.shared.settings import NativeSettings
+from servers.native.shared.statistics import Statistics
 from servers.protocol.tensors import Array, TensorSpec
 
 WIDTH = 2

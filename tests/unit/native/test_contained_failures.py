@@ -12,14 +12,16 @@ import pytest
 import structlog
 from structlog.testing import CapturingLogger
 
-from servers.native import errors, grpc_connection, http
-from servers.native.errors import FailureLog
-from servers.native.grpc import GrpcFrontEnd
-from servers.native.http_inference import InferenceFrontEnd
-from servers.native.inference import wake_all
-from servers.native.interface import QueuedRequest
-from servers.native.memory import RequestMemory
-from servers.native.settings import NativeSettings
+from servers.native.front.inference import wake_all
+from servers.native.grpc import connection as grpc_connection
+from servers.native.grpc.inference import GrpcFrontEnd
+from servers.native.http import connection as http
+from servers.native.http.inference import InferenceFrontEnd
+from servers.native.shared import errors
+from servers.native.shared.errors import FailureLog
+from servers.native.shared.interface import QueuedRequest
+from servers.native.shared.memory import RequestMemory
+from servers.native.shared.settings import NativeSettings
 
 
 @pytest.fixture

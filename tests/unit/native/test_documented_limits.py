@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from servers.native.grpc_call import (
+from servers.native.front.inference import DECODING_S
+from servers.native.grpc.call import (
     MANY_ARRIVING,
     MANY_WAITING,
     MOST_TOGETHER,
@@ -14,7 +15,7 @@ from servers.native.grpc_call import (
     STREAM_WINDOW,
     WAITING_BYTES,
 )
-from servers.native.grpc_connection import (
+from servers.native.grpc.connection import (
     BLOCK_BYTES_PER_CREDIT,
     CALLS_PER_CREDIT,
     CREDIT_BYTES,
@@ -28,13 +29,18 @@ from servers.native.grpc_connection import (
     TURN_NS,
     TURNS_NS,
 )
-from servers.native.grpc_messages import MAX_FIELDS
-from servers.native.http import PIECES_PER_TURN
-from servers.native.http2 import MAX_BLOCK_BYTES, MAX_DECODED_BYTES, MAX_KNOWN_BYTES, MAX_METADATA_BYTES, MAX_SETTINGS
-from servers.native.http_parser import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
-from servers.native.inference import DECODING_S
-from servers.native.limits import CONTROL_BODY_BYTES, MAX_INFLATING
-from servers.native.settings import TOKENS_ONLY, NativeSettings
+from servers.native.grpc.http2 import (
+    MAX_BLOCK_BYTES,
+    MAX_DECODED_BYTES,
+    MAX_KNOWN_BYTES,
+    MAX_METADATA_BYTES,
+    MAX_SETTINGS,
+)
+from servers.native.grpc.messages import MAX_FIELDS
+from servers.native.http.connection import PIECES_PER_TURN
+from servers.native.http.parser import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
+from servers.native.shared.limits import CONTROL_BODY_BYTES, MAX_INFLATING
+from servers.native.shared.settings import TOKENS_ONLY, NativeSettings
 from servers.protocol.codec import MAX_ID_CHARACTERS
 from servers.protocol.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES
 
@@ -92,6 +98,6 @@ def test_the_limits_of_grpc_are_as_written() -> None:
 
 def test_modules_that_are_named_exist() -> None:
     folder = Path(__file__).resolve().parents[3] / "servers/native"
-    named = set(re.findall(r"`(?:servers/native/)?([a-z_]+\.py)`", TEXT))
+    named = set(re.findall(r"`(?:servers/native/)?([a-z_/0-9]+\.py)`", TEXT))
     assert named
     assert {name for name in named if not (folder / name).exists()} == set()

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from servers.commands.native import NativeLaunch, check
 from servers.engines import settings as engine_settings
 from servers.engines.factory import check_engine
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.models.weights import RandomWeights, WeightsError
-from servers.native.command import NativeLaunch, check
 from servers.native.server import imported_first
-from servers.native.settings import NativeSettings
+from servers.native.shared.settings import NativeSettings
 from servers.triton.settings import TritonSettings
 
 

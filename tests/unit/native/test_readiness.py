@@ -13,11 +13,11 @@ import pytest
 
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.native.engine_link import LocalLink
-from servers.native.engine_process import EngineServer, EngineSide
-from servers.native.errors import RefusedError
-from servers.native.inference import InferenceService
-from servers.native.interface import (
+from servers.native.engine.process import EngineServer, EngineSide
+from servers.native.front.inference import InferenceService
+from servers.native.local_link import LocalLink
+from servers.native.shared.errors import RefusedError
+from servers.native.shared.interface import (
     ApplyStatus,
     FrontEndOpened,
     FrontEndOperation,
@@ -25,10 +25,10 @@ from servers.native.interface import (
     ModelStatus,
     QueuedRequest,
 )
-from servers.native.ipc import Control, ControlDone, encode, read_frames
-from servers.native.memory import RequestMemory
-from servers.native.settings import NativeSettings
-from servers.native.statistics import Statistics
+from servers.native.shared.ipc import Control, ControlDone, encode, read_frames
+from servers.native.shared.memory import RequestMemory
+from servers.native.shared.settings import NativeSettings
+from servers.native.shared.statistics import Statistics
 from tests.unit.native.conftest import ROWS
 
 SETTINGS = NativeSettings(max_batch_size=8)

@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from servers.native.front_server import NativeServer
-from servers.native.settings import NativeSettings
+from servers.native.shared.settings import NativeSettings
 from servers.native.supervisor import KILLED_S, Supervisor
 
 log = structlog.get_logger()

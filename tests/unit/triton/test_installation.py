@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from servers.cli.defaults import OptionError
+from servers.options.defaults import OptionError
 from servers.triton import installation as module
 from servers.triton import launch
 from servers.triton.installation import (

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import typer
 
-from servers.cli.defaults import OptionError
-from servers.gpu.command import gpu_exporter, gpu_info
-from servers.triton.command import serve_triton
+from servers.commands.gpu import gpu_exporter, gpu_info
+from servers.commands.triton import serve_triton
+from servers.options.defaults import OptionError
 from servers.triton.launch import assert_free
 from servers.triton.settings import TritonSettings
 
 CODE = """
 import os
-from servers.triton.command import _stdout_for_results as stdout_for_results
+from servers.commands.triton import _stdout_for_results as stdout_for_results
 with stdout_for_results() as results:
     print("an exporter's progress")
     os.write(1, b"a C library's warning\\n")

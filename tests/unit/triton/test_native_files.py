@@ -11,10 +11,10 @@ import pytest
 from onnx import TensorProto, helper
 from rich.console import Console
 
-from servers.cli.defaults import OptionError
+from servers.commands import triton as command
 from servers.engines import settings as engine_settings
 from servers.export.manifest import ExportError
-from servers.triton import command
+from servers.options.defaults import OptionError
 from servers.triton.settings import TritonSettings
 from tests.scripted_trtexec import ScriptedTrtexec
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from loadgen.child_process import ChildProcess
-from servers.cli.defaults import OptionError
-from servers.cli.launch import LaunchPlan, cause_in
+from servers.options.defaults import OptionError
+from servers.options.launch import LaunchPlan, cause_in
 from servers.triton import process
 from servers.triton.installation import TritonDiedError
 from servers.triton.process import CAUSES, TritonProcess, region_prefixes, relevant_lines

@@ -11,13 +11,13 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from servers.cli.defaults import OptionError
 from servers.engines.settings import EngineSettings
 from servers.models.images import DecodingSettings
 from servers.models.registry import get_specification, get_variant
 from servers.models.sources.triton_repository import read_config
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.options.defaults import OptionError
 from servers.triton.config import (
     BATCHING,
     onnxruntime_config,

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from loadgen.child_process import ChildProcess, ProcessError
-from servers.native.command import CAUSES
+from servers.commands.native import CAUSES
 
 STUBBORN = """
 import signal, subprocess, sys, time

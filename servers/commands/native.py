@@ -1,0 +1,226 @@
+"""`abserve serve native`: checks the options, finds the artefact, and becomes the server process or prints its plan."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from servers.commands.serving import PrintLaunch, PrintSpace, serve
+from servers.commands.spaces import generating_engines, language_context, tensor_context
+from servers.engines.factory import check_engine, enter, enter_environment_of
+from servers.engines.padding import pad_to_text, padding_of
+from servers.engines.settings import engine_kind
+from servers.language.engine import SLOTS, generating_environment
+from servers.language.specification import LanguageModel, is_language_model, language_model
+from servers.language.weights import pin_language_weights
+from servers.models.images import DecodingSettings
+from servers.models.registry import get_variants
+from servers.models.sources import module_file
+from servers.models.specification import ModelSpecification
+from servers.models.weights import WeightsSource, parse_weights, pin
+from servers.native.shared.settings import (
+    NO_BATCHES,
+    TENSORS_ONLY,
+    TOKENS_ONLY,
+    NativeSettings,
+    artefact_field,
+    of_other_kind,
+)
+from servers.options.command_line import given_options, takes_settings, to_argument, tuning_of, with_tuning
+from servers.options.defaults import ARTEFACTS, OptionError, usable_cores
+from servers.options.launch import LaunchPlan, bind, check_free, host_in_url
+from servers.options.search import space_json
+
+CAUSES = (r"the model cannot be served.* reason=(?P<quote>['\"])(?P<cause>.+)(?P=quote)",)
+"""How this server's log says why it ended."""
+Artefact = tuple[Path, dict[str, object] | None]
+"""An exported file and its manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLaunch:
+    """Checked options: the settings are valid and the ports were free a moment ago."""
+
+    settings: NativeSettings
+    specifications: tuple[ModelSpecification, ...]
+    weights: WeightsSource
+    tuning: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def needs_artefacts(self) -> tuple[ModelSpecification, ...]:
+        """The models whose exported file the engine executes; JPEG and UINT8 share theirs."""
+        if engine_kind(self.settings.engine).executes is None:
+            return ()
+        return tuple({s.executed.name: s.executed for s in self.specifications}.values())
+
+    def plan(self, artefacts: Mapping[str, Artefact]) -> LaunchPlan:
+        """How to start the process; `artefacts` has one entry for each name in `needs_artefacts`."""
+        paths = {artefact_field(s): artefacts[s.name][0] for s in self.needs_artefacts}
+        settings = self.settings.model_copy(update=paths)
+        first = self.specifications[0]
+        host = host_in_url(settings.host)
+        url = f"http://{host}:{settings.http_port}"
+        return LaunchPlan(
+            argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
+            env={},
+            http_url=url,
+            grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
+            metrics_url=f"{url}/metrics",
+            model=first.name,
+            title=f"native {settings.engine} {settings.precision}",
+            max_batch_size=settings.max_batch_size,
+            cannot_pad=first.cannot_pad,
+            artefact=artefacts[first.executed.name][1] if artefacts else None,
+            tuning=dict(self.tuning),
+            causes=CAUSES,
+        )
+
+
+def _requested(options: Mapping[str, Any]) -> NativeSettings:
+    return NativeSettings(**{name: value for name, value in options.items() if value is not None})
+
+
+def _resolved(requested: NativeSettings) -> tuple[NativeSettings, tuple[ModelSpecification, ...]]:
+    """The settings in effect for a model of tensors. Raises for an option that the server cannot honour."""
+    requested.check_for_tensors()
+    specifications = get_variants(requested.model, requested.payloads)
+    first = specifications[0]
+    settings = requested.resolved(first)
+    for engine in settings.of_engines():
+        engine.engine_settings().check_here()
+    check_engine(first.executed, settings.engine_settings())
+    padding_of(first, settings.pad_sizes)
+    return settings, specifications
+
+
+def check(options: Mapping[str, Any]) -> NativeLaunch:
+    """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
+    requested = _requested(options)
+    requested = with_tuning(requested, requested.tuning)
+    settings, specifications = _resolved(requested)
+    first = specifications[0]
+    enter_environment_of(settings.engine)
+    weights = pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
+    if settings.engine == "torch" and module_file.takes(first.reference):
+        first.load_module(weights)  # runs two items: a module that is not as described starts no server
+    bind(settings.host, settings.http_port).close()
+    check_free(settings.host, settings.grpc_port, "--grpc-port")
+    # A path is absolute: a supervisor may start the server from another folder.
+    model = first.reference if first.reference.startswith("/") else settings.model
+    settings = settings.model_copy(update={"weights": weights.text, "model": model})
+    return NativeLaunch(settings, specifications, weights, tuning_of(requested))
+
+
+def _resolved_language(requested: NativeSettings) -> tuple[NativeSettings, LanguageModel]:
+    """As `_resolved`, for a language model."""
+    if requested.max_batch_size != NativeSettings.model_fields["max_batch_size"].default:
+        raise OptionError(NO_BATCHES)
+    model = language_model(requested.model, requested.weights)
+    return requested.resolved_for(model), model
+
+
+def check_language(options: Mapping[str, Any]) -> LaunchPlan:
+    """The launch of a language model. Raises an error whose message is one sentence."""
+    requested = _requested(options)
+    requested = with_tuning(requested, requested.tuning)
+    settings, model = _resolved_language(requested)
+    enter(generating_environment(settings.engine))
+    bind(settings.host, settings.http_port).close()
+    check_free(settings.host, settings.grpc_port, "--grpc-port")
+    weights = pin_language_weights(model.weights, model.fields)
+    settings = settings.model_copy(update={"weights": weights.text, "model": model.reference})
+    host = host_in_url(settings.host)
+    url = f"http://{host}:{settings.http_port}"
+    return LaunchPlan(
+        argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
+        env={},
+        http_url=url,
+        grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
+        metrics_url=f"{url}/metrics",
+        model=model.name,
+        title=f"native {settings.engine} {settings.precision}",
+        max_batch_size=None,
+        cannot_pad="a language model has no batches to pad",
+        tuning=tuning_of(requested),
+        causes=CAUSES,
+    )
+
+
+def space(options: Mapping[str, Any], given: Collection[str]) -> bytes:
+    """What can be tuned, as `--print-space` prints it. Raises as `check` does; ports do not matter."""
+    requested = _requested(options)
+    in_effect: dict[str, object]
+    if is_language_model(requested.model):
+        settings, _ = _resolved_language(requested)
+        engines, not_searched = generating_engines()
+        here = language_context(settings.language_engine(), usable_cores(), engines)
+        in_effect = {"slots": settings.slots or SLOTS[here.device]}
+    else:
+        settings, specifications = _resolved(requested)
+        first, engine = specifications[0], settings.engine_settings()
+        pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
+        cores = usable_cores() // len(settings.devices)
+        here, not_searched = tensor_context(first, engine, max(1, cores))
+        in_effect = {"decode_threads": DecodingSettings(settings.decode_threads).thread_count}
+    in_effect = {
+        "threads": settings.of_engines()[0].threads or here.cores,
+        "spinning": "on" if settings.spinning == "auto" else settings.spinning,
+        "pad_to": pad_to_text(settings.pad_sizes),
+        **in_effect,
+    }
+    return space_json("native", settings, here, in_effect, given, not_searched)
+
+
+@takes_settings(NativeSettings)
+def serve_native(
+    context: typer.Context,
+    artefacts: Annotated[
+        Path,
+        typer.Option(envvar="ABSERVE_NATIVE_ARTEFACTS", help="Folder of exported files; created if missing."),
+    ] = Path(ARTEFACTS),
+    print_launch: PrintLaunch = False,
+    print_space: PrintSpace = False,
+    **options: object,
+) -> None:
+    """Serve a model over the Open Inference Protocol, with PyTorch, ONNX Runtime or TensorRT inside."""
+
+    def plan() -> LaunchPlan:
+        language = is_language_model(str(options.get("model")))
+        # With the default's value, too; a variable may have it for servers of both kinds.
+        for name in sorted(given_options(context, options, variables=False)):
+            if language and name == "max_batch_size":
+                raise OptionError(NO_BATCHES)
+            if name in (TENSORS_ONLY if language else TOKENS_ONLY):
+                raise OptionError(of_other_kind(name))
+        if language:
+            return check_language(options)
+        launch = check(options)
+        return launch.plan({model.name: _artefact(launch, model, artefacts) for model in launch.needs_artefacts})
+
+    serve(
+        plan,
+        lambda: space(options, given_options(context, options)),
+        print_launch=print_launch,
+        print_space=print_space,
+    )
+
+
+def _artefact(launch: NativeLaunch, specification: ModelSpecification, root: Path) -> Artefact:
+    """The exported file, made first when it is missing, and its manifest."""
+    from servers.export.artefacts import executed_file  # not above: it imports an engine
+
+    path, manifest = executed_file(
+        launch.settings.engine,
+        launch.settings.precision,
+        specification,
+        launch.weights,
+        root,
+        progress=lambda step: typer.echo(step, err=True),
+        max_batch_size=launch.settings.max_batch_size,
+    )
+    return path.absolute(), None if manifest is None else manifest.to_dict()

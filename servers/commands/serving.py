@@ -1,0 +1,62 @@
+"""The end of every `abserve serve TARGET`: print the launch plan or the space, or become the server."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, BinaryIO
+
+import typer
+from pydantic import ValidationError
+
+from servers.engines.settings import EngineError
+from servers.export.manifest import ExportError
+from servers.models.files import FolderError
+from servers.models.specification import UnknownModelError
+from servers.models.weights import WeightsError
+from servers.options.command_line import fail, validation_sentence
+from servers.options.defaults import OptionError
+from servers.options.launch import LaunchPlan
+
+PRINT_SPACE = "Print what a search for the fastest settings tries here, as one line of JSON, and exit."
+PrintLaunch = Annotated[
+    bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
+]
+PrintSpace = Annotated[bool, typer.Option(help=PRINT_SPACE)]
+
+
+def become(plan: LaunchPlan) -> None:
+    """Replace this process, so that the server gets its PID and signals."""
+    typer.echo(f"starting {plan.title} at {plan.http_url}", err=True)
+    sys.stdout.flush()
+    os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})
+
+
+def serve(
+    plan: Callable[[], LaunchPlan],
+    space: Callable[[], bytes],
+    *,
+    print_launch: bool,
+    print_space: bool,
+    out: BinaryIO | None = None,
+    start: Callable[[LaunchPlan], None] = become,
+) -> None:
+    """Print what is asked for to standard output or `out`, or start the server. An error ends the command with its one
+    sentence, and with exit status 2 if an option is wrong."""
+    out = sys.stdout.buffer if out is None else out
+    try:
+        if print_space:
+            out.write(space())
+            return
+        launch = plan()
+    except ValidationError as exc:
+        fail(validation_sentence(exc), exc, status=2)
+    except (UnknownModelError, WeightsError, EngineError, OptionError) as exc:
+        fail(str(exc), exc, status=2)
+    except (ExportError, FolderError) as exc:
+        fail(str(exc), exc)
+    if print_launch:
+        out.write(launch.to_json())
+    else:
+        start(launch)

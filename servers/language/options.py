@@ -1,0 +1,56 @@
+"""Options of a server of language models."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic_settings import BaseSettings
+
+from servers.language.engine import GenerationSettings
+from servers.language.specification import LanguageModel
+from servers.options import search
+from servers.options.defaults import OptionError
+
+
+class GenerationOptions(BaseSettings):
+    """What every server of a language model is told."""
+
+    slots: Annotated[int, search.SLOTS] = Field(
+        0, ge=0, le=4096, title="Language models", description="Requests generated at once; 0: the engine's default."
+    )
+    max_length: int = Field(
+        0,
+        ge=0,
+        le=2**24,
+        title="Language models",
+        description="Most tokens of a prompt and its answer together; 0: the engine's default, at most the model's.",
+    )
+
+    def check_length(self, model: LanguageModel) -> None:
+        """Raise `OptionError` for a maximum length beyond the model's."""
+        if self.max_length > model.max_length:
+            raise OptionError(f"--max-length {self.max_length}: {model.title} takes at most {model.max_length} tokens")
+
+
+class GeneratingOptions(GenerationOptions):
+    """How one of abserve's engines generates tokens."""
+
+    prefill_chunk: Annotated[int, search.PREFILL_CHUNK] = Field(
+        0,
+        ge=0,
+        le=2**24,
+        title="Language models",
+        description="Most prompt tokens per step, beside the running answers; 0: the engine's default.",
+    )
+    graphs: Annotated[bool, search.GRAPHS] = Field(
+        True, title="Language models", description="Replay CUDA graphs on a GPU."
+    )
+
+    def generation_settings(self, engine: str, device: str, precision: str, threads: int) -> GenerationSettings:
+        """The options as a generating engine takes them. Raises `EngineError` for a value that is wrong everywhere."""
+        settings = GenerationSettings(
+            engine, device, precision, self.slots, self.max_length, self.prefill_chunk, self.graphs, threads
+        )
+        settings.check()
+        return settings

@@ -1,0 +1,1 @@
+"""The engine's process: batches, the models' life, steps of language models, device memory of clients."""

@@ -1,0 +1,394 @@
+"""The engine's side of a language model: the loop that steps a generating engine, and the process that it is alone in.
+
+One thread does everything with the engine. Between two steps it takes what front ends have sent: requests that came and
+requests whose client has left, so that a slot is free within one step. All tokens of a step that belong to one front
+end are one message; while the front end writes them to its clients the engine is in the next step already.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+import structlog
+
+from servers.engines.interface import EngineDescription
+from servers.engines.processors import openmp_spinning
+from servers.engines.settings import EngineError
+from servers.language.engine import Emission, GeneratingEngine, GenerationRequest
+from servers.native.engine.process import READ_BYTES, FrontEndChannel, read_supervisor
+from servers.native.shared.errors import RefusedError, shutting_down
+from servers.native.shared.interface import ApplyStatus, FrontEndOpened, ModelState, ModelStatus
+from servers.native.shared.ipc import (
+    Cancel,
+    Control,
+    ControlDone,
+    Failure,
+    Finished,
+    Generate,
+    Generated,
+    Message,
+    UnusableMessage,
+    failure_of,
+    unusable_of,
+)
+from servers.native.shared.memory import Arena
+from servers.native.shared.settings import NativeSettings
+from servers.native.shared.statistics import Statistics
+from servers.protocol.errors import ContractError, InternalError
+
+log = structlog.get_logger("abserve.engine")
+
+BuildGeneratingEngine = Callable[[], GeneratingEngine]
+"""Makes the engine, in its thread: its imports take seconds."""
+
+
+class GenerationLoop:
+    """The thread of a generating engine, from loading to the end. Any thread calls the public methods."""
+
+    def __init__(
+        self,
+        build: BuildGeneratingEngine,
+        settings: NativeSettings,
+        statistics: Statistics,
+        arena: Arena,
+        on_failure: Callable[[], None],
+    ) -> None:
+        """`on_failure` is called, in the thread, when the model cannot be served; then the thread ends."""
+        self._build = build
+        self._settings = settings
+        self._statistics = statistics
+        self._arena = arena
+        self._on_failure = on_failure
+        self._epoll = select.epoll()
+        self._wakes, self._waker = socket.socketpair()
+        for wake_socket in (self._wakes, self._waker):
+            wake_socket.setblocking(False)
+        self._epoll.register(self._wakes, select.EPOLLIN)
+        self._incoming: deque[socket.socket] = deque()
+        self._channels: dict[int, FrontEndChannel] = {}
+        self._opened: set[FrontEndChannel] = set()
+        self._owners: dict[int, FrontEndChannel] = {}
+        """By number: whose request it is, of all that wait or are generated."""
+        self._client_of: dict[int, str] = {}
+        self._clients: Counter[str] = Counter()
+        """How many of these each client has, where that is limited."""
+        self._unaware: set[FrontEndChannel] = set()
+        """Front ends that do not know yet that the model is accepting."""
+        self._queue: OrderedDict[int, Generate] = OrderedDict()
+        """By number: requests that the engine has not got, because its slots are taken."""
+        self._state = ModelState.LOADING
+        self._description: EngineDescription | None = None
+        self._telling = False
+        """Whether front ends are being notified of a state: none learns the next one before all have this one."""
+        self._stop_by: float | None = None
+        self._buffer = bytearray(READ_BYTES)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.failed = False
+
+    def start(self) -> None:
+        """Begin to load."""
+        self._thread.start()
+
+    def add(self, connected: socket.socket) -> None:
+        """A front end's socket."""
+        self._incoming.append(connected)
+        self._wake()
+
+    def stop(self, stop_by: float) -> bool:
+        """Finish accepted requests, at most until `stop_by` of `time.monotonic`; False if that was too short."""
+        self._stop_by = stop_by
+        self._wake()
+        if self._state is not ModelState.LOADING:  # a load cannot be interrupted, so do not wait for it
+            self._thread.join(max(0.0, stop_by - time.monotonic()))
+        return not self._thread.is_alive() and not self._owners
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):
+            self._waker.send(b"!")
+
+    # In the thread
+
+    def _run(self) -> None:
+        engine: GeneratingEngine | None = None
+        try:
+            engine = self._build()
+            engine.load()
+            engine.warm_up()
+            self._description = describe(engine)
+            if trouble := self._description.details.get("choice_trouble"):
+                log.warning(trouble)
+            self._set_state(ModelState.ACCEPTING)
+            self._serve(engine)
+        except EngineError as error:
+            log.error("the model cannot be served", reason=str(error))  # noqa: TRY400  the sentence says it all
+            self._fail()
+        except Exception:
+            log.exception("the model cannot be served")
+            self._fail()
+        finally:
+            for channel in self._channels.values():
+                channel.end()  # what waits at its front end fails
+            if engine is not None:
+                with suppress(Exception):
+                    engine.close()
+
+    def _serve(self, engine: GeneratingEngine) -> None:
+        slots, queue, statistics = engine.slots, self._queue, self._statistics
+        while self._stop_by is None or (self._owners and time.monotonic() < self._stop_by):
+            self._receive(engine, None if not self._owners else 0)
+            while queue and engine.active + engine.waiting < slots:
+                self._add(engine, queue.popitem(last=False)[1])
+            rows = min(slots, engine.active + engine.waiting)
+            if rows:
+                started_ns = time.perf_counter_ns()
+                emissions = engine.step()
+                if emissions:
+                    self._send(emissions)
+                statistics.record_step(rows, sum([len(emission.tokens) for emission in emissions]), started_ns)
+            statistics.set_queued(len(queue) + engine.waiting)
+            statistics.set_slots_in_use(engine.active)
+
+    def _receive(self, engine: GeneratingEngine, seconds: float | None) -> None:
+        """Take what has come; wait for something at most so long."""
+        for descriptor, events in self._epoll.poll(seconds):
+            channel = self._channels.get(descriptor)
+            if channel is not None:
+                self._read(engine, channel, events)
+            else:
+                with suppress(BlockingIOError):
+                    self._wakes.recv(4096)
+        while self._incoming:
+            self._open(self._incoming.popleft())
+
+    def _open(self, connected: socket.socket) -> None:
+        channel = FrontEndChannel(connected, self._arena, self._epoll)
+        self._channels[connected.fileno()] = channel
+        self._epoll.register(connected, select.EPOLLIN)
+        self._notify(channel)
+
+    def _read(self, engine: GeneratingEngine, channel: FrontEndChannel, events: int) -> None:
+        messages = channel.receive(events, self._buffer)
+        if messages is None:
+            self._remove(engine, channel)
+            return
+        for message in messages:
+            try:
+                self._handle(engine, channel, message)
+            except Exception:  # it must not end the thread: others wait for theirs
+                log.exception("a message of a front end could not be used")
+                self._refuse(channel, unusable_of(message))
+
+    def _refuse(self, channel: FrontEndChannel, message: UnusableMessage) -> None:
+        """End what a message is about that cannot be used: its client would wait until its own deadline."""
+        if message.kind is not Generate:
+            channel.fail(message, sent=False)
+            return
+        for number in message.numbers:
+            self._owners.pop(number, None)
+            self._queue.pop(number, None)
+            self._end(channel, number, failure_of(InternalError("the engine could not use the request")))
+
+    def _handle(self, engine: GeneratingEngine, channel: FrontEndChannel, message: Message | UnusableMessage) -> None:
+        if isinstance(message, Generate):
+            self._accept(engine, channel, message)
+        elif isinstance(message, Cancel):
+            self._cancel(engine, message.number)
+        elif isinstance(message, ControlDone):
+            channel.control_done(message)
+        elif isinstance(message, Control) and isinstance(message.operation, FrontEndOpened):
+            self._opened.add(channel)
+            self._check_open()
+        elif isinstance(message, UnusableMessage):
+            self._refuse(channel, message)
+
+    def _accept(self, engine: GeneratingEngine, channel: FrontEndChannel, message: Generate) -> None:
+        free = max(0, engine.slots - engine.active - engine.waiting)  # these do not wait beyond the running step
+        if len(self._queue) >= self._settings.queue_size + free:
+            full = RefusedError("queue_full", f"Exceeds maximum queue size of {self._settings.queue_size} requests")
+            self._end(channel, message.number, failure_of(full))
+        elif self._stop_by is not None:
+            self._end(channel, message.number, failure_of(shutting_down()))
+        elif message.client and self._clients[message.client] >= self._settings.max_client_requests:
+            most = RefusedError(
+                "queue_full", f"this client has {self._settings.max_client_requests} requests under way"
+            )
+            self._end(channel, message.number, failure_of(most))
+        else:
+            if message.client:
+                self._client_of[message.number] = message.client
+                self._clients[message.client] += 1
+            self._owners[message.number] = channel
+            self._queue[message.number] = message
+
+    def _add(self, engine: GeneratingEngine, message: Generate) -> None:
+        waited_ns = time.perf_counter_ns() - message.received_ns
+        request = GenerationRequest(message.number, message.prompt, message.max_tokens, message.ignore_eos)
+        try:
+            engine.add(request)
+        except ContractError as error:
+            self._end(self._disown(message.number), message.number, failure_of(error))
+        else:
+            self._statistics.record_prompt(len(message.prompt), waited_ns)
+
+    def _cancel(self, engine: GeneratingEngine, number: int) -> None:
+        if number not in self._owners:  # it is finished
+            return
+        self._disown(number)
+        if self._queue.pop(number, None) is None:
+            engine.cancel(number)
+
+    def _send(self, emissions: Sequence[Emission]) -> None:
+        """One message for each front end that has a request among these."""
+        owners = self._owners
+        messages: dict[FrontEndChannel, Generated] = {}
+        for emission in emissions:
+            number, tokens = emission.number, emission.tokens
+            channel = owners.get(number)
+            if channel is None:  # cancelled while the step ran
+                continue
+            message = messages.get(channel)
+            if message is None:
+                message = messages[channel] = Generated([], [], [], [])
+            if emission.finish is not None:
+                self._disown(number)
+                failure = None
+                if emission.finish == "error":
+                    failure = failure_of(InternalError(emission.message or "the engine could not generate the answer"))
+                message.finished.append(Finished(number, list(tokens), emission.finish, failure))
+            elif len(tokens) == 1:
+                message.numbers.append(number)
+                message.tokens.append(tokens[0])
+            elif tokens:
+                message.several.append((number, list(tokens)))
+        for channel, message in messages.items():
+            channel.send([message])
+
+    def _disown(self, number: int) -> FrontEndChannel:
+        """A request has ended: forget whose it is."""
+        if (client := self._client_of.pop(number, None)) is not None:
+            self._clients[client] -= 1
+            if not self._clients[client]:
+                del self._clients[client]
+        return self._owners.pop(number)
+
+    def _end(self, channel: FrontEndChannel, number: int, failure: Failure) -> None:
+        channel.send([Generated([], [], [], [Finished(number, [], "error", failure)])])
+
+    def _remove(self, engine: GeneratingEngine, channel: FrontEndChannel) -> None:
+        """A front end has ended, and with it the connections of its clients."""
+        del self._channels[channel.socket.fileno()]
+        self._opened.discard(channel)
+        for number in [number for number, owner in self._owners.items() if owner is channel]:
+            self._cancel(engine, number)
+        channel.end()
+
+    # States
+
+    def _status(self) -> ApplyStatus:
+        return ApplyStatus((ModelStatus(self._state, self._description),))
+
+    def _set_state(self, state: ModelState) -> None:
+        """Tell all front ends."""
+        self._state, self._telling = state, True
+        while self._incoming:
+            self._open(self._incoming.popleft())
+        for channel in list(self._channels.values()):
+            self._notify(channel)
+        self._telling = False
+        self._check_open()
+
+    def _notify(self, channel: FrontEndChannel) -> None:
+        applied = channel.notify(self._status())
+        if self._state is ModelState.ACCEPTING:
+            self._unaware.add(channel)
+            applied.add_done_callback(lambda _: self._aware(channel))
+
+    def _aware(self, channel: FrontEndChannel) -> None:
+        self._unaware.discard(channel)
+        self._check_open()
+
+    def _check_open(self) -> None:
+        """A model that is accepting becomes ready once all front ends know, and answer clients."""
+        all_know = not self._unaware and len(self._opened) >= (self._settings.fronts or 1)
+        if self._state is ModelState.ACCEPTING and all_know and not self._telling:
+            self._set_state(ModelState.READY)
+
+    def _fail(self) -> None:
+        self.failed = True
+        self._set_state(ModelState.FAILED)
+        self._on_failure()
+
+
+def describe(engine: GeneratingEngine) -> EngineDescription:
+    """The settings in effect, the limits of requests and, on a GPU, the kernels of a short answer."""
+    settings = engine.settings()
+    details = {
+        **settings,
+        "slots": engine.slots,
+        "max_length": engine.max_length,
+        "vocabulary": engine.vocabulary,
+        "eos": list(engine.eos),
+    }
+    device = str(settings.get("device", "cpu"))
+    threads = None if settings.get("threads") is None else int(str(settings["threads"]))
+    if device.startswith("cuda"):
+        from servers.language.torch_engine import generation_kernels  # imports torch, as engines on a GPU have
+
+        details |= generation_kernels(engine)
+    return EngineDescription(
+        kind=str(settings.get("engine", "")),
+        version=str(settings.get("engine_version", "")),
+        precision=str(settings.get("precision", "")),
+        mode=str(settings.get("mode", "")),
+        device=device,
+        threads=threads,
+        max_batch_size=engine.slots,
+        weights=str(settings.get("weights", "")),
+        details=msgspec.to_builtins(details, enc_hook=str),
+        spinning=None if threads is None else openmp_spinning(threads),
+    )
+
+
+class GenerationProcess:
+    """The process of an engine: it gets the front ends' sockets from the supervisor until that says so, or has gone."""
+
+    def __init__(
+        self,
+        build: BuildGeneratingEngine,
+        settings: NativeSettings,
+        statistics: Statistics,
+        arena: Arena,
+        supervisor: socket.socket,
+    ) -> None:
+        self._settings = settings
+        self._supervisor = supervisor
+        self._failed, self._failing = socket.socketpair()
+        self._loop = GenerationLoop(build, settings, statistics, arena, self._fail)
+
+    def run(self) -> int:
+        """Returns the process's exit status."""
+        self._loop.start()
+        stop_by: float | None = None
+        while stop_by is None and not self._loop.failed:
+            readable, _, _ = select.select([self._supervisor, self._failed], [], [])
+            if self._supervisor in readable:
+                message = read_supervisor(self._supervisor, self._settings)
+                if isinstance(message, float):
+                    stop_by = message
+                else:
+                    self._loop.add(message)
+        if self._loop.failed:
+            return 1
+        finished = self._loop.stop(stop_by or 0.0)
+        log.info("stopped", accepted_work_finished=finished)
+        return 1 if self._loop.failed else 0
+
+    def _fail(self) -> None:
+        self._failing.send(b"!")

@@ -1,0 +1,1 @@
+"""The gRPC front end: HTTP/2, calls, and the methods of tensors and of language models."""
