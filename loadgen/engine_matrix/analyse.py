@@ -76,7 +76,6 @@ PATHS: Mapping[str, str] = {
     "generate": "PyTorch",
     "torch/compile": "PyTorch → torch.compile",
     "torch/traced": "PyTorch → TorchScript",
-    "torch/scripted": "PyTorch → TorchScript",
     "torch/graph": "PyTorch → CUDA graph",
     "aotinductor": "PyTorch → AOTInductor",
     "onnxruntime": "PyTorch → ONNX → ONNX Runtime",

@@ -72,7 +72,7 @@ class MatrixSettings(Settings):
     baseline: Annotated[str, AfterValidator(_engine_and_mode)] = _measurement(
         AUTO,
         description="ENGINE/MODE that speed-ups are computed over. It is measured too; none leaves it out (default: "
-        "torch/eager, in fp32; of language models generate/eager, in each precision).",
+        "torch/eager, in fp32; of language models continuous/paged, in each precision).",
     )
     min_cosine: float = _measurement(
         0.99, ge=-1.0, le=1.0, description="A cell whose answers have a lower cosine with FP32 is not ranked."
@@ -100,4 +100,4 @@ class MatrixSettings(Settings):
     def chosen_baseline(self) -> str:
         if self.baseline != AUTO:
             return self.baseline
-        return "generate/eager" if self.generates else "torch/eager"
+        return "continuous/paged" if self.generates else "torch/eager"

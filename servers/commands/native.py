@@ -157,8 +157,8 @@ def space(options: Mapping[str, Any], given: Collection[str]) -> bytes:
     in_effect: dict[str, object]
     if is_language_model(requested.model):
         settings, _ = _resolved_language(requested)
-        engines, not_searched = generating_engines()
-        here = language_context(settings.language_engine(), usable_cores(), engines)
+        here = language_context(settings.language_engine(), usable_cores(), generating_engines())
+        not_searched: list[str] = []
         in_effect = {"slots": settings.slots or SLOTS[here.device]}
     else:
         settings, specifications = _resolved(requested)

@@ -155,7 +155,7 @@ def _space(kind: str, requested: PlainSettings, given: Collection[str]) -> bytes
     if is_language_model(requested.model):
         _, device = _language(kind, requested)
         precision = generation_precision(requested.precision, device)
-        generation = GenerationSettings("generate", device, precision)
+        generation = GenerationSettings(device=device, precision=precision)
         here = language_context(generation, cores)
         in_effect: dict[str, object] = {"precision": precision}
     else:

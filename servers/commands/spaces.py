@@ -13,15 +13,9 @@ from servers.models.specification import ModelSpecification
 from servers.options import defaults
 from servers.options.search import SearchContext
 
-LEFT_OUT = {
-    "aotinductor": "its compiler takes minutes per model",
-    "generate": "only prompts of equal lengths share a batch, and new ones wait for its end",
-}
-"""Engines that are not tried, and why; the second one is of language models."""
-MODES_LEFT_OUT = {
-    "cpu": {"scripted": "it executes the same operators as traced, and refuses many models"},
-    "cuda": dict.fromkeys(("eager", "traced", "scripted"), "it launches each kernel by itself"),
-}
+LEFT_OUT = {"aotinductor": "its compiler takes minutes per model"}
+"""Engines that are not tried, and why."""
+MODES_LEFT_OUT = {"cpu": {}, "cuda": dict.fromkeys(("eager", "traced"), "it launches each kernel by itself")}
 """Modes of torch that are not tried, and why."""
 
 
@@ -79,11 +73,11 @@ def language_context(settings: GenerationSettings, cores: int, engines: Iterable
     )
 
 
-def generating_engines() -> tuple[tuple[str, ...], list[str]]:
-    """The engines of language models that are tried in this environment, and what is not searched."""
+def generating_engines() -> tuple[str, ...]:
+    """The engines of language models that are tried in this environment."""
     tried = []
     for name in GENERATING_ENGINES:
         with suppress(EngineError):
-            if name not in LEFT_OUT and generating_environment(name) is None:
+            if generating_environment(name) is None:
                 tried.append(name)
-    return tuple(tried), [f"engine {name}: {why}" for name, why in LEFT_OUT.items() if name in GENERATING_ENGINES]
+    return tuple(tried)

@@ -199,8 +199,8 @@ def _space(settings: TritonSettings, given: Collection[str], console: Console) -
         backend = language_backend(settings, installation)
         settings.check_length(language_model(settings.model, settings.weights))
         generation = settings.resolved_generation()
-        engines, not_searched = generating_engines()
-        here = language_context(generation, cores, engines)
+        here = language_context(generation, cores, generating_engines())
+        not_searched: list[str] = []
         in_effect = {
             "engine": generation.engine,
             "precision": generation.precision,

@@ -46,7 +46,7 @@ PARAMETER_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf1
 KINDS: Mapping[str, EngineKind] = {
     "torch": EngineKind(
         "servers.engines.torch.engine:TorchEngine",
-        {"cpu": ("tuned", "eager", "traced", "scripted"), "cuda": ("graph", "compile", "eager", "traced", "scripted")},
+        {"cpu": ("tuned", "eager", "traced"), "cuda": ("graph", "compile", "eager", "traced")},
         {"cpu": ("fp32",), "cuda": (*PRECISIONS, "fp8")},
         ("torch",),
         reasons={("fp8", "cpu"): "torchao multiplies FP8 on GPUs of compute capability 8.9 and newer"},

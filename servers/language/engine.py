@@ -21,14 +21,12 @@ from servers.protocol.tensors import TensorSpec
 GENERATING_ENGINES: Mapping[str, str] = {
     "slots": "servers.language.slots:SlotsEngine",
     "continuous": "servers.language.continuous:ContinuousEngine",
-    "generate": "servers.language.generate:GenerateEngine",
     "jax": "servers.language.jax_engine:JaxGeneratingEngine",
 }
 """By name, "module:class" of each engine; the class takes the specification and the settings."""
 GENERATING_MODES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "slots": {"cpu": ("eager",), "cuda": ("graphs", "eager")},
     "continuous": {"cpu": ("paged",), "cuda": ("paged",)},
-    "generate": {"cpu": ("eager",), "cuda": ("eager",)},
     "jax": {"cpu": ("jit",), "cuda": ("jit",)},
 }
 """Of the engines that generate tokens, by kind of device."""

@@ -1,21 +1,17 @@
 """A model's torch module: weights read from files without executing anything, loaded only if all fit; its size.
 
-`torch.jit.load` compiles a TorchScript archive's own code and runs it: a module's `__setstate__` can write any file.
-Here the archive's pickled objects become records of their attributes, and no name in them is looked up beyond those of
-tensors. Imports torch only when a function needs it.
+Imports torch only when a function needs it.
 """
 
 from __future__ import annotations
 
 import math
 import pickle
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zipfile import BadZipFile, ZipFile, is_zipfile
 
 from servers.models.items import valid_items
 from servers.models.specification import ModelSpecification, Preprocessing
@@ -41,8 +37,8 @@ def option_of(source: CheckpointWeights | PretrainedWeights) -> str:
 
 def read_state(
     source: CheckpointWeights | PretrainedWeights, find: FindPretrained | None = None
-) -> tuple[dict[str, torch.Tensor], bool]:
-    """The state dict on the CPU and whether its file is a TorchScript archive. Executes nothing that is in the file.
+) -> dict[str, torch.Tensor]:
+    """The state dict on the CPU. Executes nothing that is in the file.
 
     The file must be the pinned one; `find` finds that of a tag. A state dict under the key `state_dict` is taken from
     there; the prefix `module.` of DataParallel goes. Raises `WeightsError`.
@@ -61,17 +57,16 @@ def read_state(
     verify(path, option, source.sha256)
     try:
         if path.suffix == ".safetensors":
-            return load_file(path), False
-        if is_script_archive(path):
-            return script_state(path), True
+            return load_file(path)
         loaded: object = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError, KeyError) as exc:
-        raise WeightsError(f"{option}: unreadable as a checkpoint ({type(exc).__name__})") from exc
+        remedy = "; a TorchScript archive holds code: save its state_dict()" if "TorchScript" in str(exc) else ""
+        raise WeightsError(f"{option}: unreadable as a checkpoint ({type(exc).__name__}){remedy}") from exc
     if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
         raise WeightsError(f"{option}: the file has no state dict (names of parameters with their tensors)")
-    return {key.removeprefix("module."): value for key, value in loaded.items()}, False
+    return {key.removeprefix("module."): value for key, value in loaded.items()}
 
 
 def load_strictly(module: torch.nn.Module, state: State, option: str, title: str) -> torch.nn.Module:
@@ -212,113 +207,6 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-MAX_DEPTH = 100
-"""Modules inside of modules."""
-_DTYPES = {
-    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
-    "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
-}  # fmt: skip
-_STATE = r"^class {}\(Module\):\n  __parameters__ = \[(.*?)\]\n  __buffers__ = \[(.*?)\]"
-
-
-def is_script_archive(path: Path) -> bool:
-    """Whether torch.jit has saved the file."""
-    if not is_zipfile(path):
-        return False
-    with ZipFile(path) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
-
-
-def script_state(path: Path) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, on the CPU. Raises `pickle.UnpicklingError`, `KeyError`, `OSError`, `ValueError`.
-
-    A module that pickles itself by methods of its own is refused: only its code knows what its state means.
-    """
-    try:
-        return _script_state(path)
-    except (BadZipFile, RecursionError, TypeError, AttributeError, IndexError) as exc:
-        raise pickle.UnpicklingError("the archive is damaged") from exc
-
-
-def _script_state(path: Path) -> dict[str, torch.Tensor]:
-    with ZipFile(path) as archive:
-        (root,) = (name.removesuffix("data.pkl") for name in archive.namelist() if name.endswith("/data.pkl"))
-        with archive.open(f"{root}data.pkl") as file:
-            module = _Reader(file, archive, root).load()
-    state: dict[str, torch.Tensor] = {}
-    _collect(module, "", state)
-    return state
-
-
-class _Record:
-    """A pickled object: its attributes, and the names of those that are parameters or buffers, None if unknown."""
-
-    state_names: frozenset[str] | None = None
-
-    def __setstate__(self, attributes: object) -> None:
-        if not isinstance(attributes, dict):
-            raise pickle.UnpicklingError("the module has a __setstate__ of its own")
-        self.attributes = attributes
-
-
-def _collect(module: object, prefix: str, state: dict[str, torch.Tensor]) -> None:
-    import torch
-
-    if not isinstance(module, _Record) or prefix.count(".") > MAX_DEPTH:
-        raise pickle.UnpicklingError("the archive holds no module")
-    for name, value in module.attributes.items():
-        if isinstance(value, _Record):
-            _collect(value, f"{prefix}{name}.", state)
-        elif isinstance(value, torch.Tensor) and (module.state_names is None or name in module.state_names):
-            state[prefix + name] = value
-
-
-class _Reader(pickle.Unpickler):
-    """Knows tensors, plain values and the archive's own classes, which become records."""
-
-    def __init__(self, file: Any, archive: ZipFile, root: str) -> None:
-        super().__init__(file)
-        self._archive = archive
-        self._root = root
-        self._storages: dict[str, torch.Tensor] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        """A harmless replacement for each name. Raises `pickle.UnpicklingError` for one that no archive needs."""
-        if module.startswith("__torch__"):
-            return type(name, (_Record,), {"state_names": self._state_names(module, name)})
-        if module == "torch" and name.endswith("Storage"):
-            return _DTYPES[name.removesuffix("Storage")]
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda flat, offset, size, stride, *_: flat.as_strided(size, stride, offset)
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module == "torch.jit._pickle":  # lists with their type
-            return lambda values, *_: values
-        raise pickle.UnpicklingError(f"the archive names {module}.{name}")
-
-    def persistent_load(self, identifier: Any) -> torch.Tensor:
-        """All values of a storage as one dimension."""
-        import torch
-
-        kind, dtype, key, _device, count = identifier
-        if kind != "storage":
-            raise pickle.UnpicklingError("the archive refers to something else than tensors")
-        if key not in self._storages:
-            content = bytearray(self._archive.read(f"{self._root}data/{key}"))
-            flat = torch.frombuffer(content, dtype=getattr(torch, dtype)) if content else torch.empty(0)
-            self._storages[key] = flat[:count]
-        return self._storages[key]
-
-    def _state_names(self, module: str, name: str) -> frozenset[str] | None:
-        """The parameters and buffers that the class's code, which is only searched, lists at its beginning."""
-        try:
-            code = self._archive.read(f"{self._root}code/{module.replace('.', '/')}.py").decode()
-        except KeyError:
-            return None
-        lists = re.search(_STATE.format(re.escape(name)), code, re.MULTILINE)
-        return None if lists is None else frozenset(re.findall(r'"([^"]*)"', lists[1] + lists[2]))
 
 
 def measure_size(specification: ModelSpecification) -> tuple[int, int | None]:

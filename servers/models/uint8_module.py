@@ -4,10 +4,9 @@ Every other payload is executed by the model's own module.
 
 The arithmetic is torchvision's, in FP32 and in its order, so on one device the answers equal those to pixels from
 `servers.models.images.normalise`, bit for bit.
-
-torch.jit.script reads the annotations of the class, so they must not be postponed: no `from __future__ import
-annotations` here.
 """
+
+from __future__ import annotations
 
 import torch
 

@@ -1,11 +1,11 @@
-"""PyTorch: FP32 on the CPU; FP32, TF32, FP16, BF16 and FP8 on CUDA, eagerly, by TorchScript, compiled or in graphs.
+"""PyTorch: FP32 on the CPU; FP32, TF32, FP16, BF16 and FP8 on CUDA, eagerly, traced, compiled or in graphs.
 
 Any number of inputs and outputs in any datatype that torch has. Floating-point inputs are converted to the precision,
 UINT8 pixels are normalised on the device, and outputs have their specified datatype in every precision. FP32 on CUDA
 means no TF32 anywhere. FP8 is BF16 with torchao's FP8 products in the linear layers.
 
-Modes: `eager` is the model's own module; `traced` and `scripted` are the same through torch.jit, compared with it at
-load in its precision. On the CPU only: `tuned` (and `auto`) is the module with the products that are fastest here (see
+Modes: `eager` is the model's own module; `traced` is the same through torch.jit.trace, compared with it at load in its
+precision. On the CPU only: `tuned` (and `auto`) is the module with the products that are fastest here (see
 `products`). On CUDA only: `graph` (and `auto`) is one CUDA graph per bucket of the fastest form that covers
 the model and the precision, `compile` one of torch.compile's code. A bucket is a batch size, for a model with a padded
 axis times a size of that axis. Every mode is compared at load with the model's own module in FP32 on the CPU.
@@ -121,7 +121,7 @@ class TorchEngine(RunnerEngine):
             self._start(form.build, rows, device, sizes=sizes, at_load=at_load)
         else:
             fp8 = self._settings.precision == "fp8"
-            form = plain_form(module, specification, device, dtype, largest, mode=mode, fp8=fp8)
+            form = plain_form(module, specification, device, dtype, largest, traced=mode == "traced", fp8=fp8)
             if device.type != "cpu":
                 self._start(None, bucket_sizes(largest, self._settings.buckets), device, call=form.call)
         self._form = form

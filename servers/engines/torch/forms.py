@@ -3,7 +3,7 @@
 The lean and the fused tower compute the same function from the same weights (see `vit_tower` and `vit_fused`), for a
 specification that allows it. Every other model runs as its own module, and the description says so.
 
-TorchScript is a module traced or scripted, frozen, warmed up, and compared with the module in several shapes.
+TorchScript is a module traced, frozen, warmed up, and compared with the module in several shapes.
 torch deprecates torch.jit in favour of torch.compile and torch.export; its warnings of that are hidden. torch.jit
 optimises a function on its second call, for the shapes of the first. By default it then compiles two versions for fixed
 sizes before one for any; here every version is for any size (`DYNAMIC`), so no request waits for a compilation.
@@ -38,8 +38,8 @@ from servers.protocol.tensors import Array
 
 OWN_MODULE = "the model's own module"
 
-APIS = {"traced": "torch.jit.trace", "scripted": "torch.jit.script"}
-"""Functions of torch by mode."""
+TRACE = "torch.jit.trace"
+"""How the description names the API."""
 
 FUSED, UNFUSED = [("DYNAMIC", 10)], list[tuple[str, int]]()
 """Arguments of `torch.jit.set_fusion_strategy`, which applies to the whole process."""
@@ -157,28 +157,28 @@ def plain_form(
     dtype: torch.dtype,
     max_batch_size: int = 1,
     *,
-    mode: str = "eager",
+    traced: bool = False,
     fp8: bool = False,
 ) -> ModelForm:
-    """`module` (FP32, as from `load_module`), executed eagerly or by TorchScript (`traced`, `scripted`).
+    """`module` (FP32, as from `load_module`), executed eagerly or `traced`.
 
     Raises `EngineError` for a module that TorchScript, or with `fp8` torchao, does not take.
     """
     executed = to_precision(executed_module(specification, module).to(device), dtype)
     if fp8:
-        if mode in APIS:
-            raise EngineError(f"TorchScript does not take FP8 weights; use mode graph, compile or eager, not {mode}")
+        if traced:
+            raise EngineError("TorchScript does not take FP8 weights; use mode graph, compile or eager, not traced")
         layers, kernels = to_fp8(executed, device, title=OWN_MODULE)
         return ModelForm(executed, tuple(executed.parameters()), dtype, kernels, fp8_layers=layers)
     form = ModelForm(executed, tuple(executed.parameters()), dtype, OWN_MODULE)
-    if mode not in APIS:
+    if not traced:
         return form
 
     def examples(rows: int) -> tuple[Tensor, ...]:
         inputs = proof_batch(specification, rows, rows, PROOF_SHARES.get(rows, 1.0)).inputs
         return converted((torch.from_numpy(inputs[tensor.name]).to(device) for tensor in specification.inputs), dtype)
 
-    script, kernels = to_torchscript(executed, mode, examples, max_batch_size, title=OWN_MODULE)
+    script, kernels = to_torchscript(executed, examples, max_batch_size, title=OWN_MODULE)
     # A frozen module has no parameters left: they are its constants, in the same memory.
     return replace(form, module=script, kernels=kernels)
 
@@ -263,7 +263,7 @@ def _fused_form(
 
 
 def to_torchscript(
-    module: nn.Module, mode: str, examples: Callable[[int], tuple[Tensor, ...]], max_batch_size: int, *, title: str
+    module: nn.Module, examples: Callable[[int], tuple[Tensor, ...]], max_batch_size: int, *, title: str
 ) -> tuple[nn.Module, str]:
     """`module` (eval mode, no gradients) as TorchScript, warm, and the description of it for `kernels`.
 
@@ -276,26 +276,25 @@ def to_torchscript(
         rows.append(max_batch_size)  # allocates and selects kernels; on a CPU it would only take long
     with torch.no_grad():
         pairs = [(inputs, as_tuple(module(*inputs))) for inputs in map(examples, rows)]
-    kernels = f"{APIS[mode]} of {title}"
-    remedy = "use mode eager" if mode == "traced" else "use mode traced or eager"
+    kernels = f"{TRACE} of {title}"
     try:
-        scripted = _built(module, mode, pairs[0][0])
+        script = _traced(module, pairs[0][0])
         try:
-            error = _largest_error(scripted, pairs, FUSED)
+            error = _largest_error(script, pairs, FUSED)
         except FAILURES as exc:
-            scripted = _built(module, mode, pairs[0][0])
-            error = _largest_error(scripted, pairs, UNFUSED)
+            script = _traced(module, pairs[0][0])
+            error = _largest_error(script, pairs, UNFUSED)
             kernels = f"{kernels}, without its fuser, which failed: {reason_of(exc)}"
     except FAILURES as exc:
-        raise EngineError(f"{kernels} failed: {reason_of(exc)}; {remedy}") from exc
+        raise EngineError(f"{kernels} failed: {reason_of(exc)}; use mode eager") from exc
     limit = max(MAX_ERROR.get(output.dtype, 0) for output in pairs[0][1])
     if not error <= limit:
         shapes = ", ".join(str(list(inputs[0].shape)) for inputs, _ in pairs)
         raise EngineError(
             f"{kernels} does not compute the model: for one of the batches {shapes} its answer differs from the "
-            f"module's own by {error:.2g}, more than {limit:g}; {remedy}"
+            f"module's own by {error:.2g}, more than {limit:g}; use mode eager"
         )
-    return scripted, kernels
+    return script, kernels
 
 
 def reason_of(exc: BaseException) -> str:
@@ -313,16 +312,15 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _built(module: nn.Module, mode: str, example: tuple[Tensor, ...]) -> torch.jit.ScriptModule:
+def _traced(module: nn.Module, example: tuple[Tensor, ...]) -> torch.jit.ScriptModule:
     with _quiet(), torch.no_grad():
-        traced = mode == "traced"
-        script = torch.jit.trace(module, example, check_trace=False) if traced else torch.jit.script(module)  # type: ignore[no-untyped-call]
+        script: Any = torch.jit.trace(module, example, check_trace=False)  # type: ignore[no-untyped-call]
         frozen: torch.jit.ScriptModule = torch.jit.freeze(script)
         return frozen
 
 
 def _largest_error(
-    scripted: nn.Module,
+    script: nn.Module,
     pairs: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]],
     strategy: list[tuple[str, int]],
 ) -> float:
@@ -333,7 +331,7 @@ def _largest_error(
     with torch.no_grad():
         for inputs, expected in pairs:
             for _ in range(CALLS):
-                answers = as_tuple(scripted(*inputs))
+                answers = as_tuple(script(*inputs))
             errors += [largest_row_error(answer, output) for answer, output in zip(answers, expected, strict=True)]
     return max(errors, key=lambda error: (math.isnan(error), error))
 

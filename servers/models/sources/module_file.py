@@ -456,7 +456,7 @@ def _set_weights(module: torch.nn.Module, source: WeightsSource, path: Path, lab
     if isinstance(source, CheckpointWeights) and source.path == path:
         verify(path, path.name, source.sha256)
     elif not isinstance(source, RandomWeights):
-        load_strictly(module, read_state(source)[0], option_of(source), label)
+        load_strictly(module, read_state(source), option_of(source), label)
 
 
 def _checked(module: torch.nn.Module, specification: ModelSpecification, label: str) -> torch.nn.Module:

@@ -80,15 +80,14 @@ def load_image_tower(
     if isinstance(source, RandomWeights):
         with seeded(source.seed):
             return ready(_build(architecture, quick_gelu=False))
-    state, is_archive = read_state(source, find or find_pretrained)
+    state = read_state(source, find or find_pretrained)
     if isinstance(source, PretrainedWeights):
         # OpenAI's weights and some others were trained with QuickGELU.
         quick_gelu = bool(_configuration(architecture, source.tag).get("quick_gelu", False))
     else:
         # A file does not store the activation, which is not a tensor; open_clip puts it into its file names.
         quick_gelu = "quickgelu" in source.path.name.lower()
-    # TorchScript archives are OpenAI's own releases, which use QuickGELU.
-    tower = _build(architecture, quick_gelu=quick_gelu or is_archive, hollow=True)
+    tower = _build(architecture, quick_gelu=quick_gelu, hollow=True)
     visual = {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)}
     return load_strictly(tower, visual or state, option_of(source), f"a {architecture} image tower")
 

@@ -86,7 +86,7 @@ def specify(name: str) -> ModelSpecification | None:
 
     def load(source: WeightsSource) -> torch.nn.Module:
         if isinstance(source, PretrainedWeights):
-            overlay = {"state_dict": read_state(source, find)[0]}
+            overlay = {"state_dict": read_state(source, find)}
             try:  # timm's own loader knows how to convert each tag's file
                 model = timm.create_model(f"{architecture}.{source.tag}", True, pretrained_cfg_overlay=overlay)
             except RuntimeError as exc:
@@ -95,7 +95,7 @@ def specify(name: str) -> ModelSpecification | None:
         with seeded(source.seed if isinstance(source, RandomWeights) else 0):
             module: torch.nn.Module = fill_zero_weights(timm.create_model(name))
         if isinstance(source, CheckpointWeights):
-            return load_strictly(module, read_state(source)[0], option_of(source), f"timm {architecture}")
+            return load_strictly(module, read_state(source), option_of(source), f"timm {architecture}")
         return scale_norms(ready(module), served.size)
 
     classes = config.num_classes

@@ -74,7 +74,7 @@ def specify(name: str) -> ModelSpecification | None:
             module: torch.nn.Module = fill_zero_weights(models.get_model(architecture, weights=None, **arguments))
         if isinstance(source, RandomWeights):
             return scale_norms(ready(module), served.size)
-        state, _ = read_state(source, find)
+        state = read_state(source, find)
         return load_strictly(module, state, option_of(source), f"torchvision {architecture}")
 
     return image_specification(

@@ -218,7 +218,7 @@ def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsS
             )
             fill_zero_weights(model)
         return _first_output(ready(model))
-    option, (state, _) = option_of(source), read_state(source, find)
+    option, state = option_of(source), read_state(source, find)
     try:  # the library's own loader knows the names that older files use
         with quiet_transformers():
             model, report = _class(auto, config).from_pretrained(

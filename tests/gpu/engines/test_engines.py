@@ -34,8 +34,6 @@ SETTINGS = [
     ("torch", "fp16", "eager", "uint8"),
     ("torch", "fp16", "traced", "uint8"),
     ("torch", "fp32", "traced", "fp32"),
-    ("torch", "fp16", "scripted", "uint8"),
-    ("torch", "fp32", "scripted", "fp32"),
     ("torch", "fp32", "graph", "uint8"),
     ("torch", "tf32", "graph", "fp32"),
     ("torch", "bf16", "graph", "uint8"),

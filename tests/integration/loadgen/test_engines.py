@@ -203,7 +203,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_its_configurations(tmp_pat
 
 @pytest.mark.slow  # by default tests/unit/measuring/test_generation.py
 def test_a_language_model_is_measured_and_judged_in_processes_of_their_own(tmp_path: Path) -> None:
-    """A mixture of experts, by abserve's engine and by generate(), and what a wrong one is told."""
+    """A mixture of experts, by abserve's engine and by transformers', and what a wrong one is told."""
     config = {
         "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 256, "hidden_size": 64,
         "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
@@ -219,7 +219,7 @@ def test_a_language_model_is_measured_and_judged_in_processes_of_their_own(tmp_p
     offers = read_offers("cpu", ENGINE_WORKER, generates=True)
     wanted = expand(asked, offers)
     plan = make_plan(asked, offers, wanted, check(requests_of(asked, wanted, offers), ENGINE_WORKER))
-    assert [each.engine_mode for each in plan.configurations] == ["slots/eager", "generate/eager"]
+    assert [each.engine_mode for each in plan.configurations] == ["slots/eager", "continuous/paged"]
     assert "at most 191 here" in plan.refused[0].reason
     visits = measured(tmp_path, plan)
     for (visit,) in visits.values():

@@ -99,7 +99,7 @@ def alone(specification: ModelSpecification, inputs: Any) -> dict[str, Any]:
     return expected_answers(specification, specification.load_module(RandomWeights(0)), inputs)
 
 
-@pytest.mark.parametrize("mode", ["eager", "traced", "scripted"])
+@pytest.mark.parametrize("mode", ["eager", "traced"])
 def test_several_inputs_and_outputs_of_any_length(mode: str) -> None:
     specification = encoder()
     engine = loaded(specification, mode)

@@ -1,4 +1,4 @@
-"""The modes traced and scripted: the own module's answers at any batch size, warm at once, described as they are."""
+"""The mode traced: the own module's answers at any batch size, warm at once, described as they are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import KINDS, EngineSettings
 from servers.engines.torch import forms
-from servers.engines.torch.forms import APIS, OWN_MODULE, plain_form, to_torchscript
+from servers.engines.torch.forms import OWN_MODULE, TRACE, plain_form, to_torchscript
 from servers.models.images import normalise
 from servers.models.registry import get_variant
 from servers.models.samples import corpus_pixels
@@ -24,8 +24,7 @@ from servers.models.weights import RandomWeights
 
 WEIGHTS = RandomWeights(0)
 BATCHES = (1, 2, 5)
-Loaded = tuple[Engine, str, str]
-REST = [("scripted", "fp32"), ("traced", "uint8"), ("traced", "fp32")]
+Loaded = tuple[Engine, str]
 
 
 def engine_of(mode: str, payload: str) -> Engine:
@@ -35,17 +34,14 @@ def engine_of(mode: str, payload: str) -> Engine:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(("scripted", "uint8"), id="scripted-uint8"),
-        *(pytest.param(pair, id="-".join(pair), marks=pytest.mark.slow) for pair in REST),
-    ],
+    params=["uint8", pytest.param("fp32", marks=pytest.mark.slow)],
 )
 def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
-    mode, payload = request.param
+    payload = request.param
     threads = torch.get_num_threads()
-    engine = engine_of(mode, payload)
+    engine = engine_of("traced", payload)
     engine.load()
-    yield engine, mode, payload
+    yield engine, payload
     engine.close()
     engine.close()
     torch.set_num_threads(threads)
@@ -59,7 +55,7 @@ def pixels(specification: ModelSpecification) -> np.ndarray:
 def test_every_batch_size_is_answered_as_eagerly(
     loaded: Loaded, pixels: np.ndarray, specification: ModelSpecification
 ) -> None:
-    engine, _, payload = loaded
+    engine, payload = loaded
     given = pixels if payload == "uint8" else normalise(pixels, specification.preprocessing)
     eager = engine_of("eager", payload)
     eager.load()
@@ -72,16 +68,16 @@ def test_every_batch_size_is_answered_as_eagerly(
 
 
 def test_the_description_names_mode_and_api(loaded: Loaded) -> None:
-    engine, mode, _ = loaded
+    engine, _ = loaded
     seen = engine.describe()
-    assert (seen.mode, seen.precision, seen.device) == (mode, "fp32", "cpu")
-    assert seen.details["kernels"] == f"{APIS[mode]} of the model's own module"
+    assert (seen.mode, seen.precision, seen.device) == ("traced", "fp32", "cpu")
+    assert seen.details["kernels"] == f"{TRACE} of {OWN_MODULE}"
     # What the frozen module has inlined, not what it still lists as parameters, which is nothing.
     assert seen.details["parameters"] == 87_849_216
 
 
 def test_another_mode_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(EngineError, match="mode compile on cpu; use one of: auto, tuned, eager, traced, scripted"):
+    with pytest.raises(EngineError, match="mode compile on cpu; use one of: auto, tuned, eager, traced"):
         engine_of("compile", "fp32").load()
     assert [modes[0] for modes in KINDS["torch"].modes.values()] == ["tuned", "graph"]  # what auto takes
 
@@ -98,17 +94,16 @@ class _Embedding(torch.nn.Module):
         return answer
 
 
-@pytest.mark.parametrize("mode", APIS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_half_tower_gets_pixels_that_were_normalised_in_fp32(mode: str, dtype: torch.dtype) -> None:
+def test_a_half_tower_gets_pixels_that_were_normalised_in_fp32(dtype: torch.dtype) -> None:
     """On a device `plain_form` does just this."""
     variant = get_variant("openclip_vit_b32", "uint8")
     raw = torch.randint(0, 256, (5, 224, 224, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
     tower = _Embedding().eval().requires_grad_(False)
-    built = plain_form(tower, variant, torch.device("cpu"), dtype, 8, mode=mode)
+    built = plain_form(tower, variant, torch.device("cpu"), dtype, 8, traced=True)
     expected = to_precision(UInt8Images(tower, variant.preprocessing).eval(), dtype)(raw)
     assert (expected.dtype, {p.dtype for p in built.parameters}) == (dtype, {dtype})
-    assert built.kernels == f"{APIS[mode]} of {OWN_MODULE}"
+    assert built.kernels == f"{TRACE} of {OWN_MODULE}"
     for rows in (1, 2, 5):
         out = torch.full((rows, 8), float("nan"))
         with torch.no_grad():
@@ -145,10 +140,9 @@ def executed(module: torch.nn.Module, rows: int) -> set[str]:
 
 
 @pytest.mark.usefixtures("_cpu_fuser")
-@pytest.mark.parametrize("mode", APIS)
-def test_after_load_no_batch_size_is_left_to_compile(mode: str) -> None:
+def test_after_load_no_batch_size_is_left_to_compile() -> None:
     """The first call at any size runs the fused function, which load has compiled."""
-    script, _ = to_torchscript(_Pointwise().eval(), mode, rows_of, 32, title="it")
+    script, _ = to_torchscript(_Pointwise().eval(), rows_of, 32, title="it")
     for rows in (7, 1, 2, 32, 5):
         names = executed(script, rows)
         assert "fused_mul_add_gelu_div" in names
@@ -157,16 +151,15 @@ def test_after_load_no_batch_size_is_left_to_compile(mode: str) -> None:
             assert "fallback_function" not in names
 
 
-@pytest.mark.parametrize("mode", APIS)
-def test_one_image_at_a_time_is_optimised_at_load_too(mode: str) -> None:
+def test_one_image_at_a_time_is_optimised_at_load_too() -> None:
     """torch keeps no plan before a function's second call, and raises here."""
-    script, _ = to_torchscript(_Pointwise().eval(), mode, rows_of, 1, title="it")
+    script, _ = to_torchscript(_Pointwise().eval(), rows_of, 1, title="it")
     assert len(script.get_debug_state().execution_plans) == 1  # type: ignore[operator]
 
 
 def test_a_fuser_that_fails_is_left_out_and_the_description_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "FUSED", [("NO SUCH KIND", 1)])
-    script, kernels = to_torchscript(_Pointwise().eval(), "traced", rows_of, 8, title="it")
+    script, kernels = to_torchscript(_Pointwise().eval(), rows_of, 8, title="it")
     assert kernels.startswith("torch.jit.trace of it, without its fuser, which failed: ")
     assert "\n" not in kernels
     with torch.no_grad():
@@ -187,32 +180,15 @@ class _ReshapedByRows(torch.nn.Module):
         return x.reshape(int(x.shape[0]), 4, 10).flatten(1)
 
 
-class _Untyped(torch.nn.Module):
-    """Python that torch.jit.script does not know."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum((part for part in x.split(20, dim=1)), torch.zeros(()))
-
-
 @pytest.mark.parametrize(
-    ("module", "mode", "message"),
+    ("module", "message"),
     [
-        (_ScaledByRows(), "traced", "does not compute the model: .*, more than 0.001"),
-        (_ReshapedByRows(), "traced", r"failed: .*shape '\[2, 4, 10\]' is invalid"),
-        (_Untyped(), "scripted", "torch.jit.script of it failed: "),
+        (_ScaledByRows(), "does not compute the model: .*, more than 0.001"),
+        (_ReshapedByRows(), r"failed: .*shape '\[2, 4, 10\]' is invalid"),
     ],
-    ids=["wrong", "bound", "untyped"],
+    ids=["wrong", "bound"],
 )
-def test_what_torchscript_does_not_compute_is_refused(module: torch.nn.Module, mode: str, message: str) -> None:
-    with pytest.raises(
-        EngineError, match=f"{message}.*; use mode {'eager' if mode == 'traced' else 'traced or eager'}"
-    ) as caught:
-        to_torchscript(module.eval(), mode, rows_of, 8, title="it")
+def test_what_torchscript_does_not_compute_is_refused(module: torch.nn.Module, message: str) -> None:
+    with pytest.raises(EngineError, match=f"{message}.*; use mode eager") as caught:
+        to_torchscript(module.eval(), rows_of, 8, title="it")
     assert "\n" not in str(caught.value)
-
-
-def test_a_size_that_the_trace_does_not_bake_in_is_free() -> None:
-    """The scripted form of what a trace gets wrong."""
-    script, _ = to_torchscript(_ScaledByRows().eval(), "scripted", rows_of, 8, title="it")
-    with torch.no_grad():
-        torch.testing.assert_close(script(*rows_of(5)), rows_of(5)[0] * 5)

@@ -45,7 +45,7 @@ def test_a_driver_that_refuses_stops_no_server(monkeypatch: pytest.MonkeyPatch) 
     assert "kernel_probe" not in describe(ScriptedEngine()).details
 
 
-@pytest.mark.parametrize("engine", ["slots", "continuous", "generate"])
+@pytest.mark.parametrize("engine", ["slots", "continuous"])
 def test_engines_say_where_their_parameters_are(engine: str) -> None:
     made = make_engine(
         language_model("language:tiny"), GenerationSettings(engine=engine, device="cpu", slots=2, max_length=64)

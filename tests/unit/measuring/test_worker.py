@@ -142,7 +142,7 @@ def test_on_a_gpu_a_model_without_fixed_shapes_has_another_mode(
 
 def test_offers_are_what_the_load_generator_reads() -> None:
     offered = msgspec.convert(json.loads(msgspec.json.encode(offers("cpu"))), plan_of.Offers)
-    assert offered.modes["torch"]["cpu"] == ("tuned", "eager", "traced", "scripted")
+    assert offered.modes["torch"]["cpu"] == ("tuned", "eager", "traced")
     assert offered.device == "cpu"
     with pytest.raises(EngineError, match="unknown device 'gpu'; use auto, cpu or cuda:N"):
         offers("gpu")

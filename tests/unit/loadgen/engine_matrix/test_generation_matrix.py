@@ -19,16 +19,16 @@ from loadgen.run.token_answers import JudgedTokens
 from tests.unit.loadgen.engine_matrix.simulated_matrix import ENVIRONMENT, FINISHED, configuration, plan, visits
 
 MODEL = "language:tiny"
-SLOTS, GENERATE = (
+SLOTS, CONTINUOUS = (
     configuration(engine, "eager", model=MODEL, precision="bf16", device="cuda:0", threads=None)
-    for engine in ("slots", "generate")
+    for engine in ("slots", "continuous")
 )
-STEP_MS = {"slots": 1.0, "generate": 5.0}
+STEP_MS = {"slots": 1.0, "continuous": 5.0}
 
 
 def matrix(deficits: dict[str, float] | None) -> Matrix:
     """Batches of 4 with prompts of 32; by engine the deficit of the second of each answer's two tokens."""
-    asked = replace(plan(SLOTS, GENERATE, batches=(4,), lengths=(32,), rounds=3), baseline="generate/eager")
+    asked = replace(plan(SLOTS, CONTINUOUS, batches=(4,), lengths=(32,), rounds=3), baseline="continuous/eager")
 
     def generated(_: Configuration, __: int, fields: dict[str, Any]) -> dict[str, Any]:
         more = {"cosine_min": None, "top1": None, "relative_error": None, "process_device_bytes": 3_000_000_000}
@@ -55,11 +55,11 @@ def matrix(deficits: dict[str, float] | None) -> Matrix:
 
 
 def test_tokens_steps_and_prompts() -> None:
-    slots, generate = matrix({"slots": 0.02, "generate": 0.02}).cells
+    slots, continuous = matrix({"slots": 0.02, "continuous": 0.02}).cells
     assert slots.items_per_second.value == pytest.approx(4000, rel=0.2)
     assert slots.speedup is not None
     assert slots.speedup.value == pytest.approx(5, rel=0.1)
-    assert generate.speedup is None
+    assert continuous.speedup is None
     assert slots.generation is not None
     assert slots.generation.prompt_tokens_per_second.value == pytest.approx(4 * 32 / 0.016)
     assert slots.generation.bandwidth_share.value == pytest.approx(0.5, rel=0.2)
@@ -69,12 +69,12 @@ def test_tokens_steps_and_prompts() -> None:
 
 
 def test_a_deficit_that_rounding_does_not_explain_is_not_ranked() -> None:
-    analysed = matrix({"slots": 1.0, "generate": 0.02})
-    slots, generate = analysed.cells
+    analysed = matrix({"slots": 1.0, "continuous": 0.02})
+    slots, continuous = analysed.cells
     assert str(slots.excluded).startswith("wrong answers: 4 of 4; of one its tokens are 0.500 below")
-    assert generate.excluded is None
+    assert continuous.excluded is None
     ranking = rank([from_matrix("r", analysed)], [])
-    assert [option.name for option in ranking.groups[0].options] == ["generate/eager"]
+    assert [option.name for option in ranking.groups[0].options] == ["continuous/eager"]
     assert any("wrong answers" in left.reason for left in ranking.left_out)
 
 
@@ -83,7 +83,7 @@ def test_without_a_judgement_nothing_is_ranked() -> None:
 
 
 def test_reports_and_ranking_speak_of_tokens() -> None:
-    analysed = matrix({"slots": 0.02, "generate": 0.02})
+    analysed = matrix({"slots": 0.02, "continuous": 0.02})
     text = render_markdown(matrix_document(analysed))
     assert "## Generation" in text
     assert "cosine" not in text.split("## Cells")[0]
