@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import resource
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -24,11 +24,11 @@ from servers.native.front.inference import ServedModels
 from servers.native.front_server import FrontServer, run_front_end
 from servers.native.http.app import create_language_app
 from servers.native.http.generation import GenerationFrontEnd
+from servers.native.server import serve_by
 from servers.native.shared.memory import Arena, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
-from servers.native.supervisor import Supervisor, exit_status, keep_early_signals
-from servers.options.launch import host_in_url
+from servers.native.supervisor import exit_status, keep_early_signals
 
 if TYPE_CHECKING:
     from servers.native.grpc.connection import GrpcConnections
@@ -113,20 +113,9 @@ def serve_language(
     listener: socket.socket,
     grpc_listener: socket.socket | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, and return the process's exit status; without `grpc_listener`, only over HTTP.
-
-    Blocks; for the main thread.
-    """
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-    def on_listening() -> None:
-        host, port = listener.getsockname()[:2]
-        log.info("listening", url=f"http://{host_in_url(host)}:{port}", model=model.name)
-
-    if settings.fronts:
-        return Supervisor(settings, model, listener, grpc_listener, on_listening).run()
-    return _serve_in_one_process(settings, model, listener, grpc_listener, on_listening)
+    """As `server.serve`, of a language model."""
+    alone = partial(_serve_in_one_process, settings, model, listener, grpc_listener)
+    return serve_by(settings, model, model.name, listener, grpc_listener, alone)
 
 
 def _serve_in_one_process(

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import structlog
 
@@ -23,7 +24,7 @@ from servers.native.engine.model_host import Offer
 from servers.native.shared.memory import Arena, RequestMemory
 from servers.native.shared.settings import NativeSettings, artefact_field
 from servers.native.shared.statistics import Statistics
-from servers.native.supervisor import Supervisor, exit_status, keep_early_signals
+from servers.native.supervisor import Children, Supervisor, exit_status, keep_early_signals
 from servers.options.launch import host_in_url
 
 log = structlog.get_logger("abserve.server")
@@ -53,7 +54,21 @@ def serve(
     listener: socket.socket,
     grpc_listener: socket.socket | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, and return the process's exit status; without `grpc_listener`, only over HTTP.
+    """Serve until SIGTERM or SIGINT, and return the process's exit status; without `grpc_listener`, only over HTTP."""
+    names = ",".join(specification.name for specification, _ in offers)
+    alone = partial(serve_in_one_process, settings, offers, listener, grpc_listener)
+    return serve_by(settings, TensorChildren(offers), names, listener, grpc_listener, alone)
+
+
+def serve_by(
+    settings: NativeSettings,
+    children: Children,
+    names: str,
+    listener: socket.socket,
+    grpc_listener: socket.socket | None,
+    alone: Callable[[Callable[[], None]], int],
+) -> int:
+    """Serve in the processes of `children`, or in this one: `alone` gets what to call once the server listens.
 
     Raises the process's soft limit of file descriptors to the hard one. Blocks; for the main thread.
     """
@@ -63,12 +78,11 @@ def serve(
 
     def on_listening() -> None:
         host, port = listener.getsockname()[:2]
-        names = ",".join(specification.name for specification, _ in offers)
         log.info("listening", url=f"http://{host_in_url(host)}:{port}", model=names)
 
     if settings.fronts:
-        return Supervisor(settings, TensorChildren(offers), listener, grpc_listener, on_listening).run()
-    return serve_in_one_process(settings, offers, listener, grpc_listener, on_listening)
+        return Supervisor(settings, children, listener, grpc_listener, on_listening).run()
+    return alone(on_listening)
 
 
 class TensorChildren:

@@ -22,7 +22,7 @@ from servers.engines.interface import EngineDescription
 from servers.engines.processors import openmp_spinning
 from servers.engines.settings import EngineError
 from servers.language.engine import Emission, GeneratingEngine, GenerationRequest
-from servers.native.engine.process import READ_BYTES, FrontEndChannel, read_supervisor
+from servers.native.engine.process import FrontEndChannel, FrontEnds, read_supervisor
 from servers.native.shared.errors import RefusedError, shutting_down
 from servers.native.shared.interface import ApplyStatus, FrontEndOpened, ModelState, ModelStatus
 from servers.native.shared.ipc import (
@@ -36,7 +36,6 @@ from servers.native.shared.ipc import (
     Message,
     UnusableMessage,
     failure_of,
-    unusable_of,
 )
 from servers.native.shared.memory import Arena
 from servers.native.shared.settings import NativeSettings
@@ -52,6 +51,9 @@ BuildGeneratingEngine = Callable[[], GeneratingEngine]
 class GenerationLoop:
     """The thread of a generating engine, from loading to the end. Any thread calls the public methods."""
 
+    _engine: GeneratingEngine
+    """Loaded before the first message is read."""
+
     def __init__(
         self,
         build: BuildGeneratingEngine,
@@ -64,15 +66,9 @@ class GenerationLoop:
         self._build = build
         self._settings = settings
         self._statistics = statistics
-        self._arena = arena
         self._on_failure = on_failure
-        self._epoll = select.epoll()
-        self._wakes, self._waker = socket.socketpair()
-        for wake_socket in (self._wakes, self._waker):
-            wake_socket.setblocking(False)
-        self._epoll.register(self._wakes, select.EPOLLIN)
+        self._front_ends = FrontEnds(arena, self._handle, self._refuse, self._remove)
         self._incoming: deque[socket.socket] = deque()
-        self._channels: dict[int, FrontEndChannel] = {}
         self._opened: set[FrontEndChannel] = set()
         self._owners: dict[int, FrontEndChannel] = {}
         """By number: whose request it is, of all that wait or are generated."""
@@ -88,7 +84,6 @@ class GenerationLoop:
         self._telling = False
         """Whether front ends are being notified of a state: none learns the next one before all have this one."""
         self._stop_by: float | None = None
-        self._buffer = bytearray(READ_BYTES)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failed = False
 
@@ -99,19 +94,15 @@ class GenerationLoop:
     def add(self, connected: socket.socket) -> None:
         """A front end's socket."""
         self._incoming.append(connected)
-        self._wake()
+        self._front_ends.wake()
 
     def stop(self, stop_by: float) -> bool:
         """Finish accepted requests, at most until `stop_by` of `time.monotonic`; False if that was too short."""
         self._stop_by = stop_by
-        self._wake()
+        self._front_ends.wake()
         if self._state is not ModelState.LOADING:  # a load cannot be interrupted, so do not wait for it
             self._thread.join(max(0.0, stop_by - time.monotonic()))
         return not self._thread.is_alive() and not self._owners
-
-    def _wake(self) -> None:
-        with suppress(BlockingIOError):
-            self._waker.send(b"!")
 
     # In the thread
 
@@ -124,6 +115,7 @@ class GenerationLoop:
             self._description = describe(engine)
             if trouble := self._description.details.get("choice_trouble"):
                 log.warning(trouble)
+            self._engine = engine
             self._set_state(ModelState.ACCEPTING)
             self._serve(engine)
         except EngineError as error:
@@ -133,8 +125,7 @@ class GenerationLoop:
             log.exception("the model cannot be served")
             self._fail()
         finally:
-            for channel in self._channels.values():
-                channel.end()  # what waits at its front end fails
+            self._front_ends.close()
             if engine is not None:
                 with suppress(Exception):
                     engine.close()
@@ -142,7 +133,8 @@ class GenerationLoop:
     def _serve(self, engine: GeneratingEngine) -> None:
         slots, queue, statistics = engine.slots, self._queue, self._statistics
         while self._stop_by is None or (self._owners and time.monotonic() < self._stop_by):
-            self._receive(engine, None if not self._owners else 0)
+            self._front_ends.turn(None if not self._owners else 0)
+            self._open_incoming()
             while queue and engine.active + engine.waiting < slots:
                 self._add(engine, queue.popitem(last=False)[1])
             rows = min(slots, engine.active + engine.waiting)
@@ -155,35 +147,9 @@ class GenerationLoop:
             statistics.set_queued(len(queue) + engine.waiting)
             statistics.set_slots_in_use(engine.active)
 
-    def _receive(self, engine: GeneratingEngine, seconds: float | None) -> None:
-        """Take what has come; wait for something at most so long."""
-        for descriptor, events in self._epoll.poll(seconds):
-            channel = self._channels.get(descriptor)
-            if channel is not None:
-                self._read(engine, channel, events)
-            else:
-                with suppress(BlockingIOError):
-                    self._wakes.recv(4096)
+    def _open_incoming(self) -> None:
         while self._incoming:
-            self._open(self._incoming.popleft())
-
-    def _open(self, connected: socket.socket) -> None:
-        channel = FrontEndChannel(connected, self._arena, self._epoll)
-        self._channels[connected.fileno()] = channel
-        self._epoll.register(connected, select.EPOLLIN)
-        self._notify(channel)
-
-    def _read(self, engine: GeneratingEngine, channel: FrontEndChannel, events: int) -> None:
-        messages = channel.receive(events, self._buffer)
-        if messages is None:
-            self._remove(engine, channel)
-            return
-        for message in messages:
-            try:
-                self._handle(engine, channel, message)
-            except Exception:  # it must not end the thread: others wait for theirs
-                log.exception("a message of a front end could not be used")
-                self._refuse(channel, unusable_of(message))
+            self._notify(self._front_ends.add(self._incoming.popleft()))
 
     def _refuse(self, channel: FrontEndChannel, message: UnusableMessage) -> None:
         """End what a message is about that cannot be used: its client would wait until its own deadline."""
@@ -195,11 +161,11 @@ class GenerationLoop:
             self._queue.pop(number, None)
             self._end(channel, number, failure_of(InternalError("the engine could not use the request")))
 
-    def _handle(self, engine: GeneratingEngine, channel: FrontEndChannel, message: Message | UnusableMessage) -> None:
+    def _handle(self, channel: FrontEndChannel, message: Message | UnusableMessage) -> None:
         if isinstance(message, Generate):
-            self._accept(engine, channel, message)
+            self._accept(channel, message)
         elif isinstance(message, Cancel):
-            self._cancel(engine, message.number)
+            self._cancel(message.number)
         elif isinstance(message, ControlDone):
             channel.control_done(message)
         elif isinstance(message, Control) and isinstance(message.operation, FrontEndOpened):
@@ -208,7 +174,8 @@ class GenerationLoop:
         elif isinstance(message, UnusableMessage):
             self._refuse(channel, message)
 
-    def _accept(self, engine: GeneratingEngine, channel: FrontEndChannel, message: Generate) -> None:
+    def _accept(self, channel: FrontEndChannel, message: Generate) -> None:
+        engine = self._engine
         free = max(0, engine.slots - engine.active - engine.waiting)  # these do not wait beyond the running step
         if len(self._queue) >= self._settings.queue_size + free:
             full = RefusedError("queue_full", f"Exceeds maximum queue size of {self._settings.queue_size} requests")
@@ -237,12 +204,12 @@ class GenerationLoop:
         else:
             self._statistics.record_prompt(len(message.prompt), waited_ns)
 
-    def _cancel(self, engine: GeneratingEngine, number: int) -> None:
+    def _cancel(self, number: int) -> None:
         if number not in self._owners:  # it is finished
             return
         self._disown(number)
         if self._queue.pop(number, None) is None:
-            engine.cancel(number)
+            self._engine.cancel(number)
 
     def _send(self, emissions: Sequence[Emission]) -> None:
         """One message for each front end that has a request among these."""
@@ -281,13 +248,11 @@ class GenerationLoop:
     def _end(self, channel: FrontEndChannel, number: int, failure: Failure) -> None:
         channel.send([Generated([], [], [], [Finished(number, [], "error", failure)])])
 
-    def _remove(self, engine: GeneratingEngine, channel: FrontEndChannel) -> None:
+    def _remove(self, channel: FrontEndChannel) -> None:
         """A front end has ended, and with it the connections of its clients."""
-        del self._channels[channel.socket.fileno()]
         self._opened.discard(channel)
         for number in [number for number, owner in self._owners.items() if owner is channel]:
-            self._cancel(engine, number)
-        channel.end()
+            self._cancel(number)
 
     # States
 
@@ -297,9 +262,8 @@ class GenerationLoop:
     def _set_state(self, state: ModelState) -> None:
         """Tell all front ends."""
         self._state, self._telling = state, True
-        while self._incoming:
-            self._open(self._incoming.popleft())
-        for channel in list(self._channels.values()):
+        self._open_incoming()
+        for channel in self._front_ends.channels:
             self._notify(channel)
         self._telling = False
         self._check_open()

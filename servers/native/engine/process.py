@@ -388,6 +388,87 @@ class FrontEndChannel:
             done.set_result(None)
 
 
+class FrontEnds:
+    """The channels of all front ends. One thread turns, any thread wakes it."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        handle: Callable[[FrontEndChannel, Message | UnusableMessage], None],
+        refuse: Callable[[FrontEndChannel, UnusableMessage], None],
+        removed: Callable[[FrontEndChannel], None],
+    ) -> None:
+        """`handle` takes a message, `refuse` ends what one is about that cannot be used, and `removed` is called before
+        the channel of a front end that has ended is closed."""
+        self._arena = arena
+        self._handle, self._refuse, self._removed = handle, refuse, removed
+        self._epoll = select.epoll()
+        self._wakes, self._waker = socket.socketpair()
+        for wake_socket in (self._wakes, self._waker):
+            wake_socket.setblocking(False)
+        self._others: dict[int, Callable[[], object]] = {}
+        self.watch(self._wakes, lambda: self._wakes.recv(4096))
+        self._channels: dict[int, FrontEndChannel] = {}
+        self._buffer = bytearray(READ_BYTES)
+
+    @property
+    def channels(self) -> list[FrontEndChannel]:
+        """Those of front ends that have not ended."""
+        return list(self._channels.values())
+
+    def wake(self) -> None:
+        """Let `turn` return; any thread."""
+        with suppress(OSError):  # it is full, or closed
+            self._waker.send(b"!")
+
+    def watch(self, other: socket.socket, read: Callable[[], object]) -> None:
+        """Call `read` in a turn in which this socket can be read."""
+        self._others[other.fileno()] = read
+        self._epoll.register(other, select.EPOLLIN)
+
+    def forget(self, other: socket.socket) -> None:
+        """Watch this socket no more."""
+        del self._others[other.fileno()]
+        self._epoll.unregister(other)
+
+    def add(self, connected: socket.socket) -> FrontEndChannel:
+        """A front end has begun."""
+        channel = self._channels[connected.fileno()] = FrontEndChannel(connected, self._arena, self._epoll)
+        self._epoll.register(connected, select.EPOLLIN)
+        return channel
+
+    def close(self) -> None:
+        """End all channels: what waits at their front ends fails."""
+        for channel in self.channels:
+            channel.end()
+        for used in (self._wakes, self._waker, self._epoll):
+            used.close()
+
+    def turn(self, seconds: float | None) -> None:
+        """Take what has come; wait for something at most so long."""
+        for descriptor, events in self._epoll.poll(seconds):
+            channel = self._channels.get(descriptor)
+            if channel is not None:
+                self._read(descriptor, channel, events)
+            else:
+                with suppress(BlockingIOError):
+                    self._others[descriptor]()
+
+    def _read(self, descriptor: int, channel: FrontEndChannel, events: int) -> None:
+        messages = channel.receive(events, self._buffer)
+        if messages is None:
+            del self._channels[descriptor]
+            self._removed(channel)
+            channel.end()
+            return
+        for message in messages:
+            try:
+                self._handle(channel, message)
+            except Exception:  # it must not end the loop: others wait for theirs
+                log_limited.exception("a message of a front end could not be used")
+                self._refuse(channel, unusable_of(message))
+
+
 def read_supervisor(supervisor: socket.socket, settings: NativeSettings) -> socket.socket | float:
     """The socket of a new front end, or when to have stopped, in `time.monotonic` seconds: the supervisor says that, or
     has died."""
@@ -414,78 +495,47 @@ class EngineServer:
         self._settings = settings
         self._arena = arena
         self._supervisor = supervisor
-        wakes, self._waker = socket.socketpair()
-        for wake_socket in (wakes, self._waker):
-            wake_socket.setblocking(False)
-        self._wakes = wakes
-        self._side = EngineSide(settings, offers, statistics, arena, self._wake)
-        self._epoll = select.epoll()
-        self._channels: dict[int, FrontEndChannel] = {}
+        self._front_ends = FrontEnds(
+            arena, self._handle, lambda channel, message: channel.fail(message, sent=False), self._remove
+        )
+        self._side = EngineSide(settings, offers, statistics, arena, self._front_ends.wake)
         self._front_ends_open = threading.Event()
         self._opened: set[FrontEndChannel] = set()
         self._failed = threading.Event()
         self._stop_by: float | None = None
-        self._buffer = bytearray(READ_BYTES)
 
     def run(self) -> int:
         """Returns the process's exit status."""
-        self._epoll.register(self._supervisor, select.EPOLLIN)
-        self._epoll.register(self._wakes, select.EPOLLIN)
+        self._front_ends.watch(self._supervisor, self._read_supervisor)
         self._side.start(self._fail, self._front_ends_open)
         while not self._failed.is_set() and self._stop_by is None:
             self._turn()
         stop_by = self._stop_by or time.monotonic() + self._settings.shutdown_timeout_s
-        self._epoll.unregister(self._supervisor)
+        self._front_ends.forget(self._supervisor)
         stopping = ThreadPoolExecutor(1).submit(self._side.stop, max(0.0, stop_by - time.monotonic()))
-        stopping.add_done_callback(lambda _: self._wake())
+        stopping.add_done_callback(lambda _: self._front_ends.wake())
         while not stopping.done():
             self._turn()
         log.info("stopped", accepted_work_finished=stopping.result())
+        self._front_ends.close()
         return 1 if self._side.failed or self._failed.is_set() else 0
 
     def _turn(self) -> None:
         seconds = self._side.turn()
         if seconds is not None and seconds < LONG_S:  # epoll would sleep whole milliseconds
             seconds = 0.0
-        for descriptor, events in self._epoll.poll(seconds):
-            if descriptor in self._channels:
-                self._serve(self._channels[descriptor], events)
-            elif descriptor == self._supervisor.fileno():
-                self._read_supervisor()
-            else:
-                with suppress(BlockingIOError):
-                    self._wakes.recv(4096)
-
-    def _wake(self) -> None:
-        """Let the loop turn; any thread."""
-        with suppress(BlockingIOError):
-            self._waker.send(b"!")
+        self._front_ends.turn(seconds)
 
     def _fail(self) -> None:
         self._failed.set()
-        self._wake()
+        self._front_ends.wake()
 
     def _read_supervisor(self) -> None:
         message = read_supervisor(self._supervisor, self._settings)
         if isinstance(message, float):
             self._stop_by = message
-            return
-        channel = FrontEndChannel(message, self._arena, self._epoll)
-        self._channels[message.fileno()] = channel
-        self._epoll.register(message, select.EPOLLIN)
-        self._side.add(channel)
-
-    def _serve(self, channel: FrontEndChannel, events: int) -> None:
-        messages = channel.receive(events, self._buffer)
-        if messages is None:
-            self._remove(channel)
-            return
-        for message in messages:
-            try:
-                self._handle(channel, message)
-            except Exception:  # it must not end the process: others wait for theirs
-                log_limited.exception("a message of a front end could not be used")
-                channel.fail(unusable_of(message), sent=False)
+        else:
+            self._side.add(self._front_ends.add(message))
 
     def _handle(self, channel: FrontEndChannel, message: Message | UnusableMessage) -> None:
         if isinstance(message, Submit):
@@ -590,7 +640,7 @@ class EngineServer:
         failure = None
         try:
             if isinstance(operation, FrontEndOpened):
-                self._opened = {*self._opened, channel} & {*self._channels.values()}  # without those that have ended
+                self._opened = {*self._opened, channel} & {*self._front_ends.channels}  # without those that have ended
                 if len(self._opened) >= (self._settings.fronts or 0):
                     self._front_ends_open.set()
             else:
@@ -603,8 +653,6 @@ class EngineServer:
 
     def _remove(self, channel: FrontEndChannel) -> None:
         """A front end has ended: withdraw its requests."""
-        del self._channels[channel.socket.fileno()]
         self._side.remove(channel)
         for queued, model, _ in list(channel.requests.values()):
             self._side.withdraw(model, queued)
-        channel.end()

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -87,11 +88,70 @@ class BusyPolling:
             asyncio.get_running_loop().call_soon(self._turn)
 
 
-class EngineClient(asyncio.Protocol):
-    """An `EngineLink` over a socket; belongs to the front end's event loop.
+class Link(asyncio.Protocol, ABC):
+    """A socket to an engine's side; belongs to the front end's event loop.
 
-    Messages that are sent in one turn of the loop leave together.
+    Messages that are sent in one turn of the loop leave together. One that cannot be used fails what it is about.
     """
+
+    def __init__(self, on_end: Callable[[], None], first: int = 0, polling: BusyPolling | None = None) -> None:
+        """`on_end` is called when the engine's side has ended; `first` is the number of the first message."""
+        self._on_end = on_end
+        self._numbers = itertools.count(first)
+        self._polling = polling
+        self._outgoing: list[Message] = []
+        self._unread = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._ended = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
+
+    def data_received(self, data: bytes) -> None:
+        """Messages of the engine's side."""
+        if self._polling is not None:
+            self._polling.extend()
+        for message in read_frames(self._unread, data):
+            try:
+                self._take(message)
+            except Exception:  # it must not end the connection: others wait for theirs
+                log.exception("a message of the engine could not be used")
+                self._fail(unusable_of(message), sent=False)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
+        """The engine's side has ended."""
+        self._ended = True
+        self._on_end()
+        self._lose_all()
+
+    @abstractmethod
+    def _take(self, message: Message | UnusableMessage) -> None:
+        """Use a message of the engine's side."""
+
+    @abstractmethod
+    def _fail(self, message: UnusableMessage, *, sent: bool) -> None:
+        """Fail what a message is about that could not be sent, or not be used: here, or at the engine's side."""
+
+    @abstractmethod
+    def _lose_all(self) -> None:
+        """Fail all that waits, which nobody will answer."""
+
+    def _send(self, message: Message) -> None:
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(message)
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        if self._transport is not None and not self._ended:
+            frame, unusable = encode_all(outgoing)
+            self._transport.write(frame)
+            for message in unusable:
+                self._fail(message, sent=True)
+
+
+class EngineClient(Link):
+    """An `EngineLink` over a socket."""
 
     def __init__(
         self,
@@ -102,24 +162,18 @@ class EngineClient(asyncio.Protocol):
         polling: BusyPolling | None = None,
     ) -> None:
         """`number`: which of the engines. `on_end` is called when the engine's process has ended."""
+        super().__init__(on_end, polling=polling)
         self._memory = memory
-        self._polling = polling
         self._rows, self._own_rows = memory.arena.rows[number], memory.number
         self._answer_bytes = [_answer_bytes(signature) for signature in signatures]
-        self._on_end = on_end
-        self._numbers = itertools.count()
         self._forms = SentForms()
         self._answers_of_forms: dict[int, int] = {}  # bytes of the last answer to a form, where no signature says them
         # With the memory that is kept, whether the last of it is a room for the answer, and the form.
         self._waiting: dict[int, tuple[QueuedRequest, list[Array], bool, int]] = {}
         self._controls: dict[int, asyncio.Future[None]] = {}
         self._execute: Execute | None = None
-        self._outgoing: list[Message] = []
         self._groups: dict[int, Submit] = {}  # by form: the last of those outgoing that others may join
-        self._unread = bytearray()
-        self._transport: asyncio.Transport | None = None
         self._executing: set[asyncio.Task[None]] = set()
-        self._ended = False
         self.models: Sequence[ModelStatus] = ()
         """As the engine said last; kept by `EnginePool`."""
 
@@ -176,26 +230,9 @@ class EngineClient(asyncio.Protocol):
         self._send(Control(number, operation))
         await done
 
-    # asyncio.Protocol
+    # Link
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
-
-    def data_received(self, data: bytes) -> None:
-        """Messages of the engine's side."""
-        if self._polling is not None:
-            self._polling.extend()
-        for message in read_frames(self._unread, data):
-            try:
-                self._take(message)
-            except Exception:  # it must not end the connection: others wait for theirs
-                log.exception("a message of the engine could not be used")
-                self._fail(unusable_of(message), sent=False)
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
-        """The engine's process has ended: nothing that waits will be answered by it."""
-        self._ended = True
-        self._on_end()
+    def _lose_all(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for queued, *_ in waiting.values():
             queued.error = InternalError(ENGINE_ENDED)
@@ -217,7 +254,6 @@ class EngineClient(asyncio.Protocol):
             self._fail(message, sent=False)
 
     def _fail(self, message: UnusableMessage, *, sent: bool) -> None:
-        """Fail what a message is about that could not be sent, or not be used: here, or at the engine's side."""
         if message.kind is Form:
             self._forms.forget()
         for reply in failed(message, FAILED):
@@ -262,19 +298,9 @@ class EngineClient(asyncio.Protocol):
         queued.outputs, queued.error = outputs, error
         self._wake(queued)
 
-    def _send(self, message: Message) -> None:
-        if not self._outgoing:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing.append(message)
-
     def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, []
         self._groups = {}
-        if self._transport is not None and not self._ended:
-            frame, unusable = encode_all(outgoing)
-            self._transport.write(frame)
-            for message in unusable:
-                self._fail(message, sent=True)
+        super()._flush()
 
     def _wake(self, queued: QueuedRequest) -> None:
         """A request is complete."""

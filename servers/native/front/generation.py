@@ -9,25 +9,27 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
-from itertools import chain, count
+from itertools import chain
 from typing import Protocol
 
 from servers.engines.interface import EngineDescription
 from servers.language.engine import GENERATE_INPUTS, GENERATE_OUTPUTS
+from servers.native.front.engine_link import ENGINE_ENDED, Link
 from servers.native.front.inference import ModelService
 from servers.native.front.token_requests import TokenRequest
 from servers.native.shared.errors import INTERNAL_ERROR, FailureLog
 from servers.native.shared.interface import ApplyStatus, FrontEndOpened, ModelStatus
 from servers.native.shared.ipc import (
+    FAILED,
     Cancel,
     Control,
     ControlDone,
     Generate,
     Generated,
     Message,
-    encode,
+    UnusableMessage,
     error_of,
-    read_frames,
+    failed,
 )
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
@@ -36,7 +38,6 @@ from servers.protocol.records import ModelSignature
 
 log = FailureLog("abserve.front")
 
-ENGINE_ENDED = "the engine has ended, send the request again later"
 BODY_BYTES = 64 * 1024
 BODY_BYTES_PER_TOKEN = 24
 """A longer body cannot be a prompt that the model takes: an id has at most ten digits, and some blanks around it."""
@@ -57,18 +58,14 @@ class AnswerSink(Protocol):
         """There will be no more."""
 
 
-class GenerationLink(asyncio.Protocol):
-    """The socket to the engine's process, or to its thread; belongs to the front end's event loop."""
+class GenerationLink(Link):
+    """The socket to the engine's process, or to its thread."""
 
     def __init__(self, number: int, apply: Callable[[ModelStatus], None], on_end: Callable[[], None]) -> None:
         """`number` is the front end's; `apply` learns the engine's state, `on_end` is called once it has ended."""
-        self._numbers = count(number * NUMBERS_PER_FRONT_END)
+        super().__init__(on_end, number * NUMBERS_PER_FRONT_END)
         self._apply = apply
-        self._on_end = on_end
         self._sinks: dict[int, AnswerSink] = {}
-        self._unread = bytearray()
-        self._transport: asyncio.Transport | None = None
-        self._ended = False
 
     async def open(self, connected: socket.socket) -> None:
         """Begin to use a connected socket."""
@@ -93,27 +90,16 @@ class GenerationLink(asyncio.Protocol):
         if self._sinks.pop(number, None) is not None:
             self._send(Cancel(number))
 
-    # asyncio.Protocol
+    # Link
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]  # uvloop's transports are not subclasses
-
-    def data_received(self, data: bytes) -> None:
-        """Messages of the engine's side."""
-        for message in read_frames(self._unread, data):
-            if isinstance(message, Generated):
-                self._pass_on(message)
-            elif isinstance(message, Control) and isinstance(message.operation, ApplyStatus):
-                self._apply(message.operation.models[0])
-                self._send(ControlDone(message.number))
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the protocol's signature
-        """The engine has ended: nothing that waits will be answered by it."""
-        self._ended = True
-        self._on_end()
-        sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
-            self._fail(sink, InternalError(ENGINE_ENDED))
+    def _take(self, message: Message | UnusableMessage) -> None:
+        if isinstance(message, Generated):
+            self._pass_on(message)
+        elif isinstance(message, Control) and isinstance(message.operation, ApplyStatus):
+            self._apply(message.operation.models[0])
+            self._send(ControlDone(message.number))
+        elif isinstance(message, UnusableMessage):
+            self._fail(message, sent=False)
 
     def _pass_on(self, message: Generated) -> None:
         sinks = self._sinks
@@ -124,7 +110,7 @@ class GenerationLink(asyncio.Protocol):
                     sink.tokens(tokens)
                 except Exception:
                     log.exception("an answer could not be sent")
-                    self._lose(number, sink)
+                    self._lose(number)
         for done in message.finished:
             if (sink := sinks.pop(done.number, None)) is None:
                 continue
@@ -135,22 +121,31 @@ class GenerationLink(asyncio.Protocol):
                     sink.failed(error_of(done.failure))
             except Exception:
                 log.exception("an answer could not be sent")
-                self._lose(done.number, sink)
+                self._tell(sink, InternalError(INTERNAL_ERROR))
 
-    def _lose(self, number: int, sink: AnswerSink) -> None:
+    def _fail(self, message: UnusableMessage, *, sent: bool) -> None:
+        if message.kind in (Generate, Generated):
+            for number in message.numbers:
+                self._lose(number)
+        for reply in () if sent else failed(message, FAILED):
+            self._send(reply)
+
+    def _lose(self, number: int) -> None:
         """An answer without some of its tokens is wrong, so it fails; it must not stop the others."""
-        self.cancel(number)
-        self._fail(sink, InternalError(INTERNAL_ERROR))
+        if (sink := self._sinks.get(number)) is not None:
+            self.cancel(number)
+            self._tell(sink, InternalError(INTERNAL_ERROR))
 
-    def _fail(self, sink: AnswerSink, error: ContractError) -> None:
+    def _lose_all(self) -> None:
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            self._tell(sink, InternalError(ENGINE_ENDED))
+
+    def _tell(self, sink: AnswerSink, error: ContractError) -> None:
         try:
             sink.failed(error)
         except Exception:
             log.exception("the end of an answer could not be sent")
-
-    def _send(self, message: Message) -> None:
-        if self._transport is not None and not self._ended:
-            self._transport.write(encode([message]))
 
 
 class GenerationService(ModelService):

@@ -97,7 +97,7 @@ class BothProcesses:
 
     @property
     def channel(self) -> Any:
-        (channel,) = self.server._channels.values()
+        (channel,) = self.server._front_ends.channels
         return channel
 
     async def infer(self, value: float) -> QueuedRequest:
@@ -127,10 +127,7 @@ class BothProcesses:
     def stop(self) -> None:
         self.supervisor.close()
         self.thread.join(20)
-        for channel in self.server._channels.values():
-            channel.end()
-        for used in (self.server._supervisor, self.server._wakes, self.server._waker, self.server._epoll):
-            used.close()
+        self.server._supervisor.close()
         assert self.client._transport is not None
         self.client._transport.close()
         self._loop.run_until_complete(asyncio.sleep(0))

@@ -142,7 +142,7 @@ def test_a_front_end_that_opens_and_dies_does_not_count_for_one_that_is_not_open
         first, second = OpeningFrontEnd(supervisor), OpeningFrontEnd(supervisor)
         first.open()
         first.die()
-        until(lambda: len(server._channels) == 1)
+        until(lambda: len(server._front_ends.channels) == 1)
         successor = OpeningFrontEnd(supervisor)
         successor.open()
         assert not server._front_ends_open.is_set()
@@ -150,10 +150,9 @@ def test_a_front_end_that_opens_and_dies_does_not_count_for_one_that_is_not_open
         assert server._front_ends_open.is_set()
         for front_end in (second, successor):
             front_end.die()
-        until(lambda: not server._channels)
+        until(lambda: not server._front_ends.channels)
     finally:
         supervisor.close()
         thread.join(10)
-        for used in (child, server._wakes, server._waker):
-            used.close()
+        child.close()
     assert not thread.is_alive()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from servers.language.engine import Emission, GeneratingEngine, GenerationRequest
+from servers.language.engine import Emission, GenerationRequest
 from servers.native.engine.generation_loop import GenerationLoop
 from servers.native.engine.process import FrontEndChannel
 from servers.native.front.generation import GenerationLink
@@ -136,9 +136,8 @@ def generation_loop(fronts: int) -> Iterator[tuple[GenerationLoop, list[socket.s
     finally:
         if loop._thread.is_alive():
             loop.stop(time.monotonic() + 20)
-        for end in (*(end for pair in pairs for end in pair), loop._wakes, loop._waker):
+        for end in (end for pair in pairs for end in pair):
             end.close()
-        loop._epoll.close()
 
 
 def finished(front: socket.socket, count: int) -> list[Finished]:
@@ -155,8 +154,8 @@ def finished(front: socket.socket, count: int) -> list[Finished]:
 def test_a_message_that_cannot_be_used_ends_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     accept = GenerationLoop._accept
 
-    def fails(self: GenerationLoop, engine: GeneratingEngine, channel: FrontEndChannel, message: Generate) -> None:
-        accept(self, engine, channel, message)
+    def fails(self: GenerationLoop, channel: FrontEndChannel, message: Generate) -> None:
+        accept(self, channel, message)
         if message.number == 1:
             raise RuntimeError("planted")
 
