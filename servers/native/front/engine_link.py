@@ -88,7 +88,7 @@ class BusyPolling:
             asyncio.get_running_loop().call_soon(self._turn)
 
 
-class Link(asyncio.Protocol, ABC):
+class EngineSocket(asyncio.Protocol, ABC):
     """A socket to an engine's side; belongs to the front end's event loop.
 
     Messages that are sent in one turn of the loop leave together. One that cannot be used fails what it is about.
@@ -150,7 +150,7 @@ class Link(asyncio.Protocol, ABC):
                 self._fail(message, sent=True)
 
 
-class EngineClient(Link):
+class EngineClient(EngineSocket):
     """An `EngineLink` over a socket."""
 
     def __init__(
@@ -230,7 +230,7 @@ class EngineClient(Link):
         self._send(Control(number, operation))
         await done
 
-    # Link
+    # EngineSocket
 
     def _lose_all(self) -> None:
         waiting, self._waiting = self._waiting, {}

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from servers.engines.interface import EngineDescription
 from servers.language.engine import GENERATE_INPUTS, GENERATE_OUTPUTS
-from servers.native.front.engine_link import ENGINE_ENDED, Link
+from servers.native.front.engine_link import ENGINE_ENDED, EngineSocket
 from servers.native.front.inference import ModelService
 from servers.native.front.token_requests import TokenRequest
 from servers.native.shared.errors import INTERNAL_ERROR, FailureLog
@@ -58,7 +58,7 @@ class AnswerSink(Protocol):
         """There will be no more."""
 
 
-class GenerationLink(Link):
+class GenerationLink(EngineSocket):
     """The socket to the engine's process, or to its thread."""
 
     def __init__(self, number: int, apply: Callable[[ModelStatus], None], on_end: Callable[[], None]) -> None:
@@ -90,7 +90,7 @@ class GenerationLink(Link):
         if self._sinks.pop(number, None) is not None:
             self._send(Cancel(number))
 
-    # Link
+    # EngineSocket
 
     def _take(self, message: Message | UnusableMessage) -> None:
         if isinstance(message, Generated):

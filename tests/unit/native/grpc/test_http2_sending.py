@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from servers.native.grpc import http2
 from servers.native.grpc.call import OutgoingMessages
-from servers.native.grpc.inference import http2
 
 
 class WaitingCall:

@@ -48,7 +48,7 @@ def test_every_field_is_an_option_with_its_help_variable_and_default():
 
 def test_the_stack_leaves_a_setting_at_the_servers_own_default():
     """docker-compose.yml cannot import it."""
-    text = (Path(__file__).resolve().parents[3] / "docker-compose.yml").read_text()
+    text = (Path(__file__).resolve().parents[4] / "docker-compose.yml").read_text()
     defaults = re.findall(r"ABSERVE_NATIVE_(\w+): \$\{\w+:-(.*)\}", text)
     assert dict(defaults)["MAX_QUEUE_DELAY_US"]
     for name, default in defaults:
