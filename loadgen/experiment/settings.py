@@ -14,7 +14,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from keyword import iskeyword
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -476,7 +475,7 @@ class ExperimentSettings(Settings):
                 raise ValueError(
                     f"{name} cannot name an arm; use one letter from a to h, or 2 to 24 of a to z, 0 to 9, - and _"
                 )
-            if name == "ratio" or iskeyword(name):
+            if name in ("and", "ratio"):
                 raise ValueError(f"{name} cannot name an arm, because --fail-if gives it another meaning")
         if len({len(name) == 1 for name in names}) > 1:
             raise ValueError(

@@ -2,9 +2,9 @@
 
     [SCENARIO:] CONDITION       concurrent(16): b.p99 > 1.05 * a.p99 and b.throughput < 0.95 * a.throughput
 
-A condition is parsed by Python's own parser and never executed. It compares quantities: `b.METRIC` of an arm by its
-label, and `ratio(b).METRIC`, that arm over the baseline (with two arms `ratio.METRIC`). `.low` and `.high` are the
-bounds of the 95 % interval. There are numbers, + - * /, < <= > >= == !=, and, or, not, and brackets, nothing else.
+A condition is QUANTITY OP NUMBER or QUANTITY OP [NUMBER *] QUANTITY, or several of these joined by `and`. Quantities
+are `b.METRIC` of an arm by its label, and `ratio(b).METRIC`, that arm over the baseline (with two arms `ratio.METRIC`).
+`.low` and `.high` are the bounds of the 95 % interval. OP is one of < <= > >= == !=.
 
 It is judged in one workload at a time: without a scenario in the most loaded one that measures all its quantities;
 `batched:` is every workload of that scenario and `all:` every workload. A condition whose quantities were not measured,
@@ -17,14 +17,12 @@ interval is Student's t over its blocks (or starts); a ratio's is that of the co
 
 from __future__ import annotations
 
-import ast
 import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Literal
 
 from loadgen.experiment.plan import PlanError
@@ -40,22 +38,19 @@ from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 MAX_LENGTH = 500
 ALL = "all"
 
-_ARITHMETIC: Mapping[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+_OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
 }
-_COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-}
-_HYPHEN = "·"
-"""Replaces the hyphen of a label, which Python's grammar would take for a minus sign."""
+_QUANTITY = r"[^\s()<>=!*]+(?:\([^()<>=!*]*\))?(?:\.[^\s()<>=!*]*)?"
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_COMPARISON = re.compile(
+    rf"\s*({_QUANTITY})\s*([<>]=?|[=!]=)\s*(?:({_NUMBER})|(?:({_NUMBER})\s*\*\s*)?({_QUANTITY}))\s*"
+)
 _SCENARIO = re.compile(r"\s*([a-z][a-z-]*(?:\([^()]*\))?)\s*:(.*)", re.DOTALL)
 
 
@@ -79,21 +74,37 @@ class Quantity:
         return ".".join(filter(None, (self.side, self.metric.short_name, self.bound)))
 
 
-Values = Mapping[Quantity, float]
-Take = Callable[[ast.expr], Quantity]
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One comparison of a condition: `left` with `factor` times `right`, or with `factor` alone."""
+
+    left: Quantity
+    compare: Callable[[float, float], bool]
+    factor: float
+    right: Quantity | None
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A parsed condition; it fails a run when it is true."""
+    """A parsed condition; it fails a run when all its bounds are true."""
 
     text: str
     scenario: str | None
     """The text before the colon: "concurrent(16)", "batched", "all"; None without one."""
-    quantities: tuple[Quantity, ...]
-    """The quantities without repeats, in the order of their appearance."""
-    holds: Callable[[Values], bool]
-    """Whether it is true of the values, one per quantity. Raises `ArithmeticError`."""
+    bounds: tuple[Bound, ...]
+
+    @property
+    def quantities(self) -> tuple[Quantity, ...]:
+        """The quantities without repeats, in the order of their appearance."""
+        named = (quantity for bound in self.bounds for quantity in (bound.left, bound.right) if quantity is not None)
+        return tuple(dict.fromkeys(named))
+
+    def holds(self, values: Mapping[Quantity, float]) -> bool:
+        """Whether it is true of the values, one per quantity."""
+        return all(
+            bound.compare(values[bound.left], bound.factor * (1.0 if bound.right is None else values[bound.right]))
+            for bound in self.bounds
+        )
 
 
 def parse_condition(text: str, labels: Sequence[Label]) -> Condition:
@@ -102,27 +113,24 @@ def parse_condition(text: str, labels: Sequence[Label]) -> Condition:
         raise PlanError(f"a condition has at most {MAX_LENGTH} characters; use several")
     selected = _SCENARIO.fullmatch(text)
     scenario, body = (selected[1], selected[2]) if selected else (None, text)
-    for label in sorted(filter(lambda label: "-" in label, labels), key=len, reverse=True):
-        body = re.sub(rf"(?<!\w){label}(?=\s*[.)])", label.replace("-", _HYPHEN), body)
-    example = f"write a condition like {labels[1]}.p99 > 1.05 * {labels[0]}.p99"
-    try:
-        tree = ast.parse(body.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as exc:
-        raise PlanError(f"this is not a condition; {example}") from exc
-    negated = isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.Not)
-    if not isinstance(tree, ast.Compare | ast.BoolOp) and not negated:
-        raise PlanError(f"this compares nothing; {example}")
-    quantities: dict[Quantity, None] = {}
+    bounds = tuple(_bound(part.strip(), labels) for part in re.split(r"\band\b(?![-.])", body))
+    return Condition(" ".join(text.split()), scenario, bounds)
 
-    def take(node: ast.expr) -> Quantity:
-        quantity = _quantity(_written(node), labels)
-        quantities[quantity] = None
-        return quantity
 
-    holds = _truth(tree, take)
-    if not quantities:
-        raise PlanError(f"this names nothing that is measured; {_sides(labels)} with {', '.join(_metrics())}")
-    return Condition(" ".join(text.split()), scenario, tuple(quantities), holds)
+def _bound(text: str, labels: Sequence[Label]) -> Bound:
+    found = _COMPARISON.fullmatch(text)
+    if found is None:
+        raise PlanError(
+            f"{text or 'nothing'} is not a comparison; write one like {labels[1]}.p99 > 1.05 * {labels[0]}.p99, and "
+            "join several by and"
+        )
+    left, compare, number_alone, factor, right = found.groups()
+    value = float(number_alone or factor or 1.0)
+    if not math.isfinite(value):
+        raise PlanError(f"{value} is not a number: it is too large")
+    return Bound(
+        _quantity(left, labels), _OPERATORS[compare], value, None if right is None else _quantity(right, labels)
+    )
 
 
 def _metrics(*, compared: bool = False) -> dict[str, Metric]:
@@ -131,67 +139,8 @@ def _metrics(*, compared: bool = False) -> dict[str, Metric]:
     return {metric.short_name: metric for metric in ordered if metric.compared_in is not None or not compared}
 
 
-def _written(node: ast.expr) -> str:
-    return ast.unparse(node).replace(_HYPHEN, "-")
-
-
-def _truth(node: ast.expr, take: Take) -> Callable[[Values], bool]:
-    """The function that a condition computes; `take` resolves and remembers names."""
-    if isinstance(node, ast.BoolOp):
-        parts = [_truth(value, take) for value in node.values]
-        combine = all if isinstance(node.op, ast.And) else any
-        return lambda values: combine([part(values) for part in parts])  # a list: no part may hide behind another
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        operand = _truth(node.operand, take)
-        return lambda values: not operand(values)
-    if not isinstance(node, ast.Compare):
-        raise PlanError(f"{_written(node)} is not a comparison; and, or and not combine comparisons")
-    if any(type(operation) not in _COMPARISONS for operation in node.ops):
-        raise PlanError("in and is are not allowed; compare with < <= > >= == !=")
-    tests = [_COMPARISONS[type(operation)] for operation in node.ops]
-    sides = [_number(value, take) for value in (node.left, *node.comparators)]
-
-    def compare(values: Values) -> bool:
-        numbers = [side(values) for side in sides]
-        return all(test(*pair) for test, pair in zip(tests, pairwise(numbers), strict=True))
-
-    return compare
-
-
-def _number(node: ast.expr, take: Take) -> Callable[[Values], float]:
-    """The function that an expression computes."""
-    if isinstance(node, ast.Constant):
-        value = node.value
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise PlanError(f"{value!r} is not a number")
-        constant = float(repr(value))  # by its text: an integer too large for a float is then infinite
-        if not math.isfinite(constant):
-            raise PlanError(f"{constant} is not a number: it is too large")
-        return lambda _: constant
-    if isinstance(node, ast.Attribute | ast.Name):
-        quantity = take(node)
-        return lambda values: values[quantity]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        sign, operand = operator.neg if isinstance(node.op, ast.USub) else operator.pos, _number(node.operand, take)
-        return lambda values: float(sign(operand(values)))
-    if not isinstance(node, ast.BinOp) or type(node.op) not in _ARITHMETIC:
-        raise PlanError(f"{_written(node)} is not allowed; use quantities, numbers, + - * / and brackets")
-    operation, left, right = _ARITHMETIC[type(node.op)], _number(node.left, take), _number(node.right, take)
-
-    def compute(values: Values) -> float:
-        try:
-            result = operation(left(values), right(values))
-        except (ZeroDivisionError, OverflowError) as exc:
-            raise ArithmeticError(f"{_written(node)} has no value: {exc}") from exc
-        if not math.isfinite(result):
-            raise ArithmeticError(f"{_written(node)} is not finite")
-        return result
-
-    return compute
-
-
 def _quantity(text: str, labels: Sequence[Label]) -> Quantity:
-    side, _, rest = text.partition(".")
+    side, _, rest = re.sub(r"\s", "", text).partition(".")
     metric, _, bound = rest.partition(".")
     arms = {label: label for label in labels} | {f"ratio({label})": label for label in labels[1:]}
     if len(labels) == 2:
@@ -303,10 +252,7 @@ def _judge(condition: Condition, workload: Workload, facts: Facts) -> ThresholdO
         detail = f"{workload.name} is invalid: {invalid[0]}"
     else:
         detail = ", ".join(f"{quantity} = {_shown(quantity, value, facts.item)}" for quantity, value in values.items())
-        try:
-            state = "broken" if condition.holds(values) else "kept"
-        except ArithmeticError as exc:
-            detail += f": {exc}"
+        state = "broken" if condition.holds(values) else "kept"
     return ThresholdOutcome(
         condition=condition.text,
         scenario=workload.name,

@@ -191,7 +191,7 @@ def test_the_hash_is_of_what_is_asked_for_and_not_of_how_it_is_written(tmp_path:
         ("arms: {Torch: native, onnx: native}\n", "e.yaml: arms: Torch cannot name an arm"),
         ("arms: {y: native, z: native}\n", "y cannot name an arm; use one letter from a to h"),
         ("arms: {ratio: native, onnx: native}\n", "ratio cannot name an arm"),
-        ("arms: {torch: native, not: native}\n", "not cannot name an arm"),
+        ("arms: {torch: native, and: native}\n", "and cannot name an arm"),
         ("arms: [native, triton]\n", "e.yaml: arms: must be a valid dictionary"),
         ("requests: 0\n", "e.yaml: requests 0: must be greater than or equal to 1"),
         ("rounds: many\n", "e.yaml: rounds many: must be a valid integer"),

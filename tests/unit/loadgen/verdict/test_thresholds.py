@@ -26,10 +26,9 @@ AB = ("a", "b")
     [
         ("b.p50 > 1.05 * a.p50", True),
         ("b.p50 > 2 * a.p50", False),
-        ("a.p50 < b.p50 <= 15", True),
-        ("not b.p50 <= 15", False),
-        ("b.p50 - a.p50 >= 5 and b.p50 / a.p50 == 1.5", True),
-        ("b.p50 < 1 or (a.p50 + -1) * 2 != 18", False),
+        ("a.p50 < b.p50 and b.p50 <= 15", True),
+        ("b.p50>=1.5*a.p50 and a.p50 != 10", False),
+        ("b.p50 == .15e2 and a.p50 > -1", True),
         ("concurrent(16): b.p50 > 14", True),
     ],
 )
@@ -47,23 +46,23 @@ def test_conditions_mean_what_they_say(text: str, holds: bool) -> None:
         ("b > 1", r"b has no metric \(none given\)"),
         ("b.p50.middle > 1", "b.p50 has no middle; use low and high"),
         ("b.errors.low > 1", "errors are counted"),
-        ("b.p50", "this compares nothing"),
-        ("1.05", "this compares nothing"),
-        ("1 > 2", "this names nothing that is measured"),
+        ("b.p50", "b.p50 is not a comparison; write one like b.p99 > 1.05 . a.p99, and join several by and"),
+        ("1 > 2", "1 is unknown; use a, b"),
         ("b.p50 > 1 and a.p50", "a.p50 is not a comparison"),
-        ("b.p50 > (a.p50 > 1)", "is not allowed"),
-        ("b.p50 > True", "True is not a number"),
-        ("b.p50 > '1'", "'1' is not a number"),
+        ("b.p50 > 1 and", "nothing is not a comparison"),
+        ("b.p50 > True", "True is unknown"),
+        ("b.p50 > '1'", "'1' is unknown"),
         ("b.p50 > 1e999", "inf is not a number"),
         ("b.p50 > 1" + "0" * 400, "inf is not a number: it is too large"),
-        ("b.p50 > a.p50 ** 2", "is not allowed"),
-        ("b.p50 in (1, 2)", "compare with <"),
-        ("b.p50 >", "this is not a condition"),
-        ("__import__('os').system('true') > 1", "is not allowed"),
+        ("1.05 * a.p50 < b.p50", "is not a comparison"),
+        ("b.p50 > a.p50 * 1.05", "is not a comparison"),
+        ("b.p50 > a.p50 + 10", "is not a comparison"),
+        ("a.p50 < b.p50 < 15", "is not a comparison"),
+        ("b.p50 > 1 or a.p50 > 1", "is not a comparison"),
+        ("not b.p50 > 1", "is not a comparison"),
+        ("b.p50 >", "is not a comparison"),
         ("b.p50.__class__ > 1", "use low and high"),
-        ("[x for x in (1,)] > b.p50", "is not allowed"),
-        ("(lambda: 1)() > b.p50", "is not allowed"),
-        ("b.p50 > " + "(" * 300 + "1" + ")" * 300, "at most 500 characters"),
+        ("b.p50 > " + "1" * 500, "at most 500 characters"),
     ],
 )
 def test_everything_else_is_refused(text: str, said: str) -> None:
@@ -120,12 +119,6 @@ def test_a_search_has_its_own_metric_and_no_latency() -> None:
         assert chosen == (search,)
 
 
-def test_division_by_zero_has_no_value() -> None:
-    condition = parse_condition("b.p50 / (a.p50 - a.p50) > 1", AB)
-    with pytest.raises(ArithmeticError, match="has no value"):
-        condition.holds(dict.fromkeys(condition.quantities, 1.0))
-
-
 ABC = ("a", "b", "c")
 
 
@@ -133,14 +126,15 @@ ABC = ("a", "b", "c")
     ("text", "labels", "arms"),
     [
         ("c.p99 > 1.05 * a.p99", ABC, {"c.p99": "c", "a.p99": "a"}),
-        ("ratio(c).p99.low < 1 < ratio( b ).p99", ABC, {"ratio(c).p99.low": "c", "ratio(b).p99": "b"}),
+        ("ratio(c).p99.low < 1 and ratio( b ).p99 > 1", ABC, {"ratio(c).p99.low": "c", "ratio(b).p99": "b"}),
         ("ratio.p99 > 1 and ratio(b).p99 > 1", AB, {"ratio.p99": "b", "ratio(b).p99": "b"}),
         (
-            "torch-fp16.p50-torch.p50>1 and ratio(torch-fp16).p50.high<1",
+            "torch-fp16.p50>torch.p50 and ratio(torch-fp16).p50.high<1",
             ("torch", "onnx", "torch-fp16"),
             {"torch-fp16.p50": "torch-fp16", "torch.p50": "torch", "ratio(torch-fp16).p50.high": "torch-fp16"},
         ),
-        ("fp16.p50 - torch-fp16.p50 > 1", ("torch-fp16", "fp16"), {"fp16.p50": "fp16", "torch-fp16.p50": "torch-fp16"}),
+        ("fp16.p50 > 2*torch-fp16.p50", ("torch-fp16", "fp16"), {"fp16.p50": "fp16", "torch-fp16.p50": "torch-fp16"}),
+        ("x-and.p50 > 1 and and-1.p50 > 1", ("and-1", "x-and"), {"x-and.p50": "x-and", "and-1.p50": "and-1"}),
         ("torch-fp16-eager.p50 > 1", ("fp16-eager", "torch-fp16-eager"), {"torch-fp16-eager.p50": "torch-fp16-eager"}),
     ],
 )
@@ -156,12 +150,11 @@ def test_any_arm_is_called_by_its_label(text: str, labels: tuple[str, ...], arms
         ("ratio(a).p50 > 1", ABC, r"ratio\(a\) is unknown; use"),
         ("ratio(c).p50 > 1", AB, r"ratio\(c\) is unknown; use a, b and ratio \(B over A\)"),
         ("ratio(c).mean > 1", ABC, r"ratio\(c\) has no metric mean"),
-        ("ratio(c) > 1", ABC, r"ratio\(c\) is not allowed"),
-        ("ratio(b, c).p50 > 1", ABC, r"ratio\(b, c\) is unknown"),
+        ("ratio(c) > 1", ABC, r"ratio\(c\) has no metric .none given."),
+        ("ratio(b, c).p50 > 1", ABC, r"ratio\(b,c\) is unknown"),
         ("b.p50 > 1", ("torch", "onnx"), "use torch, onnx and ratio .onnx over torch., as in onnx.p99"),
-        ("torch-fp8.p50 > 1 + torch-fp16", ("torch", "torch-fp16"), r"torch has no metric .none given."),
-        ("torch-fp16.p50", ("torch", "torch-fp16"), "write a condition like torch-fp16.p99 > 1.05 . torch.p99"),
-        ("torch-fp16.p50 ** 2 > 1", ("torch", "torch-fp16"), r"torch-fp16.p50 \*\* 2 is not allowed"),
+        ("torch-fp8.p50 > 1", ("torch", "torch-fp16"), "torch-fp8 is unknown"),
+        ("torch-fp16.p50", ("torch", "torch-fp16"), "write one like torch-fp16.p99 > 1.05 . torch.p99"),
     ],
 )
 def test_an_arm_that_there_is_not_is_refused_with_those_that_there_are(
