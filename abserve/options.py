@@ -190,7 +190,7 @@ class CompareOptions(TypedDict, total=False):
     payload: str | float | Sequence[str | float] | None
     """fp32, uint8 or jpeg for images (default: fp32), tensors for other models; several run one comparison each."""
     sequence_length: str | PathLike[str] | None
-    """Length of the inputs of a model of text: text (the default), N, or a list to sweep."""
+    """Length of the inputs of a model of text: text (the default), N, or with --surface a list."""
     surface: bool | None
     """Map which arm is best over users × batch sizes (--concurrency 16: 1, 2, 4, 8, 16), or lengths (--sequence-length)
     or prompts (--prompt-tokens); rounds go to where the winner is uncertain."""

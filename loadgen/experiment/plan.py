@@ -286,7 +286,7 @@ def check_models(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> No
 
 
 def sweep(settings: ExperimentSettings) -> tuple[int, ...]:
-    """The lengths of a list, with which the workloads are crossed; empty for one length or a text's."""
+    """The lengths of a list, which are an axis of a surface; empty for one length or a text's."""
     lengths = (settings.sequence_length or "text").split(",")
     return tuple(dict.fromkeys(int(length) for length in lengths)) if len(lengths) > 1 else ()
 
@@ -381,21 +381,15 @@ def make_workloads(
         workloads.append(
             like_single(scenario="cold-start", requests=1, seconds=0.0, max_seconds=300.0, rounds=preset.cold_starts)
         )
-    lengths = sweep(settings) or (None,)
     if "single" in scenarios:
-        workloads += [like_single(sequence_length=length) for length in lengths]
+        workloads.append(single)
     if "batched" in scenarios:
-        workloads += [
-            like_single(scenario="batched", batch_size=size, sequence_length=length)
-            for size in sorted(set(settings.batch_sizes))
-            for length in lengths
-        ]
+        workloads += [like_single(scenario="batched", batch_size=size) for size in sorted(set(settings.batch_sizes))]
     if "concurrent" in scenarios:
         most = max(settings.requests, requests)
         workloads += [
-            like_single(scenario="concurrent", concurrency=users, requests=most, sequence_length=length)
+            like_single(scenario="concurrent", concurrency=users, requests=most)
             for users in sorted(set(settings.concurrency))
-            for length in lengths
         ]
     if "surface" in scenarios:
         first = surface_base(settings, gpu=gpu)
@@ -405,7 +399,7 @@ def make_workloads(
                 first, scenario="surface", concurrency=users, batch_size=size, requests=most, sequence_length=length
             )
             for size in settings.batch_sizes
-            for length in lengths
+            for length in sweep(settings) or (None,)
             for users in surface_users(settings)
         ]
     due = max(settings.open_seconds, seconds)
@@ -431,6 +425,8 @@ def check_surface(settings: ExperimentSettings) -> None:
             raise PlanError("the scenario surface is asked for with --surface; leave it out of --scenarios")
         if len(settings.prompt_tokens or ()) > 1:
             raise PlanError("several --prompt-tokens make a surface; add --surface, or give one")
+        if sweep(settings):
+            raise PlanError("several --sequence-length make a surface; add --surface, or give one")
         return
     if settings.scenarios != SURFACE_SCENARIOS:
         raise PlanError("--surface is a scenario of its own; leave --scenarios out")

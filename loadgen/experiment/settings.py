@@ -278,7 +278,7 @@ class ExperimentSettings(Settings):
         description="Your inputs: DIR (JPEG or raw files), FILE.npz, perf_analyzer's FILE.json, FILE.jsonl, or random.",
     )
     sequence_length: Lengths | None = _load(
-        None, description="Length of the inputs of a model of text: text (the default), N, or a list to sweep."
+        None, description="Length of the inputs of a model of text: text (the default), N, or with --surface a list."
     )
     scenarios: Scenarios = _main(
         DEFAULT_SCENARIOS,

@@ -27,14 +27,14 @@ import loadgen.report.document as doc
 from loadgen.experiment.schedule import ScheduledBlock, endless_passes, has_load, load_workloads, schedule
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.claims import claim, place
-from loadgen.metrics.comparisons import Comparison, PooledRequests, advantage, compare_all
+from loadgen.metrics.comparisons import PooledRequests, compare_all
 from loadgen.metrics.facts import Facts
-from loadgen.metrics.registry import METRICS, THROUGHPUT
+from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary, figure_of, summarise_blocks, without_field_in
 from loadgen.metrics.surface import counts_in_words, surface_of, uncertain
 from loadgen.probes.registry import Probe
 from loadgen.quantities import counted, items, join, measured, number, share
-from loadgen.records.run import Found, Label, Pairing, Record, Workload, item_of, shown
+from loadgen.records.run import Found, Label, Record, Workload, item_of, shown
 from loadgen.run.storage import StoredBlock
 from loadgen.verdict.result import Result
 
@@ -306,14 +306,14 @@ def latency(result: Result) -> doc.Section | None:
 
 
 def batch_sizes(result: Result) -> doc.Section | None:
-    """Throughput and median latency against the batch size of a request; with sequences of several lengths
-    `sequence_lengths` shows them."""
-    batched = [workload for workload in result.experiment.workloads if workload.scenario == "batched"]
-    if not batched or _lengths(result):
-        return None
+    """Throughput and median latency against the batch size of a request."""
     several = items(item_of(result.environment))
-    sizes = {workload.name: workload.batch_size for workload in batched}
-    data = _speeds(result, sizes, "batch %{x}")
+    sizes = {
+        workload.name: workload.batch_size
+        for workload in result.experiment.workloads
+        if workload.scenario == "batched" and workload.sequence_length is None
+    }
+    data = _speeds(result, sizes)
     if not data:
         return None
     chart = doc.Chart(
@@ -327,17 +327,17 @@ def batch_sizes(result: Result) -> doc.Section | None:
     return doc.section("Batch sizes", chart)
 
 
-def _speeds(result: Result, places: Mapping[str, int], at: str) -> list[doc.Figure]:
-    """Throughput and median latency of each arm in these workloads, each at its place; `at` names a place."""
+def _speeds(result: Result, sizes: Mapping[str, int]) -> list[doc.Figure]:
+    """Throughput and median latency of each arm in these workloads, by their batch size."""
     rate = charts.rate_unit(result)
     data: list[doc.Figure] = []
     for panel, unit in (("", rate), ("2", "ms")):
         for label in result.experiment.labels:
-            summaries = [s for s in result.summaries if s.workload in places and s.label == label]
+            summaries = [s for s in result.summaries if s.workload in sizes and s.label == label]
             if unit == "ms":
-                speeds = [(places[s.workload], s.latency.p50_ms, s.p50_ci95_ms) for s in summaries]
+                speeds = [(sizes[s.workload], s.latency.p50_ms, s.p50_ci95_ms) for s in summaries]
             else:
-                speeds = [(places[s.workload], s.throughput_per_s, s.throughput_ci95) for s in summaries]
+                speeds = [(sizes[s.workload], s.throughput_per_s, s.throughput_ci95) for s in summaries]
             points = [(size, value, bounds) for size, value, bounds in speeds if value is not None]
             if points:
                 across, values, intervals = zip(*points, strict=True)
@@ -346,7 +346,7 @@ def _speeds(result: Result, places: Mapping[str, int], at: str) -> list[doc.Figu
                         result,
                         label,
                         zip(across, values, strict=True),
-                        f"{at}: %{{y:.4~g}} {unit}",
+                        f"batch %{{x}}: %{{y:.4~g}} {unit}",
                         showlegend=not panel,
                         xaxis=f"x{panel}",
                         yaxis=f"y{panel}",
@@ -364,154 +364,6 @@ def _speed_panels(result: Result, across: str, places: Iterable[int], data: Sequ
         charts.value_axis(charts.rate_unit(result), left),
         charts.value_axis("p50 latency, ms", right),
         charts.doubling(places),
-    )
-
-
-def _lengths(result: Result) -> list[int]:
-    """The lengths of sequences, if the run has workloads of several."""
-    lengths = result.experiment.lengths
-    return sorted(lengths) if len(lengths) > 1 else []
-
-
-def _size(workload: Workload) -> int:
-    """What a scenario varies beside the length: the users of `concurrent`, else the batch size."""
-    return workload.concurrency if workload.scenario == "concurrent" else workload.batch_size
-
-
-def _length(workload: Workload) -> int:
-    return workload.sequence_length or 0
-
-
-def sequence_lengths(result: Result) -> doc.Section | None:
-    """Throughput and latency against the length of the sequences and against batch size or users, and each arm's ratio
-    to the baseline over both."""
-    lengths = _lengths(result)
-    crossed = {
-        scenario: [
-            workload
-            for workload in result.experiment.workloads
-            if workload.scenario == scenario and workload.sequence_length in lengths
-        ]
-        for scenario in ("single", "batched", "concurrent")
-    }
-    blocks: list[doc.Block | None] = []
-    for scenario, workloads in crossed.items():
-        if len(workloads) > 1:
-            what = "users" if scenario == "concurrent" else "batch"
-            blocks += [
-                _ratio_table(result, pairing, scenario, what, workloads) for pairing in result.experiment.pairings
-            ]
-            blocks += [_crossed_chart(result, scenario, what, workloads), _ratio_map(result, scenario, what, workloads)]
-    return doc.section("Sequence lengths", *blocks, on=doc.READ)
-
-
-def _places(workloads: Sequence[Workload]) -> tuple[list[int], list[int]]:
-    """All sizes and all lengths, ascending."""
-    return sorted(set(map(_size, workloads))), sorted(set(map(_length, workloads)))
-
-
-def _ratios(result: Result, pairing: Pairing, workloads: Sequence[Workload]) -> list[list[Comparison | None]]:
-    """The comparisons of the throughputs that have a ratio, a row per size and a column per length."""
-    comparisons = [
-        comparison
-        for comparison in result.comparisons
-        if comparison.pairing == pairing and comparison.metric == THROUGHPUT.name
-    ]
-    by_scenario = {comparison.scenario: comparison for comparison in comparisons if comparison.ratio is not None}
-    by_place = {(_size(workload), _length(workload)): by_scenario.get(workload.name) for workload in workloads}
-    sizes, lengths = _places(workloads)
-    return [[by_place.get((size, length)) for length in lengths] for size in sizes]
-
-
-def _better(comparison: Comparison | None) -> str:
-    better = None if comparison is None else advantage(comparison)
-    return "–" if better is None else better.words
-
-
-def _ratio_table(
-    result: Result, pairing: Pairing, scenario: str, what: str, workloads: Sequence[Workload]
-) -> doc.Table:
-    """The better arm's throughput ratio, a row per size and a column per length."""
-    sizes, lengths = _places(workloads)
-    rows = zip(sizes, _ratios(result, pairing, workloads), strict=True)
-    return doc.Table(
-        (*doc.numbers(what), *doc.numbers(*(f"length {length}" for length in lengths))),
-        [(str(size), *map(_better, row)) for size, row in rows],
-        title=f"{scenario}: throughput of {' and '.join(map(shown, pairing))}, the better arm's ratio",
-    )
-
-
-def _crossed_chart(result: Result, scenario: str, what: str, workloads: Sequence[Workload]) -> doc.Chart | None:
-    """A view per size against the length, and a view per length against the size."""
-    data: list[doc.Figure] = []
-    views: list[doc.View] = []
-    for held, along, name, across in (
-        (_size, _length, what, "sequence length"),
-        (_length, _size, "length", "users" if what == "users" else "batch size"),
-    ):
-        for value in sorted(set(map(held, workloads))):
-            places = {workload.name: along(workload) for workload in workloads if held(workload) == value}
-            traces = _speeds(result, places, f"{'length' if held is _size else what} %{{x}}")
-            if len(places) > 1 and traces:
-                panels = _speed_panels(result, across, places.values(), traces)
-                views.append(charts.add_view(data, f"{name} {value}", traces, **panels))
-    if not data:
-        return None
-    return doc.Chart(
-        f"lengths-{scenario}",
-        f"{scenario.capitalize()}: throughput and latency against length and {what}",
-        f"Each button holds one thing fixed, the {what} or the length of the sequences. Bars are 95 % intervals over "
-        "the blocks of one arm.",
-        data,
-        {"height": charts.tall(result, 380), "legend": charts.LEGEND_ABOVE},
-        views,
-    )
-
-
-def _ratio_map(result: Result, scenario: str, what: str, workloads: Sequence[Workload]) -> doc.Chart | None:
-    """Each arm's throughput ratio to the baseline as a colour: neutral at 1, the arm's own where it is better."""
-    sizes, lengths = _places(workloads)
-    data: list[doc.Figure] = []
-    views: list[doc.View] = []
-    for pairing in result.experiment.pairings:
-        rows = _ratios(result, pairing, workloads)
-        logs = [
-            [None if comparison is None else charts.rounded(math.log2(comparison.ratio or 1.0)) for comparison in row]
-            for row in rows
-        ]
-        distances = [abs(value) for row in logs for value in row if value is not None]
-        if not distances:
-            continue
-        reach = max(0.1, *distances)
-        trace = {
-            "type": "heatmap",
-            "x": [str(length) for length in lengths],
-            "y": [str(size) for size in sizes],
-            "z": logs,
-            "text": [list(map(_better, row)) for row in rows],
-            "texttemplate": "%{text}",
-            "hovertemplate": f"{what} %{{y}}, length %{{x}}: %{{text}}<extra></extra>",
-            "colorscale": [
-                [0, charts.colour(result, pairing.baseline)], [0.5, "--card"], [1, charts.colour(result, pairing.arm)],
-            ],
-            "zmin": -reach,
-            "zmax": reach,
-            "showscale": False,
-        }  # fmt: skip
-        views.append(charts.add_view(data, f"{shown(pairing.arm)} against {shown(pairing.baseline)}", [trace]))
-    if not data:
-        return None
-    return doc.Chart(
-        f"length-ratios-{scenario}",
-        f"{scenario.capitalize()}: who serves more, over length and {what}",
-        "The ratio of the throughputs in the colour of the better arm; the deeper, the larger.",
-        data,
-        {
-            "height": 160 + 40 * len(sizes),
-            "xaxis": charts.axis("sequence length", type="category"),
-            "yaxis": charts.axis("users" if what == "users" else "batch size", type="category"),
-        },
-        views if len(views) > 1 else [],
     )
 
 
@@ -752,5 +604,5 @@ PROBE = Probe(
     measure=measure,
     finding=LoadFound,
     analyse=analyse,
-    sections={"Detail": (latency, batch_sizes, sequence_lengths, open_loops, executed_batches, measurements, blocks)},
+    sections={"Detail": (latency, batch_sizes, open_loops, executed_batches, measurements, blocks)},
 )

@@ -36,9 +36,11 @@ def test_a_model_implies_its_payload_and_perhaps_a_name(model: str, payload: str
     assert (implied_payload(model), served_name(model, payload)) == (payload, name)
 
 
-def test_a_list_of_lengths_is_crossed_with_the_closed_loops() -> None:
-    names = [w.name for w in planned(model="bert", sequence_length=[32, 128], rates=5, **URLS).workloads]
-    for name in ("single(length 32)", "batched(8, length 128)", "concurrent(16, length 32)", "poisson(5/s)"):
+def test_a_list_of_lengths_is_an_axis_of_a_surface() -> None:
+    with pytest.raises(PlanError, match="add --surface"):
+        planned(model="bert", sequence_length=[32, 128], **URLS)
+    names = [w.name for w in planned(model="bert", sequence_length=[32, 128], surface=True, **URLS).workloads]
+    for name in ("surface(1, batch 1, length 32)", "surface(16, batch 1, length 128)"):
         assert name in names
     single_length = planned(model="bert", sequence_length=32, **URLS)
     assert (single_length.lengths, single_length.sequence_length) == ((), "32")

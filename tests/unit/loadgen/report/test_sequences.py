@@ -1,4 +1,4 @@
-"""A run on sequences: its units, and throughput and latency over length and batch."""
+"""A run on sequences: its units, tokens beside sequences, and sentences that name a length."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.console import Console
 
 from loadgen.records.run import Scenario, Workload
 from loadgen.report.contents import result_document
-from loadgen.report.document import Chart, Document, Table, text_of
+from loadgen.report.document import Document, Table, text_of
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import render_csv, render_junit
 from loadgen.report.renderers.terminal import print_document
 from loadgen.verdict.result import Result, analyse
-from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
+from tests.golden.synthetic_run import Plan, write_run
 
 LENGTHS, SIZES, USERS = (32, 128), (1, 8), (4, 16)
 INPUTS = {"kind": "token ids", "item": "sequence", "count": 4, "length_sum": 320, "length_min": 32, "length_max": 128,
@@ -38,8 +38,8 @@ CROSSED = (
 )
 
 
-def run(directory: Path, workloads: tuple[Workload, ...], inputs: dict[str, object], arms: int = 0) -> Result:
-    write_run(directory, Plan(pairs=4, workloads=workloads, others=(SimulatedArm(),) * arms))
+def run(directory: Path, workloads: tuple[Workload, ...], inputs: dict[str, object]) -> Result:
+    write_run(directory, Plan(pairs=4, workloads=workloads))
     path = directory / "environment.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"inputs": inputs}))
     return analyse(directory)
@@ -100,46 +100,6 @@ def test_tokens_stand_beside_sequences_where_lengths_are_known(tmp_path: Path, r
     mixed = rows(run(tmp_path / "mixed", (workload("batched", 4, None),), INPUTS))
     assert number(mixed[0]["tokens/s"]) == pytest.approx(80 * number(mixed[0]["sequences/s"]), rel=0.02)
     assert not any(row["tokens/s"] for row in rows(run(tmp_path / "images", (workload("batched", 4, None),), {})))
-
-
-def test_each_scenario_has_a_table_a_chart_over_both_and_a_map_of_ratios(result: Result) -> None:
-    blocks = blocks_of(result_document(result), "Sequence lengths")
-    tables = [block for block in blocks if isinstance(block, Table)]
-    charts = {block.name: block for block in blocks if isinstance(block, Chart)}
-    assert [[column.title for column in table.columns] for table in tables] == [
-        ["batch", "length 32", "length 128"], ["users", "length 32", "length 128"],
-    ]  # fmt: skip
-    assert [[row[0] for row in table.rows] for table in tables] == [["1", "8"], ["4", "16"]]
-    assert set(charts) == {"lengths-batched", "length-ratios-batched", "lengths-concurrent", "length-ratios-concurrent"}
-    lines = charts["lengths-batched"]
-    assert [view.label for view in lines.views] == ["batch 1", "batch 8", "length 32", "length 128"]
-    assert [lines.data[trace]["x"] for trace in lines.views[1].traces] == [[32.0, 128.0]] * 4, "two arms, two panels"
-    assert [lines.data[trace]["x"] for trace in lines.views[2].traces] == [[1.0, 8.0]] * 4
-    (heat,) = charts["length-ratios-concurrent"].data
-    ratios = {
-        comparison.scenario: comparison.ratio for comparison in result.comparisons if comparison.metric == "throughput"
-    }
-    assert [[2**value for value in row] for row in heat["z"]] == [
-        [pytest.approx(ratios[f"concurrent({users}, length {length})"], rel=1e-4) for length in LENGTHS]
-        for users in USERS
-    ]
-    for row, texts in zip(tables[1].rows, heat["text"], strict=True):
-        assert list(row[1:]) == texts
-        assert all(text.startswith("B ") for text in texts)
-
-
-def test_several_arms_have_a_table_and_a_view_each(tmp_path: Path) -> None:
-    blocks = blocks_of(result_document(run(tmp_path, CROSSED[:4], INPUTS, arms=1)), "Sequence lengths")
-    assert len([block for block in blocks if isinstance(block, Table)]) == 2
-    (heat,) = [block for block in blocks if isinstance(block, Chart) and block.name == "length-ratios-batched"]
-    assert [view.label for view in heat.views] == ["B against A", "C against A"]
-
-
-def test_one_length_needs_no_section(tmp_path: Path) -> None:
-    of_32 = tuple(load for load in CROSSED if load.sequence_length == 32)
-    document = result_document(run(tmp_path, of_32, INPUTS))
-    assert blocks_of(document, "Sequence lengths") == []
-    assert blocks_of(document, "Batch sizes")
 
 
 def test_sentences_name_the_length(result: Result) -> None:
