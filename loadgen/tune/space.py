@@ -18,7 +18,9 @@ from loadgen.experiment.plan import PlanError, unknown
 from loadgen.records.run import setting_key
 from loadgen.tune.records import Space, TunableSetting
 
-_BATCH, _SLOTS = "max-batch-size", "slots"
+_BATCHING, _INSTANCES, _SLOTS = "batching", "instances", "slots"
+_BY_LOAD = ("max-batch-size", "batch-multiple", _BATCHING, _INSTANCES, _SLOTS)
+"""Settings whose values depend on how many requests there are at once."""
 TUNE, FIX = "--tune", "--fix"
 
 T = TypeVar("T")
@@ -49,21 +51,26 @@ def check_lists(name: str, values: Sequence[str], setting: TunableSetting) -> No
 def for_load(space: Space, outstanding: int) -> Space:
     """The space for a load of at most `outstanding` requests at once, of one item each.
 
-    Batch sizes above that are all alike, so that one of them is left: the default if it is one. A language model gets
+    Batch sizes above that are all alike, so that one of them is left: the default if it is one. More instances than
+    requests wait for nothing, and a single request is never merged with another one. A language model gets
     as many slots as there are requests by default and never needs more: the others are a half and a quarter of them.
     """
 
     def adapted(setting: TunableSetting) -> TunableSetting:
+        if setting.name == _BATCHING:
+            return setting if outstanding > 1 else msgspec.structs.replace(setting, values=(setting.default,))
         default, sizes = int(setting.default), sorted(map(int, setting.values))
         others = [size for size in sizes if size < outstanding]
         if setting.name == _SLOTS:
             default, others = outstanding, [count for count in (outstanding // 4, outstanding // 2) if count]
+        elif setting.name == _INSTANCES:
+            others = [size for size in sizes if size <= outstanding]
         elif default < outstanding:
             others += [size for size in sizes if size >= outstanding][:1]
         values = tuple(map(str, sorted({default, *others})))
         return msgspec.structs.replace(setting, values=values, default=str(default))
 
-    settings = tuple(adapted(setting) if setting.name in (_BATCH, _SLOTS) else setting for setting in space.settings)
+    settings = tuple(adapted(setting) if setting.name in _BY_LOAD else setting for setting in space.settings)
     return msgspec.structs.replace(space, settings=settings)
 
 

@@ -32,6 +32,7 @@ from servers.options.search import empty_space_json, space_json
 from servers.triton.config import NATIVE_BACKENDS
 from servers.triton.installation import Installation, TritonDiedError, TritonError
 from servers.triton.launch import (
+    assert_applies,
     assert_python,
     assert_ready,
     choose_backend,
@@ -175,6 +176,7 @@ def _checked_engine(settings: TritonSettings, specification: ModelSpecification,
         check_engine(specification.executed, first)
         padding_of(specification, parse_pad_to(settings.pad_to))
         first.check_here()
+        assert_applies(settings, backend, engine)
         elsewhere = backend == "python" and environment_of(engine.kind) is not None
     except EngineError as exc:
         raise OptionError(str(exc)) from exc

@@ -103,6 +103,9 @@ dynamic_batching {{{delay} default_queue_policy {{
 
 
 BATCHING = dynamic_batching()
+NO_BATCHING = "# No dynamic_batching: each request is executed alone."
+HEURISTIC = 1
+"""Of cudnn_conv_algo_search."""
 
 
 def onnxruntime_config(
@@ -111,26 +114,29 @@ def onnxruntime_config(
     device: str = "cuda:0",
     parameters: Mapping[str, str] = NO_PARAMETERS,
     instances: int = 1,
+    cudnn_conv_algo_search: int = HEURISTIC,
 ) -> str:
     """`<model>_onnx`: the native onnxruntime backend on `device`, cpu or cuda:N. Inputs and outputs have the model's
     datatypes in every precision, which is a property of the file.
 
     `parameters` are the settings of a launch (precision, weights …), which the config shows to clients. Each of the
-    `instances` executes with its own threads.
+    `instances` executes with its own threads. With the parameter batch_multiple the file executes only multiples of it.
     """
     largest = specification.max_batch_size
+    multiple = int(parameters.get("batch_multiple", "1"))
+    sizes = sorted({min(size, largest) for size in range(multiple, largest + multiple, multiple)})
     if device == "cpu":
         where = f"""instance_group [ {{ kind: KIND_CPU count: {instances} }} ]
 parameters {{ key: "intra_op_thread_count" value: {{ string_value: {quote(parameters.get("threads", "0"))} }} }}"""
-        warm = _warmup(specification, warm_on_cpu(warm_up_sizes(largest)), (None,), count=1)
+        warm = _warmup(specification, warm_on_cpu(sizes if multiple > 1 else warm_up_sizes(largest)), (None,), count=1)
     else:
         tf32 = int(parameters.get("precision") == "tf32")
         where = f"""\
 # KIND_GPU, written out: without it Triton falls back to the CPU without a message where it cannot use the GPU.
 {_gpu_group(device, instances)}
 # Only as a top-level parameter: Triton's own defaults overwrite this key inside the accelerator block below.
-# 1 is HEURISTIC. Triton's default 0, EXHAUSTIVE, searches again at each new batch size.
-parameters {{ key: "cudnn_conv_algo_search" value: {{ string_value: "1" }} }}
+# 1 is HEURISTIC, 2 DEFAULT. Triton's default 0, EXHAUSTIVE, searches again at each new batch size.
+parameters {{ key: "cudnn_conv_algo_search" value: {{ string_value: "{cudnn_conv_algo_search}" }} }}
 # TF32 only where it was asked for, so that FP32 means FP32; FP16 does not use it. No CUDA graphs: this backend ignores
 # optimization.cuda.graphs, and ONNX Runtime's own enable_cuda_graph would replay stale inputs, since Triton binds new
 # buffers at each execution.
@@ -138,7 +144,7 @@ optimization {{ execution_accelerators {{
   gpu_execution_accelerator: [ {{ name: "cuda" parameters {{ key: "use_tf32" value: "{tf32}" }} }} ]
 }} }}
 # Every size: the CUDA provider plans its convolutions anew for each batch size, and the batcher forms all of them."""
-        warm = _warmup(specification, range(1, largest + 1), (None,), count=1)
+        warm = _warmup(specification, sizes, (None,), count=1)
     return f"""{_header(specification, parameters)}name: {quote(specification.name + "_onnx")}
 backend: "onnxruntime"
 default_model_filename: {quote(artefact_name(specification, "onnx"))}

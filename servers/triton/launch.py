@@ -78,6 +78,8 @@ VLLM_TAKES_TEXT = (
 )
 VLLM_MEMORY_SHARE = 0.4
 """Of the GPU's memory: what the vLLM backend takes, so that another server fits beside it."""
+OF_ONNXRUNTIME = ("batch_multiple", "cudnn_conv_algo_search")
+"""Options of Triton's own onnxruntime backend alone."""
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -183,7 +185,12 @@ def prepare(
     instances = settings.instances_on(engine.device, backend)
     assert_space(shared_bytes * len(models) * instances)
     delay_us, queue_size = settings.max_queue_delay_us, settings.queue_size
-    serving = Serving(engine, weights, delay_us, queue_size, settings.decoding, backend, instances)
+    serving = Serving(
+        *(engine, weights, delay_us, queue_size, settings.decoding, backend, instances),
+        merges=settings.batching == "dynamic",
+        batch_multiple=settings.batch_multiple,
+        cudnn_conv_algo_search=settings.cudnn_conv_algo_search,
+    )
     lay_out(settings.folder, installation, models, serving)
     first, repository = models[0], settings.folder / MODELS
     if settings.merge_config:
@@ -229,7 +236,8 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     if not model.is_dir():
         raise OptionError(f"--triton-repository {folder} has no model {settings.model}; {_listed(folder)}")
     _assert_name(settings.model)
-    for option, value in {"merge_config": settings.merge_config, "instances": (settings.instances or 1) > 1}.items():
+    changing = {"merge_config": settings.merge_config, "instances": (settings.instances or 1) > 1}
+    for option, value in (changing | _own_batching(settings)).items():
         if value:
             raise OptionError(f"{flag_of(option)} changes generated configs; edit the one in your own repository")
     assert_ready(settings)
@@ -266,6 +274,7 @@ def language_backend(settings: TritonSettings, installation: Installation) -> st
         "max_queue_delay_us": settings.max_queue_delay_us,
         "pad_to": parse_pad_to(settings.pad_to),
         "instances": (settings.instances or 1) > 1,
+        **_own_batching(settings),
     }
     for option, value in without_effect.items():
         if value:
@@ -376,6 +385,30 @@ def vllm_arguments(generation: GenerationSettings, folder: Path) -> dict[str, ob
         "gpu_memory_utilization": VLLM_MEMORY_SHARE,
         **{name: value for name, value in limits.items() if value},
     }
+
+
+def _own_batching(settings: TritonSettings) -> dict[str, bool]:
+    """The options of how batches are formed and convolved, and whether each differs from its default."""
+    names = ("batching", *OF_ONNXRUNTIME)
+    return {name: getattr(settings, name) != type(settings).model_fields[name].default for name in names}
+
+
+def assert_applies(settings: TritonSettings, backend: str, engine: EngineSettings) -> None:
+    """Raise `OptionError` for an option of batching that has no effect on a model of tensors."""
+    changed = _own_batching(settings)
+    for option in OF_ONNXRUNTIME:
+        if changed[option] and backend != "onnxruntime":
+            raise OptionError(f"{flag_of(option)} is of the onnxruntime backend, and not of {backend}; leave it out")
+    if changed["cudnn_conv_algo_search"] and engine.device == "cpu":
+        raise OptionError("--cudnn-conv-algo-search has no effect on a CPU; leave it out")
+    if settings.batch_multiple > engine.max_batch_size:
+        raise OptionError(
+            f"--batch-multiple {settings.batch_multiple} is more than the largest batch, {engine.max_batch_size}; give "
+            "a smaller one, or a larger --max-batch-size"
+        )
+    for option in ("max_queue_delay_us", "queue_size"):
+        if changed["batching"] and getattr(settings, option):
+            raise OptionError(f"{flag_of(option)} has no effect with --batching none; leave one of them out")
 
 
 def does_not_pad(backend: str) -> str | None:

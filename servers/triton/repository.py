@@ -7,7 +7,7 @@
     FOLDER/backends/<name>/                 links into an installation whose stub is elsewhere
     FOLDER/lib/libpython3.X.so.1.0          a link, so that the loader's path gains only this file
 
-Nothing large is copied; the artefact stays in its place.
+Nothing large is copied; the artefact stays in its place. Only a file that fills its batches up is written here.
 
 `apply_tuning` leaves out of the configs the fields that only affect the speed. What is left is what Triton needs to
 load the model and to compute the same: names, tensors, files, instances, parameters, accelerators and warm-up. A
@@ -31,6 +31,7 @@ from typing import Any
 
 from servers.engines.processors import openmp_spinning
 from servers.engines.settings import EngineSettings
+from servers.models.batch_multiple import fill_batches
 from servers.models.files import onnx_parts, place_parts
 from servers.models.images import DecodingSettings
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
@@ -38,8 +39,10 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
 from servers.options.defaults import MAX_QUEUE_DELAY_US, SPINS, OptionError, chosen_tuning
 from servers.triton.config import (
+    HEURISTIC,
     MODEL_PY,
     NATIVE_BACKENDS,
+    NO_BATCHING,
     artefact_name,
     dynamic_batching,
     ensemble_config,
@@ -78,6 +81,10 @@ class Serving:
     decoding: DecodingSettings = DECODING
     backend: str = "python"
     instances: int = 1
+    merges: bool = True
+    """Whether Triton merges requests into batches."""
+    batch_multiple: int = 1
+    cudnn_conv_algo_search: int = HEURISTIC
 
     def name(self, specification: ModelSpecification) -> str:
         """The name under which Triton serves it."""
@@ -86,7 +93,7 @@ class Serving:
     @property
     def batching(self) -> str:
         """The batcher's field of a config."""
-        return dynamic_batching(self.max_queue_delay_us, self.queue_size)
+        return dynamic_batching(self.max_queue_delay_us, self.queue_size) if self.merges else NO_BATCHING
 
 
 def assert_usable(folder: Path) -> None:
@@ -186,13 +193,19 @@ def _place_native(models: Path, model: PlacedModel, serving: Serving) -> None:
     executed = replace(specification.executed, max_batch_size=specification.max_batch_size)
     assert model.artefact is not None
     backend, parameters = NATIVE_BACKENDS[serving.backend], _parameters(model, serving, executed)
-    config = backend.config(executed, serving.batching, serving.engine.device, parameters, serving.instances)
+    more = {}
+    if serving.backend == "onnxruntime":
+        more = {"cudnn_conv_algo_search": serving.cudnn_conv_algo_search}
+    config = backend.config(executed, serving.batching, serving.engine.device, parameters, serving.instances, **more)
     folder = models / serving.name(executed)
     write_model(folder, config, {})
     artefact = folder / "1" / artefact_name(executed, backend.suffix)
     if not artefact.exists():  # JPEG and UINT8 execute the same file
-        parts = onnx_parts(model.artefact) if model.artefact == executed.file else (model.artefact,)
-        place_parts(parts, artefact.parent, artefact.name)
+        if serving.batch_multiple > 1:
+            fill_batches(model.artefact, artefact, serving.batch_multiple)
+        else:
+            parts = onnx_parts(model.artefact) if model.artefact == executed.file else (model.artefact,)
+            place_parts(parts, artefact.parent, artefact.name)
     if specification.decodes_to is not None:
         name = serving.name(specification)
         decoding = serving.decoding
@@ -205,6 +218,7 @@ def _parameters(model: PlacedModel, serving: Serving, executed: ModelSpecificati
     return {
         **parameters_from_settings(serving.engine, serving.weights, model.artefact, _sha256(model)),
         **parameters_from_model(executed or model.specification, serving.engine.pad_to, serving.decoding),
+        **({"batch_multiple": str(serving.batch_multiple)} if serving.batch_multiple > 1 else {}),
     }
 
 

@@ -20,7 +20,7 @@ from servers.models.registry import get_variants
 from servers.options import defaults, search
 from servers.options.command_line import Tuning, settings_of
 from servers.options.defaults import ALL
-from servers.triton.config import NATIVE_BACKENDS
+from servers.triton.config import HEURISTIC, NATIVE_BACKENDS
 
 DECODING = DecodingSettings()
 IN_PYTHON: dict[str, Callable[[search.SearchContext, str, str], bool]] = {
@@ -31,7 +31,24 @@ OF_BACKEND: dict[str, Callable[[search.SearchContext, str, str], bool]] = {
     "backend": lambda here, precision, backend: backend == "python" or precision in here.precisions.get(backend, ())
 }
 """Which precisions apply to a backend; behind the python backend the engine may still refuse one."""
-SEARCHED_QUEUE_DELAY = search.Searched(search.by_device((0, 5000), (0, 100, 500, 2000)), ordered=True)
+MERGES: dict[str, Callable[[search.SearchContext, str, str], bool]] = {
+    "batching": lambda _here, _value, batching: batching == "dynamic"
+}
+"""What applies where Triton merges requests."""
+OF_ONNXRUNTIME: dict[str, Callable[[search.SearchContext, str, str], bool]] = {
+    "backend": lambda _here, _value, backend: backend == "onnxruntime"
+}
+"""What applies to Triton's own onnxruntime backend."""
+SEARCHED_QUEUE_DELAY = search.Searched(search.by_device((0, 5000), (0, 100, 500, 2000)), ordered=True, applies=MERGES)
+SEARCHED_BATCH_MULTIPLE = search.Searched(
+    search.by_device((), (1, 8, 16, 32)),
+    ordered=True,
+    applies={
+        **OF_ONNXRUNTIME,
+        **MERGES,
+        "max_batch_size": lambda _here, multiple, largest: int(multiple) <= int(largest),
+    },
+)
 SEARCHED_INSTANCES = search.Searched(
     search.by_device((1, 2, 4), (1, 2, 4)),
     ordered=True,
@@ -75,8 +92,36 @@ class TritonSettings(EngineOptions, GeneratingOptions):
     http_port: int = Field(8000, ge=1, le=65535, title="Target", description="HTTP port.")
     grpc_port: int = Field(8001, ge=1, le=65535, title="Target", description="gRPC port.")
     metrics_port: int = Field(8002, ge=1, le=65535, title="Target", description="Port of the Prometheus metrics.")
-    max_batch_size: Annotated[int | None, search.MAX_BATCH_SIZE] = Field(
+    max_batch_size: Annotated[int | None, replace(search.MAX_BATCH_SIZE, applies=MERGES)] = Field(
         None, ge=1, title="Batching", description="Largest batch; default: the model's."
+    )
+    batching: Annotated[
+        Literal["dynamic", "none"],
+        search.Searched(
+            search.by_device((), ("dynamic", "none")),
+            applies={"backend": lambda _here, batching, backend: batching == "dynamic" or backend == "onnxruntime"},
+        ),
+    ] = Field(
+        "dynamic",
+        title="Batching",
+        description="dynamic: Triton merges waiting requests into batches; none: it executes each request alone.",
+    )
+    batch_multiple: Annotated[int, SEARCHED_BATCH_MULTIPLE] = Field(
+        1,
+        ge=1,
+        title="Batching",
+        description="Of the onnxruntime backend: zeros fill each batch up to a multiple of this many items, so that a "
+        "CNN's convolutions, which are planned anew for each new size on a GPU, keep one.",
+    )
+    cudnn_conv_algo_search: Annotated[int, search.Searched(search.by_device((), (0, 1, 2)), applies=OF_ONNXRUNTIME)] = (
+        Field(
+            HEURISTIC,
+            ge=0,
+            le=2,
+            title="Engine",
+            description="Of the onnxruntime backend on a GPU, how it finds a convolution's algorithm: 0 exhaustive, "
+            "which is Triton's own default, 1 heuristic, 2 default.",
+        )
     )
     instances: Annotated[int | None, SEARCHED_INSTANCES] = Field(
         None,

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 from rich.console import Console
@@ -14,6 +16,8 @@ from rich.console import Console
 from servers.commands import triton as command
 from servers.engines import settings as engine_settings
 from servers.export.manifest import ExportError
+from servers.models.batch_multiple import fill_batches
+from servers.models.sources.triton_repository import read_config
 from servers.options.defaults import OptionError
 from servers.triton.settings import TritonSettings
 from tests.scripted_trtexec import ScriptedTrtexec
@@ -40,7 +44,7 @@ def plan(tmp_path: Path, trtexec: ScriptedTrtexec, monkeypatch: pytest.MonkeyPat
         given: dict[str, Any] = {"precision": "fp32", "artefacts": tmp_path / "artefacts", **options}
         settings = TritonSettings(tritonserver=folder, model=str(file), **given)
         launch = command._plan(settings, Console(stderr=True))
-        (linked,) = (settings.folder / "models").glob("*/1/model.*")
+        linked = min((settings.folder / "models").glob("*/1/model.*"))  # the weights of a filled one are beside it
         return launch.title, linked.resolve()
 
     return plan
@@ -78,3 +82,67 @@ def test_a_library_of_another_release_or_none_is_refused(
     with pytest.raises(OptionError, match="libnvinfer, which the tensorrt backend loads, was not found"):
         plan(backend="tensorrt")
     assert trtexec.built == 0
+
+
+def test_a_file_with_a_batch_multiple_executes_only_such_batches(tmp_path: Path) -> None:
+    """Each value gets the number of rows added that the graph inside a node has seen."""
+    batch: list[str | int | None] = ["batch", 3]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, batch) for name in ("x", "y")]
+    branch = helper.make_graph(
+        [
+            helper.make_node("Shape", ["x"], ["shape"]),
+            helper.make_node("Gather", ["shape", "zero"], ["rows"]),
+            helper.make_node("Cast", ["rows"], ["number"], to=TensorProto.FLOAT),
+            helper.make_node("Add", ["x", "number"], ["sum"]),
+        ],
+        "branch",
+        [],
+        [helper.make_tensor_value_info("sum", TensorProto.FLOAT, batch)],
+    )
+    constants = [
+        helper.make_tensor("zero", TensorProto.INT64, [], [0]),
+        helper.make_tensor("yes", TensorProto.BOOL, [], [True]),
+    ]
+    node = helper.make_node("If", ["yes"], ["y"], then_branch=branch, else_branch=branch)
+    graph = helper.make_graph([node], "counting", values[:1], values[1:], constants)
+    file, filled = tmp_path / "model.onnx", tmp_path / "filled" / "model.onnx"
+    filled.parent.mkdir()
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), file)
+    fill_batches(file, filled, 4)
+    session = onnxruntime.InferenceSession(filled, providers=["CPUExecutionProvider"])
+    for rows, seen in ((1, 4), (4, 4), (5, 8)):
+        x = np.arange(3 * rows, dtype=np.float32).reshape(rows, 3)
+        np.testing.assert_array_equal(session.run(["y"], {"x": x})[0], x + seen)
+
+
+def test_onnxruntime_can_fill_batches_and_execute_requests_alone(
+    plan: Callable[..., tuple[str, Path]], tmp_path: Path
+) -> None:
+    _, file = plan(backend="onnxruntime", batch_multiple=3, max_batch_size=8, cudnn_conv_algo_search=2)
+    assert file.is_relative_to(tmp_path / "artefacts" / "triton"), "not the exported file"
+    config = read_config(file.parents[1])
+    assert [warm.batch_size for warm in config.model_warmup] == [3, 6, 8]
+    shown = {name: parameter.string_value for name, parameter in config.parameters.items()}
+    assert (shown["batch_multiple"], shown["cudnn_conv_algo_search"]) == ("3", "2")
+    assert config.HasField("dynamic_batching")
+    _, file = plan(backend="onnxruntime", batching="none")
+    (folder,) = (tmp_path / "artefacts" / "triton" / "8000" / "models").iterdir()
+    assert not read_config(folder).HasField("dynamic_batching")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": "tensorrt", "batch_multiple": 8}, "--batch-multiple is of the onnxruntime backend"),
+        ({"backend": "tensorrt", "cudnn_conv_algo_search": 0}, "--cudnn-conv-algo-search is of the onnxruntime"),
+        ({"device": "cpu", "cudnn_conv_algo_search": 0}, "no effect on a CPU"),
+        ({"batch_multiple": 16, "max_batch_size": 8}, "more than the largest batch, 8"),
+        ({"batching": "none", "max_queue_delay_us": 5}, "--max-queue-delay-us has no effect with --batching none"),
+        ({"batching": "none", "queue_size": 5}, "--queue-size has no effect with --batching none"),
+    ],
+)
+def test_an_option_of_batches_without_effect_is_refused(
+    plan: Callable[..., tuple[str, Path]], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(OptionError, match=words):
+        plan(**{"backend": "onnxruntime", **options})

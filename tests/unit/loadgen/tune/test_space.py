@@ -232,6 +232,21 @@ def test_a_load_bounds_batches_and_slots() -> None:
     assert for_load(small, 16).settings[0].values == ("4", "8", "16")
 
 
+def test_a_load_bounds_instances_and_what_is_merged() -> None:
+    instances = TunableSetting(name="instances", default="2", values=("1", "2", "4"), ordered=True)
+    multiple = TunableSetting(name="batch-multiple", default="1", values=("1", "8", "16", "32"), ordered=True)
+    space = Space(target="triton", settings=(setting("batching", "dynamic", "none"), multiple, instances))
+
+    def at(outstanding: int) -> dict[str, tuple[str, ...]]:
+        (loaded,) = narrowed([for_load(space, outstanding)], {}, {})
+        return {setting.name: setting.values for setting in loaded.settings}
+
+    assert at(1) == {"instances": ("1", "2")}
+    assert at(3) == {"batching": ("dynamic", "none"), "batch-multiple": ("1", "8"), "instances": ("1", "2")}
+    assert at(16)["batch-multiple"] == ("1", "8", "16")
+    assert at(64) == {setting.name: setting.values for setting in space.settings}
+
+
 def test_conditions_in_words() -> None:
     assert condition_in_words(MODE) == "with engine torch or jax"
     assert condition_in_words(ENGINE) == ""
