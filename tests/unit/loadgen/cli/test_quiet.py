@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from loadgen.cli import compare, quiet
+from loadgen.cli import compare, engines, quiet
 from loadgen.entry import build
 from loadgen.records.run import ArmRequest
 from loadgen.run import machine_watch
@@ -90,6 +90,21 @@ def test_nothing_starts_and_nothing_is_written_on_a_busy_machine(
     done = CliRunner().invoke(build(), ["compare", "--out", str(tmp_path / "run")])
     assert done.exit_code == 1, done.output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_the_engines_have_no_folder_on_a_busy_machine(
+    out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ABSERVE_ANYWAY")
+    monkeypatch.setattr(quiet, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(engines, "_new", lambda *_: (None, None))
+    monkeypatch.setattr(engines, "_run", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.chdir(tmp_path)
+    Machine(monkeypatch, BUSY)
+    done = CliRunner().invoke(build(), ["engines", *(["--out", "matrix"] if out else [])])
+    assert done.exit_code == 1, done.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_anyway_is_an_option_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

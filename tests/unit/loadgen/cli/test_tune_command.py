@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from loadgen.engine_matrix import worker_process
 from loadgen.entry import load_command
+from loadgen.records.run import Environment
+from loadgen.run.machine import read_environment
 from loadgen.run.storage import running, write_record
-from loadgen.tune.records import Tuning
+from loadgen.tune.files import read_tuning
+from loadgen.tune.records import Tuning, TuningRun
 from loadgen.tune.settings import TuneSettings
 
 Refused = Callable[..., str]
@@ -77,6 +82,21 @@ def test_a_finished_tuning_does_not_go_on(refused: Refused, folder: Path) -> Non
 def test_a_tuning_goes_on_with_its_own_settings_alone(refused: Refused, folder: Path) -> None:
     said = refused("--resume", str(folder), "--concurrency", "3", "--minutes", "9")
     assert "it was begun with concurrency not set instead of 3;" in said
+
+
+def test_a_tuning_goes_on_with_the_same_gpu_alone(
+    refused: Refused, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_gpu(uuid: str) -> dict[str, object]:
+        return {"status": "ok", "nvml": {"driver_version": "580.1"}, "devices": [{"name": "NVIDIA H100", "uuid": uuid}]}
+
+    run = TuningRun(folder="01-screening", stage="screening")
+    write_record(folder / Tuning.FILE, msgspec.structs.replace(read_tuning(folder), runs=(run,)))
+    (folder / run.folder).mkdir()
+    write_record(folder / run.folder / Environment.FILE, read_environment(with_gpu("GPU-1"), {}))
+    for uuid, words in (("GPU-2", "another machine"), ("GPU-1", "begun with concurrency")):
+        monkeypatch.setattr(worker_process, "read_offers", lambda *_, uuid=uuid: SimpleNamespace(gpu=with_gpu(uuid)))
+        assert words in refused("--resume", str(folder), "--concurrency", "3")
 
 
 def test_a_damaged_tuning_does_not_go_on(refused: Refused, folder: Path) -> None:

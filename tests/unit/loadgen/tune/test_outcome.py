@@ -14,6 +14,7 @@ from loadgen.metrics.comparisons import log_lead
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.tune.outcome import TuningOutcome, outcome_of, percent
 from loadgen.tune.records import Tuning, TuningRun
+from loadgen.tune.search import Search
 from loadgen.verdict.headline import MOST_WORDS, word_count
 from loadgen.verdict.result import Result
 from tests.golden.synthetic_run import SimulatedArm
@@ -58,6 +59,14 @@ def test_the_headline_has_the_winners_and_the_defaults_in_25_words(outcome: Tuni
     assert "of native at its best (95 % interval" in text
     assert "; at their defaults native leads 1.2" in text
     assert word_count(text) <= MOST_WORDS
+
+
+def test_the_report_of_a_large_space_draws_the_rows_that_the_race_drew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are drawn by the tuning's own seed."""
+    monkeypatch.setattr("loadgen.tune.search.MOST_LISTED", 6)
+    stored = tuning(PlantedTuning(stages=("screening",), settings={"seed": 7}))
+    race = Search(stored.spaces, 7, contenders=stored.contenders, runs=stored.runs)
+    assert [target.race for target in outcome_of(stored, None).targets] == [race.lead("native"), race.lead("triton")]
 
 
 def test_the_answer_does_not_change_with_the_scores(outcome: TuningOutcome) -> None:
