@@ -195,6 +195,8 @@ class VariableAxis(Protocol):
     def largest(self) -> int: ...
     @property
     def places(self) -> Mapping[str, int]: ...
+    @property
+    def padded(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,16 +251,18 @@ class ModelSignature:
         return rows, arrays
 
     def check_sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises `InvalidRequestError` for a variable dimension without places, beyond its axis or unequal on it."""
-        for spec in self.inputs:
-            name, shape = spec.name, shapes.get(spec.name, ())
-            if any(size == 0 != fixed for size, fixed in zip(shape, spec.shape, strict=False)):
-                raise InvalidRequestError(f"input '{name}' of model '{self.name}' has no elements: {shape_text(shape)}")
+        """Raises `InvalidRequestError` for sizes beyond an axis or unequal on it, and for 0 where items are padded: all
+        places would be padding. Elsewhere 0 is for the model to judge, as for Triton."""
         for axis in self.axes:
             sizes = {name: shapes[name][place] for name, place in axis.places.items() if name in shapes}
             if len(set(sizes.values())) > 1:
                 listed = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
                 raise InvalidRequestError(f"inputs of model '{self.name}' differ in their {axis.name} size: {listed}")
+            if axis.padded and 0 in sizes.values():
+                name = next(iter(sizes))
+                raise InvalidRequestError(
+                    f"input '{name}' of model '{self.name}' has no elements: {shape_text(shapes[name])}"
+                )
             if sizes and max(sizes.values()) > axis.largest:
                 raise InvalidRequestError(
                     f"the {axis.name} size of model '{self.name}' is at most {axis.largest}, got {max(sizes.values())}"

@@ -147,6 +147,10 @@ def test_requests_that_wait_together_are_one_batch_and_each_gets_its_own_answer(
     assert max(rows for _, rows in answers) <= 8
 
 
+def test_a_size_of_0_is_for_the_model_to_judge(server: Plain) -> None:
+    assert server.infer(np.zeros((2, 0), "f4"))[0].shape == (2, 0)
+
+
 def test_more_than_the_largest_batch_and_other_shapes_are_not_merged(server: Plain) -> None:
     shapes = [(6, 3), (6, 3), (2, 4), (1, 3)]
     with ThreadPoolExecutor(4) as pool:

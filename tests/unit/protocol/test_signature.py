@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -41,7 +43,6 @@ OF_IDS = ModelSignature(
 @pytest.mark.parametrize(
     ("ids", "mask", "message"),
     [
-        ((1, 0), (1, 2, 0), r"input 'ids' of model 'm' has no elements: \[1,0\]"),
         ((1, 7), (1, 2, 7), "the length size of model 'm' is at most 6, got 7"),
         ((1, 3), (1, 2, 4), "inputs of model 'm' differ in their length size: 'ids' 3, 'mask' 4"),
     ],
@@ -51,6 +52,16 @@ def test_sizes_beyond_a_models_axis_are_refused(ids: tuple[int, ...], mask: tupl
     with pytest.raises(InvalidRequestError, match=message):
         OF_IDS.validate(request)
     OF_IDS.validate(InferRequest("", (tensor("ids", "INT32", 1, 6), tensor("mask", "INT32", 1, 2, 6))))
+
+
+def test_a_size_of_0_is_for_the_model_to_judge_unless_all_of_it_would_be_padding() -> None:
+    """Triton takes it wherever a dimension varies."""
+    request = InferRequest("", (tensor("ids", "INT32", 1, 0), tensor("mask", "INT32", 1, 2, 0)))
+    assert OF_IDS.validate(request)[1]["ids"].shape == (1, 0)
+    SIGNATURE.validate(InferRequest("", (GOOD[0], tensor("b", "INT32", 3, 0))))
+    padded = dataclasses.replace(OF_IDS, axes=(dataclasses.replace(AXIS, padding={"ids": 0, "mask": 0}),))
+    with pytest.raises(InvalidRequestError, match=r"input 'ids' of model 'm' has no elements: \[1,0\]"):
+        padded.validate(request)
 
 
 def test_an_empty_input_is_one_of_a_model_that_takes_no_values_there() -> None:
