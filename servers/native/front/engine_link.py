@@ -24,6 +24,7 @@ from servers.native.shared.interface import (
     ApplyStatus,
     CheckCuda,
     CloseRegions,
+    ControlModel,
     EngineOperation,
     FrontEndOperation,
     ModelState,
@@ -388,7 +389,8 @@ class EnginePool:
         return queued.engine.withdraw(model, queued)
 
     async def control(self, operation: EngineOperation) -> None:
-        """See `EngineLink`; returns when all engines that it concerns have done it, or raises the first error."""
+        """See `EngineLink`; returns when all engines that it concerns have done it, or raises the first error;
+        a load that fails on one is undone on the others."""
         engines = self._engines
         if isinstance(operation, OpenRegion):
             await self._open_region(operation)
@@ -396,9 +398,14 @@ class EnginePool:
         if isinstance(operation, CheckCuda):
             engines = engines[:1]
         results = await asyncio.gather(*(engine.control(operation) for engine in engines), return_exceptions=True)
-        for result in results:
-            if result is not None:
-                raise result
+        failure = next((result for result in results if result is not None), None)
+        if failure is None:
+            return
+        if isinstance(operation, ControlModel) and operation.load:  # half of it would hold memory and serve nobody
+            undo = msgspec.structs.replace(operation, load=False)
+            loaded = (engine for engine, result in zip(engines, results, strict=True) if result is None)
+            await asyncio.gather(*(engine.control(undo) for engine in loaded), return_exceptions=True)
+        raise failure
 
     async def _open_region(self, opening: OpenRegion) -> None:
         home = self._engines[self._gpus.index(opening.device) if opening.device in self._gpus else 0]

@@ -1,7 +1,8 @@
 """A native server whose engine does what a test tells it: `controlled_server.py PORT FOLDER [--option value …]`.
 
-Loading lasts until the file FOLDER/load exists, each batch until FOLDER/infer exists. A first value of 666 makes the
-engine raise, 13 makes it answer NaN for that row alone; otherwise a row is answered with itself. If FOLDER/wide exists
+Loading lasts until the file FOLDER/load exists, and fails with "fail" or "fail PID" in it; each batch lasts until
+FOLDER/infer exists. A first value of 666 makes the engine raise, 13 makes it answer NaN for that
+row alone; otherwise a row is answered with itself. If FOLDER/wide exists
 rows have any number of values, of which the first four are answered; if FOLDER/large exists a row is answered with
 LARGE_VALUES values, the first of which are its own. From the moment that FOLDER/dead exists it raises
 for everything, as after the loss of its device. If FOLDER/two exists the engine has room for two batches in flight;
@@ -56,7 +57,7 @@ class ControlledEngine(Engine):
 
     def load(self) -> None:
         self._wait("load")
-        if (self._folder / "load").read_text() == "fail":
+        if (self._folder / "load").read_text() in ("fail", f"fail {os.getpid()}"):
             raise EngineError("the weights are missing: fetch them")
 
     def warm_up(self, batch_sizes: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """A native server that answers an input of each datatype with itself: `echo_server.py PORT [--option value …]`.
 
-Its model `echo` has inputs in_DATATYPE and outputs out_DATATYPE of any width up to 64, which cannot be padded with `--pad-to
-none`.
+Its model `echo` has inputs in_DATATYPE and outputs out_DATATYPE of any width up to 64, which cannot be padded with
+`--pad-to none`.
 """
 
 from __future__ import annotations

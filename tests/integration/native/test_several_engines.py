@@ -176,6 +176,22 @@ def test_both_engines_are_unloaded_and_loaded(controlled) -> None:
     assert server.model_stats()["inference_count"] == 4
 
 
+def test_a_load_that_fails_on_one_engine_is_undone_on_the_other(controlled) -> None:
+    server = controlled(*TWO, "--fronts", "2", "--allow-model-control", "true")
+    server.open("load", "infer")
+    server.wait_ready()
+    first, second = (engine.pid for engine in children(server)[:2])
+    assert server.request("POST", "/v2/repository/models/rows/unload", b"{}").status == 200
+    (server.folder / "load").write_text(f"fail {second}")
+    (server.folder / "closed").unlink()
+    assert server.request("POST", "/v2/repository/models/rows/load", b"{}").status == 500
+    assert str(first) in (server.folder / "closed").read_text().split()
+    assert server.infer([1.0] * 4).status == 503
+    (server.folder / "load").write_text("")
+    assert server.request("POST", "/v2/repository/models/rows/load", b"{}").status == 200
+    assert server.infer([1.0] * 4).status == 200
+
+
 def test_the_server_is_ready_when_both_engines_are(controlled) -> None:
     server = controlled(*TWO, "--fronts", "2")
     server.wait_live()
