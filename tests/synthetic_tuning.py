@@ -149,7 +149,7 @@ def _run(
         ratio = None if planted.limit_ms is None else p99_ms / planted.limit_ms
         return Score(
             contender=name, log_ratio=log, error=planted.noise, value=104.0 * math.exp(log), p99_ms=p99_ms,
-            limit=None if ratio is None else (ratio, 0.96 * ratio, 1.04 * ratio),
+            limits={} if ratio is None else {"latency_p99": (ratio, 0.96 * ratio, 1.04 * ratio)},
         )  # fmt: skip
 
     return TuningRun(

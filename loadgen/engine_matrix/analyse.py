@@ -73,7 +73,6 @@ PATHS: Mapping[str, str] = {
     "torch": "PyTorch",
     "slots": "PyTorch",
     "continuous": "PyTorch",
-    "generate": "PyTorch",
     "torch/compile": "PyTorch → torch.compile",
     "torch/traced": "PyTorch → TorchScript",
     "torch/graph": "PyTorch → CUDA graph",

@@ -379,6 +379,4 @@ class Matrix(Record, frozen=True, kw_only=True):
     winners: tuple[Winner, ...] = ()
     break_even: tuple[BreakEven, ...] = ()
     checks: tuple[Check, ...] = ()
-    """Whether other programs or the hypervisor took CPU time; none in results of earlier versions."""
-    answers: tuple[dict[str, str], ...] = ()
-    """Answers to four fixed questions, which earlier versions stored."""
+    """Whether other programs or the hypervisor took CPU time."""

@@ -83,13 +83,6 @@ class Score(Record, frozen=True, kw_only=True):
     """For the curve of latency and throughput."""
     limits: dict[str, OverLimit] = msgspec.field(default_factory=dict)
     """By the name of each limited metric."""
-    limit: OverLimit | None = None
-    """In tunings of earlier versions, instead of `limits`: of the limit with the largest value."""
-
-    @property
-    def by_limit(self) -> dict[str, OverLimit]:
-        """`limits`, also of an earlier version."""
-        return self.limits if self.limit is None else {"": self.limit}
 
 
 class TuningRun(Record, frozen=True, kw_only=True):

@@ -419,9 +419,9 @@ class _Outlook:
             known += [(rows[name], -1, worst, OUT_ERROR) for name in out if name in rows]
             known += [] if anchor is None else [(anchor, -1, 0.0, EXACT)]
             self._regression = Regression(field.grid, _observations(known))
-            for name in dict.fromkeys(name for _, _, score in scores for name in score.by_limit):
+            for name in dict.fromkeys(name for _, _, score in scores for name in score.limits):
                 limited = [
-                    (row, -1, *_log_limit(score.by_limit[name])) for _, row, score in scores if name in score.by_limit
+                    (row, -1, *_log_limit(score.limits[name])) for _, row, score in scores if name in score.limits
                 ]
                 self._limits.append(Regression(field.grid, _observations(limited)))
 
@@ -487,8 +487,8 @@ def _log_limit(limit: OverLimit) -> tuple[float, float]:
 def pooled_limits(scores: Sequence[Score]) -> dict[str, OverLimit]:
     """Each limited metric over its limit by all these scores, weighted by their certainty, with its 95 % interval."""
     pooled = {}
-    for name in dict.fromkeys(name for score in scores for name in score.by_limit):
-        logs = [_log_limit(score.by_limit[name]) for score in scores if name in score.by_limit]
+    for name in dict.fromkeys(name for score in scores for name in score.limits):
+        logs = [_log_limit(score.limits[name]) for score in scores if name in score.limits]
         weight = math.fsum(error**-2 for _, error in logs)
         mean, half = math.fsum(log / error**2 for log, error in logs) / weight, Z95 * weight**-0.5
         pooled[name] = math.exp(mean), math.exp(mean - half), math.exp(mean + half)

@@ -29,7 +29,6 @@ from loadgen.run.storage import StoredRun, StoredRunError, read_run
 from loadgen.stats.ratios import has_log
 from loadgen.verdict.checks.registry import Check, make_checks, reason_against
 from loadgen.verdict.checks.run import COMPARISONS, VERDICT, analysed
-from loadgen.verdict.headline import headline
 from loadgen.verdict.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
 from loadgen.verdict.thresholds import ThresholdOutcome, judge_thresholds
 from loadgen.verdict.verdict import Stopping, Verdict, describe_stopping, no_verdict, reach_verdict
@@ -74,9 +73,7 @@ class Result(Record, frozen=True, kw_only=True):
     @property
     def headline(self) -> str:
         """The result in one sentence of at most 25 words."""
-        return self.verdict.headline or headline(
-            self.experiment, self.titles, self.comparisons, self.verdict.rankings, self.checks
-        )
+        return self.verdict.headline
 
     def of(self, kind: type[F]) -> F:
         return kind.among(self.studies)

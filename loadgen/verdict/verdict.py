@@ -66,8 +66,8 @@ class Verdict(Record, frozen=True, kw_only=True):
     """The result as sentences. Reports show `caveats` first, then `sentence`."""
 
     valid: bool
-    headline: str = ""
-    """The result in at most 25 words; empty in results from before there was one."""
+    headline: str
+    """The result in at most 25 words."""
     sentence: str
     """Names every metric with a decided difference, also those that do not lead their scenario."""
     main_scenario: str | None

@@ -283,7 +283,9 @@ def measured(stored: Tuning, targets: tuple[str, ...], limit: tuple[float, float
         msgspec.structs.replace(
             run,
             scores=tuple(
-                msgspec.structs.replace(score, limit=limit) if score.contender.startswith(targets) else score
+                msgspec.structs.replace(score, limits={"latency_p99": limit})
+                if score.contender.startswith(targets)
+                else score
                 for score in run.scores
             ),
         )

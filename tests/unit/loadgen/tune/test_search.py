@@ -28,12 +28,13 @@ def run(
     out: Mapping[Label, str] | None = None,
     problem: str | None = None,
 ) -> TuningRun:
+    of_p99 = {name: {"latency_p99": limit} for name, limit in (limits or {}).items()}
     scores = (
-        Score(contender=name, log_ratio=log, error=0.01, value=1.0, limit=(limits or {}).get(name))
+        Score(contender=name, log_ratio=log, error=0.01, value=1.0, limits=of_p99.get(name, {}))
         for name, log in logs.items()
     )
-    limit = (limits or {}).get("native-0")
-    anchor = Score(contender="native-0", log_ratio=0.0, error=0.0001, value=1.0, limit=limit)
+    limits_of_anchor = of_p99.get("native-0", {})
+    anchor = Score(contender="native-0", log_ratio=0.0, error=0.0001, value=1.0, limits=limits_of_anchor)
     return TuningRun(folder="", stage=stage, scores=tuple(scores), anchor=anchor, out=dict(out or {}), problem=problem)
 
 
@@ -221,17 +222,17 @@ def test_every_limit_counts_by_its_own_interval() -> None:
 
 
 def test_limits_are_pooled_by_their_certainty() -> None:
-    once = pooled_limits(run({"a": 0.0}, limits={"a": (0.9, 0.8, 1.0125)}).scores)[""]
+    once = pooled_limits(run({"a": 0.0}, limits={"a": (0.9, 0.8, 1.0125)}).scores)["latency_p99"]
     assert once[0] == pytest.approx(0.9)
     assert once[1] < 0.8
     both = [
         *run({"a": 0.0}, limits={"a": (0.9, 0.8, 1.0125)}).scores,
         *run({"a": 0.0}, limits={"a": (1.2, 0.5, 2.9)}).scores,
     ]
-    twice = pooled_limits(both)[""]
+    twice = pooled_limits(both)["latency_p99"]
     assert 0.9 < twice[0] < 0.93
     assert pooled_limits(run({"a": 0.0}).scores) == {}
-    unknown = pooled_limits(run({"a": 0.0}, limits={"a": (1e9, 0.0, 1e9)}).scores)[""]
+    unknown = pooled_limits(run({"a": 0.0}, limits={"a": (1e9, 0.0, 1e9)}).scores)["latency_p99"]
     assert unknown[1] < 1.0
 
 
