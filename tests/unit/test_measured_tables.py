@@ -408,9 +408,12 @@ def test_every_table_has_a_source(page: str) -> None:
     assert page not in TABLES or len(TABLES[page]) == len(tables_of(page))
 
 
+SHORT = ("noise_floor", "restarts", "own_figures", "tails", "fixed_plan", "batches", "until_decided", "durations")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["noise_floor", "restarts", "own_figures", "tails", "fixed_plan", "batches"])
+@pytest.mark.parametrize("name", SHORT)
 def test_a_simulated_table_has_the_rows_that_its_command_prints(name: str) -> None:
     """Those that take two minutes at most."""
     (after,) = (
