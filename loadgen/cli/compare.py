@@ -63,6 +63,7 @@ from loadgen.records.run import (
     TOKEN_TRANSPORTS,
     ArmRequest,
     Experiment,
+    Kind,
     Label,
     Transport,
     body_in_words,
@@ -167,7 +168,7 @@ def name_models(
 
     arms = make_arms(settings)
     settings, notes = with_language_models(settings, arms, show)
-    if settings.is_language:
+    if settings.kind is Kind.TOKENS:
         return settings, notes
     if label := next((label for label, arm in settings.arms.items() if arm.body), None):
         raise PlanError(f"{option_of(label, 'body')} is for language models, and {settings.model} is not one")
@@ -202,7 +203,7 @@ def with_language_models(
     from loadgen.launch.discovery import find_language_models
 
     urls = [arm for arm in arms if not arm.embedded]
-    if not urls or (len(urls) < len(arms) and not settings.is_language):
+    if not urls or (len(urls) < len(arms) and settings.kind is Kind.TENSORS):
         return settings, ()
     for arm in urls:
         check_reachable(arm, "http")
@@ -211,7 +212,7 @@ def with_language_models(
     is_named = "model" in settings.model_fields_set
     try:
         found = find_language_models(
-            urls, preferred, certain=settings.is_language, named=is_named, asked=asked, show=show
+            urls, preferred, certain=settings.kind is Kind.TOKENS, named=is_named, asked=asked, show=show
         )  # fmt: skip
     except DeploymentError as exc:
         raise PlanError(str(exc)) from exc
@@ -236,7 +237,7 @@ def with_language_models(
         model = given.model if served.model == preferred else served.model
         named[label] = given.model_copy(update={"model": model, "transport": chosen, "body": body or None})
     update: dict[str, object] = {"arms": named}
-    if not settings.is_language:
+    if settings.kind is Kind.TENSORS:
         defaults = language_defaults(settings.preset)
         update |= {name: value for name, value in defaults.items() if name not in settings.model_fields_set}
         if settings.transport is None:
@@ -264,7 +265,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     arms = make_arms(settings)
     check_language(settings, arms)
     check_surface(settings)
-    if settings.is_language:
+    if settings.kind is Kind.TOKENS:
         transport, arms = choose_protocol(settings, arms)
         combinations: tuple[Combination, ...] = (Combination(transport, TOKENS),)
         workloads = token_workloads(settings, gpu=expects_gpu(*arms))
@@ -279,7 +280,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     has_load = any(workload.has_blocks for workload in workloads)
     if expects_gpu(*arms) and not has_load:
         raise PlanError("the GPU verification needs a scenario with load; add one, as in --scenarios single,concurrent")
-    starts_engines = has_own_engines(arms, settings.deployment) and not settings.is_language
+    starts_engines = has_own_engines(arms, settings.deployment) and settings.kind is Kind.TENSORS
     if settings.ceiling and not starts_engines:
         raise PlanError("--ceiling measures engines of servers that abserve starts, and it starts none; leave it out")
     if settings.ceiling and not has_load:
@@ -367,8 +368,7 @@ def check_lengths(experiment: Experiment) -> None:
     from loadgen.run.language import model_info
 
     try:
-        if experiment.is_language:
-            model_info(experiment)
+        model_info(experiment)
     except InputError as exc:
         raise PlanError(str(exc)) from exc
 
@@ -408,7 +408,7 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
             decided.append(decide_padding(experiment, cannot_pad, pads_to))
         try:
             for number, experiment in enumerate(decided):
-                if experiment.is_language:
+                if experiment.kind is Kind.TOKENS:
                     prompt_plan(experiment, model_info(experiment))
                     continue
                 started = any(arm.embedded and not arm.own_repository for arm in experiment.arms)

@@ -130,7 +130,12 @@ def analyse(
         plan=plan,
         configurations=configurations,
         cells=tuple(
-            _cell_result(plan, cell, baseline_cell(plan, cells, cell, _precisions(plan, cell)), verdicts.get(key))
+            _cell_result(
+                plan,
+                cell,
+                baseline_cell(plan, cells, cell, (plan.baseline_precision(cell.configuration),)),
+                verdicts.get(key),
+            )
             for key, cell in cells.items()
         ),
         winners=tuple(replace(winner, certain=False) for winner in found) if invalidating(checks) else found,
@@ -158,11 +163,6 @@ def machine_checks(plan: MatrixPlan, visits: Sequence[Visit]) -> tuple[Check, ..
         cpu_steal.stated(judge_steal(readings, pairings, MARGIN)),
         other_processes.stated(judge_others(readings, pairings, MARGIN)),
     )
-
-
-def _precisions(plan: MatrixPlan, cell: CellRounds) -> tuple[str, ...]:
-    """Of the baseline of a cell: a large language model may not fit into memory in FP32."""
-    return (plan.configurations[cell.configuration].precision if plan.generates else "fp32",)
 
 
 def cells_of(

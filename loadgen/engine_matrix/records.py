@@ -118,6 +118,10 @@ class MatrixPlan(Record, frozen=True, kw_only=True):
     min_top1: float
     """Cells below either limit are shown and not ranked."""
 
+    def baseline_precision(self, place: int) -> str:
+        """That of the baseline of a configuration: a large language model may not fit into memory in FP32."""
+        return self.configurations[place].precision if self.generates else "fp32"
+
     @property
     def generates(self) -> bool:
         """Whether the models are language models, whose lengths are those of prompts and whose items are tokens."""

@@ -184,8 +184,7 @@ def _sentence(matrix: Matrix, scope: Scope, cells: Sequence[CellResult]) -> str:
     length = shown_length(cells)
     at = max(won, key=lambda winner: (winner.length == length, winner.batch))
     cell = next(cell for cell in cells if (cell.configuration, cell.shape) == (most, at.shape))
-    precision = configurations[most].precision if matrix.plan.generates else "fp32"
-    baseline = f"{matrix.plan.baseline} {precision}"
+    baseline = f"{matrix.plan.baseline} {matrix.plan.baseline_precision(most)}"
     over = [] if cell.speedup is None else [f"{times(cell.speedup)} the throughput of {baseline}"]
     if at.runner_up is not None and at.ratio is not None:
         other = configurations[at.runner_up].title

@@ -39,6 +39,7 @@ from loadgen.records.run import (
     TRANSPORT_TITLES,
     ArmRequest,
     Experiment,
+    Kind,
     Label,
     Scenario,
     TokenLimits,
@@ -91,7 +92,7 @@ _SCENARIOS: tuple[Scenario, ...] = (
 def check_language(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> None:
     """Raises `PlanError` for settings without effect on language models, and for what cannot be measured of them; for
     other models for those of language models."""
-    if not settings.is_language:
+    if settings.kind is Kind.TENSORS:
         _check_tensors(settings)
         return
     for name, reason in _MEANT_FOR_TENSORS:

@@ -24,6 +24,7 @@ from loadgen.records.run import (
     Access,
     ArmRequest,
     Experiment,
+    Kind,
     Label,
     Scenario,
     Transport,
@@ -459,7 +460,7 @@ def surface_users(settings: ExperimentSettings) -> tuple[int, ...]:
 
 def surface_points(settings: ExperimentSettings) -> int:
     """The number of loads of a surface."""
-    across = settings.prompt_tokens or (1,) if settings.is_language else settings.batch_sizes
+    across = settings.prompt_tokens or (1,) if settings.kind is Kind.TOKENS else settings.batch_sizes
     return len(surface_users(settings)) * len(across) * len(sweep(settings) or (1,))
 
 
@@ -552,7 +553,7 @@ def decide_padding(
     `cannot_pad` says why an arm does not take `pad-to`; `pads_to` has the sizes of servers that run already. Raises
     `PlanError` for sizes that an arm which abserve starts cannot pad to.
     """
-    if experiment.deployment != "embedded" or experiment.is_language:
+    if experiment.deployment != "embedded" or experiment.kind is Kind.TOKENS:
         return experiment
     common = [arm for arm in experiment.arms if own_padding(arm) is None]
     if experiment.pad_to:

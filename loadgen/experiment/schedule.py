@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.records.run import Arrivals, Experiment, Label, Workload
+from loadgen.records.run import Arrivals, Experiment, Kind, Label, Workload
 
 RATE_LIMIT_PER_S = 100_000.0
 """Above this rate the generator cannot send the requests one by one."""
@@ -106,7 +106,7 @@ def warm_up_users(workload: Workload) -> int:
 def block_seconds(workload: Workload, request_s: float | None = None) -> float:
     """About how long a block takes, with its cool-down and the moment before it, on an arm that needs `request_s` for
     a request at that load; without it as long as planned."""
-    if workload.is_open or request_s is None or not workload.is_streamed:
+    if workload.is_open or request_s is None or workload.kind is Kind.TENSORS:
         return _WHOLE_BLOCK * workload.seconds + _BETWEEN_BLOCKS_SECONDS
     sent = max(workload.seconds, math.ceil(workload.requests / workload.concurrency) * request_s)
     return min(sent, workload.max_seconds) + _COOL_DOWN * request_s + _BETWEEN_BLOCKS_SECONDS

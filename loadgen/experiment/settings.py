@@ -34,6 +34,7 @@ from loadgen.records.run import (
     REQUEST_TIMEOUT_S,
     TOKEN_TRANSPORTS,
     DeploymentKind,
+    Kind,
     Record,
     Scenario,
     TokenTransport,
@@ -458,10 +459,11 @@ class ExperimentSettings(Settings):
         return {"scenarios": SURFACE_SCENARIOS, "concurrency": SURFACE_USERS, **of_tensors, **value}
 
     @property
-    def is_language(self) -> bool:
-        """Whether it compares servers of a language model: by the model's reference, or by a transport of tokens."""
+    def kind(self) -> Kind:
+        """What its servers serve: by the model's reference, or by a transport of tokens."""
         transports = (*(self.transport or ()), *(arm.transport for arm in self.arms.values()))
-        return is_language(self.model) or any(transport in TOKEN_TRANSPORTS for transport in transports)
+        is_of_tokens = is_language(self.model) or any(transport in TOKEN_TRANSPORTS for transport in transports)
+        return Kind.TOKENS if is_of_tokens else Kind.TENSORS
 
     @field_validator("arms", mode="before")
     @classmethod

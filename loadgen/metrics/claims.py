@@ -14,7 +14,7 @@ from operator import itemgetter
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons, winner_of
 from loadgen.metrics.registry import ACHIEVED_RATE, METRICS
 from loadgen.quantities import apart, counted, is_determined, join, measured, ratio, ratio_interval, shown_ratio
-from loadgen.records.run import Label, Pairing, Record, Workload, shown
+from loadgen.records.run import Kind, Label, Pairing, Record, Workload, shown
 
 ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")
 """The order in which outcomes are listed."""
@@ -50,7 +50,9 @@ def _at_load(workload: Workload) -> str:
     if workload.scenario == "batched":
         return f"at batch {workload.batch_size}"
     if workload.scenario == "surface":
-        size = f"{workload.prompt_tokens}-token prompts" if workload.is_streamed else f"batch {workload.batch_size}"
+        size = f"batch {workload.batch_size}"
+        if workload.kind is Kind.TOKENS:
+            size = f"{workload.prompt_tokens}-token prompts"
         return f"at {counted(workload.concurrency, 'user')}, {size}"
     if workload.scenario == "concurrent":
         size = f", batch {workload.batch_size}" if workload.batch_size > 1 else ""

@@ -26,7 +26,7 @@ generator's, and a run with much of it is client-limited. `split_lag_ms` separat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 
@@ -44,7 +44,7 @@ from loadgen.metrics.tokens import (
     why_unknown,
 )
 from loadgen.quantities import number, per_second
-from loadgen.records.run import Record, Scenario, Workload
+from loadgen.records.run import Kind, Record, Scenario, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencies_ms
 from loadgen.stats.percentiles import Values, percentile, samples_needed
 
@@ -314,10 +314,12 @@ class Metric:
     unit: str
     """`PER_SECOND` stands for the name of the inputs: images/s."""
     higher_is_better: bool
-    measured_in: Callable[[Workload], bool]
-    """Whether a workload measures it."""
+    measured_in: Callable[[Workload], bool] = lambda workload: workload.has_blocks
+    """Whether a workload of its kind measures it."""
     compared_in: Callable[[Workload], bool] | None = None
-    """Whether a workload compares the arms by it; None if none does."""
+    """Whether a workload of its kind compares the arms by it; None if none does."""
+    kind: Kind | None = None
+    """The kind of workloads that have it; None: both."""
     of_block: Callable[[Samples, Workload], float | None] | None = None
     of_requests: PerRequest | None = None
     quantile: float | None = None
@@ -332,6 +334,14 @@ class Metric:
     """Why a complete block has no figure, unless `why_missing` knows."""
     why_missing: Callable[[Samples], str | None] | None = None
     """Says of the good responses of a block of one arm why they have no figure."""
+
+    def measures(self, workload: Workload) -> bool:
+        """Whether a workload measures it."""
+        return self.kind in (None, workload.kind) and self.measured_in(workload)
+
+    def compares(self, workload: Workload) -> bool:
+        """Whether a workload compares the arms by it."""
+        return self.compared_in is not None and self.kind in (None, workload.kind) and self.compared_in(workload)
 
     @property
     def short_name(self) -> str:
@@ -395,24 +405,17 @@ def is_open_loop(workload: Workload) -> bool:
     return workload.has_blocks and workload.is_open
 
 
-def is_streamed(workload: Workload) -> bool:
-    """Whether the workload measures streamed tokens; the arms are then compared by those, and not by whole answers."""
-    return workload.has_blocks and workload.is_streamed
-
-
 def is_alone(workload: Workload) -> bool:
     """Whether one user waits for streamed answers, so that the time of an answer says what it gets."""
-    return (
-        is_streamed(workload) and not workload.is_open and workload.concurrency == 1 and workload.scenario != "surface"
-    )
+    return is_closed_loop(workload) and workload.concurrency == 1 and workload.scenario != "surface"
 
 
 def has_whole_answers(workload: Workload) -> bool:
-    return workload.has_blocks and not workload.is_streamed
+    return workload.has_blocks and workload.kind is Kind.TENSORS
 
 
 def has_limits(workload: Workload) -> bool:
-    return is_streamed(workload) and workload.limits is not None
+    return workload.has_blocks and workload.limits is not None
 
 
 def _in_scenario(name: Scenario) -> Callable[[Workload], bool]:
@@ -426,7 +429,6 @@ def _latency(name: str, quantile: float | None, *, compared: bool) -> Metric:
             f"{name.replace('_', '.')} latency",
             "ms",
             higher_is_better=False,
-            measured_in=has_blocks,
             compared_in=has_whole_answers if compared else None,
             of_requests=latencies_ms,
             quantile=quantile,
@@ -453,8 +455,8 @@ def _of_tokens(
             title,
             "ms",
             higher_is_better=False,
-            measured_in=is_streamed,
             compared_in=compared_in,
+            kind=Kind.TOKENS,
             of_requests=_COLUMNS.setdefault(column, values_of(column)),
             quantile=quantile,
             why_missing=why_unknown(column),
@@ -478,8 +480,7 @@ THROUGHPUT = register(
         "throughput",
         PER_SECOND,
         higher_is_better=True,
-        measured_in=has_blocks,
-        compared_in=lambda workload: is_closed_loop(workload) and not workload.is_streamed,
+        compared_in=lambda workload: has_whole_answers(workload) and not workload.is_open,
         of_block=lambda samples, _: throughput_per_s(samples),
         field="throughput_per_s",
         interval_field="throughput_ci95",
@@ -491,8 +492,8 @@ OUTPUT_TOKENS = register(
         "token throughput",
         "tokens/s",
         higher_is_better=True,
-        measured_in=is_streamed,
-        compared_in=lambda workload: is_streamed(workload) and not workload.is_open and not is_alone(workload),
+        kind=Kind.TOKENS,
+        compared_in=lambda workload: is_closed_loop(workload) and not is_alone(workload),
         of_block=lambda samples, workload: tokens_per_s(samples, workload, "output_tokens"),
     )
 )
@@ -502,7 +503,7 @@ ANSWER_TIME = register(
         "time per answer",
         "ms",
         higher_is_better=False,
-        measured_in=is_streamed,
+        kind=Kind.TOKENS,
         compared_in=is_alone,
         of_requests=latencies_ms,
     )
@@ -514,6 +515,7 @@ GOODPUT = register(
         "goodput",
         "good requests/s",
         higher_is_better=True,
+        kind=Kind.TOKENS,
         measured_in=has_limits,
         compared_in=lambda workload: has_limits(workload) and workload.is_open,
         of_block=goodput_per_s,
@@ -535,17 +537,19 @@ ACHIEVED_RATE = register(
 )
 """The rate of the responses of an open loop: below the requested rate if an arm cannot sustain it."""
 LATENCIES = tuple(_latency(f"p{percent}", percent / 100, compared=True) for percent in (50, 90, 99))
-SERVED = (THROUGHPUT.name, OUTPUT_TOKENS.name)
+RATES: Mapping[Kind, Metric] = {Kind.TENSORS: THROUGHPUT, Kind.TOKENS: OUTPUT_TOKENS}
+"""What several users at once get per second."""
+SERVED = tuple(metric.name for metric in RATES.values())
 """The metrics of several users at once, with which a verdict begins."""
-TPOT = _of_tokens("tpot", "TPOT", "tpot_ms", compared_in=is_streamed)
+TPOT = _of_tokens("tpot", "TPOT", "tpot_ms", compared_in=has_blocks)
 """Time per output token after the first chunk: the mean over the answers."""
-TTFT = _of_tokens("ttft", "TTFT", "ttft_ms", compared_in=is_streamed)
+TTFT = _of_tokens("ttft", "TTFT", "ttft_ms", compared_in=has_blocks)
 """Time to the first token, from the intended start: the mean over the answers."""
 TTFT_TAILS = (
-    _of_tokens("ttft_p90", "p90 TTFT", "ttft_ms", 0.9, lambda workload: is_streamed(workload) and workload.is_open),
-    _of_tokens("ttft_p99", "p99 TTFT", "ttft_ms", 0.99, is_streamed),
+    _of_tokens("ttft_p90", "p90 TTFT", "ttft_ms", 0.9, is_open_loop),
+    _of_tokens("ttft_p99", "p99 TTFT", "ttft_ms", 0.99, has_blocks),
 )
-WORST_GAP = _of_tokens("worst_gap_p90", "p90 worst gap", "worst_gap_ms", 0.9, is_streamed)
+WORST_GAP = _of_tokens("worst_gap_p90", "p90 worst gap", "worst_gap_ms", 0.9, has_blocks)
 """Of the largest gaps between two chunks of each answer."""
 TIME_TO_READY = _of_probe("time_to_ready", "time to ready", "s", "cold-start", higher_is_better=False)
 TIME_TO_FIRST_ANSWER = _of_probe(
@@ -566,7 +570,7 @@ for _percent in (50, 99):
             f"p{_percent} gap between tokens",
             "ms",
             higher_is_better=False,
-            measured_in=is_streamed,
+            kind=Kind.TOKENS,
             of_requests=gaps_ms,
             quantile=_percent / 100,
             why_missing=why_unknown("worst_gap_ms"),
@@ -578,7 +582,7 @@ CHUNK_SIZE = register(
         "chunk size",
         "tokens",
         higher_is_better=True,
-        measured_in=is_streamed,
+        kind=Kind.TOKENS,
         of_requests=tokens_per_chunk,
     )
 )
@@ -588,7 +592,7 @@ register(
         "prompt throughput",
         "tokens/s",
         higher_is_better=True,
-        measured_in=is_streamed,
+        kind=Kind.TOKENS,
         of_block=lambda samples, workload: tokens_per_s(samples, workload, "prompt_asked"),
     )
 )
@@ -598,6 +602,7 @@ GOOD_SHARE = register(
         "share of good answers",
         "",
         higher_is_better=True,
+        kind=Kind.TOKENS,
         measured_in=has_limits,
         of_block=good_share,
     )
@@ -606,15 +611,13 @@ GOOD_SHARE = register(
 _latency("mean", None, compared=False)
 _latency("p95", 0.95, compared=False)
 _latency("p99_9", 0.999, compared=False)
-register(Metric("errors", "failed requests", "", False, has_blocks, field="errors", is_count=True))
+register(Metric("errors", "failed requests", "", False, field="errors", is_count=True))
 
 
 def metrics_of(workload: Workload) -> tuple[Metric, ...]:
     """The metrics by which a workload compares the arms, in the order of the report. An open loop requests the same
     throughput from every arm, so latencies are compared, and the achieved rate if an arm cannot keep up."""
-    return tuple(
-        metric for metric in METRICS.values() if metric.compared_in is not None and metric.compared_in(workload)
-    )
+    return tuple(metric for metric in METRICS.values() if metric.compares(workload))
 
 
 def leading_metric(workload: Workload) -> Metric:
@@ -625,16 +628,18 @@ def leading_metric(workload: Workload) -> Metric:
     everywhere on a surface, and in an open loop with limits the goodput."""
     if workload.scenario == "cold-start":
         return TIME_TO_FIRST_ANSWER
-    if workload.has_blocks and workload.is_streamed:
+    tails = (TTFT, *TTFT_TAILS) if workload.kind is Kind.TOKENS else LATENCIES
+    if workload.has_blocks and workload.kind is Kind.TOKENS:
         if not workload.is_open:
             return ANSWER_TIME if is_alone(workload) else OUTPUT_TOKENS
         if workload.limits is not None:
             return GOODPUT
+        if workload.rate_per_s is None:
+            return TTFT
     if not workload.is_open or workload.rate_per_s is None:
-        return TTFT if is_streamed(workload) else metrics_of(workload)[0]
+        return metrics_of(workload)[0]
     requests = workload.rounds * arrival_count(
         workload.rate_per_s, workload.requests, workload.seconds, workload.max_seconds
     )
-    tails = (TTFT, *TTFT_TAILS) if workload.is_streamed else LATENCIES
     supported = [m for m in tails if m.quantile is not None and samples_needed(m.quantile) <= requests]
     return supported[-1] if supported else tails[0]

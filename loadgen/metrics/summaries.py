@@ -34,7 +34,7 @@ from loadgen.metrics.registry import (
 )
 from loadgen.metrics.tokens import samples_of
 from loadgen.quantities import Interval
-from loadgen.records.run import BlockRecord, Label, Record, Workload, shown
+from loadgen.records.run import BlockRecord, Kind, Label, Record, Workload, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, Samples, good, latencies_ms
 from loadgen.run.storage import StoredBlock, StoredRunError
 from loadgen.stats.percentiles import Pool, distribution, percentile
@@ -273,9 +273,7 @@ def _measured(metric: Metric, samples: Samples, workload: Workload) -> tuple[flo
 def _without_field(workload: Workload) -> list[Metric]:
     """The metrics from samples that have no field in the summaries."""
     return [
-        metric
-        for metric in METRICS.values()
-        if metric.has_function and not metric.field and metric.measured_in(workload)
+        metric for metric in METRICS.values() if metric.has_function and not metric.field and metric.measures(workload)
     ]
 
 
@@ -379,7 +377,7 @@ def summarise_workload(
         response_bytes=_median(responses.values),
         executed_batches=dict(sorted(batches.items())),
         # An execution of a language model's engine is a step of many requests, or a server counts whole answers.
-        executed_batch_mean=executed / executions if executions and not stored[0].workload.is_streamed else None,
+        executed_batch_mean=executed / executions if executions and stored[0].workload.kind is Kind.TENSORS else None,
         distribution_ms=distribution(pools[latencies_ms].values),
         payload_bytes=float(np.mean(payloads)) if payloads else None,
         first_answer_ms=_median([s.first_answer_ms for s in complete if s.first_answer_ms is not None]),
@@ -389,7 +387,7 @@ def summarise_workload(
         if reconnects
         else None,
         figures=figures or UNSET,
-        intervals=_intervals(metrics, complete) if stored and stored[0].workload.is_streamed else UNSET,
+        intervals=_intervals(metrics, complete) if stored and stored[0].workload.kind is Kind.TOKENS else UNSET,
     )
 
 

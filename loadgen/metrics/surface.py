@@ -24,7 +24,7 @@ from typing import Literal
 
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons, log_lead
 from loadgen.quantities import join
-from loadgen.records.run import Experiment, Label, Record, Workload, shown
+from loadgen.records.run import Experiment, Kind, Label, Record, Workload, shown
 
 Across = Literal["batch", "length", "prompt"]
 """What the surface varies beside the users: the batch size of a request, the length of its items, or of a language
@@ -98,7 +98,7 @@ def surface_of(experiment: Experiment, comparisons: Sequence[Comparison]) -> Sur
     if not workloads:
         return None
     across: Across = "batch"
-    if workloads[0].is_streamed:
+    if workloads[0].kind is Kind.TOKENS:
         across = "prompt"
     elif len({workload.sequence_length for workload in workloads}) > 1:
         across = "length"

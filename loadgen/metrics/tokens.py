@@ -23,7 +23,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.records.run import TokenLimits, Workload
+from loadgen.records.run import Kind, TokenLimits, Workload
 from loadgen.records.samples import NS_PER_MS, SAMPLE_DTYPE, Samples
 from loadgen.run.storage import StoredBlock
 from loadgen.stats.percentiles import Values
@@ -61,7 +61,7 @@ def samples_of(block: StoredBlock) -> Samples | None:
     """The block's samples, those of streamed answers with the columns of `TOKEN_SAMPLE_DTYPE`; None without samples.
     Raises `StoredRunError`, and `ValueError` for impossible chunks."""
     samples = block.samples
-    if samples is None or not block.workload.is_streamed:
+    if samples is None or block.workload.kind is Kind.TENSORS:
         return samples
     return with_tokens(samples, block.events, block.answers, due=block.record.offered)
 

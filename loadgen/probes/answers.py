@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from loadgen.experiment.schedule import sends_load
 from loadgen.probes.registry import Probe
 from loadgen.records.probes import AnswersCompared
-from loadgen.records.run import Experiment
+from loadgen.records.run import Experiment, Kind
 
 if TYPE_CHECKING:
     from loadgen.run.context import RunContext
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def wanted(experiment: Experiment) -> bool:
     """Whether there is any load. The answers of language models are judged by a reference instead."""
-    return not experiment.is_language and sends_load(experiment)
+    return experiment.kind is Kind.TENSORS and sends_load(experiment)
 
 
 def measure(context: RunContext) -> None:

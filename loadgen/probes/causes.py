@@ -9,9 +9,7 @@ goes on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import partial
 from statistics import fmean
 from time import monotonic
@@ -21,7 +19,7 @@ import msgspec
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.experiment.schedule import has_load, interleave
+from loadgen.experiment.schedule import has_load
 from loadgen.metrics.breakdown import STAGES, TITLES, ArmStages, LatencyBreakdown
 from loadgen.metrics.claims import verdict_words
 from loadgen.metrics.comparisons import leading_comparisons, winner_of
@@ -29,17 +27,14 @@ from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.probes.causes_analysis import (
     AS_IS,
-    BESIDE,
     WITHOUT,
     Ablation,
     Cause,
     CausesFound,
     Explanation,
     Untested,
-    Variant,
     WorkloadCauses,
     analyse,
-    answer_of,
     per_token,
     percent,
     with_verdicts,
@@ -48,19 +43,16 @@ from loadgen.probes.causes_plan import (
     fit_into,
     plan_ablations,
     seconds_needed,
-    varied_experiment,
-    varied_request,
     workloads_worth_explaining,
 )
 from loadgen.probes.registry import Probe
 from loadgen.quantities import counted, join, number, share, signed_ms
-from loadgen.records.run import Experiment, Label, Pairing, shown
+from loadgen.records.run import Experiment, Kind, Pairing, shown
 from loadgen.run.storage import RunStore, read_run
 from loadgen.verdict.result import Result
 from loadgen.verdict.verdict import ScenarioVerdict
 
 if TYPE_CHECKING:
-    from loadgen.run.arms import Arm
     from loadgen.run.context import RunContext
 
 
@@ -96,7 +88,7 @@ def measure(context: RunContext) -> None:
     )
     context.store.write(explanation)
     if not workloads:
-        what = answer_of(experiment.workloads[0])
+        what = experiment.kind.value
         context.progress.now(f"the arms' {what} times do not differ, so there is nothing to explain")
         return
     deadline = monotonic() + experiment.explain_seconds
@@ -122,56 +114,24 @@ def measure(context: RunContext) -> None:
 
 def _run_ablation(context: RunContext, ablation: Ablation, prepared: set[str]) -> None:
     """Run one ablation. `prepared`: keys of the bodies that the generator has; new ones are added."""
-    seed, workloads = context.experiment.seed, ablation.workloads
     store = RunStore(context.store.directory / ablation.folder)
     with (
-        _arm(context, ablation.label, ablation.as_is, store, "as-is") as as_is,
-        _arm(context, ablation.label, ablation.without, store, "without") as without,
+        context.varied(ablation.label, ablation.as_is, store, "as-is") as as_is,
+        context.varied(ablation.label, ablation.without, store, "without") as without,
     ):
         for arm in (as_is, without):
             if arm.body_key in prepared:
                 continue
             prepared.add(arm.body_key)
-            if context.prompts is not None:
-                context.generator.prepare(arm.prompts(context.prompts))
-            else:
-                signature, sizes = arm.endpoint.signature(arm.model), {workload.batch_size for workload in workloads}
-                context.generator.prepare(arm.bodies(context.samples_folder, signature, sizes, context.experiment))
-        runner = context.load_runner({AS_IS: as_is, WITHOUT: without}, store, watched=False, quiet=True)
-        runner.warm_up(workloads)
-        blocks = interleave(workloads, BESIDE, seed + ablation.number + 1)
+            context.prepare_for(arm, {workload.batch_size for workload in ablation.workloads})
+        arms = {WITHOUT: without, AS_IS: as_is}
+        runner, blocks = context.beside(arms, store, ablation.workloads, ablation.number + 1)
         for place, block in enumerate(blocks, start=1):
             context.progress.now(
                 f"{shown(ablation.label)} with {ablation.changed}: block {place} of {len(blocks)}, "
                 f"{block.workload.name} {'before' if block.label == AS_IS else 'after'} the change"
             )
             runner.measure(block)
-
-
-@contextmanager
-def _arm(context: RunContext, label: Label, variant: Variant, store: RunStore, name: str) -> Iterator[Arm]:
-    """Set up the arm as the variant says: on the running server if its settings fit, else on a new server."""
-    running, experiment = context.arms[label], context.experiment
-    same_server = variant.target is None and not variant.settings
-    if same_server and (variant.payload, variant.transport) == (running.payload, running.transport):
-        yield running
-        return
-    request = varied_request(running.request, variant)
-    varied = varied_experiment(experiment, request, variant)
-    arm = replace(
-        running,
-        request=request,
-        model=running.model if variant.payload == running.payload else varied.model_of(request) or running.model,
-        transport=variant.transport,
-        payload=variant.payload,
-    )
-    # A server of tokens speaks all of its protocols at once.
-    if not request.embedded or experiment.deployment == "compose" or (same_server and experiment.is_language):
-        arm.deployment.wait_ready(arm.model, 5.0)
-        yield arm
-        return
-    with context.second_server(arm, varied, store, context.work / store.directory.name / name) as started:
-        yield started
 
 
 def _means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -242,7 +202,7 @@ def cause_table(result: Result, causes: WorkloadCauses) -> doc.Table:
     workload = next(workload for workload in result.experiment.workloads if workload.name == causes.workload)
 
     def of_token(answer_ms: float | None) -> str:
-        return "" if answer_ms is None else _ms(per_token(workload, answer_ms)) if workload.is_streamed else ""
+        return "" if answer_ms is None else _ms(per_token(workload, answer_ms)) if workload.kind is Kind.TOKENS else ""
 
     rows: list[tuple[str, ...]] = []
     for cause in causes.causes:
@@ -304,6 +264,11 @@ def _title(cause: Cause) -> str:
     return f"{cause.title} (within the noise)" if noise else cause.title
 
 
+def _what(result: Result) -> str:
+    """What takes the time that is explained."""
+    return result.experiment.kind.value
+
+
 def causes_note(result: Result) -> str:
     """How the causes were found, or what the stages cannot tell without them. Never empty."""
     causes = result.of(CausesFound)
@@ -314,7 +279,7 @@ def causes_note(result: Result) -> str:
             f"Times are means per {_what(result)}. A cause contributes its cost to {arm} minus its cost to {base}. It "
             "counts if its interval excludes 0."
         )
-        if result.experiment.is_language:
+        if result.experiment.kind is Kind.TOKENS:
             note += " Per token: that time divided by the answer's tokens."
         if result.state is None or result.state.state != "finished":
             note += " The run ended before all ablations were done."
@@ -328,9 +293,9 @@ def causes_note(result: Result) -> str:
             return "This run has no load of a fixed size, which is what an ablation explains."
         return "No request was measured under load, so there is nothing to explain."
     why = "the run ended before its ablations" if result.experiment.explain else "no ablation was run; add `--explain`"
-    if result.experiment.is_language and not any(scenario.reasons for scenario in result.verdict.scenarios):
+    if result.experiment.kind is Kind.TOKENS and not any(scenario.reasons for scenario in result.verdict.scenarios):
         return f"Where the time of a token goes is not known: {why}."
-    if result.experiment.is_language:
+    if result.experiment.kind is Kind.TOKENS:
         return (
             "The time per token is the client's figure; steps and their share of the time are the servers' own. They "
             f"show where the time is spent, but do not prove a cause: {why}."
@@ -338,11 +303,6 @@ def causes_note(result: Result) -> str:
     if any(arm and not arm.contradictions for breakdown in result.stages for arm in breakdown.sides):
         return f"The latency breakdown shows in which stage the time is spent, but does not prove a cause: {why}."
     return f"No server reports stages that add up, so where a request spends its time is not known, and {why}."
-
-
-def _what(result: Result) -> str:
-    """What takes the time that is explained: a request, or the answer of a language model."""
-    return answer_of(result.experiment.workloads[0])
 
 
 def explain_command(result: Result) -> str:

@@ -32,7 +32,8 @@ from loadgen.metrics.comparisons import Comparison, side_by_side
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, summarise_blocks
 from loadgen.quantities import number, signed_ms
-from loadgen.records.run import Experiment, Found, Label, Pairing, Record, Transport, Workload, shown
+from loadgen.records.probes import Variant
+from loadgen.records.run import Experiment, Found, Label, Pairing, Record, Workload, shown
 from loadgen.stats.estimates import t_estimate
 from loadgen.stats.ratios import estimate_ratio
 
@@ -46,17 +47,6 @@ own for HTTP; prompts that are read in several steps; CUDA graphs."""
 AS_IS: Label = "as-is"
 WITHOUT: Label = "without"
 BESIDE = Pairing(WITHOUT, AS_IS)
-
-
-class Variant(Record, frozen=True, kw_only=True):
-    """How an arm is started and loaded."""
-
-    payload: str
-    transport: Transport
-    settings: dict[str, str]
-    """Options that differ from the arm's own; an empty value removes the option."""
-    target: str | None = None
-    """The server that takes the place of the arm's own."""
 
 
 class Ablation(Record, frozen=True, kw_only=True):
@@ -359,7 +349,7 @@ def _sentence(causes: WorkloadCauses, workload: Workload, leading: Comparison | 
         subjects = (f"{shown(faster)} is", shown(causes.slower))
         if not comparable:
             subjects = (f"Requests to {shown(faster)} are", f"requests to {shown(causes.slower)}")
-        gain = f"{number(abs(causes.difference_ms))} ms less per {answer_of(workload)}"
+        gain = f"{number(abs(causes.difference_ms))} ms less per {workload.kind.value}"
         if (token_ms := per_token(workload, abs(causes.difference_ms))) is not None:
             gain += f", {number(token_ms)} ms per token"
         lead = f"{subjects[0]} {causes.ratio:.2f}× faster than {subjects[1]} {place(workload)} ({gain})"
@@ -367,13 +357,8 @@ def _sentence(causes: WorkloadCauses, workload: Workload, leading: Comparison | 
         no_verdict = leading is None or leading.verdict == "invalid"
         means = f"{number(causes.baseline_ms)} ms on {base} and {number(causes.arm_ms)} ms on {arm}"
         outcome = "No verdict" if no_verdict else "No winner" if winner is None else f"{shown(winner)} wins"
-        lead = f"{outcome} {place(workload)}; {answer_of(workload)}s took {means} on average"
+        lead = f"{outcome} {place(workload)}; {workload.kind.value}s took {means} on average"
     return lead + _shares(causes.causes, causes.unattributed_share)
-
-
-def answer_of(workload: Workload) -> str:
-    """What takes the time that is explained."""
-    return "answer" if workload.is_streamed else "request"
 
 
 def per_token(workload: Workload, answer_ms: float) -> float | None:

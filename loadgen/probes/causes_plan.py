@@ -23,14 +23,16 @@ import msgspec
 from loadgen.experiment.language import SPOKEN
 from loadgen.experiment.schedule import load_workloads
 from loadgen.metrics.summaries import BlockSummary
-from loadgen.probes.causes_analysis import Ablation, CauseName, Pairs, Untested, Variant, difference, mean_pairs
+from loadgen.probes.causes_analysis import Ablation, CauseName, Pairs, Untested, difference, mean_pairs
 from loadgen.records.model_config import whole
 from loadgen.records.payloads import BACKEND_ENDINGS
+from loadgen.records.probes import Variant
 from loadgen.records.run import (
     PLAIN,
     ArmRecord,
     ArmRequest,
     Experiment,
+    Kind,
     Label,
     TokenTransport,
     Workload,
@@ -51,7 +53,9 @@ def plan_ablations(
 ) -> tuple[list[Ablation], list[Untested]]:
     """Every cause of all arms, without workloads yet. `payload_bytes`: mean size of a request's tensors, by arm."""
     causes = (
-        _token_causes(experiment, arms) if experiment.is_language else _tensor_causes(experiment, arms, payload_bytes)
+        _token_causes(experiment, arms)
+        if experiment.kind is Kind.TOKENS
+        else _tensor_causes(experiment, arms, payload_bytes)
     )
     plan = [cause for cause in causes if isinstance(cause, Ablation)]
     numbered = [msgspec.structs.replace(ablation, number=place) for place, ablation in enumerate(plan)]
@@ -227,13 +231,6 @@ def _compute(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Abl
     return _ablation(experiment, request, "compute", changed, settings=null)
 
 
-def changed_settings(settings: Mapping[str, str], variant: Variant) -> dict[str, str]:
-    """An arm's options with those of a variant, whose empty values remove an option."""
-    changed = {setting_key(name) for name in variant.settings}
-    unchanged = {name: value for name, value in settings.items() if setting_key(name) not in changed}
-    return unchanged | {name: value for name, value in variant.settings.items() if value}
-
-
 # The parts of a server of tokens
 
 
@@ -390,20 +387,3 @@ _OF_TOKENS: Sequence[
     (lambda arm: (arm.engine, arm.has_graphs), _graphs),
 )
 """Of each part that a server of tokens has: what is alike in two arms that have it alike, and how it is taken away."""
-
-
-def varied_request(request: ArmRequest, variant: Variant) -> ArmRequest:
-    """The arm's request, changed as the variant says."""
-    return msgspec.structs.replace(
-        request,
-        target=variant.target or request.target,
-        payload=variant.payload,
-        settings=changed_settings(request.settings, variant),
-        transport=None,  # the experiment's is the variant's
-    )
-
-
-def varied_experiment(experiment: Experiment, request: ArmRequest, variant: Variant) -> Experiment:
-    """The experiment with that arm in place of the original."""
-    arms = tuple(request if arm.label == request.label else arm for arm in experiment.arms)
-    return msgspec.structs.replace(experiment, arms=arms, transport=variant.transport)

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from loadgen.experiment.schedule import closed_loop, has_load, interleave, load_workloads
+from loadgen.experiment.schedule import closed_loop, has_load, load_workloads
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.probes.handicap_analysis import (
-    BESIDE,
     MIN_ROUNDS,
     PLAIN,
     TUNED,
@@ -33,6 +31,7 @@ from loadgen.probes.handicap_analysis import (
     ratios_of,
 )
 from loadgen.probes.registry import Probe
+from loadgen.records.probes import Variant
 from loadgen.records.run import Experiment, Label, Workload, shown
 from loadgen.run.storage import RunStore, StoredBlock, read_block
 
@@ -140,9 +139,7 @@ def _stored(context: RunContext, record: HandicapRecord, pair: HandicapPair) -> 
 def _load_pair(context: RunContext, pair: HandicapPair, tuned: Arm, plain: Arm, seconds: float) -> list[Workload]:
     """Run rounds of each load until it is decided or its time is up; returns those under which `tuned` is slower."""
     store, margin = RunStore(context.store.directory / pair.folder), context.experiment.equivalence_margin
-    runner = context.load_runner({TUNED: tuned, PLAIN: plain}, store, watched=False, quiet=True)
-    runner.warm_up(pair.loads)
-    blocks = interleave(pair.loads, BESIDE, context.experiment.seed + pair.number)
+    runner, blocks = context.beside({TUNED: tuned, PLAIN: plain}, store, pair.loads, pair.number)
     by_name = {load.name: load for load in pair.loads}
     stored: list[StoredBlock] = []
     slow: list[Workload] = []
@@ -165,11 +162,9 @@ def _load_pair(context: RunContext, pair: HandicapPair, tuned: Arm, plain: Arm, 
 
 def _server(context: RunContext, label: Label, tuning: str, name: str) -> AbstractContextManager[Arm]:
     """A second server of an arm with this tuning, while the arm's own stays up without load."""
-    arm = context.arms[label]
-    request = msgspec.structs.replace(arm.request, settings=arm.request.settings | {"tuning": tuning})
-    work = context.work / f"handicap-{label}-{name}"
-    store = RunStore(context.store.directory / "handicap" / name)  # else its log would be the arm's own
-    return context.second_server(replace(arm, request=request), context.experiment, store, work)
+    arm, store = context.arms[label], RunStore(context.store.directory / "handicap" / name)
+    variant = Variant(payload=arm.payload, transport=arm.transport, settings={"tuning": tuning})
+    return context.varied(label, variant, store, f"handicap-{label}")  # with a log apart from the arm's own
 
 
 PROBE = Probe(wanted=wanted, measure=measure, records=(HandicapRecord,), finding=HandicapsFound, analyse=analyse)

@@ -34,7 +34,7 @@ from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary, figure_of,
 from loadgen.metrics.surface import counts_in_words, surface_of, uncertain
 from loadgen.probes.registry import Probe
 from loadgen.quantities import counted, items, join, measured, number, share
-from loadgen.records.run import Found, Label, Record, Workload, item_of, shown
+from loadgen.records.run import Found, Kind, Label, Record, Workload, item_of, shown
 from loadgen.run.storage import StoredBlock
 from loadgen.verdict.result import Result
 
@@ -95,7 +95,7 @@ def analyse(facts: Facts) -> LoadFound:
     loads = {
         workload.name: workload
         for workload in facts.run.experiment.workloads
-        if workload.has_blocks and not workload.is_streamed  # its executions are steps of many requests each
+        if workload.has_blocks and workload.kind is Kind.TENSORS  # its executions are steps of many requests each
     }
     return LoadFound(
         executed_batches=tuple(
@@ -272,7 +272,7 @@ BLOCK_FIELDS = (
 
 def latency(result: Result) -> doc.Section | None:
     """Share of requests answered within a time. Of streamed answers the gaps between tokens say more."""
-    if result.experiment.is_language:
+    if result.experiment.kind is Kind.TOKENS:
         return None
 
     def traces(workload: str) -> list[doc.Figure]:
@@ -369,7 +369,7 @@ def _speed_panels(result: Result, across: str, places: Iterable[int], data: Sequ
 
 def measurements(result: Result) -> doc.Section | None:
     """The figures of each arm and scenario; those of tokens have their own table, and CSV has all."""
-    more = [] if result.experiment.is_language else without_field_in(result.summaries)
+    more = [] if result.experiment.kind is Kind.TOKENS else without_field_in(result.summaries)
     rows = [
         (
             s.workload,

@@ -32,7 +32,7 @@ from loadgen.probes.rate_search_analysis import (
 )
 from loadgen.probes.registry import Probe
 from loadgen.quantities import measured, number
-from loadgen.records.run import Experiment, Label, Workload, shown
+from loadgen.records.run import Experiment, Kind, Label, Workload, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, latencies_ms, read_samples
 from loadgen.records.tokens import read_tokens
 from loadgen.run.machine import utc_now
@@ -260,7 +260,7 @@ def rate_search(result: Result) -> doc.Section | None:
         doc.Table(
             results,
             rows,
-            caption=GOODPUT_CAPTION if result.experiment.is_language else LATENCY_CAPTION,
+            caption=GOODPUT_CAPTION if result.experiment.kind is Kind.TOKENS else LATENCY_CAPTION,
             grouped=True,
         ),
         doc.Fold(

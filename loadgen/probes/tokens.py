@@ -12,7 +12,7 @@ from loadgen.experiment.schedule import sends_load
 from loadgen.probes.registry import Probe
 from loadgen.probes.tokens_analysis import TokensFound, analyse
 from loadgen.records.probes import TokensCompared
-from loadgen.records.run import Experiment
+from loadgen.records.run import Experiment, Kind
 
 if TYPE_CHECKING:
     from loadgen.run.context import RunContext
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def wanted(experiment: Experiment) -> bool:
     """Whether there are streamed answers."""
-    return experiment.is_language and sends_load(experiment)
+    return experiment.kind is Kind.TOKENS and sends_load(experiment)
 
 
 def measure(context: RunContext) -> None:

@@ -147,7 +147,6 @@ def analyse(facts: Facts) -> TokensFound:
         totals=tuple(
             totals
             for load in facts.loads
-            if load.workload.is_streamed
             for label in facts.run.experiment.labels
             if (totals := total([block for block in load.stored if block.record.label == label])) is not None
         )

@@ -29,18 +29,18 @@ from loadgen.ranking.records import (
     TOKEN,
     Candidate,
     Cost,
-    Kind,
     LeftOut,
     Machine,
     Point,
     Price,
+    PriceKind,
     RankedGroup,
     RankedOption,
     RankResult,
     Work,
     prices_of,
 )
-from loadgen.records.run import ArmRecord, Environment, Label, Workload, item_of, shown
+from loadgen.records.run import ArmRecord, Environment, Kind, Label, Workload, item_of, shown
 from loadgen.stats.estimates import Estimate
 from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 from loadgen.verdict.checks.registry import complaints, invalidating
@@ -230,7 +230,7 @@ def from_result(name: str, result: Result) -> RankInput:
                 payload=result.experiment.payload_of(request),
                 transport=result.experiment.transport_of(request),
                 length=length,
-                item=TOKEN if result.experiment.is_language else item_of(result.environment),
+                item=TOKEN if result.experiment.kind is Kind.TOKENS else item_of(result.environment),
             )
             option = _arm_name(arm)
             candidates.append(Candidate(work=work, name=option, machine=machine, result=name, points=tuple(points)))
@@ -244,7 +244,7 @@ def _arm_name(arm: ArmRecord) -> str:
 
 
 def _length(environment: Environment, workload: Workload) -> str | None:
-    if workload.is_streamed:
+    if workload.kind is Kind.TOKENS:
         return f"trace {workload.trace}" if workload.trace is not None else request_shape(workload).words
     fixed = environment.length_of(workload)
     if fixed is not None:
@@ -275,7 +275,7 @@ def _point(result: Result, label: Label, workload: Workload) -> tuple[Point | No
     latency_ms = None if summary.latency.p99_ms is None else Estimate(value=summary.latency.p99_ms)
     joules = result.of(GpuFound).joules_per_item(label, workload.name)
     more: dict[str, Any] = {}
-    if workload.is_streamed:
+    if workload.kind is Kind.TOKENS:
         tokens, tpot_ms = figure_of(summary, OUTPUT_TOKENS), figure_of(summary, TPOT)
         if not tokens:
             return None, "no tokens were counted"
@@ -297,7 +297,7 @@ def _slo_point(result: Result, label: Label, workload: Workload) -> tuple[Point 
     """The rate that held the bound: the geometric mean of the searches, in items."""
     rate_search = result.of(RatesFound)
     searches = [rate for rate in rate_search.rates if (rate.workload, rate.label) == (workload.name, label)]
-    items = (workload.output_tokens or 0) if workload.is_streamed else workload.batch_size
+    items = workload.output_tokens or workload.batch_size
     rates: dict[int, list[float]] = {}
     for search in searches:
         if search.rate_per_s:
@@ -320,7 +320,7 @@ def _slo_point(result: Result, label: Label, workload: Workload) -> tuple[Point 
         name=workload.name,
         kind="slo",
         items_per_second=Estimate.of(mean_over_starts(starts), interval_of_mean(starts)),
-        latency_ms=Estimate(value=max(tails)) if tails and not workload.is_streamed else None,
+        latency_ms=Estimate(value=max(tails)) if tails and workload.kind is Kind.TENSORS else None,
     ), ""
 
 
@@ -347,7 +347,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:
 def rank(
     reads: Sequence[RankInput],
     prices: Sequence[Price],
-    kind: Kind = "on-demand",
+    kind: PriceKind = "on-demand",
     *,
     model: str | None = None,
     precision: str | None = None,
@@ -383,7 +383,7 @@ def _not_asked_for(work: Work, model: str | None, precision: str | None) -> str 
     return None
 
 
-def _group(work: Work, candidates: Sequence[Candidate], machines: dict[str, Machine], kind: Kind) -> RankedGroup:
+def _group(work: Work, candidates: Sequence[Candidate], machines: dict[str, Machine], kind: PriceKind) -> RankedGroup:
     best = [_best(candidate) for candidate in candidates]
     points = [candidate.points[place] for candidate, place in zip(candidates, best, strict=True)]
     speeds = _ranks([-point.items_per_second.value for point in points])
@@ -429,7 +429,7 @@ def _ranks(values: Sequence[float | None]) -> list[int | None]:
     return [None if value is None else 1 + sum(other < value for other in measured) for value in values]
 
 
-def _cheapest(prices: Iterable[Price], kind: Kind) -> dict[str, Price]:
+def _cheapest(prices: Iterable[Price], kind: PriceKind) -> dict[str, Price]:
     """The lowest price of this kind, by currency."""
     cheapest: dict[str, Price] = {}
     for price in prices:

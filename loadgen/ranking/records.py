@@ -20,7 +20,7 @@ from loadgen.records.run import Record
 from loadgen.stats.estimates import Estimate
 from loadgen.strict_yaml import read_mapping
 
-Kind = Literal["on-demand", "spot", "reserved"]
+PriceKind = Literal["on-demand", "spot", "reserved"]
 Source = Literal["engines", "comparison"]
 PointKind = Literal["batch", "closed", "open", "slo"]
 TOKEN = "token"
@@ -51,7 +51,7 @@ class Price(Record, frozen=True, kw_only=True):
     """Of the whole machine."""
     currency: Annotated[str, msgspec.Meta(pattern="^[A-Z]{3}$")]
     """ISO 4217: USD, EUR."""
-    kind: Kind
+    kind: PriceKind
     term: _Name | None = None
     """Of a reserved price: 1 year."""
     provider: _Name
@@ -193,7 +193,7 @@ class RankResult(Record, frozen=True, kw_only=True):
     """The whole ranking. Fields are only added, with a default."""
 
     schema: Literal["abserve.rank/1"] = "abserve.rank/1"
-    kind: Kind
+    kind: PriceKind
     """The kind of price that costs are at."""
     price_file: str
     example_prices: bool

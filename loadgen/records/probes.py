@@ -14,9 +14,37 @@ from typing import Literal
 
 import msgspec
 
-from loadgen.records.run import Label, Record
+from loadgen.records.run import ArmRequest, Experiment, Label, Record, Transport, setting_key
 
 Caches = Literal["cached", "uncached"]
+
+
+class Variant(Record, frozen=True, kw_only=True):
+    """How an arm is started and loaded."""
+
+    payload: str
+    transport: Transport
+    settings: dict[str, str]
+    """Options that differ from the arm's own; an empty value removes the option."""
+    target: str | None = None
+    """The server that takes the place of the arm's own."""
+
+    def request(self, request: ArmRequest) -> ArmRequest:
+        """The arm's request, changed as the variant says, however its options are spelt."""
+        changed = {setting_key(name) for name in self.settings}
+        unchanged = {name: value for name, value in request.settings.items() if setting_key(name) not in changed}
+        return msgspec.structs.replace(
+            request,
+            target=self.target or request.target,
+            payload=self.payload,
+            settings=unchanged | {name: value for name, value in self.settings.items() if value},
+            transport=None,  # the experiment's is the variant's
+        )
+
+    def experiment(self, experiment: Experiment, request: ArmRequest) -> Experiment:
+        """The experiment with the changed request in place of the original."""
+        arms = tuple(request if arm.label == request.label else arm for arm in experiment.arms)
+        return msgspec.structs.replace(experiment, arms=arms, transport=self.transport)
 
 
 class CacheProbe(Record, frozen=True, kw_only=True):

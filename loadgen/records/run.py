@@ -19,6 +19,7 @@ Times in ns are of the generator's monotonic clock, so only differences mean any
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from itertools import combinations
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeGuard, get_args
@@ -47,6 +48,14 @@ TRANSPORT_TITLES: Mapping[Transport, str] = {
     "http": "HTTP", "grpc": "gRPC", "shm": "shared memory", "completions": "OpenAI's completions",
     "generate_stream": "Triton's generate_stream", "text": "OpenAI's completions of text", "chat": "OpenAI's chat",
 }  # fmt: skip
+
+
+class Kind(Enum):
+    """What the arms serve, and what a user of it waits for."""
+
+    TENSORS = "request"
+    TOKENS = "answer"
+    """Of language models: prompts go to the arms, and streamed tokens come back."""
 
 
 def is_token_transport(transport: Transport) -> TypeGuard[TokenTransport]:
@@ -279,9 +288,9 @@ class Workload(Record, frozen=True, kw_only=True):
         return self.arrivals != "closed"
 
     @property
-    def is_streamed(self) -> bool:
+    def kind(self) -> Kind:
         """Whether its answers are the tokens of a language model."""
-        return self.output_tokens is not None
+        return Kind.TENSORS if self.output_tokens is None else Kind.TOKENS
 
     @property
     def name(self) -> str:
@@ -302,7 +311,7 @@ class Workload(Record, frozen=True, kw_only=True):
         size = {"batched": self.batch_size, "concurrent": users, "surface": users}.get(self.scenario)
         other = None
         if self.scenario == "surface":
-            other = f"prompt {self.prompt_tokens}" if self.is_streamed else f"batch {self.batch_size}"
+            other = f"prompt {self.prompt_tokens}" if self.kind is Kind.TOKENS else f"batch {self.batch_size}"
         length = None if self.sequence_length is None else f"length {self.sequence_length}"
         details = ", ".join(str(detail) for detail in (size, other, length) if detail is not None)
         return f"{self.scenario}({details})" if details else self.scenario
@@ -381,9 +390,9 @@ class Experiment(Record, frozen=True, kw_only=True):
     """The arms that a screening went on without, and why, in a sentence."""
 
     @property
-    def is_language(self) -> bool:
-        """Whether the arms serve a language model: prompts go to them, and streamed tokens come back."""
-        return self.transport in TOKEN_TRANSPORTS
+    def kind(self) -> Kind:
+        """Whether the arms serve a language model."""
+        return Kind.TOKENS if self.transport in TOKEN_TRANSPORTS else Kind.TENSORS
 
     @property
     def is_surface(self) -> bool:

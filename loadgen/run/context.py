@@ -10,7 +10,7 @@ with more. At most half the cores get one, since the servers need the others, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
@@ -24,10 +24,11 @@ from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import InputError
 from loadgen.client.messages import BlockOutcome, GeneratorError
 from loadgen.experiment.prompts import PromptPlan
-from loadgen.experiment.schedule import closed_loop, request_shape, schedule
+from loadgen.experiment.schedule import ScheduledBlock, closed_loop, interleave, request_shape, schedule
 from loadgen.launch.deployment import DeploymentError
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s
-from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload, shown
+from loadgen.records.probes import Variant
+from loadgen.records.run import ArmRecord, Experiment, Kind, Label, RunState, Workload, shown
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm
 from loadgen.run.gpu_recording import GpuRecording
@@ -138,14 +139,17 @@ class RunContext:
         """Replace the generator's bodies with bodies of these batch sizes, or with the prompts of a language model.
         Raises `GeneratorError`."""
         self.progress.now("preparing request bodies")
-        for label in {arm.body_key: label for label, arm in self.arms.items()}.values():
-            arm = self.arms[label]
-            if self.prompts is not None:
-                self.generator.prepare(arm.prompts(self.prompts))
-                continue
-            self.generator.prepare(
-                arm.bodies(self.samples_folder, self.signatures[label], batch_sizes, self.experiment)
-            )
+        for arm in {arm.body_key: arm for arm in self.arms.values()}.values():
+            self.prepare_for(arm, batch_sizes)
+
+    def prepare_for(self, arm: Arm, batch_sizes: Collection[int]) -> None:
+        """Add what is sent to an arm to the generator's bodies. Raises `GeneratorError`."""
+        if self.prompts is not None:
+            self.generator.prepare(arm.prompts(self.prompts))
+            return
+        label, varied = arm.request.label, arm is not self.arms[arm.request.label]
+        signature = arm.endpoint.signature(arm.model) if varied else self.signatures[label]
+        self.generator.prepare(arm.bodies(self.samples_folder, signature, batch_sizes, self.experiment))
 
     @contextmanager
     def second_server(self, arm: Arm, experiment: Experiment, store: RunStore, work: Path) -> Iterator[Arm]:
@@ -159,6 +163,42 @@ class RunContext:
             yield started
         finally:
             deployment.stop()
+
+    @contextmanager
+    def varied(self, label: Label, variant: Variant, store: RunStore, name: str) -> Iterator[Arm]:
+        """One of the run's arms, changed: on its running server if nothing but the protocol or the payload differs and
+        the server takes that, else on a second one."""
+        running, experiment = self.arms[label], self.experiment
+        same_server = variant.target is None and not variant.settings
+        if same_server and (variant.payload, variant.transport) == (running.payload, running.transport):
+            yield running
+            return
+        request = variant.request(running.request)
+        varied = variant.experiment(experiment, request)
+        arm = replace(
+            running,
+            request=request,
+            model=running.model if variant.payload == running.payload else varied.model_of(request) or running.model,
+            transport=variant.transport,
+            payload=variant.payload,
+        )
+        # A server of tokens speaks all of its protocols at once.
+        speaks_all = same_server and experiment.kind is Kind.TOKENS
+        if not request.embedded or experiment.deployment == "compose" or speaks_all:
+            arm.deployment.wait_ready(arm.model, 5.0)
+            yield arm
+            return
+        with self.second_server(arm, varied, store, self.work / store.directory.name / name) as started:
+            yield started
+
+    def beside(
+        self, arms: Mapping[Label, Arm], store: RunStore, loads: Sequence[Workload], number: int
+    ) -> tuple[LoadRunner, tuple[ScheduledBlock, ...]]:
+        """A runner of two variants of an arm that stores in a folder of their own, warm, and the blocks of their
+        interleaved rounds; `number` makes the order of these differ. Raises `RunError`."""
+        runner = self.load_runner(arms, store, watched=False, quiet=True)
+        runner.warm_up(loads)
+        return runner, interleave(loads, tuple(arms), self.experiment.seed + number)
 
     def attempt(self, step: Callable[[], object], *also: type[Exception]) -> str | None:
         """Run a step of a probe whose failure costs only that step; returns why it failed, or None. `also`: errors of

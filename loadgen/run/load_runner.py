@@ -22,7 +22,7 @@ from loadgen.experiment.schedule import (
 )
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.summaries import sound, summarise_blocks
-from loadgen.records.run import BlockRecord, Label, Record, StageTotals, Workload, shown
+from loadgen.records.run import BlockRecord, Kind, Label, Record, StageTotals, Workload, shown
 from loadgen.run.answers import AnswersUnderLoad
 from loadgen.run.arms import Arm, Snapshot
 from loadgen.run.gpu_recording import GpuRecording
@@ -145,7 +145,7 @@ class LoadRunner:
             failed: dict[tuple[RequestShape, int], RunError] = {}
             before: tuple[RequestShape, int, float] | None = None
             for (shape, users), workload in sorted(shapes.items(), key=lambda entry: _size(*entry[0])):
-                if until_s is not None and before is not None and workload.is_streamed:
+                if until_s is not None and before is not None and workload.kind is Kind.TOKENS:
                     expected_s = _expected_s(*before, shape, users)
                     if monotonic() + expected_s > until_s:
                         took.setdefault((shape, users), {})[label] = expected_s
@@ -153,7 +153,7 @@ class LoadRunner:
                 self.progress.now(f"{shown(label)}: {shape.words}, concurrency {users}")
                 requests = each * users if shape.batch_size > 1 or users > 1 else 5
                 load = closed_loop(users, requests, max_seconds=60.0, of=workload)
-                if workload.is_streamed:  # one answer per user of a slow server may take longer than all the others
+                if workload.kind is Kind.TOKENS:  # one answer per user of a slow server may take longer than the others
                     load = closed_loop(users, users, seconds=WARM_UP_SECONDS, max_seconds=60.0, of=workload)
                 try:
                     outcome = self.unstored(f"warm-up of arm {label}", label, load)

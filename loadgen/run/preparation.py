@@ -32,7 +32,7 @@ from loadgen.launch.compose import PROJECT, ComposeDeployment
 from loadgen.launch.deployment import Deployment, RemoteDeployment, RemoteLanguageDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.payloads import OWN_TENSORS, reference
-from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Label, asked_for, option_of
+from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Kind, Label, asked_for, option_of
 from loadgen.run.storage import RunError, RunStore
 
 READY_SECONDS = 300.0
@@ -75,7 +75,7 @@ def _deployment(
     arm: ArmRequest, experiment: Experiment, store: RunStore, work: Path, abserve: Sequence[str]
 ) -> Deployment:
     if not arm.embedded:
-        if experiment.is_language:
+        if experiment.kind is Kind.TOKENS:
             return RemoteLanguageDeployment(arm.target, None, arm.access, model_option=option_of(arm.label, "model"))
         grpc = arm.grpc if experiment.transport == "grpc" else None
         return RemoteDeployment(arm.target, grpc, arm.access, model_option=option_of(arm.label, "model"))
@@ -98,7 +98,7 @@ def serve_options(arm: ArmRequest, experiment: Experiment) -> dict[str, str]:
         options["weights"] = experiment.weights
     if experiment.precision is not None:
         options["precision"] = experiment.precision
-    if experiment.is_language:
+    if experiment.kind is Kind.TOKENS:
         options["max-length"] = str(longest_answer(experiment.workloads))
         options["slots"] = str(max((load.concurrency for load in experiment.workloads), default=1))
     if experiment.payload_of(arm) not in OWN_TENSORS:

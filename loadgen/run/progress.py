@@ -22,7 +22,7 @@ from loadgen.metrics.comparisons import PairedMetric, estimate_pairs, pair_metri
 from loadgen.metrics.registry import leading_metric
 from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.probes import ServerStart
-from loadgen.records.run import ArmRecord, BlockRecord, Experiment, Label, ParityRecord, Workload
+from loadgen.records.run import ArmRecord, BlockRecord, Experiment, Kind, Label, ParityRecord, Workload
 from loadgen.verdict.checks.registry import Check
 
 
@@ -223,6 +223,6 @@ class Forecast:
 
     def _block_s(self, workload: Workload, label: Label) -> float:
         took = self._took.get((workload.name, label), [])
-        if not took and not workload.is_streamed:
+        if not took and workload.kind is Kind.TENSORS:
             took = [seconds for (name, _), many in self._took.items() if name == workload.name for seconds in many]
         return fmean(took) if took else block_seconds(workload, self.request_s.get(workload.name, {}).get(label))

@@ -34,6 +34,7 @@ from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import (
     ArmRecord,
     Experiment,
+    Kind,
     Label,
     ParityRecord,
     RunState,
@@ -175,7 +176,7 @@ def _prepare(context: RunContext) -> None:
     """Make what is sent, as far as no server must be asked for it, and what the servers need."""
     store, progress = context.store, context.progress
     context.enter("preparing inputs")
-    if context.experiment.is_language:
+    if context.experiment.kind is Kind.TOKENS:
         context.prompts = prompt_plan(context.experiment, model_info(context.experiment, context.abserve))
     else:
         context.experiment, inputs = prepare_inputs(context.experiment, context.samples_folder, context.abserve)
@@ -187,7 +188,7 @@ def _prepare(context: RunContext) -> None:
     store.write(read_environment({"status": "unknown"}, about))
     if rule := padding_in_words(experiment, int(about.get("length_max", 0))):
         progress.rule_decided(rule)
-    if experiment.is_language:
+    if experiment.kind is Kind.TOKENS:
         progress.rule_decided(protocol_in_words(experiment))
     elif experiment.deployment == "embedded":
         context.enter("exporting the model")
@@ -321,7 +322,7 @@ def _sized(context: RunContext, by_arm: Mapping[str, Mapping[Label, float]], war
     if experiment.screening:  # a slow arm does not make the blocks of all arms long: it need not be known well
         first = experiment.baseline.label
         took = {name: min(slowest, SLOWEST_SIZED * by_arm[name][first]) for name, slowest in took.items()}
-    if not experiment.is_language:
+    if experiment.kind is Kind.TENSORS:
         return _with_rounds_that_pay(
             context, msgspec.structs.replace(experiment, workloads=sized(experiment.workloads, took, span))
         )

@@ -16,11 +16,11 @@ import msgspec
 
 from loadgen.metrics.claims import claim, winner_in_words
 from loadgen.metrics.comparisons import Comparison, advantage, compare_all, judge, leading_comparisons, log_lead
-from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, THROUGHPUT, TPOT, Metric
+from loadgen.metrics.registry import METRICS, RATES, TPOT, Metric
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.quantities import Interval, join, number, ratio, ratio_interval, share
-from loadgen.records.run import Label, item_of
+from loadgen.records.run import Kind, Label, item_of
 from loadgen.stats.estimates import SIGNIFICANCE, Estimate, critical_t, t_estimate
 from loadgen.tune.records import Contender, Space, Tuning
 from loadgen.tune.search import Choice, RaceLead, Search
@@ -286,8 +286,8 @@ def goal_metrics(settings: TuneSettings) -> tuple[Metric, ...]:
     """The metrics of blocks that the goal may be measured by, the best first: that of which every block has a figure
     counts. Of the goal energy it is that of the throughput, whose scatter is the energy's."""
     if settings.aim == "latency":
-        return (TPOT,) if settings.is_language else (METRICS["latency_p50"], METRICS["latency_mean"])
-    return (OUTPUT_TOKENS,) if settings.is_language else (THROUGHPUT,)
+        return (TPOT,) if settings.kind is Kind.TOKENS else (METRICS["latency_p50"], METRICS["latency_mean"])
+    return (RATES[settings.kind],)
 
 
 class _Compared:

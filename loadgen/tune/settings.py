@@ -30,7 +30,7 @@ from loadgen.experiment.settings import (
     read_limits,
 )
 from loadgen.records.payloads import Payload, is_language
-from loadgen.records.run import Label, Transport
+from loadgen.records.run import Kind, Label, Transport
 
 Target = Literal["native", "triton", "fastapi", "litserve", "vllm"]
 Goal = Literal["throughput", "latency", "cost", "energy"]
@@ -158,8 +158,8 @@ class TuneSettings(Settings):
     gpu_control: bool = _shared("gpu_control")
 
     @property
-    def is_language(self) -> bool:
-        return is_language(self.model)
+    def kind(self) -> Kind:
+        return Kind.TOKENS if is_language(self.model) else Kind.TENSORS
 
     @property
     def aim(self) -> Goal:
@@ -179,7 +179,7 @@ class TuneSettings(Settings):
 
     def side_by_side(self, *, gpu: bool) -> int:
         """Contenders of a screening."""
-        return self.at_once or (AT_ONCE_ON_GPU if gpu and self.is_language else AT_ONCE)
+        return self.at_once or (AT_ONCE_ON_GPU if gpu and self.kind is Kind.TOKENS else AT_ONCE)
 
 
 ROUNDS = 4
@@ -199,7 +199,7 @@ def final_settings(
 ) -> ExperimentSettings:
     """The comparison whose verdict is the answer, which takes so many minutes and starts its servers so often. Raises
     `PlanError`."""
-    price = {"price": settings.price} if settings.is_language and settings.price is not None else {}
+    price = {"price": settings.price} if settings.kind is Kind.TOKENS and settings.price is not None else {}
     rounded = max(0.1, math.floor(minutes * 10.0) / 10.0)
     more = {"minutes": rounded, "restarts": restarts, "gpu_control": settings.gpu_control}
     return _experiment(settings, arms, **more, **price)
@@ -238,6 +238,6 @@ def check_tuning(settings: TuneSettings, *, gpu: bool) -> None:
         raise PlanError("--goal energy needs an NVIDIA GPU, and this machine has none; use --goal throughput")
     if settings.sequence_length is not None and "," in settings.sequence_length:
         raise PlanError("--sequence-length: a tuning has one load; give one length, or text")
-    for name in TOKEN_LIMITS if not settings.is_language else ():
+    for name in TOKEN_LIMITS if settings.kind is Kind.TENSORS else ():
         if LIMITED[name] in settings.limits:
             raise PlanError(f"--limit {name} is for language models, and {settings.model} is not one; use p99")

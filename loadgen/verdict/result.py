@@ -24,7 +24,18 @@ from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, sound, summarise_blocks, summarise_workload
 from loadgen.probes.registry import finding_types, probes
 from loadgen.records.machine import NoiseFloor
-from loadgen.records.run import ArmRecord, Environment, Experiment, Found, Label, ParityRecord, Record, RunState, shown
+from loadgen.records.run import (
+    ArmRecord,
+    Environment,
+    Experiment,
+    Found,
+    Kind,
+    Label,
+    ParityRecord,
+    Record,
+    RunState,
+    shown,
+)
 from loadgen.run.storage import StoredRun, StoredRunError, read_run
 from loadgen.stats.ratios import has_log
 from loadgen.verdict.checks.registry import Check, make_checks, reason_against
@@ -186,7 +197,7 @@ def analyse_run(run: StoredRun) -> Result:
     breakdowns = tuple(
         breakdown
         for workload in loads
-        if not workload.is_streamed
+        if workload.kind is Kind.TENSORS
         for breakdown in step(
             f"latency breakdown of {workload.name}",
             partial(

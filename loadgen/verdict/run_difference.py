@@ -327,6 +327,6 @@ def _caveats(old: Result, new: Result, binding: Sequence[PropertyDifference]) ->
 def _block_of(workload: Workload) -> str:
     """What a block holds by the plan. Its length is that of a few answers of the slower arm, which differs by the run,
     so of streamed answers only their tokens count."""
-    if workload.is_streamed:
+    if workload.output_tokens is not None:
         return f"{workload.prompt_tokens} → {workload.output_tokens} tokens"
     return f"{number(workload.seconds)} s"

@@ -213,13 +213,13 @@ def judge_thresholds(facts: Facts) -> tuple[ThresholdOutcome, ...]:
 
 def measured_in(workload: Workload) -> tuple[str, ...]:
     """Names of the metrics that a workload measures, first those by which it compares the arms."""
-    measured = (metric for metric in METRICS.values() if metric.measured_in(workload))
+    measured = (metric for metric in METRICS.values() if metric.measures(workload))
     return tuple(metric.short_name for metric in dict.fromkeys((*metrics_of(workload), *measured)))
 
 
 def _workloads_of(condition: Condition, workloads: Sequence[Workload]) -> tuple[Workload, ...]:
     lacking = {
-        workload: [str(q) for q in condition.quantities if not q.metric.measured_in(workload)] for workload in workloads
+        workload: [str(q) for q in condition.quantities if not q.metric.measures(workload)] for workload in workloads
     }
     selected = (condition.scenario or "").replace(" ", "")
     if selected in ("", ALL):

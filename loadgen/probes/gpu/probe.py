@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import msgspec
-
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.experiment.prompts import SETTLING
@@ -20,7 +18,8 @@ from loadgen.probes.gpu.analysis import ControlRun, GpuFound, analyse, assess_ru
 from loadgen.probes.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding, ReadingsError
 from loadgen.probes.registry import Probe
 from loadgen.quantities import number, share
-from loadgen.records.run import ArmRequest, Experiment, Label, Workload, item_of, setting_key, shown
+from loadgen.records.probes import Variant
+from loadgen.records.run import ArmRequest, Experiment, Kind, Label, Workload, item_of, shown
 from loadgen.records.samples import read_samples
 from loadgen.run.storage import RunStore, read_run
 from loadgen.verdict.result import Result
@@ -108,8 +107,7 @@ def _run_control(context: RunContext, request: ArmRequest) -> ControlRun:
     """
     workload = control_workload(context.experiment)
     store = RunStore(context.store.directory / "gpu" / "control")
-    planned = replace(context.arms[request.label], request=control_request(request))
-    with context.second_server(planned, context.experiment, store, context.work / "control") as started:
+    with context.varied(request.label, control_variant(context.experiment, request), store, "control") as started:
         arm = replace(started, request=request)
         record = context.gpu.describe(arm.record(), store)
         runner = context.load_runner({request.label: arm}, store)
@@ -121,10 +119,11 @@ def _run_control(context: RunContext, request: ArmRequest) -> ControlRun:
     return ControlRun(arm=record, block=block, samples=read_samples(store.samples_path(block.index)), pids=pids)
 
 
-def control_request(request: ArmRequest) -> ArmRequest:
+def control_variant(experiment: Experiment, request: ArmRequest) -> Variant:
     """The arm on the CPU, in the engine's default mode there and in FP32, which every engine offers."""
-    others = {name: value for name, value in request.settings.items() if setting_key(name) not in ("mode", "precision")}
-    return msgspec.structs.replace(request, settings={**others, "precision": "fp32", "device": "cpu"})
+    settings = {"mode": "", "precision": "fp32", "device": "cpu"}
+    payload, transport = experiment.payload_of(request), experiment.transport_of(request)
+    return Variant(payload=payload, transport=transport, settings=settings)
 
 
 def control_workload(experiment: Experiment) -> Workload:
@@ -132,8 +131,8 @@ def control_workload(experiment: Experiment) -> Workload:
     small prompt that is also sent before each block."""
     batch_size = min(workload.batch_size for workload in experiment.workloads if workload.has_blocks)
     return Workload(
-        prompt_tokens=SETTLING.prompt_tokens if experiment.is_language else None,
-        output_tokens=SETTLING.output_tokens if experiment.is_language else None,
+        prompt_tokens=SETTLING.prompt_tokens if experiment.kind is Kind.TOKENS else None,
+        output_tokens=SETTLING.output_tokens if experiment.kind is Kind.TOKENS else None,
         scenario="single" if batch_size == 1 else "batched",
         batch_size=batch_size,
         concurrency=1,

@@ -10,9 +10,10 @@ import math
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
+from loadgen.metrics.registry import OUTPUT_TOKENS, RATES
 from loadgen.metrics.surface import AXIS_TITLES, Surface, SurfacePoint, place_of_users, rows_in_words
 from loadgen.quantities import counted, ratio, ratio_interval, sentence, share
-from loadgen.records.run import shown
+from loadgen.records.run import item_of, shown
 from loadgen.verdict.result import Result
 
 WIDTH = 0.97
@@ -100,7 +101,8 @@ def _axes(surface: Surface) -> tuple[list[int], list[int]]:
 
 
 def _measure(result: Result) -> str:
-    return "output tokens/s" if result.experiment.is_language else charts.rate_unit(result)
+    metric = RATES[result.experiment.kind]
+    return f"{'output ' if metric is OUTPUT_TOKENS else ''}{metric.unit_for(item_of(result.environment))}"
 
 
 def _factor(point: SurfacePoint) -> str:

@@ -8,10 +8,10 @@ import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.metrics.claims import verdict_words
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons
-from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, SERVED, THROUGHPUT, Metric
+from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, RATES, SERVED, Metric
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
 from loadgen.quantities import join, measured, ratio
-from loadgen.records.run import shown
+from loadgen.records.run import item_of, shown
 from loadgen.report.sections.comparisons import against_baseline
 from loadgen.verdict.result import Result
 
@@ -55,11 +55,11 @@ def throughput_chart(result: Result) -> doc.Chart | None:
 
 def _metric_of(result: Result) -> Metric:
     """What the bars show: items per second, of a language model output tokens per second."""
-    return OUTPUT_TOKENS if result.experiment.is_language else THROUGHPUT
+    return RATES[result.experiment.kind]
 
 
 def _unit(result: Result) -> str:
-    return OUTPUT_TOKENS.unit if result.experiment.is_language else charts.rate_unit(result)
+    return _metric_of(result).unit_for(item_of(result.environment))
 
 
 def _ends(summaries: Sequence[WorkloadSummary], metric: Metric) -> list[float]:

@@ -13,7 +13,7 @@ from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.probes.rate_search_analysis import RatesFound
 from loadgen.probes.tokens_analysis import Points, TokensFound, TokenTotals
 from loadgen.quantities import counted, measured, number, share
-from loadgen.records.run import Label, Workload, shown
+from loadgen.records.run import Kind, Label, Workload, shown
 from loadgen.stats.ratios import geometric_mean
 from loadgen.verdict.result import Result
 
@@ -28,7 +28,7 @@ USERS = ("single", "concurrent")
 
 def _streamed(result: Result) -> dict[str, Workload]:
     """The workloads with streamed answers, in the order of the report."""
-    return {w.name: w for w in result.experiment.workloads if w.has_blocks and w.is_streamed}
+    return {w.name: w for w in result.experiment.workloads if w.has_blocks and w.kind is Kind.TOKENS}
 
 
 def token_table(result: Result) -> doc.Section | None:

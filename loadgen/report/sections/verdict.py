@@ -13,7 +13,7 @@ from loadgen.quantities import counted, join, sentence, share
 from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.model_config import padding_in_effect
 from loadgen.records.payloads import inputs_in_brief
-from loadgen.records.run import TRANSPORT_TITLES, ArmRecord, Experiment, shown
+from loadgen.records.run import TRANSPORT_TITLES, ArmRecord, Experiment, Kind, shown
 from loadgen.report.charts import arm_style, base_and_arm, several
 from loadgen.report.sections.checks import check_rows, counts, style_of_check
 from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
@@ -79,7 +79,7 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
     swept = [workload.sequence_length for workload in experiment.workloads if workload.sequence_length is not None]
     sent = f"{inputs_in_brief(described, swept)} as {' and '.join(experiment.payloads)}".removeprefix(" as ")
     second = [f"{sent} over {TRANSPORT_TITLES[experiment.transport]}"]
-    if experiment.is_language:
+    if experiment.kind is Kind.TOKENS:
         second = [_prompts_in_brief(experiment)]
     elif sizes:
         second.append(f"batch size{'s' if len(sizes) > 1 else ''} {', '.join(map(str, sizes))}")
@@ -97,7 +97,7 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
 
 def _prompts_in_brief(experiment: Experiment) -> str:
     """ "prompts of 32 tokens and answers of 64 over OpenAI's completions" """
-    streamed = [workload for workload in experiment.workloads if workload.is_streamed]
+    streamed = [workload for workload in experiment.workloads if workload.kind is Kind.TOKENS]
     lengths = {(w.prompt_tokens or 0, w.output_tokens or 0) for w in streamed if w.trace is None}
     protocols = {TRANSPORT_TITLES[experiment.transport_of(arm)]: None for arm in experiment.arms}
     sizes = [f"prompts of {prompt:,} tokens and answers of {output:,}" for prompt, output in sorted(lengths)]

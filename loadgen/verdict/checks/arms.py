@@ -38,6 +38,7 @@ from loadgen.records.run import (
     ArmRecord,
     ArmRequest,
     Experiment,
+    Kind,
     Workload,
     asked_for,
     body_in_words,
@@ -177,7 +178,7 @@ def _declare_same(
 
     def find(facts: Facts) -> list[Judgement]:
         lacking = [arm.in_effect.get(setting) is None for arm in facts.run.arms]
-        if facts.run.experiment.is_language and setting in OF_TENSORS and any(lacking):
+        if facts.run.experiment.kind is Kind.TOKENS and setting in OF_TENSORS and any(lacking):
             return []
         if where_reported and all(lacking):
             return []

@@ -15,7 +15,7 @@ from loadgen.metrics.summaries import BlockSummary, figure_of
 from loadgen.probes.rate_search_analysis import BUSY, RatesFound, Trial
 from loadgen.quantities import join, number, per_second, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s, ceiling_tokens_per_s
-from loadgen.records.run import Label, Workload, shown
+from loadgen.records.run import Kind, Label, Workload, shown
 from loadgen.stats.estimates import critical_t
 from loadgen.verdict.checks.registry import Judgement, Severity, check, per_load
 
@@ -94,7 +94,7 @@ def generator_ceiling(facts: Facts) -> Iterator[Judgement]:
     the maximum for streamed tokens it merges chunks and stamps them late, so the run is invalid."""
     searches = facts.of(RatesFound)
     for load in facts.loads:
-        if load.workload.is_streamed:
+        if load.workload.kind is Kind.TOKENS:
             yield _token_ceiling(facts, load)
             continue
         yield _ceiling(facts, load.workload, [(summary.label, summary.throughput_per_s) for summary in load.summaries])

@@ -16,7 +16,7 @@ from loadgen.metrics.barrier import attempt
 from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.metrics.facts import PLAN, RUN, Facts, WorkloadFacts, workload_scope
 from loadgen.quantities import counted, sentence
-from loadgen.records.run import ArmRecord, Label, Record, shown
+from loadgen.records.run import ArmRecord, Kind, Label, Record, shown
 
 Severity = Literal["invalidates", "warns", "informs"]
 State = Literal["passed", "failed", "unknown"]
@@ -95,7 +95,7 @@ class CheckDefinition:
     find: Find
 
     def checks(self, facts: Facts) -> Iterator[Check]:
-        if self.language not in (None, facts.run.experiment.is_language):
+        if self.language not in (None, facts.run.experiment.kind is Kind.TOKENS):
             return
         yield from map(self.stated, attempt(lambda: list(self.find(facts)), self._not_made))
 

@@ -20,7 +20,7 @@ from loadgen.probes.rate_search_analysis import RatesFound, Trial
 from loadgen.quantities import counted, join, number, share
 from loadgen.records.payloads import GUESSED
 from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart, TokensCompared
-from loadgen.records.run import Label, ParityRecord, Workload, shown
+from loadgen.records.run import Kind, Label, ParityRecord, Workload, shown
 from loadgen.run.storage import StoredRun
 from loadgen.verdict.checks.registry import AGAIN, Judgement, Severity, check, per_comparison, per_load
 
@@ -545,7 +545,7 @@ def repeated_requests(facts: Facts) -> Iterator[Judgement]:
             parts[0] += f", so {join(list(map(shown, cached)))} answers from a cache"
     errors = [f"{shown(probe.label)} did not answer the probe: {probe.error}" for probe in probes if probe.error]
     ok = False if cached else None if errors else True
-    remedy = "Turn off the prefix cache of that server." if facts.run.experiment.is_language else None
+    remedy = "Turn off the prefix cache of that server." if facts.run.experiment.kind is Kind.TOKENS else None
     worst = min(shares.values(), default=None)
     yield Judgement(ok, "; ".join(parts + errors), worst, remedy=remedy, arms=tuple(cached))
 

@@ -61,8 +61,6 @@ def per_totals(judge: Callable[[Sequence[TokenTotals]], Judgement | None]) -> Fi
     @per_load
     @wraps(judge)
     def find(load: WorkloadFacts, facts: Facts) -> Judgement | None:
-        if not load.workload.is_streamed:
-            return None
         totals = facts.of(TokensFound).in_workload(load.workload.name)
         return judge(totals) if totals else Judgement(None, "no answer was stored")
 
@@ -379,7 +377,7 @@ def distinct_tokens(totals: Sequence[TokenTotals]) -> Judgement:
 def cached_prompts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge the servers' own count of cached tokens; `repeated_requests` looks for caches that are not reported. A
     workload whose prompts share their beginning asks for a cache, as a trace does."""
-    if not load.workload.is_streamed or load.workload.shared_prefix or load.workload.trace is not None:
+    if load.workload.shared_prefix or load.workload.trace is not None:
         return None
     totals = facts.of(TokensFound).in_workload(load.workload.name)
     if cached := {total.label: total.cached_tokens for total in totals if total.cached_tokens}:
@@ -541,8 +539,6 @@ def same_protocol(facts: Facts) -> Iterator[Judgement]:
 @per_load
 def server_counts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Blocks that a server contradicts do not count for the steps of its engine."""
-    if not load.workload.is_streamed:
-        return None
     counted_by = [block for block in load.stored if block.record.complete and block.record.stages is not None]
     if not counted_by:
         return Judgement(None, "no server reports how many requests it has answered")
@@ -568,8 +564,6 @@ def server_counts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
 @per_load
 def generator_scheduled(load: WorkloadFacts, _: Facts) -> Judgement | None:
     """Judge the median block, since a moment's wait only widens the intervals."""
-    if not load.workload.is_streamed:
-        return None
     records = [block.record for block in load.stored if block.record.complete]
     shares = [
         record.generator_waited_ns / (record.window_end_ns - record.window_start_ns)
@@ -595,7 +589,7 @@ def generator_scheduled(load: WorkloadFacts, _: Facts) -> Judgement | None:
 def generator_cpu_per_token(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge closed loops: in an open one with few requests the wait for each takes more CPU than its tokens. A dear
     token matters only where the load generator takes a good part of a core."""
-    if not load.workload.is_streamed or load.workload.is_open:
+    if load.workload.is_open:
         return None
     complete = [block.record for block in load.stored if block.record.complete]
     tokens = sum(total.tokens for total in facts.of(TokensFound).in_workload(load.workload.name))

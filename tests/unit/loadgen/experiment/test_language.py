@@ -19,7 +19,7 @@ from loadgen.experiment.plan import PlanError, make_arms
 from loadgen.experiment.schedule import block_seconds
 from loadgen.experiment.settings import ExperimentSettings, read_limits
 from loadgen.records.payloads import implied_payload, served_name
-from loadgen.records.run import Experiment, TokenLimits, Workload
+from loadgen.records.run import Experiment, Kind, TokenLimits, Workload
 
 
 def settings_of(**settings: object) -> ExperimentSettings:
@@ -225,7 +225,7 @@ def test_what_has_no_effect_is_refused(settings: dict[str, object], message: str
 
 def test_the_experiment_says_that_it_is_about_tokens() -> None:
     experiment = experiment_of(limits="tpot=50ms", price=2.5)
-    assert experiment.is_language
+    assert experiment.kind is Kind.TOKENS
     assert (experiment.payload, experiment.transport, experiment.price) == ("tokens", "generate_stream", 2.5)
     assert not experiment.handicap_check
     assert [experiment_of(preset=preset).explain for preset in ("quick", "full")] == [False, True]
@@ -239,6 +239,6 @@ def test_other_models_are_planned_as_before() -> None:
     check_language(settings, make_arms(settings))
     assert settings.sha256() == "8dcfd334875a46f596491c39787f83001b1d38b6dfd2fd0abc35778eeebdfd15"
     experiment = plan_experiment(settings).runs[0][1]
-    assert not experiment.is_language
+    assert experiment.kind is Kind.TENSORS
     assert experiment.handicap_check
     assert all(isinstance(w, Workload) and w.output_tokens is None for w in experiment.workloads)

@@ -12,16 +12,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from loadgen.probes.causes_analysis import (
-    AS_IS,
-    WITHOUT,
-    Ablation,
-    CauseName,
-    CausesFound,
-    Explanation,
-    Untested,
-    Variant,
-)
+from loadgen.probes.causes_analysis import AS_IS, WITHOUT, Ablation, CauseName, CausesFound, Explanation, Untested
+from loadgen.records.probes import Variant
 from loadgen.records.run import Experiment, Label, Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html

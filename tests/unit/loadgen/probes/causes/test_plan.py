@@ -11,16 +11,14 @@ import pytest
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.metrics.summaries import BlockSummary, summarise_latency
-from loadgen.probes.causes_analysis import Ablation, Untested, Variant
+from loadgen.probes.causes_analysis import Ablation, Untested
 from loadgen.probes.causes_plan import (
-    changed_settings,
     fit_into,
     plan_ablations,
     rounds_of,
-    varied_experiment,
-    varied_request,
     workloads_worth_explaining,
 )
+from loadgen.records.probes import Variant
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
 from loadgen.stats.percentiles import Pool
 
@@ -71,15 +69,19 @@ BOTH = [(cause, label) for cause in ("queue_delay", "transfer", "compute") for l
 
 def test_the_engine_that_computes_nothing_gets_no_setting_of_another_engine() -> None:
     settings = {"engine": "onnxruntime", "spinning": "off", "threads": "2"}
-    plan, _ = plan_ablations(experiment({"settings": settings}), arms(), BYTES)
+    asked = experiment({"settings": settings})
+    plan, _ = plan_ablations(asked, arms(), BYTES)
     compute = next(entry for entry in plan if (entry.cause, entry.label) == ("compute", "a"))
-    assert changed_settings(settings, compute.without) == {"engine": "null", "threads": "2"}
+    assert compute.without.request(asked.arm("a")).settings == {
+        "engine": "null",
+        "threads": "2",
+    }
 
 
 def test_the_engine_that_computes_nothing_has_the_same_front_ends() -> None:
     plan, _ = plan_ablations(experiment(), arms(fronts="8"), BYTES)
     compute = next(entry for entry in plan if (entry.cause, entry.label) == ("compute", "a"))
-    assert changed_settings({}, compute.without) == {"engine": "null", "fronts": "8"}
+    assert compute.without.request(experiment().arm("a")).settings == {"engine": "null", "fronts": "8"}
 
 
 def test_a_plain_server_has_neither_shared_memory_nor_another_engine() -> None:
@@ -200,10 +202,9 @@ def test_an_arm_that_is_sent_the_smallest_payload_keeps_it() -> None:
 def test_a_variant_changes_its_options_however_they_are_spelt() -> None:
     variant = Variant(payload="fp32", transport="http", settings={"max-queue-delay-us": "0", "device": ""})
     asked = {"max_queue_delay_us": "10000", "--device": "cuda:0", "engine": "torch"}
-    assert changed_settings(asked, variant) == {"engine": "torch", "max-queue-delay-us": "0"}
     run = experiment({}, {"settings": asked}, {})
-    request = varied_request(run.arm("b"), variant)
-    varied = varied_experiment(run, request, variant)
+    request = variant.request(run.arm("b"))
+    varied = variant.experiment(run, request)
     assert varied.arms == (run.baseline, request, run.arm("c"))
     assert request.settings == {"engine": "torch", "max-queue-delay-us": "0"}
 

@@ -18,7 +18,6 @@ from loadgen.probes.causes_analysis import (
     MeanDifference,
     MeasuredEffect,
     Untested,
-    Variant,
     WorkloadCauses,
     combine,
     difference,
@@ -26,6 +25,7 @@ from loadgen.probes.causes_analysis import (
     rank_causes,
     with_verdicts,
 )
+from loadgen.records.probes import Variant
 from loadgen.records.run import ArmRequest, Experiment, Label, Pairing, Workload
 from tests.truth.simulated_runs import block
 from tests.unit.loadgen.metrics.test_several_arms import compared

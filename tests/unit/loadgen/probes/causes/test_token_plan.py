@@ -9,7 +9,7 @@ import pytest
 from loadgen.experiment.language import token_workloads
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.probes.causes_analysis import Ablation, Untested
-from loadgen.probes.causes_plan import plan_ablations, varied_experiment, varied_request
+from loadgen.probes.causes_plan import plan_ablations
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, TokenTransport
 
 ARMS = {"a": "native", "b": "triton"}
@@ -62,10 +62,10 @@ def test_of_one_engine_behind_two_servers_the_server_is_exchanged_and_the_front_
         ("server", "a"): True,
         ("front_ends", "b"): True,
     }
-    request = varied_request(experiment.arm("b"), done[0].without)
+    request = done[0].without.request(experiment.arm("b"))
     assert request.target == "native"
     assert request.settings == {"device": "cpu", "precision": "fp32", "engine": "slots"}
-    assert varied_experiment(experiment, request, done[0].without).transport_of(request) == "generate_stream"
+    assert done[0].without.experiment(experiment, request).transport_of(request) == "generate_stream"
     assert done[1].without.settings == {"fronts": "0"}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.probes.gpu.probe import control_request
+from loadgen.probes.gpu.probe import control_variant
 from loadgen.run.preparation import make_deployment
 from loadgen.run.storage import RunStore
 
@@ -20,7 +20,7 @@ def test_the_control_computes_in_fp32_in_the_default_mode(tmp_path: Path, option
         precision="fp16",
     )
     experiment = plan_experiment(settings).runs[0][1]
-    control = control_request(experiment.baseline)
+    control = control_variant(experiment, experiment.baseline).request(experiment.baseline)
     assert control.settings == {"threads": "2", "precision": "fp32", "device": "cpu"}
     deployment = make_deployment(control, experiment, RunStore(tmp_path), tmp_path)
     assert deployment._options["precision"] == "fp32"  # type: ignore[attr-defined]
