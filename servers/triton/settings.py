@@ -41,7 +41,7 @@ OF_ONNXRUNTIME: dict[str, Callable[[search.SearchContext, str, str], bool]] = {
 """What applies to Triton's own onnxruntime backend."""
 SEARCHED_QUEUE_DELAY = search.Searched(search.by_device((0, 5000), (0, 100, 500, 2000)), ordered=True, applies=MERGES)
 SEARCHED_BATCH_MULTIPLE = search.Searched(
-    search.by_device((), (1, 8, 16, 32)),
+    search.by_device((), (1, 16, 32)),
     ordered=True,
     applies={
         **OF_ONNXRUNTIME,
