@@ -40,9 +40,7 @@ def check_input(spec: ModelSpecification, name: str, datatype: str, shape: Seque
     if tensor is None:
         raise ValueError(f"the model has no input {name}")
     fits = all(size == fixed or (fixed == -1 and size >= 0) for size, fixed in zip(shape, tensor.shape, strict=True))
-    ranged = all(
-        axis.padded <= shape[axis.places[name]] <= axis.largest for axis in spec.axes if name in axis.places
-    )
+    ranged = all(axis.padded <= shape[axis.places[name]] <= axis.largest for axis in spec.axes if name in axis.places)
     if datatype != tensor.datatype or not (fits and ranged and 1 <= shape[0] <= spec.max_batch_size):
         raise ValueError(f"the model takes {tensor}, at most {spec.max_batch_size} rows")
     return tensor

@@ -465,7 +465,10 @@ class OutgoingMessages:
         if call.unsent or size > min(self._window, call.send_window, self._max_frame):
             if call.unsent and len(call.unsent[-1]) + size <= http2.DEFAULT_FRAME:  # many tokens take one piece
                 pieces = (call.unsent.pop(), *pieces)
-            call.unsent.append(memoryview(b"".join(pieces)))
+            if size > _JOINED_BYTES:  # a copy would double what a large answer takes
+                call.unsent.extend(memoryview(piece) for piece in pieces if piece)
+            else:
+                call.unsent.append(memoryview(b"".join(pieces)))
             call.unsent_bytes += size
             self.waiting_bytes += size
             call.trailers = TRAILERS_OK if last else None
@@ -545,6 +548,7 @@ class OutgoingMessages:
 
     def _flush(self, call: Call) -> None:
         parts: list[bytes | memoryview] = []
+        written = 0
         if not call.headers_sent:
             call.headers_sent = True
             parts.append(http2.frame(http2.HEADERS, http2.END_HEADERS, call.stream, http2.RESPONSE_HEADERS))
@@ -559,6 +563,10 @@ class OutgoingMessages:
             call.unsent_bytes -= size
             self.waiting_bytes -= size
             parts += [http2.frame_head(http2.DATA, 0, call.stream, size), piece[:size]]
+            written += size
+            if written > _JOINED_BYTES:
+                self._write(b"".join(parts))
+                parts, written = [], 0
             if size == len(piece):
                 call.unsent.popleft()
             else:
@@ -589,6 +597,8 @@ def _widened(window: int, increment: int) -> int:
 
 
 _NOTHING = memoryview(b"")
+_JOINED_BYTES = 2**20
+"""A message with more leaves in its pieces."""
 
 
 class GrpcMessage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import deque
 from typing import Any
 
@@ -93,3 +94,23 @@ def test_new_settings_let_blocked_calls_go_on(answers, written) -> None:
     written.clear()
     answers.set_up([(http2.INITIAL_WINDOW_SIZE, http2.DEFAULT_WINDOW + 20)], calls)
     assert [data[5:9] for data in written] == [call.stream_bytes for call in calls]
+
+
+@pytest.mark.parametrize("window", [0, 2**30])
+def test_a_large_answer_is_held_once_while_it_waits_and_written_in_parts(window: int) -> None:
+    """It was copied twice, so answers that nobody read took three times what they count as held."""
+    tensor, passed, largest = bytes(2**24), 0, 0
+
+    def write(data: bytes) -> None:
+        nonlocal passed, largest
+        passed, largest = passed + len(data), max(largest, len(data))
+
+    answers = OutgoingMessages(write, lambda _: None)
+    answers.widen(2**30)
+    tracemalloc.start()
+    answers.send(WaitingCall(1, window), [b"prefix", tensor, b"end"], last=False)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < len(tensor) // 4
+    assert largest < len(tensor) // 4
+    assert passed >= len(tensor) if window else passed == 0
