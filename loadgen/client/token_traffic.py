@@ -32,7 +32,7 @@ from loadgen.client.transports import InferenceTarget, Request
 from loadgen.documents import one_line
 from loadgen.experiment.prompts import SETTLING, PromptPlan
 from loadgen.records.run import TEXT_TRANSPORTS, is_token_transport
-from loadgen.records.samples import SampleWriter
+from loadgen.records.samples import Samples, SampleWriter
 from loadgen.records.tokens import (
     ANSWER_DTYPE,
     CUT,
@@ -84,7 +84,7 @@ class TokenTraffic(Traffic):
         self._held: list[_HeldAnswer] = []
         self._held_bytes = 0
         self._events: list[tuple[int, int, int, int]] = []
-        self._rows: list[np.void] = []
+        self._rows: list[Samples] = []
 
     def settling_fault(self, connection: ClientConnection, exchange: Exchange) -> str | None:
         failure = None if exchange.good else failure_message(exchange)
@@ -162,7 +162,7 @@ class TokenTraffic(Traffic):
         prompt = self._prompts.prompt(sent.body, sent.first)[np.newaxis]
         return {"prompt": prompt, "tokens": np.array([ids], dtype=np.int32)}
 
-    def _row(self, answer: StreamedAnswer, sent: SentRequest) -> np.void:
+    def _row(self, answer: StreamedAnswer, sent: SentRequest) -> Samples:
         """The answer's row of `ANSWER_DTYPE`."""
         shape = self._prompts.shapes[sent.body]
         flags = IDS if answer.has_ids else 0
@@ -180,7 +180,7 @@ class TokenTraffic(Traffic):
             shape.output_tokens, shape.prompt_tokens, prompt_tokens, answer.output_tokens, answer.usage_tokens,
             answer.cached_tokens, distinct, len(answer.chunks), answer.text_bytes, answer.hidden_tokens, sent.first,
             answer.finish, answer.counted, flags,
-        ), dtype=ANSWER_DTYPE)[()]  # fmt: skip
+        ), dtype=ANSWER_DTYPE)  # fmt: skip
 
 
 def _read(stream: ReceivedStream, asked: int) -> StreamedAnswer:

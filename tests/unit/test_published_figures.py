@@ -38,9 +38,6 @@ def intervals_in(document: object, name: str = "") -> Iterator[Interval]:
             yield float(document[0]), float(document[1])
         for value in document if not is_pair else ():
             yield from intervals_in(value, name)
-    elif isinstance(document, str):
-        for low, high in INTERVAL.findall(document):
-            yield float(low.replace(",", "")), float(high.replace(",", ""))
 
 
 def over_starts(document: dict[str, Any]) -> Iterator[Interval]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,8 +76,9 @@ def test_a_streamed_answer_that_no_row_can_hold_is_one_failed_request(
     )
     target, writer = InferenceTarget("completions", "http://127.0.0.1:1", "m"), SampleWriter(samples)
     traffic = token_traffic.TokenTraffic(target, prompts, writer, samples)
+    connection: Any = Answering()
     for _ in range(3):
-        traffic.infer(Answering(), 0)
+        traffic.infer(connection, 0)
     traffic.finish()
     writer.close()
     assert (read_samples(samples)["error"] >= 0).tolist() == [False, True, False]

@@ -107,8 +107,9 @@ def test_a_large_answer_is_held_once_while_it_waits_and_written_in_parts(window:
 
     answers = OutgoingMessages(write, lambda _: None)
     answers.widen(2**30)
+    call: Any = WaitingCall(1, window)
     tracemalloc.start()
-    answers.send(WaitingCall(1, window), [b"prefix", tensor, b"end"], last=False)
+    answers.send(call, [b"prefix", tensor, b"end"], last=False)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < len(tensor) // 4
