@@ -3,29 +3,21 @@
 Decoding is measured while all requests of a batch decode: from the moment at which each has its first token, for a
 number of tokens of each. Its limit is the memory: a step reads the weights and every request's keys and values once.
 So the rate is also given as a share of the bandwidth of a copy on the same device.
-
-    python -m servers.measuring.generation language:demo --batches 1,4,16 --prompt-tokens 32 --json FILE
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servers.engines.settings import EngineError
 from servers.language.engine import (
-    DEFAULT_ENGINE,
-    GENERATING_ENGINES,
     GeneratingEngine,
     GenerationRequest,
     GenerationSettings,
@@ -33,9 +25,7 @@ from servers.language.engine import (
 )
 from servers.language.module import DTYPES, build_module, empty_module
 from servers.language.reference import GivenAnswer, judge, own_noise
-from servers.language.specification import LanguageModel, language_model
-from servers.models.specification import UnknownModelError
-from servers.models.weights import WeightsError
+from servers.language.specification import LanguageModel
 
 SCHEMA = "abserve.generation/1"
 _JUDGED_ANSWERS = 8
@@ -305,61 +295,3 @@ def table_of(document: dict[str, Any]) -> list[str]:
         f"{copied:,.0f} GB/s, the reference's own noise is {noise:.2g}"
     )
     return [title, *("  ".join(map(str.rjust, row, widths)) for row in cells)]
-
-
-def _whole_numbers(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and 0 < int(part) < 2**20 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text}: give whole numbers from 1 up, as in 1,16,64")
-    return [int(part) for part in parts]
-
-
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Needs no package beyond torch, transformers and numpy, so that it runs on a machine without abserve's others."""
-    parser = argparse.ArgumentParser(prog="python -m servers.measuring.generation", description=__doc__.split("\n")[0])
-    parser.add_argument("model")
-    parser.add_argument("--weights", help="random:SEED, a folder or a .safetensors file")
-    parser.add_argument("--engine", choices=tuple(GENERATING_ENGINES), default=DEFAULT_ENGINE)
-    parser.add_argument("--precision", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--batches", type=_whole_numbers, default=[1, 4, 16], help="default: 1,4,16")
-    parser.add_argument("--prompt-tokens", type=_whole_numbers, default=[128], help="default: 128")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each request that are measured; default: 64")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--max-length", type=int, default=0)
-    parser.add_argument("--prefill-chunk", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--json", type=Path, help="also write all results to this file")
-    options = parser.parse_args(None if arguments is None else list(arguments))
-    settings = GenerationSettings(
-        engine=options.engine,
-        device=options.device,
-        precision=options.precision,
-        slots=max(options.batches),
-        max_length=options.max_length,
-        prefill_chunk=options.prefill_chunk,
-        graphs=not options.no_graphs,
-        threads=options.threads,
-    )
-    try:
-        document = measure_generation(
-            language_model(options.model, options.weights),
-            settings,
-            options.batches,
-            options.prompt_tokens,
-            options.tokens,
-            options.repetitions,
-            lambda text: sys.stderr.write(f"{text}\n"),
-        )
-    except (EngineError, UnknownModelError, WeightsError) as exc:
-        sys.stderr.write(f"error: {exc}\n")
-        return 2
-    if options.json is not None:
-        options.json.write_text(json.dumps(document, indent=2, default=str) + "\n")
-    sys.stdout.write("\n".join(table_of(document)) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from servers.engines.settings import EngineError
 from servers.language.engine import GenerationSettings
 from servers.language.specification import language_model
 from servers.measuring import generation
-from servers.measuring.generation import copy_bytes_per_s, main, measure_generation, step_bytes
+from servers.measuring.generation import copy_bytes_per_s, measure_generation, step_bytes, table_of
 
 TINY = language_model("language:tiny")
 
@@ -43,14 +41,10 @@ def test_the_bandwidth_of_a_copy_is_plausible() -> None:
     assert 1e9 < copy_bytes_per_s("cpu") < 1e12
 
 
-def test_the_command_measures_a_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(
-        ["language:tiny", "--engine", "continuous", "--batches", "1,3", "--prompt-tokens", "8", "--tokens", "8",
-         "--repetitions", "1", "--threads", "1", "--json", str(tmp_path / "generation.json")]
-    )  # fmt: skip
-    assert status == 0
-    assert "prompt tokens/s" in capsys.readouterr().out
-    document = json.loads((tmp_path / "generation.json").read_text())
+def test_a_real_engine_is_measured() -> None:
+    settings = GenerationSettings("continuous", "cpu", slots=3, threads=1)
+    document = measure_generation(TINY, settings, [1, 3], [8], tokens=8, repetitions=1)
+    assert "prompt tokens/s" in table_of(document)[1]
     assert document["engine"]["engine"] == "continuous"
     rows = document["measurements"]
     assert [row["batch"] for row in rows] == [1, 3]
