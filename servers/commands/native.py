@@ -63,22 +63,30 @@ class NativeLaunch:
         paths = {artefact_field(s): artefacts[s.name][0] for s in self.needs_artefacts}
         settings = self.settings.model_copy(update=paths)
         first = self.specifications[0]
-        host = host_in_url(settings.host)
-        url = f"http://{host}:{settings.http_port}"
-        return LaunchPlan(
-            argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
-            env={},
-            http_url=url,
-            grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
-            metrics_url=f"{url}/metrics",
+        return _plan(
+            settings,
+            self.tuning,
             model=first.name,
-            title=f"native {settings.engine} {settings.precision}",
             max_batch_size=settings.max_batch_size,
             cannot_pad=first.cannot_pad,
             artefact=artefacts[first.executed.name][1] if artefacts else None,
-            tuning=dict(self.tuning),
-            causes=CAUSES,
         )
+
+
+def _plan(settings: NativeSettings, tuning: Mapping[str, str], **of_model: Any) -> LaunchPlan:
+    host = host_in_url(settings.host)
+    url = f"http://{host}:{settings.http_port}"
+    return LaunchPlan(
+        argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
+        env={},
+        http_url=url,
+        grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
+        metrics_url=f"{url}/metrics",
+        title=f"native {settings.engine} {settings.precision}",
+        tuning=dict(tuning),
+        causes=CAUSES,
+        **of_model,
+    )
 
 
 def _requested(options: Mapping[str, Any]) -> NativeSettings:
@@ -134,21 +142,8 @@ def check_language(options: Mapping[str, Any]) -> LaunchPlan:
     check_free(settings.host, settings.grpc_port, "--grpc-port")
     weights = pin_language_weights(model.weights, model.fields)
     settings = settings.model_copy(update={"weights": weights.text, "model": model.reference})
-    host = host_in_url(settings.host)
-    url = f"http://{host}:{settings.http_port}"
-    return LaunchPlan(
-        argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
-        env={},
-        http_url=url,
-        grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
-        metrics_url=f"{url}/metrics",
-        model=model.name,
-        title=f"native {settings.engine} {settings.precision}",
-        max_batch_size=None,
-        cannot_pad="a language model has no batches to pad",
-        tuning=tuning_of(requested),
-        causes=CAUSES,
-    )
+    cannot_pad = "a language model has no batches to pad"
+    return _plan(settings, tuning_of(requested), model=model.name, max_batch_size=None, cannot_pad=cannot_pad)
 
 
 def space(options: Mapping[str, Any], given: Collection[str]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from importlib.util import find_spec
+from typing import Any
 
 import typer
 
@@ -70,11 +71,9 @@ def _plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
     requested = with_tuning(requested, requested.tuning)
     settings, name = _resolved(requested)
     assert settings.max_batch_size is not None
-    return LaunchPlan(
-        argv=(sys.executable, "-P", "-m", f"servers.plain.{kind}_server", to_argument(settings)),
-        env={},
-        http_url=_url(settings),
-        grpc_address=None,
+    return _launch(
+        f"{kind}_server",
+        settings,
         model=name,
         title=f"{title} torch {settings.precision}",
         max_batch_size=settings.max_batch_size,
@@ -137,11 +136,9 @@ def _language_plan(kind: str, title: str, requested: PlainSettings) -> LaunchPla
             "precision": generation_precision(requested.precision, device),
         }
     )
-    return LaunchPlan(
-        argv=(sys.executable, "-P", "-m", "servers.plain.generate_server", to_argument(settings)),
-        env={},
-        http_url=_url(settings),
-        grpc_address=None,
+    return _launch(
+        "generate_server",
+        settings,
         model=model.name,
         title=f"{title} generate() {settings.precision}",
         max_batch_size=None,
@@ -169,5 +166,7 @@ def _space(kind: str, requested: PlainSettings, given: Collection[str]) -> bytes
     return space_json(kind, requested, here, in_effect, given)
 
 
-def _url(settings: PlainSettings) -> str:
-    return f"http://{host_in_url(settings.host)}:{settings.http_port}"
+def _launch(module: str, settings: PlainSettings, **of_model: Any) -> LaunchPlan:
+    argv = (sys.executable, "-P", "-m", f"servers.plain.{module}", to_argument(settings))
+    url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
+    return LaunchPlan(argv=argv, env={}, http_url=url, grpc_address=None, **of_model)
