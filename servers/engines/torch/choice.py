@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -25,6 +25,8 @@ import torch
 from torch import nn
 
 from servers.engines.interface import PLANS_FOLDER
+from servers.engines.torch.copies import capture
+from servers.engines.torch.device import event_pair
 from servers.models.files import keep_file, user_cache
 from servers.models.specification import ModelSpecification
 
@@ -34,6 +36,8 @@ MOST_ROUNDS = 31
 MOST_SECONDS = 60.0
 """The longest race, however busy the machine is."""
 UNDECIDED_SECONDS = 86_400
+TURNS, REPLAYS = 9, 3
+"""Each graph is measured in that many turns, the first of which does not count, and is replayed that often in each."""
 WAIT_SECONDS = 180.0
 """The longest wait for another start that is choosing; then this one chooses for itself."""
 
@@ -80,6 +84,34 @@ def race(pairs: Sequence[tuple[Call, Call]], seconds: float, margin: float, most
         for side in range(2)
     )
     return Race(lead >= CLEAR_LEAD, own_ms, other_ms, len(rounds), len(rounds) >= CLEAR_LEAD)
+
+
+def graph_times_ms(
+    calls: Iterable[tuple[str, Call]], device: torch.device, note_failure: Callable[[str, Exception], None]
+) -> dict[str, float]:
+    """The median device time of a replay of each call, by title, as CUDA graphs that are replayed in turn.
+
+    A call that cannot be captured has none; `note_failure` hears why.
+    """
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for title, call in calls:
+        try:
+            graphs[title] = capture(call, device)
+        except Exception as exc:  # noqa: BLE001  Triton's errors share no base
+            note_failure(title, exc)
+        if title not in graphs:  # not in the handler, where the exception holds what failed
+            torch.cuda.empty_cache()
+    times: dict[str, list[float]] = {title: [] for title in graphs}
+    for _ in range(TURNS):
+        for title, graph in graphs.items():
+            begin, end = event_pair()
+            begin.record()
+            for _ in range(REPLAYS):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            times[title].append(begin.elapsed_time(end) / REPLAYS)
+    return {title: statistics.median(turns[1:]) for title, turns in times.items()}
 
 
 def cpu_ns(call: Call) -> int:

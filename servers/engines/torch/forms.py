@@ -27,9 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
-from servers.engines.agreement import proof_batch
+from servers.engines.agreement import TOLERANCE, proof_batch
 from servers.engines.batches import Bucket
 from servers.engines.interface import EngineError, first_line
+from servers.engines.settings import PARAMETER_TYPES
 from servers.engines.torch.runner import TORCH_TYPES, Enqueue
 from servers.engines.torch.vit_tower import LeanVisionTower, UnsupportedTowerError
 from servers.models.specification import ModelSpecification
@@ -52,7 +53,7 @@ Two first: the fuser takes a size of 1 as fixed, and 3 could be mistaken for the
 CALLS = 3
 """torch.jit records a size in the first call and optimises it in the second, so requests get the third."""
 
-MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
+MAX_ERROR = {getattr(torch, PARAMETER_TYPES[name]): TOLERANCE[name] for name in ("fp32", "fp16", "bf16")}
 """Largest ‖answer - module's answer‖ / ‖module's answer‖ of a row, by datatype: fused code rounds elsewhere."""
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, OSError)

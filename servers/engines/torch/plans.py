@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from time import monotonic
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,14 +33,12 @@ from torch import Tensor, nn
 
 from servers.engines.agreement import Proof, disagreement, proof_batch
 from servers.engines.batches import Bucket
-from servers.engines.torch.choice import ChoiceCache, cache_key
+from servers.engines.torch.choice import ChoiceCache, cache_key, graph_times_ms
 from servers.engines.torch.convolutions import fused_convolutions
-from servers.engines.torch.copies import capture
-from servers.engines.torch.device import event_pair
 from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, as_specified, converted, plain_form, reason_of
 from servers.engines.torch.fused_layers import HALVES, Product, dynamic_shapes, fused_layers
 from servers.engines.torch.norms import folded_norms, with_layers
-from servers.engines.torch.runner import TORCH_TYPES, Enqueue
+from servers.engines.torch.runner import TORCH_TYPES
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images, executed_module
 from servers.protocol.tensors import Array
@@ -57,40 +54,29 @@ EXAMPLE_ROWS, EXAMPLE_SHARE = 3, 0.34
 """With which a module is exported: sizes unlike each other and above 1, which torch.export would take for constants."""
 MARGIN = 0.98
 """A plan is only preferred to a simpler one if it needs at most this share of its time."""
-TURNS, REPLAYS = 9, 3
-"""Each plan is measured in that many turns, the first of which does not count, and is replayed that often in each."""
 
 
 class ModulePlan(NamedTuple):
-    """How a convolutional module executes."""
-
-    channels_last: bool
-    folded: bool
-    """Whether batch norms are in the weights of the convolutions before them."""
-    fused: bool = False
-    """Whether convolutions are one kernel with what surrounds them, see `servers.engines.torch.convolutions`."""
-
-    @property
-    def title(self) -> str:
-        more = ", convolutions fused" if self.fused else ", batch norms folded" if self.folded else ""
-        return f"channels-{'last' if self.channels_last else 'first'}{more}"
-
-
-class LayerPlan(NamedTuple):
-    """How a module with few convolutions executes."""
+    """How a module executes."""
 
     title: str
+    channels_last: bool = False
+    folded: bool = False
+    """Whether batch norms are in the weights of the convolutions before them."""
+    fused: bool = False
+    """Whether layers are one kernel with what surrounds them, see `convolutions` and `fused_layers`."""
 
-
-OWN_LAYERS, FUSED_LAYERS = LayerPlan("own layers"), LayerPlan("fused layers")
-
-P = TypeVar("P", bound=ModulePlan | LayerPlan)
 
 PLANS = (
-    *(ModulePlan(channels_last, folded) for folded in (False, True) for channels_last in (False, True)),
-    ModulePlan(channels_last=True, folded=True, fused=True),
+    ModulePlan("channels-first"),
+    ModulePlan("channels-last", channels_last=True),
+    ModulePlan("channels-first, batch norms folded", folded=True),
+    ModulePlan("channels-last, batch norms folded", channels_last=True, folded=True),
+    ModulePlan("channels-last, convolutions fused", channels_last=True, folded=True, fused=True),
 )
-"""The simplest first."""
+"""Of a convolutional module, the simplest first."""
+OWN_LAYERS, FUSED_LAYERS = ModulePlan("own layers"), ModulePlan("fused layers", fused=True)
+"""Of a module with few convolutions."""
 
 
 class ComparedAnswers(NamedTuple):
@@ -123,12 +109,12 @@ def planned_form(
     return None
 
 
-class PlannedModule(ABC, Generic[P]):
+class PlannedModule(ABC):
     """Builds the plans of one module on a device as they are needed, and chooses among them."""
 
     def __init__(
         self,
-        plans: Sequence[P],
+        plans: Sequence[ModulePlan],
         module: nn.Module,
         specification: ModelSpecification,
         device: torch.device,
@@ -136,12 +122,11 @@ class PlannedModule(ABC, Generic[P]):
         answers: ComparedAnswers,
     ) -> None:
         self._module, self._specification, self._device, self._dtype = module, specification, device, dtype
-        self._plans: Sequence[P] = plans
-        """The simplest first."""
+        self._plans = plans
         self._answers = answers
         self._started = monotonic()
-        self._forms: dict[P, ModelForm | None] = {}
-        self._chosen: dict[int, tuple[P, str]] = {}
+        self._forms: dict[ModulePlan, ModelForm | None] = {}
+        self._chosen: dict[int, tuple[ModulePlan, str]] = {}
         """By rows, the plan and where it comes from."""
         self._times_ms: dict[int, dict[str, float]] = {}
         self._seconds: dict[str, float] = {}
@@ -159,7 +144,7 @@ class PlannedModule(ABC, Generic[P]):
                     self._chosen[count] = plan, "cached"
                 elif not self._times_ms or monotonic() - self._started < MEASURING_SECONDS:
                     self._measure(count)
-            measured: dict[int, P] = {number: chosen for number, (chosen, _) in self._chosen.items()}
+            measured = {number: chosen for number, (chosen, _) in self._chosen.items()}
             for left in sorted(set(rows) - set(measured)):
                 found = self._first_that_agrees([measured[other] for other in nearest(measured, left)], left)
                 if found is None:
@@ -170,14 +155,14 @@ class PlannedModule(ABC, Generic[P]):
                 cache.write({"plans": {str(count): plan.title for count, plan in sorted(plans.items())}})
         return self._form_of_choice(cache.trouble)
 
-    def _first_that_agrees(self, preferred: Sequence[P], count: int) -> P | None:
+    def _first_that_agrees(self, preferred: Sequence[ModulePlan], count: int) -> ModulePlan | None:
         """The first of these plans, or of all, that gives the model's answers to so many rows."""
         for plan in (*preferred, *(plan for plan in self._plans if plan not in preferred)):
             if self._agrees(plan, count):
                 return plan
         return None
 
-    def _kept(self, cache: ChoiceCache) -> dict[int, P]:
+    def _kept(self, cache: ChoiceCache) -> dict[int, ModulePlan]:
         """The plans that an earlier start chose, by rows."""
         titles = {plan.title: plan for plan in self._plans}
         try:
@@ -219,18 +204,24 @@ class PlannedModule(ABC, Generic[P]):
         self._release()  # a graph has memory of its own
         try:
             inputs, outputs = self._example(rows)
-            enqueues = {plan: form.build(Bucket(rows)) for plan in agreeing if (form := self._form(plan)) is not None}
-            times = graph_times_ms(enqueues, inputs, outputs, self._device, self._left_out)
+            forms = {plan.title: form for plan in agreeing if (form := self._form(plan)) is not None}
+            calls = [(title, partial(form.build(Bucket(rows)), inputs, outputs)) for title, form in forms.items()]
+            times = graph_times_ms(calls, self._device, partial(self._leave_out, rows))
         except FAILURES as exc:
             self._left_out["all"] = f"batches of {rows} cannot be measured: {reason_of(exc)}"
             return
         finally:
             self._release()
         if times:
-            self._times_ms[rows] = by_title(times)
-            self._chosen[rows] = fastest(times), "measured"
+            self._times_ms[rows] = {title: round(time_ms, 4) for title, time_ms in times.items()}
+            title = fastest(times)
+            self._chosen[rows] = next(plan for plan in agreeing if plan.title == title), "measured"
 
-    def _form(self, plan: P) -> ModelForm | None:
+    def _leave_out(self, rows: int, title: str, reason: Exception | str) -> None:
+        text = reason if isinstance(reason, str) else reason_of(reason)
+        self._left_out[title] = f"batches of {rows}: {text}"
+
+    def _form(self, plan: ModulePlan) -> ModelForm | None:
         """The form with this plan, built when it is first needed; None if it cannot be built."""
         if plan not in self._forms:
             try:
@@ -243,23 +234,30 @@ class PlannedModule(ABC, Generic[P]):
         return self._forms[plan]
 
     @abstractmethod
-    def _built(self, plan: P) -> ModelForm:
+    def _built(self, plan: ModulePlan) -> ModelForm:
         """The form with this plan. Raises anything for one that the module cannot have."""
 
     @abstractmethod
-    def _compared(self, plan: P, rows: int) -> bool:
-        """As `_agrees`; where the answers differ, or it fails, the reason is in `_left_out`."""
+    def _fault(self, form: ModelForm, rows: int) -> str | None:
+        """How its answers to a batch of `rows` differ. Raises anything that the module's own code raises."""
 
     @abstractmethod
     def _example(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
         """Inputs on the device for measuring, and memory for the outputs."""
 
-    def _agrees(self, plan: P, rows: int) -> bool:
+    def _agrees(self, plan: ModulePlan, rows: int) -> bool:
         """Whether the answers to a batch of `rows` agree; also the first call, in which libraries choose kernels."""
         began = monotonic()
-        agrees = self._compared(plan, rows)
+        if (form := self._form(plan)) is not None:
+            try:
+                fault = self._fault(form, rows)
+            except Exception as exc:  # noqa: BLE001  the module's own code may raise anything
+                fault = reason_of(exc)
+            if fault is not None:  # not in the handler, where the exception holds what failed
+                self._leave_out(rows, plan.title, fault)
+                self._release()
         self._seconds[plan.title] = self._seconds.get(plan.title, 0.0) + monotonic() - began
-        return agrees
+        return form is not None and fault is None
 
     def _release(self) -> None:
         """Return unused memory to the device."""
@@ -267,7 +265,7 @@ class PlannedModule(ABC, Generic[P]):
             torch.cuda.empty_cache()
 
 
-class ConvolutionalModule(PlannedModule[ModulePlan]):
+class ConvolutionalModule(PlannedModule):
     """A module with convolutions: their layout, their batch norms, and what is one kernel with them."""
 
     _folded: nn.Module | None = None
@@ -306,27 +304,13 @@ class ConvolutionalModule(PlannedModule[ModulePlan]):
         executed = executed_module(self._specification, self._module)
         return [executed.normalised(*inputs)] if isinstance(executed, UInt8Images) else inputs
 
-    def _compared(self, plan: ModulePlan, rows: int) -> bool:
-        if (form := self._form(plan)) is None:
-            return False
-        actual: dict[str, Array] | None = None
-        try:
-            inputs, outputs = self._example(rows)
-            form.build(Bucket(rows))(inputs, outputs)
-            actual = {
-                tensor.name: output.cpu().numpy()
-                for tensor, output in zip(self._specification.outputs, outputs, strict=True)
-            }
-        except Exception as exc:  # noqa: BLE001  the module's own code may raise anything
-            self._left_out[plan.title] = f"batches of {rows}: {reason_of(exc)}"
-        if actual is None:
-            self._release()
-            return False
+    def _fault(self, form: ModelForm, rows: int) -> str | None:
+        inputs, outputs = self._example(rows)
+        form.build(Bucket(rows))(inputs, outputs)
+        named = zip(self._specification.outputs, outputs, strict=True)
+        actual = {tensor.name: output.cpu().numpy() for tensor, output in named}
         expected = {name: array[_places(array, rows)] for name, array in self._answers.expected.items()}
-        fault = disagreement(self._specification, expected, actual, self._answers.precision).fault
-        if fault is not None:
-            self._left_out[plan.title] = f"batches of {rows}: {fault}"
-        return fault is None
+        return disagreement(self._specification, expected, actual, self._answers.precision).fault
 
     def _example(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
         """Inputs on the device, which repeat those of the proof, and memory for the outputs that holds zeros."""
@@ -342,10 +326,10 @@ class ConvolutionalModule(PlannedModule[ModulePlan]):
         return inputs, outputs
 
 
-class LayeredModule(PlannedModule[LayerPlan]):
+class LayeredModule(PlannedModule):
     """A module with linear layers: its own layers, or fused ones."""
 
-    def _built(self, plan: LayerPlan) -> ModelForm:
+    def _built(self, plan: ModulePlan) -> ModelForm:
         if plan == OWN_LAYERS:
             return plain_form(deepcopy(self._module), self._specification, self._device, self._dtype)
         own = self._own()
@@ -362,26 +346,18 @@ class LayeredModule(PlannedModule[LayerPlan]):
             raise ValueError(fault)
         return form
 
-    def _compared(self, plan: LayerPlan, rows: int) -> bool:
+    def _fault(self, form: ModelForm, rows: int) -> str | None:
         """At several lengths beside the module's own layers, which the engine compares with the module in FP32."""
-        if (form := self._form(plan)) is None:
-            return False
-        if plan == OWN_LAYERS:
-            return True
+        if form is self._own():
+            return None
         axis = self._specification.padded_axis
         shares = {1.0} if axis is None else {EXAMPLE_SHARE, 1.0, axis.largest / axis.default}
-        fault: str | None = None
-        try:
-            for share in sorted(shares):
-                proof = proof_batch(self._specification, rows, 0, share)
-                own, fused = self._answered(self._own(), proof), self._answered(form, proof)
-                fault = fault or disagreement(self._specification, own, fused, self._answers.precision).fault
-        except Exception as exc:  # noqa: BLE001  the module's own code may raise anything
-            fault = reason_of(exc)
-        if fault is not None:
-            self._left_out[plan.title] = f"batches of {rows}: {fault}"
-            self._release()
-        return fault is None
+        for share in sorted(shares):
+            proof = proof_batch(self._specification, rows, 0, share)
+            own, fused = self._answered(self._own(), proof), self._answered(form, proof)
+            if fault := disagreement(self._specification, own, fused, self._answers.precision).fault:
+                return fault
+        return None
 
     def _example(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
         inputs = self._tensors(proof_batch(self._specification, rows, 0).inputs)
@@ -416,20 +392,15 @@ def _in_layout(layout: torch.memory_format, _module: nn.Module, arguments: tuple
     )
 
 
-def fastest(times_ms: Mapping[P, float]) -> P:
-    """The simplest plan, of which all come in that order, that no other one beats by more than the margin."""
+def fastest(times_ms: Mapping[str, float]) -> str:
+    """The title of the simplest plan, of which all come in that order, that no other beats by more than the margin."""
     least = min(times_ms.values()) / MARGIN
-    return next(plan for plan, time_ms in times_ms.items() if time_ms <= least)
+    return next(title for title, time_ms in times_ms.items() if time_ms <= least)
 
 
 def nearest(measured: Iterable[int], rows: int) -> list[int]:
     """The batch sizes that were measured, the nearest by ratio first."""
     return sorted(measured, key=lambda other: abs(math.log(other / rows)))
-
-
-def by_title(times_ms: Mapping[P, float]) -> dict[str, float]:
-    """The times as the description of an engine shows them."""
-    return {plan.title: round(time_ms, 4) for plan, time_ms in times_ms.items()}
 
 
 def plan_details(
@@ -451,7 +422,7 @@ def plan_details(
     return details
 
 
-def how_of(plans: Iterable[P]) -> str:
+def how_of(plans: Iterable[ModulePlan]) -> str:
     """The plans of all batch sizes in a few words."""
     taken = list(dict.fromkeys(plans))
     return taken[0].title if len(taken) == 1 else f"{len(taken)} plans by batch size"
@@ -467,36 +438,3 @@ def measuring_order(rows: Sequence[int]) -> list[int]:
             order.append(ascending[middle])
             gaps += [(low, middle), (middle, high)]
     return list(dict.fromkeys(order))
-
-
-def graph_times_ms(
-    enqueues: Mapping[P, Enqueue],
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    device: torch.device,
-    left_out: dict[str, str],
-) -> dict[P, float]:
-    """The median device time of one batch by each plan, as CUDA graphs that are replayed in turn.
-
-    A plan that cannot be captured or replayed has none, and its reason is in `left_out`.
-    """
-    graphs: dict[P, torch.cuda.CUDAGraph] = {}
-    times: dict[P, list[float]] = {}
-    for plan, enqueue in enqueues.items():
-        try:
-            graphs[plan] = capture(partial(enqueue, inputs, outputs), device)
-            times[plan] = []
-        except FAILURES as exc:
-            left_out[plan.title] = f"batches of {len(inputs[0])}: {reason_of(exc)}"
-        if plan not in graphs:
-            torch.cuda.empty_cache()
-    for _ in range(TURNS):
-        for plan, graph in graphs.items():
-            begin, end = event_pair()
-            begin.record()
-            for _ in range(REPLAYS):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            times[plan].append(begin.elapsed_time(end) / REPLAYS)
-    return {plan: statistics.median(turns[1:]) for plan, turns in times.items()}

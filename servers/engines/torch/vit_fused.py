@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from functools import cache
 
 import torch
 import triton
@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from servers.engines.torch import vit_kernels as kernels
-from servers.engines.torch.choice import ChoiceCache, machine_key
-from servers.engines.torch.copies import capture
-from servers.engines.torch.device import event_pair
+from servers.engines.torch.choice import ChoiceCache, graph_times_ms, machine_key
 from servers.engines.torch.vit_tower import LeanVisionTower, TowerShape, UnsupportedTowerError
 
 
@@ -455,30 +453,21 @@ class PlanChooser:
         return plan, origin
 
     def _fastest(self, images: int, candidates: Sequence[TilePlan]) -> tuple[TilePlan, str]:
-        timed: list[tuple[float, int]] = []
-        for index, plan in enumerate(candidates):
-            if time.monotonic() > self._deadline:
-                break
-            try:
-                timed.append((self._time_ms(images, plan), index))
-            except Exception:  # noqa: BLE001  Triton's errors share no base; a card may have less shared memory
-                continue
-        return (candidates[min(timed)[1]], "measured") if timed else (CUBLAS, "default")
-
-    def _time_ms(self, images: int, plan: TilePlan) -> float:
         device = self._weights.device
-        tower = FusedVisionTower(self._weights, self._space, images, plan)
         # Random pixels: on zeros a matrix product draws less power and runs faster.
         pixels = torch.randint(0, 256, (images, *self._item), device=device, dtype=torch.uint8)
         pixels = pixels if self._weights.bytes_in else pixels.float()
         out = torch.empty(images, self._weights.shape.output_width, device=device)
-        graph = capture(lambda: tower.run(pixels, out), device)
-        times: list[float] = []
-        for _ in range(12):
-            begin, end = event_pair()
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        return median(times[2:])
+
+        @cache
+        def tower(place: int) -> FusedVisionTower:
+            return FusedVisionTower(self._weights, self._space, images, candidates[place])
+
+        calls = (
+            (str(place), lambda place=place: tower(place).run(pixels, out))
+            for place in range(len(candidates))
+            if time.monotonic() <= self._deadline
+        )
+        # A card may have less shared memory than a plan needs.
+        times = graph_times_ms(calls, torch.device(device), lambda _title, _error: None)
+        return (candidates[int(min(times, key=times.__getitem__))], "measured") if times else (CUBLAS, "default")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,8 @@ import torch
 
 from servers.engines.batches import Bucket
 from servers.engines.interface import PLANS_FOLDER
-from servers.engines.torch import forms
+from servers.engines.torch import forms, vit_fused
+from servers.engines.torch.choice import Call
 from servers.engines.torch.forms import OWN_MODULE, fast_form, plain_form
 from servers.engines.torch.runner import Build
 from servers.engines.torch.vit_fused import CUBLAS, PlanChooser, TilePlan, hopper_plan, portable_plans
@@ -73,12 +76,23 @@ def test_a_tower_s_plan_is_chosen_once(monkeypatch: pytest.MonkeyPatch, tmp_path
     weights = SimpleNamespace(device=CPU, shape=VIT_B_32, bytes_in=True)
 
     def chosen(library_ms: float) -> list[tuple[TilePlan, str]]:
-        def time_ms(_self: object, images: int, plan: TilePlan) -> float:
+        ran = list[TilePlan]()
+
+        def tower(_weights: object, _space: object, images: int, plan: TilePlan) -> SimpleNamespace:
             if images == 8 and plan != CUBLAS:
                 raise LookupError("Triton's compiler failed")
-            return 1.0 if plan == CUBLAS else library_ms
+            return SimpleNamespace(run=lambda *_: ran.append(plan))
 
-        monkeypatch.setattr(PlanChooser, "_time_ms", time_ms)
+        def times(calls: Iterable[tuple[str, Call]], *_: object) -> dict[str, float]:
+            measured = {}
+            for title, call in calls:
+                with suppress(LookupError):
+                    call()
+                    measured[title] = 1.0 if ran[-1] == CUBLAS else library_ms
+            return measured
+
+        monkeypatch.setattr(vit_fused, "FusedVisionTower", tower)
+        monkeypatch.setattr(vit_fused, "graph_times_ms", times)
         chooser = PlanChooser(weights, None, (224, 224, 3))  # type: ignore[arg-type]
         return [chooser.choose(images) for images in (1, 8)]
 
