@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -20,12 +21,14 @@ from servers.engines.settings import EngineSettings, engine_kind
 from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
-from servers.native.engine.model_host import Offer
 from servers.native.shared.memory import Arena, RequestMemory
 from servers.native.shared.settings import NativeSettings, artefact_field
 from servers.native.shared.statistics import Statistics
 from servers.native.supervisor import Children, Supervisor, exit_status, keep_early_signals
 from servers.options.launch import host_in_url
+
+if TYPE_CHECKING:
+    from servers.native.engine.model_host import Offer
 
 log = structlog.get_logger("abserve.server")
 
