@@ -12,12 +12,12 @@ import typer
 
 from servers.commands.serving import PrintLaunch, PrintSpace, serve
 from servers.commands.spaces import generating_engines, language_context, tensor_context
-from servers.engines.factory import check_engine, enter, enter_environment_of
+from servers.engines.factory import check_engine, enter, environment_of
 from servers.engines.padding import pad_to_text, padding_of
 from servers.engines.settings import engine_kind
 from servers.language.engine import SLOTS, generating_environment
 from servers.language.specification import LanguageModel, is_language_model, language_model
-from servers.language.weights import pin_language_weights
+from servers.language.weights import FileWeights, pin_language_weights
 from servers.models.images import DecodingSettings
 from servers.models.registry import get_variants
 from servers.models.sources import module_file
@@ -42,59 +42,67 @@ Artefact = tuple[Path, dict[str, object] | None]
 """An exported file and its manifest."""
 
 
+Models = tuple[ModelSpecification, ...] | LanguageModel
+"""The variants of one model of tensors, or a language model."""
+
+
 @dataclass(frozen=True, slots=True)
 class NativeLaunch:
     """Checked options: the settings are valid and the ports were free a moment ago."""
 
     settings: NativeSettings
-    specifications: tuple[ModelSpecification, ...]
-    weights: WeightsSource
+    models: Models
+    weights: WeightsSource | FileWeights
     tuning: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def needs_artefacts(self) -> tuple[ModelSpecification, ...]:
         """The models whose exported file the engine executes; JPEG and UINT8 share theirs."""
-        if engine_kind(self.settings.engine).executes is None:
+        if isinstance(self.models, LanguageModel) or engine_kind(self.settings.engine).executes is None:
             return ()
-        return tuple({s.executed.name: s.executed for s in self.specifications}.values())
+        return tuple({s.executed.name: s.executed for s in self.models}.values())
 
     def plan(self, artefacts: Mapping[str, Artefact]) -> LaunchPlan:
         """How to start the process; `artefacts` has one entry for each name in `needs_artefacts`."""
         paths = {artefact_field(s): artefacts[s.name][0] for s in self.needs_artefacts}
         settings = self.settings.model_copy(update=paths)
-        first = self.specifications[0]
-        return _plan(
-            settings,
-            self.tuning,
-            model=first.name,
-            max_batch_size=settings.max_batch_size,
-            cannot_pad=first.cannot_pad,
-            artefact=artefacts[first.executed.name][1] if artefacts else None,
+        name, most, artefact = "", None, None
+        cannot_pad: str | None = "a language model has no batches to pad"
+        if isinstance(self.models, LanguageModel):
+            name = self.models.name
+        else:
+            first, most = self.models[0], settings.max_batch_size
+            name, cannot_pad = first.name, first.cannot_pad
+            artefact = artefacts[first.executed.name][1] if artefacts else None
+        host = host_in_url(settings.host)
+        url = f"http://{host}:{settings.http_port}"
+        return LaunchPlan(
+            argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
+            env={},
+            http_url=url,
+            grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
+            metrics_url=f"{url}/metrics",
+            model=name,
+            title=f"native {settings.engine} {settings.precision}",
+            max_batch_size=most,
+            cannot_pad=cannot_pad,
+            artefact=artefact,
+            tuning=dict(self.tuning),
+            causes=CAUSES,
         )
-
-
-def _plan(settings: NativeSettings, tuning: Mapping[str, str], **of_model: Any) -> LaunchPlan:
-    host = host_in_url(settings.host)
-    url = f"http://{host}:{settings.http_port}"
-    return LaunchPlan(
-        argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
-        env={},
-        http_url=url,
-        grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
-        metrics_url=f"{url}/metrics",
-        title=f"native {settings.engine} {settings.precision}",
-        tuning=dict(tuning),
-        causes=CAUSES,
-        **of_model,
-    )
 
 
 def _requested(options: Mapping[str, Any]) -> NativeSettings:
     return NativeSettings(**{name: value for name, value in options.items() if value is not None})
 
 
-def _resolved(requested: NativeSettings) -> tuple[NativeSettings, tuple[ModelSpecification, ...]]:
-    """The settings in effect for a model of tensors. Raises for an option that the server cannot honour."""
+def _resolved(requested: NativeSettings) -> tuple[NativeSettings, Models]:
+    """The settings in effect. Raises for an option that the server cannot honour."""
+    if is_language_model(requested.model):
+        if requested.max_batch_size != NativeSettings.model_fields["max_batch_size"].default:
+            raise OptionError(NO_BATCHES)
+        model = language_model(requested.model, requested.weights)
+        return requested.resolved_for(model), model
     requested.check_for_tensors()
     specifications = get_variants(requested.model, requested.payloads)
     first = specifications[0]
@@ -110,54 +118,36 @@ def check(options: Mapping[str, Any]) -> NativeLaunch:
     """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
     requested = _requested(options)
     requested = with_tuning(requested, requested.tuning)
-    settings, specifications = _resolved(requested)
-    first = specifications[0]
-    enter_environment_of(settings.engine)
-    weights = pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
-    if settings.engine == "torch" and module_file.takes(first.reference):
-        first.load_module(weights)  # runs two items: a module that is not as described starts no server
+    settings, models = _resolved(requested)
+    language = isinstance(models, LanguageModel)
+    enter(generating_environment(settings.engine) if language else environment_of(settings.engine))
     bind(settings.host, settings.http_port).close()
     check_free(settings.host, settings.grpc_port, "--grpc-port")
-    # A path is absolute: a supervisor may start the server from another folder.
-    model = first.reference if first.reference.startswith("/") else settings.model
-    settings = settings.model_copy(update={"weights": weights.text, "model": model})
-    return NativeLaunch(settings, specifications, weights, tuning_of(requested))
-
-
-def _resolved_language(requested: NativeSettings) -> tuple[NativeSettings, LanguageModel]:
-    """As `_resolved`, for a language model."""
-    if requested.max_batch_size != NativeSettings.model_fields["max_batch_size"].default:
-        raise OptionError(NO_BATCHES)
-    model = language_model(requested.model, requested.weights)
-    return requested.resolved_for(model), model
-
-
-def check_language(options: Mapping[str, Any]) -> LaunchPlan:
-    """The launch of a language model. Raises an error whose message is one sentence."""
-    requested = _requested(options)
-    requested = with_tuning(requested, requested.tuning)
-    settings, model = _resolved_language(requested)
-    enter(generating_environment(settings.engine))
-    bind(settings.host, settings.http_port).close()
-    check_free(settings.host, settings.grpc_port, "--grpc-port")
-    weights = pin_language_weights(model.weights, model.fields)
-    settings = settings.model_copy(update={"weights": weights.text, "model": model.reference})
-    cannot_pad = "a language model has no batches to pad"
-    return _plan(settings, tuning_of(requested), model=model.name, max_batch_size=None, cannot_pad=cannot_pad)
+    weights: WeightsSource | FileWeights
+    if isinstance(models, LanguageModel):
+        weights, reference = pin_language_weights(models.weights, models.fields), models.reference
+    else:
+        first = models[0]
+        weights = pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
+        if settings.engine == "torch" and module_file.takes(first.reference):
+            first.load_module(weights)  # runs two items: a module that is not as described starts no server
+        # A path is absolute: a supervisor may start the server from another folder.
+        reference = first.reference if first.reference.startswith("/") else settings.model
+    settings = settings.model_copy(update={"weights": weights.text, "model": reference})
+    return NativeLaunch(settings, models, weights, tuning_of(requested))
 
 
 def space(options: Mapping[str, Any], given: Collection[str]) -> bytes:
     """What can be tuned, as `--print-space` prints it. Raises as `check` does; ports do not matter."""
     requested = _requested(options)
     in_effect: dict[str, object]
-    if is_language_model(requested.model):
-        settings, _ = _resolved_language(requested)
+    settings, models = _resolved(requested)
+    if isinstance(models, LanguageModel):
         here = language_context(settings.language_engine(), usable_cores(), generating_engines())
         not_searched: list[str] = []
         in_effect = {"slots": settings.slots or SLOTS[here.device]}
     else:
-        settings, specifications = _resolved(requested)
-        first, engine = specifications[0], settings.engine_settings()
+        first, engine = models[0], settings.engine_settings()
         pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
         cores = usable_cores() // len(settings.devices)
         here, not_searched = tensor_context(first, engine, max(1, cores))
@@ -192,8 +182,6 @@ def serve_native(
                 raise OptionError(NO_BATCHES)
             if name in (TENSORS_ONLY if language else TOKENS_ONLY):
                 raise OptionError(of_other_kind(name))
-        if language:
-            return check_language(options)
         launch = check(options)
         return launch.plan({model.name: _artefact(launch, model, artefacts) for model in launch.needs_artefacts})
 
@@ -209,6 +197,7 @@ def _artefact(launch: NativeLaunch, specification: ModelSpecification, root: Pat
     """The exported file, made first when it is missing, and its manifest."""
     from servers.export.artefacts import executed_file  # not above: it imports an engine
 
+    assert not isinstance(launch.weights, FileWeights)  # those of a language model, which no file is made of
     path, manifest = executed_file(
         launch.settings.engine,
         launch.settings.precision,

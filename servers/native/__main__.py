@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from servers.native.shared.settings import NativeSettings
 
 
 def main() -> int:
@@ -21,7 +17,7 @@ def main() -> int:
     from servers.engines.padding import padding_of
     from servers.engines.processors import wait_policy
     from servers.engines.settings import EngineError, parse_spinning
-    from servers.language.specification import is_language_model
+    from servers.language.specification import LanguageModel, is_language_model, language_model
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
     from servers.native.shared.settings import NativeSettings
@@ -29,17 +25,21 @@ def main() -> int:
     from servers.options.defaults import OptionError
     from servers.options.launch import bind
 
+    model: LanguageModel | None = None
     try:
         requested = from_argument(NativeSettings, sys.argv[1:])
         if is_language_model(requested.model):
-            return _serve_language(requested)
-        requested.check_for_tensors()
-        os.environ.update(wait_policy(parse_spinning(requested.spinning)))
-        specifications = get_variants(requested.model, requested.payloads)
-        settings = requested.resolved(specifications[0])
-        settings.engine_settings().check()
-        padding_of(specifications[0], settings.pad_sizes)
-        weights = parse_weights(settings.weights, specifications[0].default_weights)
+            model = language_model(requested.model, requested.weights)
+            settings = requested.resolved_for(model)
+            os.environ.update(wait_policy(parse_spinning(settings.spinning)))
+        else:
+            requested.check_for_tensors()
+            os.environ.update(wait_policy(parse_spinning(requested.spinning)))
+            specifications = get_variants(requested.model, requested.payloads)
+            settings = requested.resolved(specifications[0])
+            settings.engine_settings().check()
+            padding_of(specifications[0], settings.pad_sizes)
+            weights = parse_weights(settings.weights, specifications[0].default_weights)
         listener = bind(settings.host, settings.http_port)
         grpc_listener = bind(settings.host, settings.grpc_port, "--grpc-port") if settings.grpc_port else None
     except ValidationError as error:
@@ -50,25 +50,11 @@ def main() -> int:
     from servers.native.server import configure_logs, run
 
     configure_logs(settings.log_level)
-    return run(settings, specifications, weights, listener, grpc_listener)
-
-
-def _serve_language(requested: NativeSettings) -> int:
-    from servers.engines.processors import wait_policy
-    from servers.engines.settings import parse_spinning
-    from servers.language.specification import language_model
-    from servers.options.launch import bind
-
-    model = language_model(requested.model, requested.weights)
-    settings = requested.resolved_for(model)
-    os.environ.update(wait_policy(parse_spinning(settings.spinning)))
-    listener = bind(settings.host, settings.http_port)
-    grpc_listener = bind(settings.host, settings.grpc_port, "--grpc-port") if settings.grpc_port else None
+    if model is None:
+        return run(settings, specifications, weights, listener, grpc_listener)
 
     from servers.native.generation_server import ServedLanguageModel, serve_language
-    from servers.native.server import configure_logs
 
-    configure_logs(settings.log_level)
     return serve_language(settings, ServedLanguageModel.of(model, settings), listener, grpc_listener)
 
 
