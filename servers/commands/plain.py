@@ -64,52 +64,18 @@ def _serve(
     )
 
 
-def _plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
-    """How to start the server. Raises for what is wrong."""
-    if is_language_model(requested.model):
-        return _language_plan(kind, title, requested)
-    requested = with_tuning(requested, requested.tuning)
-    settings, name = _resolved(requested)
-    assert settings.max_batch_size is not None
-    return _launch(
-        f"{kind}_server",
-        settings,
-        model=name,
-        title=f"{title} torch {settings.precision}",
-        max_batch_size=settings.max_batch_size,
-        tuning=tuning_of(requested),
-        cannot_pad=f"the {title} server does not pad",
-    )
-
-
-def _engine(requested: PlainSettings) -> tuple[ModelSpecification, EngineSettings]:
-    specification = requested.specification()
-    largest = specification.max_batch_size
-    engine = EngineSettings("torch", requested.precision, "eager", requested.device, requested.threads, largest)
-    engine.check_here()
-    return specification, engine
-
-
-def _resolved(requested: PlainSettings) -> tuple[PlainSettings, str]:
-    """The settings with device, weights and largest batch chosen, and the model's name. Raises for what is wrong."""
-    specification, engine = _engine(requested)
-    largest = engine.max_batch_size
-    weights = pin(parse_weights(requested.weights, specification.default_weights), specification.find_pretrained)
-    bind(requested.host, requested.http_port).close()
-    # A path is absolute: a supervisor may start the server from another folder.
-    model = specification.reference if specification.reference.startswith("/") else requested.model
-    chosen = {
-        "model": model,
-        "weights": weights.text,
-        "device": engine.device_here(),
-        "precision": engine.precision,
-        "max_batch_size": largest,
-    }
-    return requested.model_copy(update=chosen), specification.name
-
-
-def _language(kind: str, requested: PlainSettings) -> tuple[LanguageModel, str]:
-    """The model and the device. Raises for what is wrong."""
+def _chosen(kind: str, requested: PlainSettings) -> tuple[ModelSpecification | LanguageModel, dict[str, Any]]:
+    """The model, and the settings that `auto` leaves to it and to the machine. Raises for what is wrong."""
+    if not is_language_model(requested.model):
+        specification = requested.specification()
+        largest = specification.max_batch_size
+        engine = EngineSettings("torch", requested.precision, "eager", requested.device, requested.threads, largest)
+        engine.check_here()
+        return specification, {
+            "device": engine.device_here(),
+            "precision": engine.precision,
+            "max_batch_size": largest,
+        }
     if kind != "fastapi":
         raise OptionError(f"abserve serve {kind} serves no language models; use fastapi, native, triton or vllm")
     for option in ("max_batch_size", "payloads", "max_queue_delay_us"):
@@ -121,52 +87,46 @@ def _language(kind: str, requested: PlainSettings) -> tuple[LanguageModel, str]:
     GenerationSettings(precision=requested.precision).check()
     requested.check_length(model)
     device = EngineSettings("torch", "fp32", "eager", requested.device).device_here()
-    return model, device
+    return model, {"device": device, "precision": generation_precision(requested.precision, device)}
 
 
-def _language_plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
-    """The launch of a language model with generate(). Raises for what is wrong."""
-    model, device = _language(kind, requested)
+def _plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
+    """How to start the server. Raises for what is wrong."""
+    requested = with_tuning(requested, requested.tuning)
+    model, chosen = _chosen(kind, requested)
     bind(requested.host, requested.http_port).close()
-    settings = requested.model_copy(
-        update={
-            "model": model.reference,
-            "weights": pin_language_weights(model.weights, model.fields).text,
-            "device": device,
-            "precision": generation_precision(requested.precision, device),
-        }
-    )
-    return _launch(
-        "generate_server",
-        settings,
+    language = isinstance(model, LanguageModel)
+    if isinstance(model, LanguageModel):
+        weights, reference = pin_language_weights(model.weights, model.fields).text, model.reference
+    else:
+        weights = pin(parse_weights(requested.weights, model.default_weights), model.find_pretrained).text
+        # A path is absolute: a supervisor may start the server from another folder.
+        reference = model.reference if model.reference.startswith("/") else requested.model
+    settings = requested.model_copy(update={**chosen, "model": reference, "weights": weights})
+    program = "servers.plain.generate_server" if language else f"servers.plain.{kind}_server"
+    return LaunchPlan(
+        argv=(sys.executable, "-P", "-m", program, to_argument(settings)),
+        env={},
+        http_url=f"http://{host_in_url(settings.host)}:{settings.http_port}",
+        grpc_address=None,
         model=model.name,
-        title=f"{title} generate() {settings.precision}",
-        max_batch_size=None,
-        cannot_pad="generate() runs one request at a time",
+        title=f"{title} {'generate()' if language else 'torch'} {settings.precision}",
+        max_batch_size=settings.max_batch_size,
+        tuning=tuning_of(requested),
+        cannot_pad="generate() runs one request at a time" if language else f"the {title} server does not pad",
     )
 
 
 def _space(kind: str, requested: PlainSettings, given: Collection[str]) -> bytes:
     """What can be tuned, as `--print-space` prints it. Raises for what is wrong; ports do not matter."""
     cores = usable_cores()
-    if is_language_model(requested.model):
-        _, device = _language(kind, requested)
-        precision = generation_precision(requested.precision, device)
-        generation = GenerationSettings(device=device, precision=precision)
-        here = language_context(generation, cores)
-        in_effect: dict[str, object] = {"precision": precision}
+    model, chosen = _chosen(kind, requested)
+    if isinstance(model, LanguageModel):
+        here = language_context(GenerationSettings(device=chosen["device"], precision=chosen["precision"]), cores)
     else:
-        specification, engine = _engine(requested)
-        pin(parse_weights(requested.weights, specification.default_weights), specification.find_pretrained)
-        here = plain_context(engine, cores)
-        in_effect = {"precision": engine.precision, "max_batch_size": engine.max_batch_size}
+        pin(parse_weights(requested.weights, model.default_weights), model.find_pretrained)
+        here = plain_context(EngineSettings("torch", device=chosen["device"]), cores)
     import torch  # not above: it takes seconds
 
-    in_effect["threads"] = requested.threads or torch.get_num_threads()
+    in_effect = {**chosen, "threads": requested.threads or torch.get_num_threads()}
     return space_json(kind, requested, here, in_effect, given)
-
-
-def _launch(module: str, settings: PlainSettings, **of_model: Any) -> LaunchPlan:
-    argv = (sys.executable, "-P", "-m", f"servers.plain.{module}", to_argument(settings))
-    url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
-    return LaunchPlan(argv=argv, env={}, http_url=url, grpc_address=None, **of_model)
