@@ -37,8 +37,18 @@ GROUPS = {
         ["servers.native.*", "servers.engines.null", "tritonclient.grpc", "argparse"],
         [
             "servers.native", "tests/fake_server.py", "tests/toy_language_server.py", "tests/truth/planted_server.py",
-            "tests/truth/tuned_server.py", "tests/conformance/toy_server.py", "tests.integration.native.runner_server",
+            "tests/truth/tuned_server.py", "tests/conformance/toy_server.py",
             "tests/integration/native/controlled_server.py", "tests/integration/native/echo_server.py",
+        ],
+    ),
+    "torch": (
+        [
+            "servers.native.*", "servers.engines.*", "servers.measuring.*", "servers.plain.fastapi_server", "torch",
+            "transformers",
+        ],
+        [
+            "servers.measuring.worker", "tests.integration.native.runner_server", "servers.plain.fastapi_server",
+            "servers.plain.generate_server",
         ],
     ),
 }  # fmt: skip
@@ -99,6 +109,8 @@ def _group_of(argv: list[str]) -> str | None:
         return None
     words = argv[2:] if argv[1:2] == ["-P"] else argv[1:]
     program = words[1] if words[:1] == ["-m"] else words[0].removeprefix(f"{TESTS.parent}/") if words else ""
+    if program == "servers.native" and '"null"' not in words[-1]:
+        return "torch"  # its engine may need it
     return next((group for group, (_, programs) in GROUPS.items() if program in programs), None)
 
 
@@ -194,8 +206,8 @@ def _become(request: dict[str, Any], descriptors: list[int], libc: ctypes.CDLL) 
     return code
 
 
-def main() -> types.CodeType | None:
-    """Import the group's modules, then fork for each request; returns in a fork, and after the last."""
+def main() -> types.CodeType:
+    """Import the group's modules, then fork for each request; returns in a fork."""
     modules, _ = GROUPS[sys.argv[1]]
     requests = socket.socket(fileno=fcntl.fcntl(int(sys.argv[2]), fcntl.F_DUPFD_CLOEXEC, 200))
     os.close(int(sys.argv[2]))
@@ -206,12 +218,14 @@ def main() -> types.CodeType | None:
         if name.endswith(".*"):
             for _, below, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
                 importlib.import_module(below)
+    if len(list(Path("/proc/self/task").iterdir())) > 1:
+        raise RuntimeError("a module started a thread, which no fork would have: leave that module out of GROUPS")
     gc.collect()
     gc.freeze()
     while True:
         message, descriptors, *_ = socket.recv_fds(requests, _MESSAGE_BYTES, 64)
         if not message:
-            return None
+            os._exit(0)  # without what libraries say of their own ends
         pid = _clone_for_parent(libc)
         if pid == 0:
             requests.close()
@@ -223,5 +237,4 @@ def main() -> types.CodeType | None:
 
 if __name__ == "__main__":
     code = main()
-    if code is not None:
-        exec(code, vars(sys.modules["__main__"]))
+    exec(code, vars(sys.modules["__main__"]))
