@@ -17,15 +17,17 @@ exit 1
 
 
 def setup(
-    tmp_path: Path, free_gib: int, python: str = sys.executable, script: Path = SETUP
+    tmp_path: Path, free_gib: int, python: str = sys.executable, script: Path = SETUP, uv_status: int = 1
 ) -> subprocess.CompletedProcess[str]:
-    """With a disk of so many free GiB and a pip that only notes how it was called, which fails the rest."""
+    """With a disk of so many free GiB, and with a uv and a pip that only note how they were called; pip fails the
+    rest."""
     tools, venv = tmp_path / "tools", tmp_path / "venv"
     for path, text in (
         (tools / "df", f"#!/bin/sh\necho header\necho disk 0 0 {free_gib * 2**20} 0% /\n"),
+        (tools / "uv", f"#!/bin/sh\necho $@ > {tmp_path}/uv\nexit {uv_status}\n"),
         (venv / "bin" / "python", PIP.format(seen=tmp_path / "pip")),
     ):
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": python, "VENV": str(venv)}
@@ -51,6 +53,17 @@ def test_downloads_go_beside_the_environment_and_into_pips_cache_where_there_is_
     assert ("--no-cache-dir" not in arguments) == cached
     assert temporary == str(tmp_path / "venv" / "tmp")
     assert not Path(temporary).exists()
+
+
+def test_uv_installs_where_there_is_one_and_pip_what_it_cannot(tmp_path: Path) -> None:
+    for uv_status, free_gib, cached in ((0, 11, False), (1, 99, True)):
+        folder = tmp_path / str(uv_status)
+        setup(folder, free_gib, uv_status=uv_status)
+        asked = (folder / "uv").read_text()
+        assert asked.startswith(f"pip install --python {folder}/venv/bin/python")
+        assert "-c docker/constraints.txt -e .[servers," in asked
+        assert ("--no-cache" not in asked) == cached
+        assert (folder / "pip").exists() == bool(uv_status)
 
 
 def test_an_interpreter_that_is_none_is_named(tmp_path: Path) -> None:
