@@ -5,6 +5,7 @@ Whatever cannot run is refused before anything is written.
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ from loadgen.experiment.plan import (
     Combination,
     PlanError,
     buckets,
+    check_best,
     check_models,
     check_restarts,
     check_stack,
@@ -56,6 +58,7 @@ from loadgen.experiment.plan import (
     plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, ExperimentSettings, language_defaults
+from loadgen.quantities import counted
 from loadgen.records.payloads import TOKENS, implied_payload, served_name
 from loadgen.records.run import (
     MODEL_WEIGHTS,
@@ -65,6 +68,7 @@ from loadgen.records.run import (
     Experiment,
     Kind,
     Label,
+    RunState,
     Transport,
     body_in_words,
     is_token_transport,
@@ -116,6 +120,17 @@ def compare(
         bool,
         _OUTPUT("--print-experiment", help="Print all settings in effect as an experiment file, and run nothing."),
     ] = False,
+    dry_run: Annotated[
+        bool, _OUTPUT("--dry-run", help="With --best: print what would be tried, and measure nothing.")
+    ] = False,
+    resume: Annotated[
+        Path | None,
+        _OUTPUT(
+            metavar="DIR",
+            show_default=False,
+            help="Go on with an interrupted comparison with --best: what is chosen stays, the rest is measured.",
+        ),
+    ] = None,
     verbose: Annotated[
         bool,
         _OUTPUT(
@@ -132,7 +147,8 @@ def compare(
     export to MLflow that fails is a warning.
     """
     try:
-        settings = effective_settings(file, given_options(context, options))
+        given = given_options(context, options)
+        settings = effective_settings(file, given) if resume is None else _resumed(resume, file or out or given)
         notes: tuple[str, ...] = ()
         if not print_experiment:
             announce(CHECKING)
@@ -145,17 +161,123 @@ def compare(
             check_export(mlflow)
     except PlanError as exc:
         fail(str(exc))
+    if dry_run and not settings.best:
+        fail("--dry-run is for comparisons with --best; leave it out, or add --best")
     if print_experiment:
         typer.echo(write_settings(settings), nl=False)
         return
+    if dry_run:
+        _print_choices(plan.runs[0][1])
+        return
     await_quiet(anyway, plan.runs[0][1].arms)
-    folder = out or default_out(settings.model)
-    if plan.is_matrix:
+    folder = resume or out or default_out(settings.model)
+    if settings.best:
+        status, result = _run_best(settings, plan.runs[0][1], folder, mlflow, anyway=anyway)
+        results = {"": result}
+    elif plan.is_matrix:
         status, results = _run_matrix(plan.runs, folder, mlflow)
     else:
         status, result = run_and_report(plan.runs[0][1], folder, mlflow)
         results = {"": result}
     raise typer.Exit(_write_formats(results, junit, csv, status))
+
+
+def _resumed(folder: Path, more: object) -> ExperimentSettings:
+    """The settings of an interrupted comparison with --best. Raises `PlanError`."""
+    from loadgen.experiment.options import checked_settings
+    from loadgen.probes.best_analysis import BestRecord
+    from loadgen.run.storage import StoredRunError, is_running, read_one
+
+    if more:
+        raise PlanError(f"--resume {folder}: its settings are stored; leave everything else out but --anyway")
+    try:
+        record = read_one(folder, BestRecord)
+        state = read_one(folder, RunState)
+    except StoredRunError as exc:
+        raise PlanError(f"--resume {folder}: {exc}") from exc
+    if record is None:
+        raise PlanError(f"--resume {folder}: it holds no comparison with --best; {BestRecord.FILE} is missing")
+    if is_running(folder):
+        raise PlanError(f"--resume {folder}: a process still runs it")
+    if state is not None and state.state == "finished":
+        raise PlanError(f"--resume {folder}: it is finished; start another one without --resume")
+    return checked_settings(ExperimentSettings, dict(record.settings), folder / BestRecord.FILE, {})
+
+
+def _print_choices(planned: Experiment) -> None:
+    """What --best would try, in how many runs, and how the minutes are shared. A server that refuses its options ends
+    the command."""
+    import loadgen.report.document as doc
+    from loadgen.probes.best import settings_in_words
+    from loadgen.report.renderers.terminal import make_console, print_document
+    from loadgen.tune.best import CHOOSING_SHARE, most_at_once, read_servers, stages
+
+    try:
+        servers = read_servers(planned)
+    except PlanError as exc:
+        fail(str(exc))
+    rows = [
+        (shown(server.server), server.target, settings_in_words(entry.settings))
+        for server in servers
+        for entry in server.configurations
+    ]
+    loads = ", ".join(load.name for load in planned.workloads if load.has_blocks)
+    table = doc.Table(doc.names("arm", "server", "settings"), rows, grouped=True)
+    print_document(doc.Document("Tried for each load", {"": [doc.Section(loads, (table,))]}), make_console(sys.stdout))
+    runs = len(stages(servers, most_at_once(planned, gpu=expects_gpu(*planned.arms))))
+    time = ""
+    if planned.minutes is not None:
+        share = CHOOSING_SHARE if runs else 0.0
+        time = f", about {share * planned.minutes:.0f} of {planned.minutes:g} minutes"
+    typer.echo(f"{counted(runs, 'run')} that choose{'s' if runs == 1 else ''}{time}; then the comparison")
+
+
+def _run_best(
+    settings: ExperimentSettings, planned: Experiment, folder: Path, mlflow: str | None, *, anyway: bool
+) -> tuple[int, Result | None]:
+    """Choose every server's settings for each load, then compare them; the exit status and the result."""
+    from loadgen.probes.best_analysis import BestRecord
+    from loadgen.report.progress import RichProgress
+    from loadgen.report.renderers.terminal import make_console
+    from loadgen.run.preparation import Prepared
+    from loadgen.run.progress import LiveRatios
+    from loadgen.run.runner import run_experiment
+    from loadgen.run.storage import StorageError, StoredRunError, read_one
+    from loadgen.tune.best import choose, final_experiment, read_servers, renewed
+    from loadgen.tune.settings import ROUNDS
+
+    console = make_console(sys.stdout)
+
+    def run_stage(experiment: Experiment, out: Path, prepared: Prepared) -> RunState:
+        names = ", ".join(arm.label for arm in experiment.arms)
+        console.rule(f"choosing, {out.name}: {names}")
+        with RichProgress(console, LiveRatios(experiment)) as progress:
+            return run_experiment(experiment, out, progress, prepared=prepared)
+
+    again = f"abserve compare --resume {shlex.quote(str(folder))}"
+    try:
+        record = read_one(folder, BestRecord) if folder.exists() else None
+        if record is None:
+            record = BestRecord(servers=read_servers(planned), settings=settings.content())
+        renewed(folder)
+        few = settings.model_copy(update={"rounds": ROUNDS, "minutes": None, "restarts": 1})
+        brief = plan_experiment(few).runs[0][1].workloads
+        if not record.done:
+            gpu = expects_gpu(*planned.arms)
+            record = choose(settings, planned, brief, record, folder, run_stage, gpu=gpu, anyway=anyway)
+    except KeyboardInterrupt:
+        complain(f"interrupted while choosing; go on with: {again}", style="bold yellow")
+        return EXIT_INTERRUPTED, None
+    except (PlanError, StorageError, StoredRunError) as exc:
+        complain(str(exc))
+        return EXIT_INVALID, None
+    for problem in record.problems:
+        complain(problem, style="yellow", kind="note")
+    console.rule("comparing what was chosen")
+    status, result = run_and_report(final_experiment(planned, record), folder, mlflow)
+    if status == EXIT_INTERRUPTED:
+        complain(f"what was chosen stays; compare it again with: {again}", style="bold yellow", kind="note")
+    return status, result
 
 
 def name_models(
@@ -264,6 +386,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
 
     arms = make_arms(settings)
     check_language(settings, arms)
+    check_best(settings)
     check_surface(settings)
     if settings.kind is Kind.TOKENS:
         transport, arms = choose_protocol(settings, arms)
@@ -289,7 +412,10 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     minutes = minutes_of(settings)
     plan_conditions(settings.fail_if, workloads, tuple(settings.arms))
     is_matrix = settings.matrix or len(combinations) > 1
-    full = settings.preset == "full" and not settings.surface  # the rest of the time is for the surface
+    if settings.best and is_matrix:
+        raise PlanError("--best compares over one transport with one payload; give one of each")
+    # The rest of the time is for the surface, or for choosing.
+    full = settings.preset == "full" and not settings.surface and not settings.best
 
     def experiment(combination: Combination) -> Experiment:
         asked = settings

@@ -217,9 +217,9 @@ def plan_combinations(arms: Sequence[ArmRequest], settings: ExperimentSettings) 
 
 
 def measurable_scenarios(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> tuple[Scenario, ...]:
-    """The scenarios, without the default's cold starts where an arm is a URL, whose server abserve cannot start.
-    Raises `PlanError` where the cold starts were asked for."""
-    if "cold-start" not in settings.scenarios or all(arm.embedded for arm in arms):
+    """The scenarios, without the default's cold starts where an arm is a URL, whose server abserve cannot start, and
+    where no short round could choose for them. Raises `PlanError` where the cold starts were asked for."""
+    if "cold-start" not in settings.scenarios or (all(arm.embedded for arm in arms) and not settings.best):
         return settings.scenarios
     if settings.scenarios != DEFAULT_SCENARIOS:
         raise PlanError("cold starts need servers that abserve starts; leave cold-start out of --scenarios with a URL")
@@ -307,6 +307,10 @@ DECIDED_ROUNDS = 8
 stays in one state for 4 rounds, and seldom for 8 (`tests/truth/test_one_run_in_twenty.py`)."""
 
 
+BEST_MINUTES = 1.5
+"""How many times as long as other comparisons one lasts by default that first chooses every server's settings."""
+
+
 def least_rounds(settings: ExperimentSettings) -> int:
     """Rounds per workload without `--rounds`: two per restart at least, and each arm equally often in each place."""
     arms = len(settings.arms)
@@ -318,7 +322,8 @@ def minutes_of(settings: ExperimentSettings) -> float | None:
     """Minutes of the comparison, where the number of rounds follows from the time; more arms get more. Raises
     `PlanError`."""
     if settings.surface or (settings.rounds is None and settings.until == "planned"):
-        return settings.minutes or PRESETS[settings.preset].minutes * len(settings.arms) / 2
+        usual = PRESETS[settings.preset].minutes * len(settings.arms) / 2
+        return settings.minutes or usual * (BEST_MINUTES if settings.best else 1.0)
     if settings.minutes is not None:
         other = "--rounds" if settings.rounds is not None else "--until decided"
         raise PlanError(f"--minutes and {other} both say how long the load lasts; give one of them")
@@ -417,6 +422,24 @@ def make_workloads(
     ]
     workloads += _search_workloads(settings, preset)
     return unique_names(workloads)
+
+
+def check_best(settings: ExperimentSettings) -> None:
+    """Raises `PlanError` for what has no short rounds that could choose the settings of a load."""
+    if not settings.best:
+        return
+    for option, given in (
+        ("--surface", settings.surface),
+        ("--slo-p99-ms", settings.slo_p99_ms),
+        ("--deployment compose", settings.deployment == "compose"),
+        ("--until decided", settings.until == "decided"),
+        ("--explain", settings.explain),
+        ("--ceiling", settings.ceiling),
+        *((f"--scenarios {name}", name in settings.scenarios) for name in ("ramp", "slo", "goodput")),
+        ("--scenarios cold-start", "cold-start" in settings.scenarios and settings.scenarios != DEFAULT_SCENARIOS),
+    ):
+        if given:
+            raise PlanError(f"--best chooses the settings of closed and open loops in short rounds; leave {option} out")
 
 
 def check_surface(settings: ExperimentSettings) -> None:

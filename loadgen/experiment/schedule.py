@@ -156,7 +156,7 @@ def interleave(
 ) -> tuple[ScheduledBlock, ...]:
     """Every round of the workloads, in the order that the module describes."""
     random = Random(seed)
-    orders = {workload.name: arm_orders(labels, workload.rounds, random) for workload in workloads}
+    orders = {workload.name: arm_orders(workload.loaded(labels), workload.rounds, random) for workload in workloads}
     blocks: list[ScheduledBlock] = []
     for restart in range(restarts):
         shares = {workload.name: range(*_share(workload.rounds, restart, restarts)) for workload in workloads}
@@ -185,14 +185,19 @@ def endless_passes(
     leaving out a workload from some pass on keeps it balanced."""
     random = Random(seed)
     load = load_workloads(workloads)
-    number = first
+    number, passes = first, passes_in_balance(workloads, labels)
     while True:
-        orders = {workload.name: arm_orders(labels, len(labels), random) for workload in load}
-        for place in range(len(labels)):
+        orders = {workload.name: arm_orders(workload.loaded(labels), passes, random) for workload in load}
+        for place in range(passes):
             in_pass = [round_of(each, number + place, orders[each.name][place], 0, restart) for each in load]
             random.shuffle(in_pass)
             yield in_pass
-        number += len(labels)
+        number += passes
+
+
+def passes_in_balance(workloads: Sequence[Workload], labels: Sequence[Label]) -> int:
+    """After so many passes each arm of every workload has come equally often in each place."""
+    return math.lcm(*(len(workload.loaded(labels)) for workload in load_workloads(workloads)))
 
 
 def _share(rounds: int, restart: int, restarts: int) -> tuple[int, int]:

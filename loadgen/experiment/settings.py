@@ -324,6 +324,11 @@ class ExperimentSettings(Settings):
         "embedded", description="embedded starts the servers; compose uses the running Docker Compose stack."
     )
     compose_project: str | None = _target(None, description=f"Name of that stack (default: {DEFAULT_PROJECT}).")
+    best: bool | None = _measurement(
+        None,
+        description="Compare every server at its best for each load: a third of --minutes chooses settings such as "
+        "Triton's instances, the rest measures the chosen ones afresh.",
+    )
     surface: bool | None = _load(
         None,
         description="Map which arm is best over users × batch sizes (--concurrency 16: 1, 2, 4, 8, 16), or lengths "

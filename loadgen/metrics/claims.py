@@ -7,7 +7,7 @@ it does not matter that the order comes from the same data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, pairwise
 from operator import itemgetter
 
@@ -232,13 +232,13 @@ class WorkloadRanking(Record, frozen=True, kw_only=True):
         return ", then ".join(parts)
 
 
-def rank(comparisons: Sequence[Comparison], baseline: Label) -> tuple[WorkloadRanking, ...]:
-    """The ranking of each workload that has a valid comparison with the baseline, in their order."""
+def rank(comparisons: Sequence[Comparison], baseline_in: Callable[[str], Label]) -> tuple[WorkloadRanking, ...]:
+    """The ranking of each workload that has a valid comparison with its baseline, in their order."""
     by_scenario: dict[str, list[Comparison]] = {}
     for comparison in comparisons:
         if comparison.verdict != "invalid" and comparison.ratio is not None:
             by_scenario.setdefault(comparison.scenario, []).append(comparison)
-    rankings = (_rank(scenario, compared, baseline) for scenario, compared in by_scenario.items())
+    rankings = (_rank(scenario, compared, baseline_in(scenario)) for scenario, compared in by_scenario.items())
     return tuple(ranking for ranking in rankings if ranking is not None)
 
 

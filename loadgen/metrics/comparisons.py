@@ -183,8 +183,10 @@ def pair_metrics(
     paired = []
     for workload in experiment.workloads:
         metrics = metrics_of(workload)
-        paired += [pair(workload, metric, pairing) for metric in metrics for pairing in experiment.pairings]
-        others = (pair(workload, metric, pairing) for metric in metrics for pairing in experiment.pairings_of_others)
+        against = experiment.pairings_in(workload)
+        paired += [pair(workload, metric, pairing) for metric in metrics for pairing in against]
+        among_others = experiment.pairings_of_others(workload)
+        others = (pair(workload, metric, pairing) for metric in metrics for pairing in among_others)
         paired += [other for other in others if other.leads]
     return paired
 

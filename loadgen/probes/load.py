@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.experiment.schedule import ScheduledBlock, endless_passes, has_load, load_workloads, schedule
+from loadgen.experiment.schedule import (
+    ScheduledBlock,
+    endless_passes,
+    has_load,
+    load_workloads,
+    passes_in_balance,
+    schedule,
+)
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.claims import claim, place
 from loadgen.metrics.comparisons import PooledRequests, compare_all
@@ -204,7 +211,8 @@ class Rounds:
                 continue
             used = (monotonic() - self._began) / max(self._deadline - self._began, 1e-9)
             # Only after whole passes, in which each arm came equally often in each place.
-            if pass_number % len(experiment.arms) == 0 and pass_number >= self._least and used > FOR_ALL:
+            is_balanced = pass_number % passes_in_balance(tuple(self._workloads.values()), experiment.labels) == 0
+            if is_balanced and pass_number >= self._least and used > FOR_ALL:
                 self._open = attempt(self._neediest, self._undecided)
         runner.idle()
         context.forecast.load_ends_at = None
@@ -247,7 +255,7 @@ class Rounds:
 
     def _close_decided(self) -> None:
         every = compare_all(self._context.experiment, self._summaries, requests=self._requests.by_block)
-        leading = [c for c in every if c.leading and c.baseline == self._context.experiment.baseline.label]
+        leading = [c for c in every if c.leading and c.baseline == self._context.experiment.baseline_in(c.scenario)]
         for name, workload in list(self._open.items()):
             faults = self._context.faults
             comparisons = [c for c in leading if c.scenario == name and not (faults and faults.is_out(name, c.arm))]

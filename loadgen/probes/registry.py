@@ -30,6 +30,7 @@ MODULES = tuple(
         "causes",
         "ceiling",
         "cold_start",
+        "best",
     )
 )
 

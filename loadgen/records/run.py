@@ -74,8 +74,8 @@ MODEL_WEIGHTS = "the model's default"
 
 
 def shown(label: Label) -> str:
-    """A label as sentences show it: A for a; longer names are unchanged."""
-    return label.upper() if len(label) == 1 else label
+    """A label as sentences show it: A for a, and C2 for another configuration of it; longer names are unchanged."""
+    return label.upper() if len(label) == 1 or (label[0] in "abcdefgh" and label[1:].isdecimal()) else label
 
 
 def option_of(label: Label, setting: str = "") -> str:
@@ -195,6 +195,8 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     """If it differs from the experiment's, because the arms of a language model have no protocol in common."""
     body: dict[str, Any] = {}
     """Fields of the requests to its language model that differ from the usual ones; None: left out."""
+    server: Label | None = None
+    """The arm of the settings whose configuration this is, in a comparison at every load's best."""
 
     @property
     def tls_addresses(self) -> tuple[str, ...]:
@@ -271,6 +273,15 @@ class Workload(Record, frozen=True, kw_only=True):
     the warm-up, and `rate_per_s` is None until then."""
     limits: TokenLimits | None = None
     """The limits of a good answer, of which goodput counts; without them every whole answer is good."""
+    arms: tuple[Label, ...] = ()
+    """The arms that are compared, the baseline first: of each server the configuration that is best here; empty: all
+    arms of the experiment."""
+    beside: tuple[Label, ...] = ()
+    """Further arms that get its load and are not among those."""
+
+    def loaded(self, labels: Sequence[Label]) -> tuple[Label, ...]:
+        """The arms that get its load, of an experiment with these."""
+        return (*self.arms, *self.beside) or tuple(labels)
 
     @property
     def has_blocks(self) -> bool:
@@ -420,10 +431,38 @@ class Experiment(Record, frozen=True, kw_only=True):
     def pairings(self) -> tuple[Pairing, ...]:
         return tuple(Pairing(self.arms[0].label, arm.label) for arm in self.arms[1:])
 
+    def loaded(self, workload: Workload) -> tuple[Label, ...]:
+        """The arms that get the load of a workload."""
+        return workload.loaded(self.labels)
+
+    def pairings_in(self, workload: Workload) -> tuple[Pairing, ...]:
+        """The baseline of a workload with each of the other arms."""
+        baseline, *others = workload.arms or self.labels
+        return tuple(Pairing(baseline, other) for other in others)
+
+    def pairings_of_others(self, workload: Workload) -> tuple[Pairing, ...]:
+        """The other arms of a workload among themselves, for the ranking."""
+        return tuple(Pairing(*two) for two in combinations((workload.arms or self.labels)[1:], 2))
+
     @property
-    def pairings_of_others(self) -> tuple[Pairing, ...]:
-        """The other arms among themselves, for the ranking."""
-        return tuple(Pairing(*two) for two in combinations(self.labels[1:], 2))
+    def is_at_best(self) -> bool:
+        """Whether it compares every server at its best for each load, of the configurations that were tried."""
+        return any(arm.server is not None for arm in self.arms)
+
+    @property
+    def servers(self) -> dict[Label, Label]:
+        """By arm the one that the user named, of which it is a configuration: by default itself."""
+        return {arm.label: arm.server or arm.label for arm in self.arms}
+
+    def arm_of(self, server: Label, scenario: str) -> Label:
+        """The arm that stands for the one which the user named in the workload of this name."""
+        servers = self.servers
+        arms = (label for load in self.workloads if load.name == scenario for label in load.arms)
+        return next((label for label in arms if servers[label] == server), server)
+
+    def baseline_in(self, scenario: str) -> Label:
+        """The baseline in the workload of this name."""
+        return self.arm_of(self.baseline.server or self.baseline.label, scenario)
 
     @property
     def payloads(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ MakeSection = Callable[[Result], doc.Section | None]
 PROBES = None
 """The place of the probes' sections in a chapter."""
 CONTENTS: Sequence[tuple[str, Sequence[MakeSection | None]]] = (
-    ("", (verdict.verdict, surface.decision_surface, verdict.overview, verdict.brief_why, verdict.brief_proof)),
+    ("", (verdict.verdict, PROBES, surface.decision_surface, verdict.overview, verdict.brief_why, verdict.brief_proof)),
     ("Comparisons", (comparisons.comparisons, comparisons.ranking, comparisons.thresholds)),
     ("Why", (PROBES,)),
     ("Detail", (tokens.token_table, tokens.first_token_and_pace, tokens.gaps, tokens.costs, PROBES)),

@@ -61,7 +61,7 @@ class ArmFaults:
 
     def __init__(self, labels: Sequence[Label], workloads: Sequence[Workload]) -> None:
         """`workloads` are those that have a load."""
-        self._left = {workload.name: list(labels) for workload in workloads}
+        self._left = {workload.name: list(workload.loaded(labels)) for workload in workloads}
         """The arms that are left in each workload."""
         self._expected: dict[tuple[str, Label], str] = {}
         self._last_rounds: dict[str, int] = {}
@@ -140,8 +140,9 @@ class LoadRunner:
         that estimate, and so has one in which this arm failed. Raises `RunError` if an arm failed in every load.
         """
         took: dict[tuple[RequestShape, int], dict[Label, float]] = {}
-        shapes = {(request_shape(workload), warm_up_users(workload)): workload for workload in workloads}
         for label in self.arms:
+            own = [workload for workload in workloads if label in workload.loaded((label,))]
+            shapes = {(request_shape(workload), warm_up_users(workload)): workload for workload in own}
             failed: dict[tuple[RequestShape, int], RunError] = {}
             before: tuple[RequestShape, int, float] | None = None
             for (shape, users), workload in sorted(shapes.items(), key=lambda entry: _size(*entry[0])):
@@ -165,8 +166,9 @@ class LoadRunner:
                 request_s = users / (outcome.requests_per_s or math.inf)
                 before = shape, users, request_s
                 took.setdefault((shape, users), {})[label] = request_s
-            self._expect(failed, label, workloads, took)
-        return {workload.name: took[request_shape(workload), warm_up_users(workload)] for workload in workloads}
+            self._expect(failed, label, own, took)
+        every = {workload.name: (request_shape(workload), warm_up_users(workload)) for workload in workloads}
+        return {name: took[key] for name, key in every.items() if key in took}
 
     def _expect(
         self,

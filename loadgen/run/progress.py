@@ -110,7 +110,8 @@ class LiveRatios:
     @property
     def latest(self) -> tuple[LiveRatio, ...]:
         """Every workload and arm with a complete pair, in the order of the experiment."""
-        every = ((name, arm) for name in self._workloads for _, arm in self._experiment.pairings)
+        loads = self._workloads.items()
+        every = ((name, arm) for name, load in loads for _, arm in self._experiment.pairings_in(load))
         return tuple(self._latest[key] for key in every if key in self._latest)
 
     def add(self, summary: BlockSummary) -> list[LiveRatio]:
@@ -121,7 +122,8 @@ class LiveRatios:
         blocks = self._blocks[workload.name]
         blocks.append(summary)
         ran = {block.label for block in blocks if block.round == summary.round}
-        completed = {two for two in self._experiment.pairings if ran.issuperset(two) and summary.label in two}
+        pairings = self._experiment.pairings_in(workload)
+        completed = {two for two in pairings if ran.issuperset(two) and summary.label in two}
         metric = leading_metric(workload)
         alone = msgspec.structs.replace(self._experiment, workloads=(workload,))
         ratios = [
@@ -205,7 +207,7 @@ class Forecast:
 
     def round_s(self, workload: Workload) -> float:
         """Seconds of one round of a workload."""
-        return sum(self._block_s(workload, label) for label in self._labels)
+        return sum(self._block_s(workload, label) for label in workload.loaded(self._labels))
 
     def after_load_s(self) -> float:
         """Seconds of the checks, cold starts and searches still to come."""

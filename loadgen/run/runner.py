@@ -341,9 +341,10 @@ def _sized(context: RunContext, by_arm: Mapping[str, Mapping[Label, float]], war
 
 
 def _with_rounds_that_pay(context: RunContext, experiment: Experiment) -> Experiment:
-    """A screening whose load takes half as long as what came before it, if two rounds allow that: of long blocks,
-    more contenders tell more than more rounds. On a GPU its proof needs them all."""
-    if not experiment.screening or expects_gpu(*experiment.arms):
+    """A screening of one load that takes half as long as what came before it, if two rounds allow that: of long blocks,
+    more contenders tell more than more rounds. On a GPU its proof needs them all, and so does a choice for each of
+    several loads."""
+    if not experiment.screening or len(experiment.workloads) > 1 or expects_gpu(*experiment.arms):
         return experiment
     before_s = monotonic() - context.began_s
     workloads = tuple(

@@ -44,11 +44,7 @@ def read_spaces(
     tune, fix = dict(tune or {}), dict(fix or {})
 
     def read(target: str, more: Mapping[str, str]) -> Space:
-        given = {**options.get(target, {}), **more}
-        try:
-            space = ask_server("--print-space", target, given, Space, _READ_SECONDS, abserve=abserve)
-        except DeploymentError as exc:
-            raise PlanError(str(exc)) from exc
+        space = read_space(target, {**options.get(target, {}), **more}, abserve)
         return space if outstanding is None else for_load(space, outstanding)
 
     with ThreadPoolExecutor(_PARALLEL) as pool:
@@ -81,6 +77,14 @@ def read_spaces(
             _with_value(space, name, in_effect, answer) if space.target == target else space for space in spaces
         )
     return narrowed(spaces, chosen, fix)
+
+
+def read_space(target: str, options: Mapping[str, str], abserve: Sequence[str] = ABSERVE) -> Space:
+    """The space of a target with these options of `abserve serve`, which are not searched. Raises `PlanError`."""
+    try:
+        return ask_server("--print-space", target, options, Space, _READ_SECONDS, abserve=abserve)
+    except DeploymentError as exc:
+        raise PlanError(str(exc)) from exc
 
 
 def _check_fixed(names: Iterable[str]) -> None:

@@ -39,6 +39,8 @@ class TunableSetting(Record, frozen=True, kw_only=True):
     """By value, the same for this value alone; a value that is not in it always applies. The default always does."""
     about: str = ""
     """The help of the option."""
+    by_load: bool = False
+    """Whether a comparison at every load's best tries it."""
 
 
 class Space(Record, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ import numpy as np
 
 from loadgen.child_process import ABSERVE
 from loadgen.documents import one_line
+from loadgen.metrics.facts import RUN
 from loadgen.metrics.registry import METRICS, Metric, measured_answers
 from loadgen.metrics.summaries import BlockSummary, figure_of
 from loadgen.metrics.tokens import samples_of
@@ -90,34 +91,45 @@ class Judged:
 def judge(run: StoredRun, result: Result, settings: TuneSettings, *, anyway: bool = False) -> Judged:
     """Who is out, why the run counts for nothing, or else the scores, also of an interrupted run: by its whole rounds.
     `anyway`: a busy machine does not matter."""
-    out = {label: sentence(one_line(why, _MOST_WORDS)) for label, why in run.experiment.failed_arms.items()}
-    problem: str | None = None
-    state, whole = run.state, run.state is not None and run.state.state == "finished"
-    if state is None or state.state not in ("finished", "interrupted"):
-        why = "the run did not finish" if state is None or state.error is None else state.error
-        failed = None if state is None else state.failed_arm
-        if failed is not None and failed != ANCHOR:
-            out[failed] = sentence(one_line(why, _MOST_WORDS))
-        return Judged((), out, sentence(one_line(why, _MOST_WORDS)))
-    for check in invalidating(result.checks):
-        fault, contenders = fault_of(check), set(check.arms) - {ANCHOR}
-        if (fault in _TOLERATED and check.name not in _CACHES) or (anyway and fault == "busy machine"):
-            continue
-        if not whole and (fault == "incomplete run" or check.ok is None):
-            continue  # what it did not get to, the finalists' runs and the final judge
-        if contenders and ANCHOR not in check.arms:
-            out |= {label: sentence(one_line(check.detail, _MOST_WORDS)) for label in contenders if label not in out}
-        else:
-            problem = problem or sentence(one_line(check.detail, _MOST_WORDS))
-    if problem is not None:
-        return Judged((), out, problem)
+    out, problems = faults_of(run, result, anyway=anyway)
+    if problems:
+        return Judged((), out, next(iter(problems.values())))
     scores = score_run(run, result, settings)
-    if scores and whole:  # so the anchor was measured, and these were not
+    if scores and _is_whole(run):  # so the anchor was measured, and these were not
         known = {score.contender for score in scores} | {*out}
         out |= {label: TOO_SLOW for label in run.experiment.labels if label not in known}
     anchor = next((score for score in scores if score.contender == ANCHOR), None)
     left = tuple(score for score in scores if score.contender not in (ANCHOR, *out))
     return Judged(left, out, None if left or out else "No round is complete.", anchor, load_seconds(run))
+
+
+def _is_whole(run: StoredRun) -> bool:
+    return run.state is not None and run.state.state == "finished"
+
+
+def faults_of(run: StoredRun, result: Result, *, anyway: bool = False) -> tuple[dict[Label, str], dict[str, str]]:
+    """The arms of a screening that are out, and what counts for nothing, by the scope of the check that says so: the
+    run or one of its workloads. Why, in a sentence each."""
+    anchor, state = run.experiment.baseline.label, run.state
+    out = {label: sentence(one_line(why, _MOST_WORDS)) for label, why in run.experiment.failed_arms.items()}
+    problems: dict[str, str] = {}
+    if state is None or state.state not in ("finished", "interrupted"):
+        why = "the run did not finish" if state is None or state.error is None else state.error
+        failed = None if state is None else state.failed_arm
+        if failed is not None and failed != anchor:
+            out[failed] = sentence(one_line(why, _MOST_WORDS))
+        return out, {RUN: sentence(one_line(why, _MOST_WORDS))}
+    for check in invalidating(result.checks):
+        fault, contenders = fault_of(check), set(check.arms) - {anchor}
+        if (fault in _TOLERATED and check.name not in _CACHES) or (anyway and fault == "busy machine"):
+            continue
+        if not _is_whole(run) and (fault == "incomplete run" or check.ok is None):
+            continue  # what it did not get to, the finalists' runs and the final judge
+        if contenders and anchor not in check.arms:
+            out |= {label: sentence(one_line(check.detail, _MOST_WORDS)) for label in contenders if label not in out}
+        else:
+            problems.setdefault(check.scope, sentence(one_line(check.detail, _MOST_WORDS)))
+    return out, problems
 
 
 def load_seconds(run: StoredRun) -> float:
@@ -135,7 +147,7 @@ def score_run(run: StoredRun, result: Result, settings: TuneSettings) -> tuple[S
     if run.state is not None and run.state.state == "interrupted":  # perhaps in the midst of a round
         count = Counter(block.round for block in blocks if block.complete)
         blocks = tuple(block for block in blocks if count[block.round] == max(count.values()))
-    scores = next((found for metric in goal_metrics(settings) if (found := _by_blocks(blocks, metric, ANCHOR))), {})
+    scores = next((found for metric in goal_metrics(settings) if (found := scores_of(blocks, metric, ANCHOR))), {})
     workload = next((workload.name for workload in run.experiment.workloads), "")
     if settings.aim == "energy":
         scores = _by_energy(scores, result.of(GpuFound), workload)
@@ -157,10 +169,9 @@ def score_run(run: StoredRun, result: Result, settings: TuneSettings) -> tuple[S
     return tuple(told)
 
 
-def _by_blocks(
-    blocks: Sequence[BlockSummary], metric: Metric, anchor: Label
-) -> dict[Label, tuple[float, float, float]]:
-    """Of each arm the log of how many times better it is than the anchor, the error of that and its figure."""
+def scores_of(blocks: Sequence[BlockSummary], metric: Metric, anchor: Label) -> dict[Label, tuple[float, float, float]]:
+    """Of each arm that was measured in every round, the log of how many times better it is than the anchor, the error
+    of that and its figure; empty without two rounds of the anchor and another one."""
     figures = {
         (block.round, block.label): figure
         for block in blocks

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
+from msgspec.structs import replace
+
 from loadgen.metrics.claims import WorkloadRanking, neighbours, place, verdict_words, weight, winner_in_words
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons
 from loadgen.metrics.registry import METRICS, SERVED
@@ -43,7 +45,12 @@ def headline(
     cause: str = "",
 ) -> str:
     """The sentence. `titles` are the arms' names; `cause` is a clause with its comma that explains the lead of the
-    comparison `main_comparison`."""
+    comparison `main_comparison`. Where every server is at its best for each load, it has one name for all of its
+    configurations."""
+    servers = experiment.servers
+    titles = {server: titles[label] for label, server in reversed(servers.items())}
+    comparisons = [replace(c, baseline=servers[c.baseline], arm=servers[c.arm]) for c in comparisons]
+    rankings = [_of_servers(ranking, servers) for ranking in rankings]
     failed = invalidating(reached(checks))
     if apart := next((check for check in failed if check.name == same_payload.name), None):
         return fit([("No winner: ",), (f"{apart.detail}.", "the arms were sent different payloads.")])
@@ -52,7 +59,7 @@ def headline(
     if not usable:
         start = "No verdict" if leading else "Nothing was compared"
         return fit([(start,), (*(f": {text}" for text in _failures(failed)), ""), (".",)])
-    names = _short_names(experiment.labels, titles)
+    names = _short_names(tuple(dict.fromkeys(servers.values())), titles)
     workloads = {workload.name: workload for workload in experiment.workloads}
     lost = len({c.scenario for c in leading} - {c.scenario for c in usable})
     total = len({c.scenario for c in leading})
@@ -61,6 +68,8 @@ def headline(
         before = (f"No verdict on {lost} of {total} workloads; otherwise ", f"{lost} of {total} workloads invalid: ")
     elif failed:
         before = ("Not valid; the complete workloads show: ", "Not valid; otherwise ")
+    elif experiment.is_at_best:
+        before = ("Each server at its best: ", "At their best: ")
     main = main_comparison(comparisons, rankings, workloads)
     surface = surface_of(experiment, comparisons)
     if surface is not None and any(point.winner for point in surface.points):
@@ -75,6 +84,14 @@ def headline(
         parts = [claims, _shortened(cause), _leads(usable, rankings, main), _besides(comparisons)]
     text = fit([before, *parts, (".",)])
     return text[0].upper() + text[1:]
+
+
+def _of_servers(ranking: WorkloadRanking, servers: Mapping[Label, Label]) -> WorkloadRanking:
+    return replace(
+        ranking,
+        order=tuple(servers[label] for label in ranking.order),
+        not_separated=tuple((servers[one], servers[other]) for one, other in ranking.not_separated),
+    )
 
 
 def main_comparison(

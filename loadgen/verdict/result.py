@@ -170,7 +170,6 @@ def analyse(out_dir: Path) -> Result:
 def analyse_run(run: StoredRun) -> Result:
     """Analyse records that were already read. A step that fails costs itself, and a check says so."""
     run = replace(run, blocks=tuple(map(sound, run.blocks)))
-    labels, pairings = run.experiment.labels, run.experiment.pairings
     loads = [workload for workload in run.experiment.workloads if workload.has_blocks]
     failures: dict[str, str] = {}
 
@@ -189,7 +188,7 @@ def analyse_run(run: StoredRun) -> Result:
             summarise_workload(workload.name, label, (), ()),
         )
         for workload in loads
-        for label in labels
+        for label in run.experiment.loaded(workload)
     )
     complete = [block for block, summary in zip(run.blocks, blocks, strict=True) if summary.complete]
     # No stages of a streamed answer: the client reads it from its first token to its last.
@@ -204,7 +203,7 @@ def analyse_run(run: StoredRun) -> Result:
                 break_down,
                 workload.name,
                 [block for block in complete if block.record.workload == workload.name],
-                pairings,
+                run.experiment.pairings_in(workload),
             ),
             none,
         )

@@ -194,6 +194,7 @@ def plan_conditions(
 def judge_thresholds(facts: Facts) -> tuple[ThresholdOutcome, ...]:
     """Judge every condition of the experiment in each of its workloads, by the comparisons after the checks."""
     experiment = facts.run.experiment
+    servers = tuple(dict.fromkeys(experiment.servers.values()))
     texts = (experiment.settings or {}).get("fail_if", ())
     if not isinstance(texts, list | tuple):
         return ()
@@ -204,7 +205,7 @@ def judge_thresholds(facts: Facts) -> tuple[ThresholdOutcome, ...]:
     def judge() -> tuple[ThresholdOutcome, ...]:
         return tuple(
             attempt(partial(_judge, condition, workload, facts), partial(failed, condition.text, workload.name))
-            for condition, chosen in plan_conditions(list(map(str, texts)), experiment.workloads, experiment.labels)
+            for condition, chosen in plan_conditions(list(map(str, texts)), experiment.workloads, servers)
             for workload in chosen
         )
 
@@ -270,8 +271,8 @@ def _shown(quantity: Quantity, value: float, item: str) -> str:
 
 def _measure(quantity: Quantity, workload: str, facts: Facts) -> float | str:
     """The value, or why it is missing."""
-    metric, arm = quantity.metric, quantity.arm
-    baseline = facts.run.experiment.baseline.label
+    metric, arm = quantity.metric, facts.run.experiment.arm_of(quantity.arm, workload)
+    baseline = facts.run.experiment.baseline_in(workload)
     candidates = [
         comparison
         for comparison in facts.comparisons

@@ -85,9 +85,9 @@ class Verdict(Record, frozen=True, kw_only=True):
 def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check]) -> Verdict:
     """`titles` names the arms for people, by label; the comparisons are those after the checks."""
     experiment, failed = facts.run.experiment, complaints(checks)
-    against = [comparison for comparison in facts.comparisons if comparison.baseline == experiment.baseline.label]
+    against = [c for c in facts.comparisons if c.baseline == experiment.baseline_in(c.scenario)]
     scenarios = tuple(_scenario(facts, leading) for leading in leading_comparisons(against))
-    rankings = rank(facts.comparisons, experiment.baseline.label)
+    rankings = rank(facts.comparisons, experiment.baseline_in)
     apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
     slowed = complaints([check for check in checks if check.name == handicap.name])
     surface = surface_of(experiment, facts.comparisons)
@@ -499,8 +499,8 @@ class Stopping(Record, frozen=True, kw_only=True):
 def describe_stopping(experiment: Experiment, state: RunState | None, comparisons: Sequence[Comparison]) -> Stopping:
     """Describe the end of a run by the comparisons before the checks, which do not affect when to stop."""
     names = [workload.name for workload in load_workloads(experiment.workloads)]
-    baseline = experiment.baseline.label
-    leading = [c for c in comparisons if c.leading and c.scenario in names and c.baseline == baseline]
+    against = [c for c in comparisons if c.baseline == experiment.baseline_in(c.scenario)]
+    leading = [c for c in against if c.leading and c.scenario in names]
     undecided = tuple(dict.fromkeys(c.scenario for c in leading if c.verdict == "inconclusive"))
     ended: Literal["plan", "time", "decided", "time limit"] | None = None
     if state is not None and state.state == "finished":

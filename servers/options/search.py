@@ -68,6 +68,8 @@ class Searched:
     option (the third). The default always applies."""
     on_request: bool = False
     """Whether it changes the answers too."""
+    by_load: bool = False
+    """Whether its best value depends on the load so much that a comparison is fair only with that value for each."""
 
 
 def by_device(
@@ -192,6 +194,7 @@ class _Resolution:
                 if (more := {other: some for other, some in conditions.items() if when.get(other) != some})
             },
             "about": about,
+            **({"by_load": True} if searched.by_load else {}),
         }
 
     def _conditions(self, searched: Searched, value: str) -> Conditions | None:

@@ -52,6 +52,7 @@ SEARCHED_BATCH_MULTIPLE = search.Searched(
 SEARCHED_INSTANCES = search.Searched(
     search.by_device((1, 2, 4), (1, 2, 4)),
     ordered=True,
+    by_load=True,
     applies={"threads": lambda here, count, threads: here.device == "cuda" or int(count) * int(threads) <= here.cores},
 )
 

@@ -12,7 +12,9 @@ from servers.language.options import GenerationOptions
 from servers.options import defaults, search
 from servers.options.command_line import settings_of
 
-SEARCHED_PREFILL_CHUNK = search.Searched(search.by_device((0, 512, 4096), (0, 512, 2048, 8192), language=True))
+SEARCHED_PREFILL_CHUNK = search.Searched(
+    search.by_device((0, 512, 4096), (0, 512, 2048, 8192), language=True), by_load=True
+)
 """0 is vLLM's default, which depends on its release and on the GPU."""
 
 

@@ -106,7 +106,7 @@ def play(
     paired = []
     for workload, of_arms in zip(asked.workloads, log_seconds, strict=True):
         by_label = dict(zip(asked.labels, of_arms, strict=True))
-        for pairing in (*asked.pairings, *asked.pairings_of_others):
+        for pairing in (*asked.pairings, *asked.pairings_of_others(workload)):
             logs = by_label[pairing.arm] - by_label[pairing.baseline]
             paired.append(PairedMetric(workload, THROUGHPUT, pairing, _pairs(-logs)))
             if pairing in asked.pairings:

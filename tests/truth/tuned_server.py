@@ -36,6 +36,11 @@ OF_TRITON = ("engine", "workers", "batch")
 WHEN = {"mode": {"engine": ["torch"]}}
 DIES = {"allocator": "arena", "workers": "4"}
 """A server with both does not start."""
+LANES_MS = {"1": 12.0, "2": 24.0, "4": 32.0}
+"""Of the target fastapi: by how many requests it works on at once, the default 2, the time of each. One lane is best
+for one user, four are for eight, and one loses least over both."""
+LITSERVE_MS, ALIKE = 20.0, ("a", "b", "c")
+"""Of the target litserve: the time of a request in two lanes, and the values of a setting that changes nothing."""
 GOOD_FIRST = 110
 """Answers of racy arithmetic that are right: those of parity and warm-up."""
 
@@ -73,6 +78,10 @@ def every(target: str) -> Iterator[dict[str, str]]:
 
 
 def space(target: str) -> dict[str, object]:
+    if target in ("fastapi", "litserve"):
+        tried = ("lanes", "2", [*LANES_MS]) if target == "fastapi" else ("alike", ALIKE[0], ALIKE)
+        plain = dict(zip(("name", "default", "values"), tried, strict=True))
+        return {"target": target, "settings": [plain | {"by_load": True}]}
     names = SETTINGS if target == "native" else OF_TRITON
     settings = [
         {"name": name, "default": SETTINGS[name][0], "values": SETTINGS[name], "ordered": name in ORDERED,
@@ -87,7 +96,10 @@ class Server:
 
     def __init__(self, given: Mapping[str, str], target: str) -> None:
         self.arithmetic = given.get("arithmetic", "exact")
-        self.delay_s = time_ms(target, given) / 1e3 * math.exp(random.gauss(0.0, START_SPREAD))
+        plain_ms = {"fastapi": LANES_MS[given["lanes"]], "litserve": LITSERVE_MS}
+        self.delay_s = plain_ms.get(target, time_ms(target, given)) / 1e3 * math.exp(random.gauss(0.0, START_SPREAD))
+        lanes = {"fastapi": int(given["lanes"]), "litserve": 2}
+        self.lanes = asyncio.Semaphore(lanes.get(target, 1000))
         self.answered = 0
 
     async def connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -124,7 +136,8 @@ class Server:
         return (200 if path.endswith(("/live", "/ready")) else 404), "", b""
 
     async def infer(self, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
-        await asyncio.sleep(self.delay_s)
+        async with self.lanes:
+            await asyncio.sleep(self.delay_s)
         self.answered += 1
         length = int(headers["inference-header-content-length"])
         shape = json.loads(body[:length])["inputs"][0]["shape"]
@@ -168,8 +181,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--print-space", action="store_true")
     for name, values in SETTINGS.items():
         parser.add_argument(f"--{name}", choices=[*values, "racy"], default=values[0])
+    parser.add_argument("--lanes", choices=[*LANES_MS], default="2")
+    parser.add_argument("--alike", choices=ALIKE, default=ALIKE[0])
     asked, _ = parser.parse_known_args(options)
-    given = {name: getattr(asked, name) for name in SETTINGS}
+    given = {name: getattr(asked, name) for name in (*SETTINGS, "lanes", "alike")}
     if asked.print_space:
         sys.stdout.write(json.dumps(space(target)) + "\n")
     elif asked.print_launch:

@@ -31,10 +31,8 @@ _THRESHOLDS: dict[str, doc.Cell] = {
 
 def against_baseline(result: Result) -> list[Comparison]:
     """The comparisons with the baseline that have a ratio."""
-    base = result.experiment.baseline.label
-    return [
-        comparison for comparison in result.comparisons if comparison.baseline == base and comparison.ratio is not None
-    ]
+    baseline_in = result.experiment.baseline_in
+    return [c for c in result.comparisons if c.baseline == baseline_in(c.scenario) and c.ratio is not None]
 
 
 def better_of(
@@ -220,10 +218,8 @@ def ranking(result: Result) -> doc.Section | None:
     other arms with each other."""
     if not several(result):
         return None
-    base = result.experiment.baseline.label
-    others = [
-        comparison for comparison in result.comparisons if comparison.baseline != base and comparison.ratio is not None
-    ]
+    base, baseline_in = result.experiment.baseline.label, result.experiment.baseline_in
+    others = [c for c in result.comparisons if c.baseline != baseline_in(c.scenario) and c.ratio is not None]
     rows: list[tuple[str | doc.Cell, ...]] = []
     for order in result.verdict.rankings:
         for place, pair in enumerate(neighbours(result.comparisons, order)):

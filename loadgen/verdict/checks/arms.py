@@ -96,6 +96,8 @@ def _reason_to_accept(experiment: Experiment, baseline: ArmRequest, arm: ArmRequ
     if _asked_for(arm, key) != _asked_for(baseline, key):
         if key in ("model", "weights"):
             return "as requested: only the parity check shows whether they compute the same"
+        if experiment.is_at_best:
+            return "as chosen: every server has the settings that were best for it"
         return "as requested: this compares settings, not only servers"
     if key == "pad_to" and not all(_is_configured(experiment, request) for request in (baseline, arm)):
         return "as the servers that abserve does not configure are set: this compares settings, not only servers"

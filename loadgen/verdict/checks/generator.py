@@ -340,7 +340,7 @@ def warm_up(load: WorkloadFacts, facts: Facts) -> Judgement:
 @per_load
 def same_payload_bytes(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Skipped where the arms speak different protocols, which another check says."""
-    experiment, labels = facts.run.experiment, facts.run.experiment.labels
+    experiment, labels = facts.run.experiment, facts.run.experiment.loaded(load.workload)
     if len({experiment.transport_of(arm) for arm in experiment.arms}) > 1:
         return None
     sizes = {s.label: s.request_bytes for s in load.summaries if s.request_bytes is not None}

@@ -38,7 +38,7 @@ def batching_formed(load: WorkloadFacts, facts: Facts) -> Judgement | None:
         return None
     means = {shown(s.label): s.executed_batch_mean for s in load.summaries if s.executed_batch_mean is not None}
     least, limit = min(means.values(), default=None), FORMED_FACTOR * load.workload.batch_size
-    if silent := [label for label in map(shown, facts.run.experiment.labels) if label not in means]:
+    if silent := [label for label in map(shown, facts.run.experiment.loaded(load.workload)) if label not in means]:
         return Judgement(None, f"{do_not(silent, 'report')} executed batches", least, limit)
     idle = [label for label, mean in means.items() if mean < limit]
     detail = "mean executed batch: " + ", ".join(f"{label} {number(mean)}" for label, mean in means.items())

@@ -356,11 +356,11 @@ def _others_ns(machine: MachineLoad) -> int | None:
 def _readings(load: WorkloadFacts, facts: Facts) -> tuple[Readings, Sequence[tuple[Label, Label]], float] | None:
     """The use of the cores in the complete blocks of each arm; None without such a block."""
     records, experiment = [block.record for block in load.stored if block.record.complete], facts.run.experiment
-    readings: dict[Label, list[MachineLoad]] = {label: [] for label in experiment.labels}
+    readings: dict[Label, list[MachineLoad]] = {label: [] for label in experiment.loaded(load.workload)}
     for record in records:
         if record.machine is not None and record.machine.total_ns > 0:
             readings[record.label].append(record.machine)
-    return (readings, experiment.pairings, experiment.equivalence_margin) if records else None
+    return (readings, experiment.pairings_in(load.workload), experiment.equivalence_margin) if records else None
 
 
 def _judge_taken(

@@ -75,8 +75,8 @@ def gpu_present(facts: Facts) -> Iterator[Judgement]:
     fault="GPU not verified",
 )
 def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
-    """Cold starts and searches have no blocks to watch, and the loads of a surface only short ones: they use the
-    findings of the whole run."""
+    """Cold starts and searches have no blocks to watch, and the loads of a surface or a screening only short ones: they
+    use the findings of the whole run."""
     run, sides = facts.run, _sides(facts.run)
     stored = run.record_of(EvidenceFile)
     if (sides and all(side is False for side in sides)) or (stored is None and True not in sides):
@@ -88,7 +88,7 @@ def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
         yield Judgement(None, "nothing was recorded, and a server's own report does not verify anything")
     else:
         for workload in run.experiment.workloads:
-            is_watched = workload.has_blocks and workload.scenario != "surface"
+            is_watched = workload.has_blocks and workload.scenario != "surface" and not run.experiment.screening
             evidence = _evidence(run, workload.name if is_watched else None)
             ok, sentence = may_rank(evidence)
             value = join([record.finding.value if record is not None else "nothing" for record in evidence.values()])
@@ -146,10 +146,12 @@ def may_rank(evidence: Evidence) -> tuple[bool, str]:
 
 def _evidence(run: StoredRun, workload: str | None) -> Evidence:
     """The findings for one workload, or for the whole run."""
+    loads = (load for load in run.experiment.workloads if load.name == workload)
+    labels = next((run.experiment.loaded(load) for load in loads), run.experiment.labels)
     stored = run.record_of(EvidenceFile)
     records = () if stored is None else stored.records
     by_label = {record.label: record for record in records if (record.workload, record.control) == (workload, False)}
-    return {label: by_label.get(label) for label in run.experiment.labels}
+    return {label: by_label.get(label) for label in labels}
 
 
 def _all(arms: Sized) -> str:
@@ -430,7 +432,8 @@ def request_errors(facts: Facts) -> Iterator[Judgement]:
     not good: there a server may refuse what it could not answer in time."""
     for load in facts.loads:
         sent = {
-            label: sum(b.requests for b in load.blocks if b.label == label) for label in facts.run.experiment.labels
+            label: sum(b.requests for b in load.blocks if b.label == label)
+            for label in facts.run.experiment.loaded(load.workload)
         }
         errors, silent = sum(block.errors for block in load.blocks), [shown(arm) for arm, n in sent.items() if not n]
         messages = (message for block in load.stored for message in block.record.error_messages)
@@ -591,7 +594,7 @@ def _groups(probe: CacheProbe) -> list[tuple[int, tuple[int, ...]]]:
 )
 def blocks_complete(facts: Facts) -> Iterator[Judgement]:
     for load in facts.planned:
-        planned = len(facts.run.experiment.arms) * load.workload.rounds
+        planned = len(facts.run.experiment.loaded(load.workload)) * load.workload.rounds
         lost = sum(facts.run.partial_blocks.values())
         unfinished = f"; {lost:,} requests of an unfinished block are not compared" if lost else ""
         if not load.blocks:

@@ -37,6 +37,7 @@ MAX_TIMEOUT_US = 3_600_000_000
 SEARCHED_FRONTS = search.Searched(
     lambda here: [count for count in (0, 1, 2, 4, 8) if count < (2 if here.device == "cpu" else here.cores)],
     ordered=True,
+    by_load=True,
 )
 """On a CPU they take cores from the engine, which is slower than one of them."""
 

@@ -93,7 +93,7 @@ def test_a_file_gives_arms_names_and_the_first_is_the_baseline(tmp_path: Path) -
     ]
     assert experiment.baseline.label == "torch"
     assert experiment.pairings == (("torch", "onnx"), ("torch", "trt"))
-    assert experiment.pairings_of_others == (("onnx", "trt"),)
+    assert experiment.pairings_of_others(experiment.workloads[0]) == (("onnx", "trt"),)
 
 
 def test_the_first_arm_of_a_file_is_the_baseline_whatever_its_letter(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_an_arm_without_a_value_is_left_out_and_an_invalid_scenario_has_no_ranki
     (ranking,) = rank(comparisons, "a")
     assert ranking.order == ("b", "a")
     lost = [msgspec.structs.replace(comparison, verdict="invalid") for comparison in comparisons]
-    assert rank(lost, "a") == ()
+    assert rank(lost, lambda _: "a") == ()
 
 
 def test_arms_with_names_are_called_by_them() -> None:

@@ -1,0 +1,76 @@
+"""Whole comparisons with --best of real servers over sockets, whose best setting depends on the load in a known way."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadgen.cli.compare import plan_experiment
+from loadgen.experiment.settings import ExperimentSettings
+from loadgen.probes.best_analysis import BestFound, BestRecord
+from loadgen.records.run import Experiment, RunState
+from loadgen.run.preparation import Prepared
+from loadgen.run.progress import RunProgress
+from loadgen.run.runner import run_experiment
+from loadgen.tune.best import choose, final_experiment, read_servers
+from loadgen.tune.settings import ROUNDS
+from loadgen.verdict.result import Result, analyse
+from tests.integration.loadgen.conftest import descendants
+from tests.truth import tuned_server
+from tests.truth.tuned_server import LANES_MS, LITSERVE_MS
+
+ABSERVE = (sys.executable, str(Path(tuned_server.__file__)))
+
+
+def at_best(out: Path, arms: dict[str, str], **more: object) -> tuple[BestRecord, Result]:
+    """A comparison as the command runs it, but without its reports. No process is left."""
+    before = descendants()
+    settings = ExperimentSettings.model_validate(
+        {"arms": arms, "model": "planted", "best": True, "scenarios": "single,concurrent", "concurrency": "8",
+         "rounds": 8, **more}
+    )  # fmt: skip
+    planned = plan_experiment(settings).runs[0][1]
+    brief = plan_experiment(settings.model_copy(update={"rounds": ROUNDS})).runs[0][1].workloads
+
+    def run_stage(experiment: Experiment, folder: Path, prepared: Prepared) -> RunState:
+        return run_experiment(experiment, folder, RunProgress(), abserve=ABSERVE, prepared=prepared)
+
+    record = BestRecord(servers=read_servers(planned, ABSERVE))
+    record = choose(settings, planned, brief, record, out, run_stage, gpu=False, anyway=True)
+    state = run_experiment(final_experiment(planned, record), out, RunProgress(), abserve=ABSERVE)
+    assert state.state == "finished", state.error
+    assert descendants() <= before
+    return record, analyse(out)
+
+
+@pytest.mark.timeout(300)
+def test_the_best_setting_of_each_load_and_the_compromise_are_found(tmp_path: Path) -> None:
+    """As it was asked for, a loses both loads to b; at its best it wins both."""
+    record, result = at_best(tmp_path / "run", {"a": "fastapi", "b": "litserve"})
+    found = result.of(BestFound)
+    lanes = found.servers[0]
+    chosen = {load: lanes.named(name).settings for load, name in lanes.best.items()}
+    assert chosen == {"single": {"lanes": "1"}, "concurrent(8)": {"lanes": "4"}}
+    assert lanes.named(lanes.compromise).settings == {"lanes": "1"}
+    assert result.experiment.labels == ("a", "a2", "b")
+    assert [load.arms for load in result.experiment.workloads] == [("a", "b"), ("a2", "b")]
+    ratios = {(c.scenario, *c.pairing): c.ratio for c in result.comparisons if c.leading}
+    assert ratios == {
+        ("single", "a", "b"): pytest.approx(LANES_MS["1"] / LITSERVE_MS, rel=0.15),
+        ("concurrent(8)", "a2", "b"): pytest.approx(2 * LANES_MS["4"] / (4 * LITSERVE_MS), rel=0.15),
+    }
+    loss = {f.workload: f.loss and f.loss[0] for f in found.compromises if f.server == "a"}
+    worst = 4 * LANES_MS["1"] / LANES_MS["4"]
+    assert loss == {"single": 1.0, "concurrent(8)": pytest.approx(worst, rel=0.15)}
+    assert found.mean_loss == {"a": pytest.approx(worst**0.5, rel=0.1), "b": 1.0}
+    assert not record.problems
+
+
+@pytest.mark.timeout(300)
+def test_equal_servers_whose_settings_change_nothing_keep_them_and_have_no_winner(tmp_path: Path) -> None:
+    _, result = at_best(tmp_path / "run", {"a": "litserve", "b": "litserve"})
+    assert {load.arms for load in result.experiment.workloads} == {("a", "b")}
+    assert all(c.winner is None for c in result.comparisons if c.leading)
+    assert result.of(BestFound).mean_loss == {"a": 1.0, "b": 1.0}

@@ -1,0 +1,137 @@
+"""What a comparison at every load's best tries, what it chooses, and the comparison that follows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from loadgen.cli.compare import plan_experiment
+from loadgen.experiment.plan import PlanError
+from loadgen.experiment.settings import ExperimentSettings
+from loadgen.probes.best_analysis import BestRecord, Configuration, Tried, TriedServer
+from loadgen.records.run import Experiment
+from loadgen.tune.best import chosen, configurations, final_experiment, stages, with_arms
+from loadgen.tune.records import Space, TunableSetting
+
+LOADS = ("single", "concurrent(8)")
+
+
+def setting(name: str, default: str, *values: str, **more: object) -> TunableSetting:
+    return TunableSetting(name=name, default=default, values=values, by_load=True, **more)  # type: ignore[arg-type]
+
+
+INSTANCES = setting("instances", "2", "1", "2", "4", ordered=True)
+
+
+def planned(**more: object) -> Experiment:
+    content = {"arms": {"a": "native", "b": "triton"}, "best": True, "scenarios": "single,concurrent", **more}
+    return plan_experiment(ExperimentSettings.model_validate({"concurrency": "8", **content})).runs[0][1]
+
+
+def server(label: str, *settings: dict[str, str]) -> TriedServer:
+    named = tuple(Configuration(name=f"{label}-{n}", settings=some) for n, some in enumerate(({}, *settings)))
+    best = dict.fromkeys(LOADS, named[0].name)
+    return TriedServer(server=label, target="triton", configurations=named, compromise=named[0].name, best=best)
+
+
+def tried(label: str, *gains: tuple[float, float], error: float = 0.01) -> list[Tried]:
+    """The gains of each further configuration in both loads, and those of the first one, which are 1."""
+    return [
+        Tried(
+            configuration=f"{label}-{number}", workload=load, value=100.0 * gain,
+            gain=(gain, (gain * math.exp(-1.96 * error), gain * math.exp(1.96 * error))),
+        )
+        for number, of_loads in enumerate(((1.0, 1.0), *gains))
+        for load, gain in zip(LOADS, of_loads, strict=True)
+    ]  # fmt: skip
+
+
+def test_what_is_tried() -> None:
+    """Combinations, with what a value needs; the nearest of many; each alone where there are too many."""
+    threads = TunableSetting(name="threads", default="2", values=("1", "2"), ordered=True)
+    on_cpu = setting("instances", "1", "1", "2", ordered=True, values_when={"2": {"threads": ("1",)}})
+    assert configurations(Space(target="t", settings=(threads, on_cpu))) == [{}, {"threads": "1", "instances": "2"}]
+    batching = setting("batching", "on", "on", "off")
+    assert configurations(Space(target="t", settings=(INSTANCES, batching))) == [
+        {}, {"batching": "off"}, {"instances": "1"}, {"instances": "1", "batching": "off"}, {"instances": "4"},
+        {"instances": "4", "batching": "off"},
+    ]  # fmt: skip
+    fronts = setting("fronts", "8", "0", "1", "2", "4", "8", ordered=True)
+    assert configurations(Space(target="t", settings=(fronts,))) == [{}, {"fronts": "2"}, {"fronts": "4"}]
+    search = setting("search", "x", "x", "y")
+    assert configurations(Space(target="t", settings=(INSTANCES, batching, search))) == [
+        {}, {"instances": "1"}, {"instances": "4"}, {"batching": "off"}, {"search": "y"},
+    ]  # fmt: skip
+    assert configurations(Space(target="t", settings=(threads,))) == [{}]
+
+
+def test_servers_share_a_run_as_far_as_they_fit() -> None:
+    few, many, one = server("a", {"x": "1"}), server("b", {"x": "1"}, {"x": "2"}, {"x": "3"}), server("c")
+    assert [[c.name for c in run] for run in stages([few, many, one], 8)] == [
+        ["a-0", "a-1", "b-0", "b-1", "b-2", "b-3"]
+    ]
+    assert [[c.name for c in run] for run in stages([few, many], 2)] == [
+        ["a-0", "a-1"], ["b-0", "b-1"], ["b-0", "b-2"], ["b-0", "b-3"],
+    ]  # fmt: skip
+    assert stages([one], 8) == []
+
+
+def test_the_best_of_each_load_and_the_least_loss_over_all() -> None:
+    """The first configuration is best for one user and worst for eight; the second loses least over both."""
+    triton = server("c", {"instances": "1"}, {"instances": "4"})
+    found = chosen(triton, tried("c", (1.3, 0.6), (0.9, 1.4)), {})
+    assert found.best == {"single": "c-1", "concurrent(8)": "c-2"}
+    assert found.compromise == "c-2"
+
+
+@pytest.mark.parametrize("error", [0.01, 0.2])
+def test_what_is_not_shown_to_be_better_keeps_what_was_asked_for(error: float) -> None:
+    found = chosen(server("c", {"x": "1"}), tried("c", (1.01, 1.01), error=error), {})
+    assert found.best == dict.fromkeys(LOADS, "c-0")
+    assert found.compromise == "c-0"
+
+
+def test_a_configuration_that_fails_is_not_chosen_and_one_that_was_asked_for_and_fails_is_replaced() -> None:
+    triton = server("c", {"x": "1"}, {"x": "2"})
+    known = [entry for entry in tried("c", (1.3, 0.6), (0.9, 1.4)) if entry.configuration != "c-0"]
+    found = chosen(triton, known, {"c-0": "It did not start."})
+    assert found.best == {"single": "c-1", "concurrent(8)": "c-2"}
+    assert found.configurations[0].out == "It did not start."
+    only_one_load = [entry for entry in known if entry.workload == "single"]
+    assert chosen(triton, only_one_load, {"c-0": "It did not start."}).best["concurrent(8)"] == "c-1"
+
+
+def test_each_load_gets_what_was_chosen_for_it_and_the_one_for_all() -> None:
+    triton = chosen(server("b", {"instances": "1"}, {"instances": "4"}), tried("b", (1.3, 0.6), (0.9, 1.4)), {})
+    record = BestRecord(servers=with_arms([server("a"), triton]), seconds=60.0)
+    final = final_experiment(planned(minutes=9), record)
+    assert [(arm.label, arm.server, arm.settings) for arm in final.arms] == [
+        ("a", "a", {}), ("b", "b", {"instances": "4"}), ("b2", "b", {"instances": "1"}),
+    ]  # fmt: skip
+    assert [(load.arms, load.beside) for load in final.workloads] == [(("a", "b2"), ("b",)), (("a", "b"), ())]
+    assert final.minutes == 8.0
+    assert not final.handicap_check
+    assert final.arm_of("b", "single") == "b2"
+    assert final.baseline_in("single") == "a"
+
+
+def test_arms_with_names_get_names() -> None:
+    triton = chosen(server("triton", {"x": "1"}, {"x": "2"}), tried("triton", (1.3, 0.6), (0.9, 1.4)), {})
+    (named,) = with_arms([triton])
+    assert [entry.arm for entry in named.configurations] == [None, "triton-2", "triton"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"surface": True}, {"slo_p99_ms": "50"}, {"until": "decided"}, {"explain": True}, {"transport": "http,grpc"},
+     {"scenarios": "cold-start,single"}],
+)  # fmt: skip
+def test_what_short_rounds_cannot_choose_for_is_refused(more: dict[str, object]) -> None:
+    with pytest.raises(PlanError, match="--best"):
+        planned(**more)
+
+
+def test_cold_starts_of_the_default_are_left_out() -> None:
+    asked = ExperimentSettings.model_validate({"best": True})
+    assert "cold-start" not in {load.scenario for load in plan_experiment(asked).runs[0][1].workloads}
