@@ -229,6 +229,9 @@ class CompareOptions(TypedDict, total=False):
     """Fewest requests per trial of that search (default: 459 smoke, 838 quick, 2010 full)."""
     processes: int | None
     """Processes of the load generator, which share users or rate; 0: as many as it needs."""
+    best: bool | None
+    """Compare every server at its best for each load: a third of --minutes chooses settings such as Triton's instances,
+    the rest measures the chosen ones afresh."""
     minutes: float | None
     """Minutes of the comparison, for as many rounds as fit (default: the preset's)."""
     rounds: int | None
@@ -265,5 +268,9 @@ class CompareOptions(TypedDict, total=False):
     """Also write the comparisons as CSV, and the blocks to FILE-blocks.csv."""
     mlflow: str | PathLike[str] | None
     """Also export to MLflow: the address of a server, a folder or sqlite:///FILE."""
+    dry_run: bool | None
+    """With --best: print what would be tried, and measure nothing."""
+    resume: str | PathLike[str] | None
+    """Go on with an interrupted comparison with --best: what is chosen stays, the rest is measured."""
     verbose: bool | None
     """Show what each server at a URL answered when its model was looked for."""

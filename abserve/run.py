@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
 
+    from loadgen.probes.best_analysis import BestFound
     from loadgen.run.storage import StoredBlock
     from loadgen.verdict.result import Result
 
@@ -138,6 +139,16 @@ class Run:
             return np.array(values, object if len(numbers) < len(values) or isinstance(numbers[0], str) else None)
 
         return Columns({name: column(name, [row[name] for row in rows]) for name in (rows[0] if rows else ())})
+
+    @property
+    def best(self) -> BestFound:
+        """Of a comparison with `best=True`: each server at its best for each load (`at_best`), with one configuration
+        for all loads (`compromises`, `mean_loss`), and what was tried (`servers`). Empty for other runs."""
+        result = self.result
+        with _records(self.folder):
+            from loadgen.probes.best_analysis import BestFound
+
+            return result.of(BestFound)
 
     def samples(self, workload: str) -> Columns:
         """Every request of a workload, such as "concurrent(16)", in the order of its blocks.

@@ -103,8 +103,9 @@ def _measured(
     if stray := [option.flag for option in chosen if option.path[0] == "arms" and option.path[1] != "a"]:
         raise PlanError(f"{stray[0]}: the noise floor compares --a with itself; leave the other arms out")
     settings = self_comparison(effective_settings(file, chosen))
-    if settings.surface:
-        raise PlanError("the noise floor is that of single workloads; leave --surface out")
+    for name in ("surface", "best"):
+        if getattr(settings, name):
+            raise PlanError(f"the noise floor is that of single workloads and given settings; leave --{name} out")
     announce(CHECKING)
     plan = plan_experiment(settings)
     if plan.is_matrix:

@@ -435,7 +435,7 @@ def check_best(settings: ExperimentSettings) -> None:
         ("--until decided", settings.until == "decided"),
         ("--explain", settings.explain),
         ("--ceiling", settings.ceiling),
-        *((f"--scenarios {name}", name in settings.scenarios) for name in ("ramp", "slo", "goodput")),
+        *((f"--scenarios {name}", name in settings.scenarios) for name in ("slo", "goodput")),
         ("--scenarios cold-start", "cold-start" in settings.scenarios and settings.scenarios != DEFAULT_SCENARIOS),
     ):
         if given:
