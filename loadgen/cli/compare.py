@@ -208,7 +208,6 @@ def _print_choices(planned: Experiment) -> None:
     """What --best would try, in how many runs, and how the minutes are shared. A server that refuses its options ends
     the command."""
     import loadgen.report.document as doc
-    from loadgen.probes.best import settings_in_words
     from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.tune.best import CHOOSING_SHARE, most_at_once, read_servers, stages
 
@@ -217,7 +216,7 @@ def _print_choices(planned: Experiment) -> None:
     except PlanError as exc:
         fail(str(exc))
     rows = [
-        (shown(server.server), server.target, settings_in_words(entry.settings))
+        (shown(server.server), server.target, server.settings_in_words(entry))
         for server in servers
         for entry in server.configurations
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import loadgen.report.document as doc
@@ -15,11 +15,6 @@ from loadgen.probes.registry import Probe
 from loadgen.quantities import measured, measured_interval, ratio, ratio_interval, share
 from loadgen.records.run import Experiment, Label, shown
 from loadgen.verdict.result import Result
-
-
-def settings_in_words(settings: Mapping[str, str]) -> str:
-    """ "instances=4, threads=1" """
-    return ", ".join(f"{name}={value}" for name, value in settings.items()) or "as asked for"
 
 
 def _name(result: Result, server: Label) -> doc.Cell:
@@ -52,10 +47,14 @@ def at_best(result: Result) -> doc.Section | None:
         figures = list(group)
         first = _leader(figures)
         for figure in figures:
-            settings = settings_in_words(found.settings_of(figure.arm))
+            settings = found.settings_of(figure.arm)
             behind = _behind(result, name, first, figure.arm)
-            rows.append((name, _name(result, figure.server), f"{_value(figure)} {figure.unit}", settings, behind))
-    columns = (*doc.names("load", "server"), *doc.numbers("measured"), *doc.names("settings", "the first is better by"))
+            rows.append((name, _name(result, figure.server), _value(figure), figure.unit, settings, behind))
+    columns = (
+        *doc.names("load", "server"),
+        *doc.numbers("measured"),
+        *doc.names("unit", "settings", "first better by"),
+    )
     return doc.section(
         "Each server at its best for each load",
         doc.Table(columns, rows, grouped=True),
@@ -98,14 +97,17 @@ def one_configuration(result: Result) -> doc.Section | None:
     rows: list[tuple[doc.Value, ...]] = []
     for server in dict.fromkeys(figure.server for figure in found.compromises):
         figures = [figure for figure in found.compromises if figure.server == server]
-        settings = settings_in_words(found.settings_of(figures[0].arm))
+        settings = found.settings_of(figures[0].arm)
         for figure in figures:
             loss = "–" if figure.loss is None else _loss(figure.loss)
-            rows.append((_name(result, server), settings, figure.workload, f"{_value(figure)} {figure.unit}", loss))
+            rows.append((_name(result, server), settings, figure.workload, _value(figure), figure.unit, loss))
         mean = found.mean_loss.get(server)
-        rows.append((_name(result, server), settings, "all loads", "", "–" if mean is None else share(mean - 1.0)))
+        rows.append((_name(result, server), settings, "all loads", "", "", "–" if mean is None else _share(mean - 1.0)))
     orders = [doc.Item(f"{_place(result.experiment, r.scenario)}: {r.words()}") for r in found.rankings]
-    columns = (*doc.names("server", "settings", "load"), *doc.numbers("measured", "its own best is better by"))
+    columns = (
+        *doc.names("server", "settings", "load"), *doc.numbers("measured"), *doc.names("unit"),
+        *doc.numbers("own best better by"),
+    )  # fmt: skip
     return doc.section(
         "Each server with one configuration for all loads",
         doc.Table(columns, rows, grouped=True),
@@ -119,7 +121,11 @@ def _loss(loss: Gain) -> str:
     if loss[0] == 1.0:
         return "its best"
     low, high = (bound - 1.0 for bound in loss[1])
-    return f"{share(loss[0] - 1.0)} ({share(low)} to {share(high)})".replace("-", "−")
+    return f"{_share(loss[0] - 1.0)} ({_share(low)} to {_share(high)})"
+
+
+def _share(value: float) -> str:
+    return share(value).replace("-", "−")
 
 
 def tried(result: Result) -> doc.Section | None:
@@ -130,14 +136,14 @@ def tried(result: Result) -> doc.Section | None:
     for server in found.servers:
         best = {t.workload: t for t in server.tried if t.configuration == server.best.get(t.workload)}
         for configuration in server.configurations:
-            name, settings = _name(result, server.server), settings_in_words(configuration.settings)
+            name, settings = _name(result, server.server), server.settings_in_words(configuration)
             own = [t for t in server.tried if t.configuration == configuration.name and t.workload in best]
             losses = [math.log(best[t.workload].gain[0] / t.gain[0]) for t in own]
             for entry, loss in zip(own, losses, strict=True):
                 times = f"{ratio(*entry.gain)} ({ratio_interval(entry.gain[1])})"
-                rows.append((name, settings, entry.workload, measured(entry.value), times, share(math.expm1(loss))))
+                rows.append((name, settings, entry.workload, measured(entry.value), times, _share(math.expm1(loss))))
             whole = bool(own) and len(own) == len(best)
-            mean = share(math.expm1(math.fsum(losses) / len(losses))) if whole else "–"
+            mean = _share(math.expm1(math.fsum(losses) / len(losses))) if whole else "–"
             rows.append((name, settings, "all loads", "", "", mean))
             chosen = [load for load, label in server.best.items() if label == configuration.name]
             for_all = ["all loads"] if server.compromise == configuration.name else []

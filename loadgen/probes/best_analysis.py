@@ -27,7 +27,7 @@ Gain = tuple[float, Interval]
 """How many times better, with the 95 % interval."""
 
 
-class Configuration(Record, frozen=True, kw_only=True):
+class TriedConfiguration(Record, frozen=True, kw_only=True):
     """One server with some of its settings."""
 
     name: Label
@@ -57,16 +57,26 @@ class TriedServer(Record, frozen=True, kw_only=True):
     server: Label
     """The arm that the user named."""
     target: str
-    configurations: tuple[Configuration, ...]
+    configurations: tuple[TriedConfiguration, ...]
     """The first is the arm as it was asked for."""
+    defaults: dict[str, str] = msgspec.field(default_factory=dict)
+    """The values there of the settings that are tried."""
     tried: tuple[Tried, ...] = ()
     best: dict[str, Label] = msgspec.field(default_factory=dict)
     """By workload the configuration that is compared."""
     compromise: Label
     """The configuration that loses least over all workloads together."""
 
-    def named(self, configuration: Label) -> Configuration:
+    def named(self, configuration: Label) -> TriedConfiguration:
         return next(entry for entry in self.configurations if entry.name == configuration)
+
+    def settings_in_words(self, configuration: TriedConfiguration) -> str:
+        """ "instances=4, threads=1" """
+        if not configuration.settings and not self.defaults:
+            return "as asked for"
+        values = {**self.defaults, **configuration.settings}
+        words = ", ".join(f"{name}={value}" for name, value in values.items())
+        return words if configuration.settings else f"{words} (as asked for)"
 
 
 class BestRecord(Record, frozen=True, kw_only=True):
@@ -111,9 +121,10 @@ class BestFound(Found, frozen=True, kw_only=True):
     rankings: tuple[WorkloadRanking, ...] = ()
     """The servers with one configuration each, in every workload with a valid comparison."""
 
-    def settings_of(self, arm: Label) -> dict[str, str]:
-        """What an arm of the comparison changes of the arm that the user named."""
-        return next((c.settings for server in self.servers for c in server.configurations if c.arm == arm), {})
+    def settings_of(self, arm: Label) -> str:
+        """The settings of an arm of the comparison that were tried, in words."""
+        every = ((server, entry) for server in self.servers for entry in server.configurations)
+        return next((server.settings_in_words(entry) for server, entry in every if entry.arm == arm), "")
 
 
 def analyse(facts: Facts) -> BestFound:

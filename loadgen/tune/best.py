@@ -26,7 +26,7 @@ from loadgen.experiment.settings import ExperimentSettings
 from loadgen.launch.work_folder import work_folder
 from loadgen.metrics.facts import RUN, workload_scope
 from loadgen.metrics.registry import METRICS, leading_metric
-from loadgen.probes.best_analysis import BestRecord, Configuration, Tried, TriedServer
+from loadgen.probes.best_analysis import BestRecord, Tried, TriedConfiguration, TriedServer
 from loadgen.records.run import ArmRequest, Experiment, Label, RunState, Workload
 from loadgen.run.preparation import Prepared, serve_options
 from loadgen.run.storage import read_one, read_run, write_record
@@ -61,19 +61,22 @@ def read_servers(planned: Experiment, abserve: Sequence[str] = ABSERVE) -> tuple
 
     def read(arm: ArmRequest) -> TriedServer:
         settings: list[dict[str, str]] = [{}]
+        defaults: dict[str, str] = {}
         if arm.embedded and not arm.own_repository:
             options = {
                 name: value
                 for name, value in (serve_options(arm, planned) | arm.settings).items()
                 if (name, value) != ("threads", "0")
             }
-            settings = configurations(read_space(arm.target, options, abserve))
+            space = read_space(arm.target, options, abserve)
+            settings = configurations(space)
+            defaults = {entry.name: entry.default for entry in space.settings if entry.by_load and len(settings) > 1}
         named = tuple(
-            Configuration(name=f"{arm.label[:21]}-{number}", settings=changed)
+            TriedConfiguration(name=f"{arm.label[:21]}-{number}", settings=changed)
             for number, changed in enumerate(settings)
         )
         return TriedServer(
-            server=arm.label, target=arm.target, configurations=named, compromise=named[0].name,
+            server=arm.label, target=arm.target, configurations=named, compromise=named[0].name, defaults=defaults,
             best={load.name: named[0].name for load in planned.workloads if load.has_blocks},
         )  # fmt: skip
 
@@ -117,7 +120,7 @@ def _applied(space: Space, chosen: Mapping[str, str]) -> dict[str, str] | None:
     return canonical(space, changed)
 
 
-def stages(servers: Sequence[TriedServer], at_once: int) -> list[list[Configuration]]:
+def stages(servers: Sequence[TriedServer], at_once: int) -> list[list[TriedConfiguration]]:
     """The configurations of each run that chooses, with at most `at_once` servers: those of one server stay together,
     or are beside its first one in several runs. None of a server that has only one."""
     groups = [
@@ -126,7 +129,7 @@ def stages(servers: Sequence[TriedServer], at_once: int) -> list[list[Configurat
         for first, *others in [server.configurations]
         for place in range(0, len(others), max(1, at_once - 1))
     ]
-    runs: list[list[Configuration]] = []
+    runs: list[list[TriedConfiguration]] = []
     for group in groups:
         fitting = (run for run in runs if len(run) + len(group) <= at_once and group[0] not in run)
         run = next(fitting, None)
@@ -231,8 +234,8 @@ def _shortened(settings: ExperimentSettings, loads: Sequence[Workload], *, gpu: 
 
 
 def stage_experiment(
-    planned: Experiment, servers: Sequence[TriedServer], members: Sequence[Configuration], brief: Sequence[Workload],
-    minutes: float | None, number: int,
+    planned: Experiment, servers: Sequence[TriedServer], members: Sequence[TriedConfiguration],
+    brief: Sequence[Workload], minutes: float | None, number: int,
 ) -> Experiment:  # fmt: skip
     """The screening of these configurations."""
     of = {entry.name: server.server for server in servers for entry in server.configurations}
@@ -244,7 +247,7 @@ def stage_experiment(
     )  # fmt: skip
 
 
-def _arm(planned: Experiment, server: Label, configuration: Configuration, label: Label) -> ArmRequest:
+def _arm(planned: Experiment, server: Label, configuration: TriedConfiguration, label: Label) -> ArmRequest:
     arm = planned.arm(server)
     return replace(arm, label=label, settings={**arm.settings, **configuration.settings})
 
@@ -254,7 +257,7 @@ def _cannot_pad(planned: Experiment, servers: Mapping[Label, Label]) -> dict[Lab
 
 
 def _tried_in(
-    result: Result, server: TriedServer, members: Sequence[Configuration], out: Mapping[Label, str],
+    result: Result, server: TriedServer, members: Sequence[TriedConfiguration], out: Mapping[Label, str],
     faults: Mapping[str, str],
 ) -> list[Tried]:  # fmt: skip
     """What a run that counts shows of the configurations of a server, beside its first one that was measured."""
@@ -363,7 +366,7 @@ def final_experiment(planned: Experiment, record: BestRecord) -> Experiment:
     minutes = planned.minutes
     if minutes is not None:
         least = LEAST_SHARE_OF_FINAL * (1.0 - CHOOSING_SHARE) * minutes
-        minutes = max(least, minutes - record.seconds / 60.0)
+        minutes = max(least, round(minutes - record.seconds / 60.0, 1))
     return replace(
         planned, arms=tuple(arms), workloads=tuple(map(of_load, planned.workloads)), minutes=minutes,
         handicap_check=planned.handicap_check and any(arm.settings for arm in planned.arms),

@@ -163,7 +163,7 @@ def test_the_best_comes_first_whatever_is_better(metric: str, order: tuple[Label
         compared("a", "c", 2.0, "arm_better" if c_wins else "baseline_better", metric),
         compared("b", "c", 2.02, "arm_better" if c_wins else "baseline_better", metric),
     ]
-    (ranking,) = rank(comparisons, "a")
+    (ranking,) = rank(comparisons, lambda _: "a")
     assert (ranking.order, ranking.words()) == (order, words)
     assert [neighbour.pairing for neighbour in neighbours(comparisons, ranking)] == [
         Pairing(*sorted(two)) for two in zip(ranking.order, ranking.order[1:], strict=False)
@@ -177,7 +177,7 @@ def test_neighbours_without_a_winner_among_themselves_are_not_separated_though_o
         compared("a", "c", 1.32, "arm_better"),
         compared("b", "c", 1.02, "no_difference"),
     ]
-    (ranking,) = rank(comparisons, "a")
+    (ranking,) = rank(comparisons, lambda _: "a")
     assert (ranking.order, separated(ranking)) == (("c", "b", "a"), (False, True))
     assert ranking.words() == "B and C (not separated), then A"
 
@@ -190,7 +190,7 @@ def test_where_an_arm_does_not_sustain_the_rate_all_are_ranked_by_what_they_achi
         compared("a", "c", 1.3, "baseline_better", "latency_p99"),
         compared("b", "c", 2.5, "arm_better", "achieved_rate"),
     ]
-    (ranking,) = rank(comparisons, "a")
+    (ranking,) = rank(comparisons, lambda _: "a")
     assert ranking.metric == "achieved_rate"
     assert ranking.words() == "A and C (not separated), then B"
 
@@ -201,7 +201,7 @@ def test_a_chain_of_like_neighbours_with_unlike_ends_is_no_group() -> None:
         compared("a", "c", 1.06, "arm_better"),
         compared("b", "c", 1.04, "inconclusive"),
     ]
-    (ranking,) = rank(comparisons, "a")
+    (ranking,) = rank(comparisons, lambda _: "a")
     assert separated(ranking) == (False, False)
     assert ranking.words() == "B and C (not separated), then A (not separated from B)"
 
@@ -212,7 +212,7 @@ def test_an_arm_without_a_value_is_left_out_and_an_invalid_scenario_has_no_ranki
         compared("a", "c", None, "inconclusive"),
         compared("b", "c", None, "inconclusive"),
     ]
-    (ranking,) = rank(comparisons, "a")
+    (ranking,) = rank(comparisons, lambda _: "a")
     assert ranking.order == ("b", "a")
     lost = [msgspec.structs.replace(comparison, verdict="invalid") for comparison in comparisons]
     assert rank(lost, lambda _: "a") == ()

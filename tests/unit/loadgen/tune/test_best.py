@@ -9,7 +9,7 @@ import pytest
 from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.probes.best_analysis import BestRecord, Configuration, Tried, TriedServer
+from loadgen.probes.best_analysis import BestRecord, Tried, TriedConfiguration, TriedServer
 from loadgen.records.run import Experiment
 from loadgen.tune.best import chosen, configurations, final_experiment, stages, with_arms
 from loadgen.tune.records import Space, TunableSetting
@@ -30,7 +30,7 @@ def planned(**more: object) -> Experiment:
 
 
 def server(label: str, *settings: dict[str, str]) -> TriedServer:
-    named = tuple(Configuration(name=f"{label}-{n}", settings=some) for n, some in enumerate(({}, *settings)))
+    named = tuple(TriedConfiguration(name=f"{label}-{n}", settings=some) for n, some in enumerate(({}, *settings)))
     best = dict.fromkeys(LOADS, named[0].name)
     return TriedServer(server=label, target="triton", configurations=named, compromise=named[0].name, best=best)
 
