@@ -106,15 +106,15 @@ def _tried(setting: TunableSetting) -> list[str]:
 
 
 def _applied(space: Space, chosen: Mapping[str, str]) -> dict[str, str] | None:
-    """The settings with those that a chosen value needs: several instances on a CPU need fewer threads each. None if it
-    cannot have them."""
+    """The settings with the numbers that a chosen value needs: several instances on a CPU need fewer threads each. None
+    if it needs anything else."""
     defaults = space.fixed | {setting.name: setting.default for setting in space.settings}
     searched, changed = {setting.name: setting for setting in space.settings}, dict(chosen)
     for name, value in chosen.items():
         for other, able in {**searched[name].when, **searched[name].values_when.get(value, {})}.items():
             if value == searched[name].default or changed.get(other, defaults.get(other)) in able:
                 continue
-            if other not in searched:
+            if other not in searched or not searched[other].ordered:  # such as another backend, which is another arm
                 return None
             changed[other] = able[-1]
     return canonical(space, changed)

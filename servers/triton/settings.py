@@ -43,6 +43,7 @@ SEARCHED_QUEUE_DELAY = search.Searched(search.by_device((0, 5000), (0, 100, 500,
 SEARCHED_BATCH_MULTIPLE = search.Searched(
     search.by_device((), (1, 16, 32)),
     ordered=True,
+    by_load=True,
     applies={
         **OF_ONNXRUNTIME,
         **MERGES,
@@ -101,6 +102,7 @@ class TritonSettings(EngineOptions, GeneratingOptions):
         search.Searched(
             search.by_device((), ("dynamic", "none")),
             applies={"backend": lambda _here, batching, backend: batching == "dynamic" or backend == "onnxruntime"},
+            by_load=True,
         ),
     ] = Field(
         "dynamic",
@@ -114,15 +116,15 @@ class TritonSettings(EngineOptions, GeneratingOptions):
         description="Of the onnxruntime backend: zeros fill each batch up to a multiple of this many items, so that a "
         "CNN's convolutions, which are planned anew for each new size on a GPU, keep one.",
     )
-    cudnn_conv_algo_search: Annotated[int, search.Searched(search.by_device((), (0, 1, 2)), applies=OF_ONNXRUNTIME)] = (
-        Field(
-            HEURISTIC,
-            ge=0,
-            le=2,
-            title="Engine",
-            description="Of the onnxruntime backend on a GPU, how it finds a convolution's algorithm: 0 exhaustive, "
-            "which is Triton's own default, 1 heuristic, 2 default.",
-        )
+    cudnn_conv_algo_search: Annotated[
+        int, search.Searched(search.by_device((), (0, 1, 2)), applies=OF_ONNXRUNTIME, by_load=True)
+    ] = Field(
+        HEURISTIC,
+        ge=0,
+        le=2,
+        title="Engine",
+        description="Of the onnxruntime backend on a GPU, how it finds a convolution's algorithm: 0 exhaustive, "
+        "which is Triton's own default, 1 heuristic, 2 default.",
     )
     instances: Annotated[int | None, SEARCHED_INSTANCES] = Field(
         None,

@@ -63,7 +63,9 @@ def test_what_is_tried() -> None:
     assert configurations(Space(target="t", settings=(INSTANCES, batching, search))) == [
         {}, {"instances": "1"}, {"instances": "4"}, {"batching": "off"}, {"search": "y"},
     ]  # fmt: skip
-    assert configurations(Space(target="t", settings=(threads,))) == [{}]
+    backend = TunableSetting(name="backend", default="python", values=("python", "onnxruntime"))
+    merging = setting("batching", "on", "on", "off", when={"backend": ("onnxruntime",)})
+    assert configurations(Space(target="t", settings=(threads, backend, merging))) == [{}]
 
 
 def test_servers_share_a_run_as_far_as_they_fit() -> None:
