@@ -10,10 +10,11 @@ import loadgen.report.document as doc
 from loadgen.metrics.claims import place
 from loadgen.metrics.comparisons import leading_comparisons, log_lead
 from loadgen.metrics.registry import METRICS
-from loadgen.probes.best_analysis import BestFound, BestRecord, Gain, ServerFigure, analyse, conclude, gain_of
+from loadgen.probes.best_analysis import BestFound, BestRecord, ServerFigure, analyse, conclude
 from loadgen.probes.registry import Probe
 from loadgen.quantities import measured, measured_interval, ratio, ratio_interval, share
 from loadgen.records.run import Experiment, Label, shown
+from loadgen.stats.estimates import Estimate
 from loadgen.verdict.result import Result
 
 
@@ -87,8 +88,11 @@ def _behind(result: Result, scenario: str, first: Label | None, arm: Label) -> d
     logs = None if pair is None or pair.verdict == "invalid" or first is None else log_lead(pair, first)
     if pair is None or logs is None:
         return doc.Cell("–", "unknown")
-    gain = gain_of(*logs)
-    return doc.Cell(f"{ratio(*gain)} ({ratio_interval(gain[1])})", None if pair.winner == first else "note")
+    gain = logs.exp()
+    return doc.Cell(
+        f"{ratio(gain.value, gain.interval)} ({ratio_interval(gain.interval)})",
+        None if pair.winner == first else "note",
+    )
 
 
 def one_configuration(result: Result) -> doc.Section | None:
@@ -117,11 +121,14 @@ def one_configuration(result: Result) -> doc.Section | None:
     )
 
 
-def _loss(loss: Gain) -> str:
-    if loss[0] == 1.0:
+def _loss(loss: Estimate) -> str:
+    if loss.value == 1.0:
         return "its best"
-    low, high = (bound - 1.0 for bound in loss[1])
-    return f"{_share(loss[0] - 1.0)} ({_share(low)} to {_share(high)})"
+    words = _share(loss.value - 1.0)
+    if loss.interval is None or not math.isfinite(loss.interval[1]):
+        return words
+    low, high = (_share(bound - 1.0) for bound in loss.interval)
+    return f"{words} ({low} to {high})"
 
 
 def _share(value: float) -> str:
@@ -138,9 +145,9 @@ def tried(result: Result) -> doc.Section | None:
         for configuration in server.configurations:
             name, settings = _name(result, server.server), server.settings_in_words(configuration)
             own = [t for t in server.tried if t.configuration == configuration.name and t.workload in best]
-            losses = [math.log(best[t.workload].gain[0] / t.gain[0]) for t in own]
+            losses = [math.log(best[t.workload].gain.value / t.gain.value) for t in own]
             for entry, loss in zip(own, losses, strict=True):
-                times = f"{ratio(*entry.gain)} ({ratio_interval(entry.gain[1])})"
+                times = f"{ratio(entry.gain.value, entry.gain.interval)} ({ratio_interval(entry.gain.interval)})"
                 rows.append((name, settings, entry.workload, measured(entry.value), times, _share(math.expm1(loss))))
             whole = bool(own) and len(own) == len(best)
             mean = _share(math.expm1(math.fsum(losses) / len(losses))) if whole else "–"

@@ -22,9 +22,7 @@ from loadgen.metrics.registry import leading_metric
 from loadgen.metrics.summaries import figure_of, interval_of
 from loadgen.quantities import Interval
 from loadgen.records.run import Found, Label, Record, Workload
-
-Gain = tuple[float, Interval]
-"""How many times better, with the 95 % interval."""
+from loadgen.stats.estimates import Estimate
 
 
 class TriedConfiguration(Record, frozen=True, kw_only=True):
@@ -47,7 +45,7 @@ class Tried(Record, frozen=True, kw_only=True):
     workload: str
     value: float
     """By the leading metric of the workload."""
-    gain: Gain
+    gain: Estimate
     """How many times better it is than the arm as it was asked for."""
 
 
@@ -104,7 +102,7 @@ class ServerFigure(Record, frozen=True, kw_only=True):
     unit: str
     value: float | None
     ci95: Interval | None
-    loss: Gain | None = None
+    loss: Estimate | None = None
     """How many times better the configuration chosen for this load is; 1 for that one, None if it was not measured."""
 
 
@@ -142,16 +140,16 @@ def analyse(facts: Facts) -> BestFound:
             if (best := experiment.arm_of(server.server, load.name)) != one_each[server.server]
         ]
         losses = {
-            c.scenario: None if (logs := log_lead(c, c.arm)) is None else gain_of(*logs)
+            c.scenario: None if (logs := log_lead(c, c.arm)) is None else logs.exp()
             for c in leading_comparisons(_compared(facts, apart))
         }
         for load in loads:
             best = experiment.arm_of(server.server, load.name)
             at_best.append(_figure(facts, load, server.server, best))
-            loss = losses.get(load.name) if best != one_each[server.server] else (1.0, (1.0, 1.0))
+            loss = losses.get(load.name) if best != one_each[server.server] else Estimate(1.0, 1.0, 1.0)
             compromises.append(_figure(facts, load, server.server, one_each[server.server], loss))
     mean_loss = {
-        server: math.exp(math.fsum(math.log(loss[0]) for loss in known) / len(known))
+        server: math.exp(math.fsum(math.log(loss.value) for loss in known) / len(known))
         for server in one_each
         if len(known := [f.loss for f in compromises if f.server == server and f.loss is not None]) == len(loads)
         and loads
@@ -183,11 +181,7 @@ def _compared(facts: Facts, loads: Sequence[Workload]) -> tuple[Comparison, ...]
     return compare_all(view, facts.blocks, requests=pooled, item=facts.item)
 
 
-def gain_of(log: float, low: float, high: float) -> Gain:
-    return math.exp(log), (math.exp(low), math.exp(high))
-
-
-def _figure(facts: Facts, load: Workload, server: Label, arm: Label, loss: Gain | None = None) -> ServerFigure:
+def _figure(facts: Facts, load: Workload, server: Label, arm: Label, loss: Estimate | None = None) -> ServerFigure:
     metric = leading_metric(load)
     summary = next((s for s in facts.summaries if (s.workload, s.label) == (load.name, arm)), None)
     return ServerFigure(

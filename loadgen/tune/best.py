@@ -27,7 +27,7 @@ from loadgen.launch.work_folder import work_folder
 from loadgen.metrics.facts import RUN, workload_scope
 from loadgen.metrics.registry import METRICS, leading_metric
 from loadgen.probes.best_analysis import BestRecord, Tried, TriedConfiguration, TriedServer
-from loadgen.records.run import ArmRequest, Experiment, Label, RunState, Workload
+from loadgen.records.run import ArmRequest, Experiment, Kind, Label, RunState, Workload
 from loadgen.run.preparation import Prepared, serve_options
 from loadgen.run.storage import read_one, read_run, write_record
 from loadgen.tune.declared import read_space
@@ -142,7 +142,7 @@ def stages(servers: Sequence[TriedServer], at_once: int) -> list[list[TriedConfi
 
 def most_at_once(planned: Experiment, *, gpu: bool) -> int:
     """How many servers a run that chooses may have."""
-    return (LANGUAGE_AT_ONCE_ON_GPU if planned.is_language else AT_ONCE_ON_GPU) if gpu else AT_ONCE
+    return (LANGUAGE_AT_ONCE_ON_GPU if planned.kind is Kind.TOKENS else AT_ONCE_ON_GPU) if gpu else AT_ONCE
 
 
 # Choosing
@@ -157,7 +157,7 @@ def choose(
     `StorageError`, `StoredRunError`."""
     runs = stages(record.servers, most_at_once(planned, gpu=gpu))
     minutes = None if planned.minutes is None or not runs else CHOOSING_SHARE * planned.minutes / len(runs)
-    brief = _shortened(settings, brief, gpu=gpu and not planned.is_language)
+    brief = _shortened(settings, brief, gpu=gpu and planned.kind is Kind.TENSORS)
     (out / FOLDER).mkdir(parents=True, exist_ok=True)
     write_record(out / BestRecord.FILE, record)
     began = monotonic()
@@ -309,15 +309,16 @@ def _best(tried: Sequence[Tried], first: Label) -> Label:
     """The configuration with the best figure, if it is shown to be better than the first one or that has none."""
     if not tried:
         return first
-    top = max(tried, key=lambda entry: entry.gain[0])
+    top = max(tried, key=lambda entry: entry.gain.value)
     has_first = any(entry.configuration == first for entry in tried)
     return top.configuration if not has_first or _mean([top])[1] > 0.0 else first
 
 
 def _mean(tried: Sequence[Tried]) -> tuple[float, float]:
     """The mean log gain over the loads, and its lower bound at 99 %; what a start changes, all loads have in common."""
-    logs = [math.log(entry.gain[0]) for entry in tried]
-    errors = [(log - math.log(entry.gain[1][0])) / Z95 for log, entry in zip(logs, tried, strict=True)]
+    logs = [math.log(entry.gain.value) for entry in tried]
+    lows = [math.log(entry.gain.low or entry.gain.value) for entry in tried]
+    errors = [(log - low) / Z95 for log, low in zip(logs, lows, strict=True)]
     mean = math.fsum(logs) / len(logs)
     return mean, mean - Z99 * math.fsum(errors) / len(logs)
 

@@ -61,7 +61,7 @@ def test_the_best_setting_of_each_load_and_the_compromise_are_found(tmp_path: Pa
         ("single", "a", "b"): pytest.approx(LANES_MS["1"] / LITSERVE_MS, rel=0.15),
         ("concurrent(8)", "a2", "b"): pytest.approx(2 * LANES_MS["4"] / (4 * LITSERVE_MS), rel=0.15),
     }
-    loss = {f.workload: f.loss and f.loss[0] for f in found.compromises if f.server == "a"}
+    loss = {f.workload: f.loss and f.loss.value for f in found.compromises if f.server == "a"}
     worst = 4 * LANES_MS["1"] / LANES_MS["4"]
     assert loss == {"single": 1.0, "concurrent(8)": pytest.approx(worst, rel=0.15)}
     assert found.mean_loss == {"a": pytest.approx(worst**0.5, rel=0.1), "b": 1.0}

@@ -13,6 +13,7 @@ from loadgen.probes.best_analysis import BestRecord, Tried, TriedConfiguration, 
 from loadgen.records.run import Experiment
 from loadgen.tune.best import chosen, configurations, final_experiment, stages, with_arms
 from loadgen.tune.records import Space, TunableSetting
+from loadgen.tune.search import factor_of
 
 LOADS = ("single", "concurrent(8)")
 
@@ -40,7 +41,7 @@ def tried(label: str, *gains: tuple[float, float], error: float = 0.01) -> list[
     return [
         Tried(
             configuration=f"{label}-{number}", workload=load, value=100.0 * gain,
-            gain=(gain, (gain * math.exp(-1.96 * error), gain * math.exp(1.96 * error))),
+            gain=factor_of(math.log(gain), error),
         )
         for number, of_loads in enumerate(((1.0, 1.0), *gains))
         for load, gain in zip(LOADS, of_loads, strict=True)
