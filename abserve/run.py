@@ -214,7 +214,7 @@ class Run:
             return "".join(f"<h4>{escape(name)}</h4>{run._repr_html_()}" for name, run in self.runs.items())
         verdict = self.result.verdict
         rows = "".join(
-            f'<tr><td style="text-align: left">{escape(row.scenario)}</td>'
+            f'<tr><td style="text-align: left">{escape(row.workload)}</td>'
             f'<td style="text-align: left">{escape(row.sentence)}</td></tr>'
             for row in verdict.scenarios
         )

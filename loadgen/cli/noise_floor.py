@@ -131,7 +131,7 @@ def _print(floor: NoiseFloor) -> None:
     from loadgen.report.renderers.terminal import make_console, print_document
 
     rows = [
-        (entry.scenario, METRICS[entry.metric].title, share(entry.difference), str(entry.pairs))
+        (entry.workload, METRICS[entry.metric].title, share(entry.difference), str(entry.pairs))
         for entry in floor.entries
     ]
     table = doc.Table((*doc.names("scenario", "metric"), *doc.numbers("identical arms differ by up to", "pairs")), rows)

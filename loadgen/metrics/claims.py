@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, pairwise
 from operator import itemgetter
 
+import msgspec
+
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons, winner_of
 from loadgen.metrics.registry import ACHIEVED_RATE, METRICS
 from loadgen.quantities import apart, counted, is_determined, join, measured, ratio, ratio_interval, shown_ratio
@@ -148,14 +150,14 @@ def groups(comparisons: Sequence[Comparison], workloads: dict[str, Workload], ma
     """Two arms' workloads by outcome: "B is faster one request at a time and at batch 1, 4 (1.12–1.38×)"."""
     outcomes: dict[tuple[str, bool], list[Comparison]] = {}
     for comparison in sorted(
-        comparisons, key=lambda c: (ORDER.index(c.verdict), workloads[c.scenario].scenario == "cold-start")
+        comparisons, key=lambda c: (ORDER.index(c.verdict), workloads[c.workload].scenario == "cold-start")
     ):
         words = verdict_words(comparison.verdict, comparison.pairing, margin)
         text = f"{shown(comparison.winner)} is faster" if comparison.winner else words
         if comparison.verdict != "invalid":
-            outcomes.setdefault((text, workloads[comparison.scenario].scenario == "cold-start"), []).append(comparison)
+            outcomes.setdefault((text, workloads[comparison.workload].scenario == "cold-start"), []).append(comparison)
     return [
-        f"{text} {places([workloads[comparison.scenario] for comparison in chosen])}{_leads(chosen)}"
+        f"{text} {places([workloads[comparison.workload] for comparison in chosen])}{_leads(chosen)}"
         for (text, _), chosen in outcomes.items()
     ]
 
@@ -163,14 +165,14 @@ def groups(comparisons: Sequence[Comparison], workloads: dict[str, Workload], ma
 def other_decided_metrics(comparisons: Sequence[Comparison], workloads: dict[str, Workload]) -> list[str]:
     """List every decided metric that does not lead its workload. Metrics that favour the same arm as the leading one
     share a clause; each of the others gets a clause: "but A has the lower p99 latency at batch 4 (1.90×)"."""
-    leading = {(c.scenario, c.pairing): c.winner for c in comparisons if c.leading}
+    leading = {(c.workload, c.pairing): c.winner for c in comparisons if c.leading}
     several = len({c.pairing for c in comparisons}) > 1
     agreeing: dict[str, None] = {}
     against: dict[tuple[Label, Label, str], list[Comparison]] = {}
     for comparison in comparisons:
         if comparison.leading or comparison.winner is None or comparison.loser is None:
             continue
-        if leading.get((comparison.scenario, comparison.pairing)) == comparison.winner:
+        if leading.get((comparison.workload, comparison.pairing)) == comparison.winner:
             agreeing[METRICS[comparison.metric].title] = None
         else:
             against.setdefault((comparison.winner, comparison.loser, comparison.metric), []).append(comparison)
@@ -180,7 +182,7 @@ def other_decided_metrics(comparisons: Sequence[Comparison], workloads: dict[str
         parts.append(f"{join(list(agreeing))} {verb} the same arm wherever decided")
     for (winner, loser, name), chosen in against.items():
         best = "higher" if METRICS[name].higher_is_better else "lower"
-        where = places([workloads[c.scenario] for c in chosen])
+        where = places([workloads[c.workload] for c in chosen])
         than = f" than {shown(loser)}" if several else ""
         article = "a" if several else "the"
         parts.append(f"but {shown(winner)} has {article} {best} {METRICS[name].title}{than} {where}{_leads(chosen)}")
@@ -208,7 +210,7 @@ def figures(comparison: Comparison) -> list[str]:
 class WorkloadRanking(Record, frozen=True, kw_only=True):
     """The order of the arms in one workload, by its leading metric."""
 
-    scenario: str
+    workload: str = msgspec.field(name="scenario")
     metric: str
     order: tuple[Label, ...]
     """The arms that have a valid value, the best first."""
@@ -237,7 +239,7 @@ def rank(comparisons: Sequence[Comparison], baseline_in: Callable[[str], Label])
     by_scenario: dict[str, list[Comparison]] = {}
     for comparison in comparisons:
         if comparison.verdict != "invalid" and comparison.ratio is not None:
-            by_scenario.setdefault(comparison.scenario, []).append(comparison)
+            by_scenario.setdefault(comparison.workload, []).append(comparison)
     rankings = (_rank(scenario, compared, baseline_in(scenario)) for scenario, compared in by_scenario.items())
     return tuple(ranking for ranking in rankings if ranking is not None)
 
@@ -258,15 +260,15 @@ def _rank(scenario: str, comparisons: Sequence[Comparison], baseline: Label) -> 
     labels = tuple(label for label, _ in order)
     won = {(comparison.winner, comparison.loser) for comparison in by_metric}
     apart = tuple(two for two in combinations(labels, 2) if two not in won)
-    return WorkloadRanking(scenario=scenario, metric=metric, order=labels, not_separated=apart)
+    return WorkloadRanking(workload=scenario, metric=metric, order=labels, not_separated=apart)
 
 
 def neighbours(comparisons: Sequence[Comparison], ranking: WorkloadRanking) -> list[Comparison]:
     """The comparison of each arm with the next one, in the order of the ranking."""
-    place = (ranking.scenario, ranking.metric)
+    place = (ranking.workload, ranking.metric)
     by_arms = {
         frozenset(comparison.pairing): comparison
         for comparison in comparisons
-        if (comparison.scenario, comparison.metric) == place
+        if (comparison.workload, comparison.metric) == place
     }
     return [by_arms[two] for two in map(frozenset, pairwise(ranking.order)) if two in by_arms]

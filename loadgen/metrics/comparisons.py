@@ -285,7 +285,7 @@ class Comparison(Record, frozen=True, kw_only=True):
     """One metric of two arms in one workload. The values are geometric means over the pairs, in `unit`, so that their
     quotient is the ratio; None, with a reason, if the metric could not be measured."""
 
-    scenario: str
+    workload: str = msgspec.field(name="scenario")
     metric: str
     unit: str
     higher_is_better: bool
@@ -420,7 +420,7 @@ def compare_all(
         baseline, arm = values or (None, None)
         comparisons.append(
             Comparison(
-                scenario=paired.workload.name,
+                workload=paired.workload.name,
                 metric=metric.name,
                 unit=metric.unit_for(item),
                 higher_is_better=metric.higher_is_better,
@@ -461,7 +461,7 @@ def _without_held_back(comparison: Comparison, comparisons: Sequence[Comparison]
     together not faster. So looks an arm whose first tokens are held back."""
     if comparison.metric != TPOT.name or comparison.winner is None:
         return comparison
-    beside = [c for c in comparisons if (c.scenario, c.pairing) == (comparison.scenario, comparison.pairing)]
+    beside = [c for c in comparisons if (c.workload, c.pairing) == (comparison.workload, comparison.pairing)]
     others = {c.metric: c for c in beside}
     first, whole = others.get(TTFT.name), next((c for c in beside if c.leading), None)
     if first is None or whole is None or first.winner != comparison.loser or whole.winner == comparison.winner:
@@ -595,7 +595,7 @@ def invalidate(comparisons: Sequence[Comparison], why_invalid: Callable[[str], s
     """Mark as invalid all that a failed check covers; the figures stay. `why_invalid` returns a reason or None."""
     return tuple(
         msgspec.structs.replace(comparison, verdict="invalid", reason=why)
-        if (why := why_invalid(comparison.scenario))
+        if (why := why_invalid(comparison.workload))
         else comparison
         for comparison in comparisons
     )

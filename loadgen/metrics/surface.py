@@ -104,7 +104,7 @@ def surface_of(experiment: Experiment, comparisons: Sequence[Comparison]) -> Sur
         across = "length"
     leading: dict[str, dict[frozenset[Label], Comparison]] = {}
     for comparison in leading_comparisons(comparisons):
-        leading.setdefault(comparison.scenario, {})[frozenset(comparison.pairing)] = comparison
+        leading.setdefault(comparison.workload, {})[frozenset(comparison.pairing)] = comparison
     points = sorted(
         (_point(workload, across, leading.get(workload.name, {}), experiment.labels) for workload in workloads),
         key=lambda point: (point.size, point.users),

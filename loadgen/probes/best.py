@@ -84,7 +84,7 @@ def _behind(result: Result, scenario: str, first: Label | None, arm: Label) -> d
     if arm == first:
         return doc.Cell("first", "ok")
     leading = leading_comparisons(result.comparisons)
-    pair = next((c for c in leading if c.scenario == scenario and {*c.pairing} == {first, arm}), None)
+    pair = next((c for c in leading if c.workload == scenario and {*c.pairing} == {first, arm}), None)
     logs = None if pair is None or pair.verdict == "invalid" or first is None else log_lead(pair, first)
     if pair is None or logs is None:
         return doc.Cell("–", "unknown")
@@ -107,7 +107,7 @@ def one_configuration(result: Result) -> doc.Section | None:
             rows.append((_name(result, server), settings, figure.workload, _value(figure), figure.unit, loss))
         mean = found.mean_loss.get(server)
         rows.append((_name(result, server), settings, "all loads", "", "", "–" if mean is None else _share(mean - 1.0)))
-    orders = [doc.Item(f"{_place(result.experiment, r.scenario)}: {r.words()}") for r in found.rankings]
+    orders = [doc.Item(f"{_place(result.experiment, r.workload)}: {r.words()}") for r in found.rankings]
     columns = (
         *doc.names("server", "settings", "load"), *doc.numbers("measured"), *doc.names("unit"),
         *doc.numbers("own best better by"),

@@ -140,7 +140,7 @@ def analyse(facts: Facts) -> BestFound:
             if (best := experiment.arm_of(server.server, load.name)) != one_each[server.server]
         ]
         losses = {
-            c.scenario: None if (logs := log_lead(c, c.arm)) is None else logs.exp()
+            c.workload: None if (logs := log_lead(c, c.arm)) is None else logs.exp()
             for c in leading_comparisons(_compared(facts, apart))
         }
         for load in loads:
@@ -162,7 +162,7 @@ def analyse(facts: Facts) -> BestFound:
 
 def conclude(finding: BestFound, facts: Facts) -> BestFound:
     """With the order of the servers with one configuration each, where the checks leave a verdict."""
-    usable = {c.scenario for c in leading_comparisons(facts.comparisons) if c.verdict != "invalid"}
+    usable = {c.workload for c in leading_comparisons(facts.comparisons) if c.verdict != "invalid"}
     arms = tuple(dict.fromkeys(figure.arm for figure in finding.compromises))
     loads = [
         msgspec.structs.replace(load, arms=arms, beside=())

@@ -153,7 +153,7 @@ def why(result: Result) -> doc.Section | None:
     main = result.verdict.main_scenario
     reasons = [verdict for verdict in result.verdict.scenarios if verdict.reasons]
     blocks: list[doc.Items | doc.Text | doc.Table] = [
-        doc.Items([_reasons(result, verdict) for verdict in reasons if verdict.scenario == main])
+        doc.Items([_reasons(result, verdict) for verdict in reasons if verdict.workload == main])
     ]
     for causes in result.of(CausesFound).workloads:
         if causes.workload != main:
@@ -161,8 +161,8 @@ def why(result: Result) -> doc.Section | None:
         blocks.append(cause_table(result, causes))
     others: list[doc.Items | doc.Table] = []
     for verdict in reasons:
-        if verdict.scenario != main:
-            key = (verdict.scenario, verdict.baseline, verdict.arm)
+        if verdict.workload != main:
+            key = (verdict.workload, verdict.baseline, verdict.arm)
             others.append(doc.Items([_reasons(result, verdict)]))
             others += [
                 stage_table(result, breakdown, on=doc.HTML)
@@ -187,7 +187,7 @@ def _reasons(result: Result, verdict: ScenarioVerdict) -> doc.Item:
     better = winner_of(verdict.outcome, pairing)
     style = None if better is None else charts.arm_style(result, better)
     return doc.Item(
-        verdict_words(verdict.outcome, pairing), style, verdict.scenario + _which(result, pairing), verdict.reasons
+        verdict_words(verdict.outcome, pairing), style, verdict.workload + _which(result, pairing), verdict.reasons
     )
 
 

@@ -370,7 +370,7 @@ def per_token(workload: Workload, answer_ms: float) -> float | None:
 def with_verdicts(finding: CausesFound, experiment: Experiment, leading: Sequence[Comparison]) -> CausesFound:
     """The causes with sentences that follow the verdicts of the leading comparisons."""
     by_name = {workload.name: workload for workload in experiment.workloads}
-    verdicts = {(comparison.scenario, comparison.pairing): comparison for comparison in leading}
+    verdicts = {(comparison.workload, comparison.pairing): comparison for comparison in leading}
 
     def judged(causes: WorkloadCauses) -> WorkloadCauses:
         comparable = len({experiment.payload_of(experiment.arm(label)) for label in causes.pairing}) == 1

@@ -249,22 +249,22 @@ class Rounds:
         for comparison in compare_all(self._context.experiment, self._summaries):
             error = comparison.error_log
             if not METRICS[comparison.metric].is_tail and error is not None:
-                errors[comparison.scenario] = max(errors.get(comparison.scenario, 0.0), error)
+                errors[comparison.workload] = max(errors.get(comparison.workload, 0.0), error)
         most = max(errors.values(), default=0.0)
         return {name: workload for name, workload in self._workloads.items() if errors.get(name, most) >= NEEDY * most}
 
     def _close_decided(self) -> None:
         every = compare_all(self._context.experiment, self._summaries, requests=self._requests.by_block)
-        leading = [c for c in every if c.leading and c.baseline == self._context.experiment.baseline_in(c.scenario)]
+        leading = [c for c in every if c.leading and c.baseline == self._context.experiment.baseline_in(c.workload)]
         for name, workload in list(self._open.items()):
             faults = self._context.faults
-            comparisons = [c for c in leading if c.scenario == name and not (faults and faults.is_out(name, c.arm))]
+            comparisons = [c for c in leading if c.workload == name and not (faults and faults.is_out(name, c.arm))]
             if all(c.verdict in DECIDED and c.pairs >= workload.rounds for c in comparisons):
                 del self._open[name]
         standing = [
-            f"{c.scenario}: {claim(c)} after {counted(c.pairs, 'pair')}"
+            f"{c.workload}: {claim(c)} after {counted(c.pairs, 'pair')}"
             for c in leading
-            if c.scenario in self._workloads
+            if c.workload in self._workloads
         ]
         self._context.progress.now("; ".join(standing))
 

@@ -256,7 +256,7 @@ def _length(environment: Environment, workload: Workload) -> str | None:
 def _point(result: Result, label: Label, workload: Workload) -> tuple[Point | None, str]:
     """An arm's point in a workload, or why it is not ranked; the reason is empty for a workload of another kind."""
     if any(
-        comparison.scenario == workload.name
+        comparison.workload == workload.name
         and label in (comparison.baseline, comparison.arm)
         and comparison.verdict == "invalid"
         for comparison in result.comparisons

@@ -128,7 +128,7 @@ def ceiling_tokens_per_s(calibration: Calibration, transport: str, processes: in
 class FloorEntry(Record, frozen=True, kw_only=True):
     """The noise floor of one metric in one scenario."""
 
-    scenario: str
+    workload: str = msgspec.field(name="scenario")
     metric: str
     difference: float
     """The floor, as a share: 0.02 is 2 %."""

@@ -86,7 +86,7 @@ def _leading_table(result: Result) -> doc.Table:
         sizes = {
             summary.payload_bytes
             for summary in result.summaries
-            if summary.workload == comparison.scenario and summary.payload_bytes is not None
+            if summary.workload == comparison.workload and summary.payload_bytes is not None
         }
         return " / ".join(f"{size:,.0f}" for size in sorted(sizes)) or "–"
 
@@ -174,7 +174,7 @@ def _change_row(change: ComparisonChange, difference: RunDifference, several_arm
         )
     )
     return (
-        change.scenario,
+        change.workload,
         doc.Cell(metric.title, short=metric.title.removesuffix(" latency")),
         *([_arms(change)] if several_arms else []),
         old[0],
@@ -190,7 +190,7 @@ def _arms(change: ComparisonChange) -> str:
 
 
 def _name(change: ComparisonChange, several_arms: bool) -> str:
-    return f"{METRICS[change.metric].title} in {change.scenario}" + (f" ({_arms(change)})" if several_arms else "")
+    return f"{METRICS[change.metric].title} in {change.workload}" + (f" ({_arms(change)})" if several_arms else "")
 
 
 def _verdicts(change: ComparisonChange) -> str:

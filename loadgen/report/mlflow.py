@@ -82,7 +82,7 @@ def export_result(result: Result, uri: str, folder: Path) -> str:
     overall = [("valid", float(result.valid), 0)]
     for row in result.comparisons:
         if row.ratio is not None:
-            base = f"ratio.{row.metric}.{row.scenario}.{row.arm}_over_{row.baseline}"
+            base = f"ratio.{row.metric}.{row.workload}.{row.arm}_over_{row.baseline}"
             overall += _bounds(base, row.ratio, *(row.ci95 or (None, None)))
     tags = {"schema": result.schema, "verdict": result.verdict.sentence}
     return _export(uri, "compare", folder, params, result.environment, tags, overall, list(_arms(result)))

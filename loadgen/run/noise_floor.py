@@ -74,10 +74,10 @@ def store_floor(floor: NoiseFloor) -> Path:
     """Store it in the machine's file, in place of an earlier one of the same arm in the same scenarios. Raises
     `MachineRecordError`."""
     path = cache_path("noise-floor", floor.fingerprint)
-    measured = {entry.scenario for entry in floor.entries}
+    measured = {entry.workload for entry in floor.entries}
     others = []
     for stored in read_floors(path):
-        entries = tuple(entry for entry in stored.entries if stored.arm != floor.arm or entry.scenario not in measured)
+        entries = tuple(entry for entry in stored.entries if stored.arm != floor.arm or entry.workload not in measured)
         if entries:
             others.append(msgspec.structs.replace(stored, entries=entries))
     store_record(path, [*others, floor], "set XDG_CACHE_HOME to a folder")

@@ -350,7 +350,7 @@ def _by_energy(final: Result, comparison: Comparison) -> Comparison:
     """The same arms by the energy per item, which is known over all rounds only. Its error is that of the throughput:
     at a nearly constant power the energy per item varies as the time per item does. A winner is named after
     Bonferroni's correction for all pairs of arms."""
-    baseline, arm = (_joules(final, label, comparison.scenario) for label in comparison.pairing)
+    baseline, arm = (_joules(final, label, comparison.workload) for label in comparison.pairing)
     error, margin = comparison.error_log, final.experiment.equivalence_margin
     quotient, ci95, is_apart = None, None, False
     if baseline and arm and error is not None:

@@ -61,8 +61,8 @@ def headline(
         return fit([(start,), (*(f": {text}" for text in _failures(failed)), ""), (".",)])
     names = _short_names(tuple(dict.fromkeys(servers.values())), titles)
     workloads = {workload.name: workload for workload in experiment.workloads}
-    lost = len({c.scenario for c in leading} - {c.scenario for c in usable})
-    total = len({c.scenario for c in leading})
+    lost = len({c.workload for c in leading} - {c.workload for c in usable})
+    total = len({c.workload for c in leading})
     before: Alternatives = ("",)
     if lost:
         before = (f"No verdict on {lost} of {total} workloads; otherwise ", f"{lost} of {total} workloads invalid: ")
@@ -75,12 +75,12 @@ def headline(
     if surface is not None and any(point.winner for point in surface.points):
         parts = _of_surface(surface, names)
     elif main is None and (served := _most_loaded(comparisons, workloads, names)) is not None:
-        parts = [_claims(served, names, place(workloads[served.scenario]), None), _leading_open(served, leading)]
+        parts = [_claims(served, names, place(workloads[served.workload]), None), _leading_open(served, leading)]
     elif main is None:
         parts = [_no_winner(experiment, usable, names), _besides(comparisons)]
     else:
-        ranking = next((r for r in rankings if r.scenario == main.scenario), None) if len(names) > 2 else None
-        claims = _claims(main, names, place(workloads[main.scenario]), ranking)
+        ranking = next((r for r in rankings if r.workload == main.workload), None) if len(names) > 2 else None
+        claims = _claims(main, names, place(workloads[main.workload]), ranking)
         parts = [claims, _shortened(cause), _leads(usable, rankings, main), _besides(comparisons)]
     text = fit([before, *parts, (".",)])
     return text[0].upper() + text[1:]
@@ -104,7 +104,7 @@ def main_comparison(
         ranked = (neighbours(comparisons, ranking) for ranking in rankings)
         decided = [first for pairs in ranked if (first := next((c for c in pairs if c.winner), None)) is not None]
     loads = [c for c in decided if c.metric in SERVED] or decided
-    return max(loads, key=lambda c: weight(workloads[c.scenario]), default=None)
+    return max(loads, key=lambda c: weight(workloads[c.workload]), default=None)
 
 
 def _most_loaded(
@@ -115,12 +115,12 @@ def _most_loaded(
     served = [c for c in comparisons if c.metric in SERVED and c.winner and c.verdict != "invalid"]
     if len(names) > 2 or len({c.winner for c in served}) != 1:
         return None
-    return max(served, key=lambda c: weight(workloads[c.scenario]))
+    return max(served, key=lambda c: weight(workloads[c.workload]))
 
 
 def _leading_open(served: Comparison, leading: Sequence[Comparison]) -> Alternatives:
     """What the leading metric of that workload shows."""
-    open_ones = [c for c in leading if c.scenario == served.scenario and c.metric != served.metric]
+    open_ones = [c for c in leading if c.workload == served.workload and c.metric != served.metric]
     texts = [f"; {METRICS[c.metric].title}: {verdict_words(c.verdict, c.pairing)}" for c in open_ones]
     return ("".join(texts), "")
 
@@ -230,10 +230,10 @@ def _leads(usable: Sequence[Comparison], rankings: Sequence[WorkloadRanking], ma
 
 def _besides(comparisons: Sequence[Comparison]) -> Alternatives:
     """The metrics by which an arm wins that does not lead its workload."""
-    leading = {(c.scenario, c.pairing): c.winner for c in comparisons if c.leading}
+    leading = {(c.workload, c.pairing): c.winner for c in comparisons if c.leading}
     against: dict[Label, dict[str, None]] = {}
     for c in comparisons:
-        if not c.leading and c.verdict != "invalid" and c.winner not in (None, leading.get((c.scenario, c.pairing))):
+        if not c.leading and c.verdict != "invalid" and c.winner not in (None, leading.get((c.workload, c.pairing))):
             against.setdefault(c.winner or "", {})[METRICS[c.metric].title] = None
     if not against:
         return ("",)

@@ -47,7 +47,7 @@ def floor_entries(paired_metrics: Sequence[PairedMetric]) -> tuple[FloorEntry, .
     """The floor of every metric that an A/A run measured."""
     return tuple(
         FloorEntry(
-            scenario=paired.workload.name,
+            workload=paired.workload.name,
             metric=paired.metric.name,
             difference=math.expm1(floor),
             pairs=len(paired.pairs),
@@ -61,7 +61,7 @@ def tail_floors(comparisons: Sequence[Comparison]) -> tuple[FloorEntry, ...]:
     """The floors of percentiles of all rounds together: the far end of their interval."""
     return tuple(
         FloorEntry(
-            scenario=comparison.scenario,
+            workload=comparison.workload,
             metric=comparison.metric,
             difference=math.expm1(_far_end(comparison.ci95)),
             pairs=comparison.pairs,
@@ -119,7 +119,7 @@ def find_floor(floors: Sequence[NoiseFloor], scenario: str, metric: str) -> floa
             entry.difference
             for floor in floors
             for entry in floor.entries
-            if (entry.scenario, entry.metric) == (scenario, metric)
+            if (entry.workload, entry.metric) == (scenario, metric)
         ),
         default=None,
     )
@@ -133,7 +133,7 @@ def apply_floor(
 
     def floor(comparison: Comparison) -> float | None:
         return find_floor(
-            [f for label in comparison.pairing for f in floors.get(label, ())], comparison.scenario, comparison.metric
+            [f for label in comparison.pairing for f in floors.get(label, ())], comparison.workload, comparison.metric
         )
 
     return tuple(_applied(comparison, floor(comparison), margin) for comparison in comparisons)
@@ -191,7 +191,7 @@ def floor_sentence(
     used = [floor for of_arm in floors_by_arm(experiment, arms, floors).values() for floor in of_arm]
     made = ", ".join(dict.fromkeys(f"{floor.title}, {floor.made_at}" for floor in used))
     span = low if low == high else f"{low} to {high}"
-    lacking = dict.fromkeys(c.scenario for c in leading if c.noise_floor is None)
+    lacking = dict.fromkeys(c.workload for c in leading if c.noise_floor is None)
     rest = f" Not measured in {', '.join(lacking)}." if lacking else ""
     return f"Noise floor of this machine (identical arms: {made}): {span}; no smaller difference is claimed.{rest}"
 

@@ -123,7 +123,7 @@ _ROUNDING = 1e-9
 def _contradiction(result: Result) -> str | None:
     """The first figure that no measurement gives, in words; None if there is none."""
     for row in result.comparisons:
-        where = f"{row.metric} in {row.scenario}, {row.arm} over {row.baseline}"
+        where = f"{row.metric} in {row.workload}, {row.arm} over {row.baseline}"
         ratios = [value for value in (row.ratio, *(row.ci95 or ()), *row.ratios) if value is not None]
         if wrong := [value for value in ratios if not has_log(value)]:
             return f"a ratio of {wrong[0]:g} ({where})"

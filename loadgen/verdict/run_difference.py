@@ -18,8 +18,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import msgspec
 import scipy
-from msgspec.structs import replace
 
 from loadgen.metrics.comparisons import Comparison, Outcome
 from loadgen.metrics.registry import METRICS
@@ -116,7 +116,7 @@ class ComparisonChange(Record, frozen=True, kw_only=True):
     """The change of one metric of two arms in one workload of both runs. Ratios are `arm` over `baseline`; `change` is
     new over old."""
 
-    scenario: str
+    workload: str = msgspec.field(name="scenario")
     metric: str
     baseline: Label
     arm: Label
@@ -174,7 +174,7 @@ def compare_runs(
 
 def _changes(old: Result, new: Result) -> tuple[ComparisonChange, ...]:
     before, after = (
-        {(comparison.scenario, comparison.metric, comparison.pairing): comparison for comparison in run.comparisons}
+        {(comparison.workload, comparison.metric, comparison.pairing): comparison for comparison in run.comparisons}
         for run in (old, new)
     )
     changes, p_values = [], []
@@ -188,7 +188,7 @@ def _changes(old: Result, new: Result) -> tuple[ComparisonChange, ...]:
         p_values.append(p)
         changes.append(
             ComparisonChange(
-                scenario=scenario,
+                workload=scenario,
                 metric=metric,
                 baseline=pairing.baseline,
                 arm=pairing.arm,
@@ -212,13 +212,13 @@ def _changes(old: Result, new: Result) -> tuple[ComparisonChange, ...]:
 
 def _decided(change: ComparisonChange, p_adjusted: float | None) -> ComparisonChange:
     """The change with its outcome, which needs the p values of all of them."""
-    change = replace(change, p_adjusted=p_adjusted)
+    change = msgspec.structs.replace(change, p_adjusted=p_adjusted)
     if change.change is None or change.change_ci95 is None or p_adjusted is None:
         return change
     if p_adjusted >= SIGNIFICANCE or not excludes_one(change.change_ci95):
         return change
     arm_gained = (change.change > 1.0) == METRICS[change.metric].higher_is_better
-    return replace(change, outcome="changed", better_for=change.arm if arm_gained else change.baseline)
+    return msgspec.structs.replace(change, outcome="changed", better_for=change.arm if arm_gained else change.baseline)
 
 
 def _why_missing(pairing: Pairing, name: str, old: Result, new: Result) -> str:

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import msgspec
+
 from loadgen.experiment.plan import PlanError
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.claims import weight
@@ -168,7 +170,7 @@ class ThresholdOutcome(Record, frozen=True, kw_only=True):
     """The outcome of one condition in one workload. Only `kept` is a pass."""
 
     condition: str
-    scenario: str
+    workload: str = msgspec.field(name="scenario")
     state: Literal["kept", "broken", "not_measurable"]
     detail: str
     """The quantities with their values, or why they are missing."""
@@ -199,8 +201,8 @@ def judge_thresholds(facts: Facts) -> tuple[ThresholdOutcome, ...]:
     if not isinstance(texts, list | tuple):
         return ()
 
-    def failed(text: str, scenario: str, why: str) -> ThresholdOutcome:
-        return ThresholdOutcome(condition=text, scenario=scenario, state="not_measurable", detail=why, values={})
+    def failed(text: str, workload: str, why: str) -> ThresholdOutcome:
+        return ThresholdOutcome(condition=text, workload=workload, state="not_measurable", detail=why, values={})
 
     def judge() -> tuple[ThresholdOutcome, ...]:
         return tuple(
@@ -245,7 +247,7 @@ def _judge(condition: Condition, workload: Workload, facts: Facts) -> ThresholdO
     measured = {quantity: _measure(quantity, workload.name, facts) for quantity in condition.quantities}
     values = {quantity: value for quantity, value in measured.items() if not isinstance(value, str)}
     reasons = {str(quantity): value for quantity, value in measured.items() if isinstance(value, str)}
-    invalid = [c.reason for c in facts.comparisons if c.scenario == workload.name and c.verdict == "invalid"]
+    invalid = [c.reason for c in facts.comparisons if c.workload == workload.name and c.verdict == "invalid"]
     state: Literal["kept", "broken", "not_measurable"] = "not_measurable"
     if reasons:
         detail = f"{', '.join(reasons)} could not be measured: {'; '.join(dict.fromkeys(reasons.values()))}"
@@ -256,7 +258,7 @@ def _judge(condition: Condition, workload: Workload, facts: Facts) -> ThresholdO
         state = "broken" if condition.holds(values) else "kept"
     return ThresholdOutcome(
         condition=condition.text,
-        scenario=workload.name,
+        workload=workload.name,
         state=state,
         detail=detail,
         values={str(quantity): values.get(quantity) for quantity in condition.quantities},
@@ -276,7 +278,7 @@ def _measure(quantity: Quantity, workload: str, facts: Facts) -> float | str:
     candidates = [
         comparison
         for comparison in facts.comparisons
-        if (comparison.scenario, comparison.metric, comparison.baseline) == (workload, metric.name, baseline)
+        if (comparison.workload, comparison.metric, comparison.baseline) == (workload, metric.name, baseline)
         and arm in comparison.pairing
     ]
     compared = next((c for c in candidates if c.ratio is not None), candidates[0] if candidates else None)

@@ -15,6 +15,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
+
 from loadgen.experiment.schedule import load_workloads
 from loadgen.metrics.breakdown import TITLES, ArmStages, LatencyBreakdown, find_stalls
 from loadgen.metrics.claims import (
@@ -53,7 +55,7 @@ MAX_STAGES = 3
 class ScenarioVerdict(Record, frozen=True, kw_only=True):
     """One arm beside the baseline in one workload: the outcome of the leading metric and the reasons for it."""
 
-    scenario: str
+    workload: str = msgspec.field(name="scenario")
     baseline: Label
     arm: Label
     metric: str
@@ -85,14 +87,14 @@ class Verdict(Record, frozen=True, kw_only=True):
 def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check]) -> Verdict:
     """`titles` names the arms for people, by label; the comparisons are those after the checks."""
     experiment, failed = facts.run.experiment, complaints(checks)
-    against = [c for c in facts.comparisons if c.baseline == experiment.baseline_in(c.scenario)]
+    against = [c for c in facts.comparisons if c.baseline == experiment.baseline_in(c.workload)]
     scenarios = tuple(_scenario(facts, leading) for leading in leading_comparisons(against))
     rankings = rank(facts.comparisons, experiment.baseline_in)
     apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
     slowed = complaints([check for check in checks if check.name == handicap.name])
     surface = surface_of(experiment, facts.comparisons)
     text = _sentence(facts, titles, rankings, surface, failed, slowed)
-    usable = {s.scenario for s in scenarios if s.outcome != "invalid"} or {s.scenario for s in scenarios}
+    usable = {s.workload for s in scenarios if s.outcome != "invalid"} or {s.workload for s in scenarios}
     main = max((workload for workload in experiment.workloads if workload.name in usable), key=weight, default=None)
     workloads = _by_name(facts)
     decided = main_comparison(facts.comparisons, rankings, workloads)
@@ -165,7 +167,7 @@ def _sentence(
     if not usable:
         return " ".join(["No verdict.", *(slowed or failed)[:1]])
     before = ""
-    scenarios, lost = ({c.scenario for c in group} for group in (leading, set(leading) - set(usable)))
+    scenarios, lost = ({c.workload for c in group} for group in (leading, set(leading) - set(usable)))
     if lost and slowed:
         before = f"{slowed[0]} Otherwise: "
     elif lost:
@@ -193,8 +195,8 @@ def _two_arms(facts: Facts, usable: Sequence[Comparison], names: dict[Label, str
         what = f" in {join(list(metrics))}" if metrics else ""
         parts = [*groups(usable, workloads, margin), *besides]
         return f"no winner{what} between {' and '.join(names.values())}: {'; '.join(parts)}."
-    main = max(decided, key=lambda c: weight(workloads[c.scenario]))
-    first = claim(main, names, f" {place(workloads[main.scenario])}") + explain_lead(facts, main)
+    main = max(decided, key=lambda c: weight(workloads[c.workload]))
+    first = claim(main, names, f" {place(workloads[main.workload])}") + explain_lead(facts, main)
     rest = groups([c for c in usable if c is not main], workloads, margin)
     return "; ".join([first, *rest, *besides]) + "."
 
@@ -206,16 +208,16 @@ def _many_arms(
     workloads = _by_name(facts)
     besides = other_decided_metrics(facts.comparisons, workloads)
     if not rankings:  # no leading metric could be measured, as with too few requests for a percentile
-        where = places([workloads[name] for name in dict.fromkeys(c.scenario for c in usable)])
+        where = places([workloads[name] for name in dict.fromkeys(c.workload for c in usable)])
         return "; ".join([f"no ranking of {join(list(names.values()))}: inconclusive {where}", *besides]) + "."
     loads = [ranking for ranking in rankings if ranking.metric in SERVED] or rankings
-    main = max(loads, key=lambda ranking: weight(workloads[ranking.scenario]))
+    main = max(loads, key=lambda ranking: weight(workloads[ranking.workload]))
     apart = [claim(c) + explain_lead(facts, c) for c in neighbours(facts.comparisons, main) if c.winner]
-    first = f"by {METRICS[main.metric].title} {place(workloads[main.scenario])}: {main.words(names)}."
+    first = f"by {METRICS[main.metric].title} {place(workloads[main.workload])}: {main.words(names)}."
     same: dict[str, list[Workload]] = {}
     for ranking in rankings:
         if ranking is not main:
-            same.setdefault(ranking.words(), []).append(workloads[ranking.scenario])
+            same.setdefault(ranking.words(), []).append(workloads[ranking.workload])
     rest = [f"{places(where)}: {words}" for words, where in same.items()]
     return " ".join([first, *(sentence("; ".join(part)) for part in (apart, rest, besides) if part)])
 
@@ -225,8 +227,8 @@ def _by_name(facts: Facts) -> dict[str, Workload]:
 
 
 def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
-    margin, key = facts.run.experiment.equivalence_margin, (leading.scenario, leading.pairing)
-    compared = [c for c in facts.comparisons if (c.scenario, c.pairing) == key]
+    margin, key = facts.run.experiment.equivalence_margin, (leading.workload, leading.pairing)
+    compared = [c for c in facts.comparisons if (c.workload, c.pairing) == key]
     decided = [
         c for c in compared if c is not leading and c.verdict in ("arm_better", "baseline_better", "no_difference")
     ]
@@ -238,14 +240,14 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
     ]  # also without a verdict, since an ablation shows a cause by itself
     if leading.verdict != "invalid" or reasons:
         for breakdown in facts.breakdowns:
-            if (breakdown.workload, breakdown.baseline, breakdown.arm) == (leading.scenario, *leading.pairing):
+            if (breakdown.workload, breakdown.baseline, breakdown.arm) == (leading.workload, *leading.pairing):
                 reasons += explain_stages(breakdown)
         reasons += _explain_tokens(facts, leading)
-        summaries = [s for s in facts.summaries if s.workload == leading.scenario and s.label in leading.pairing]
+        summaries = [s for s in facts.summaries if s.workload == leading.workload and s.label in leading.pairing]
         reasons += [text for summary in summaries for text in _explain_arm(summary)]
-        reasons += _explain_batching(_by_name(facts)[leading.scenario], summaries)
+        reasons += _explain_batching(_by_name(facts)[leading.workload], summaries)
     return ScenarioVerdict(
-        scenario=leading.scenario,
+        workload=leading.workload,
         baseline=leading.baseline,
         arm=leading.arm,
         metric=leading.metric,
@@ -257,13 +259,13 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
 
 def _explain_tokens(facts: Facts, leading: Comparison) -> list[str]:
     """Where the time of a token goes on both arms, as far as their servers report the steps of their engines."""
-    totals = {total.label: total for total in TokensFound.among(facts.findings).in_workload(leading.scenario)}
+    totals = {total.label: total for total in TokensFound.among(facts.findings).in_workload(leading.workload)}
     if not all(label in totals for label in leading.pairing):
         return []
     paces = {
         summary.label: pace
         for summary in facts.summaries
-        if summary.workload == leading.scenario and (pace := figure_of(summary, TPOT)) is not None
+        if summary.workload == leading.workload and (pace := figure_of(summary, TPOT)) is not None
     }
     arms = [arm for arm in facts.run.arms if arm.label in leading.pairing]
     reported = {name: {arm.in_effect.get(name) for arm in arms} for name in ("engine", "precision", "device")}
@@ -347,7 +349,7 @@ def explain_lead(facts: Facts, comparison: Comparison) -> str:
         return ""
     parts: list[LeadFactor] = []
     differences = _settings(facts, comparison)
-    load = next((planned for planned in facts.planned if planned.workload.name == comparison.scenario), None)
+    load = next((planned for planned in facts.planned if planned.workload.name == comparison.workload), None)
     if comparison.metric == THROUGHPUT.name and load is not None and not load.workload.is_open:
         delay, stalls = _queue_delay(facts, load, winner, loser), _stalls(load, winner, loser)
         parts = [part for part in (delay, stalls) if part is not None and _explains(part[0], lead.factor)]
@@ -499,9 +501,9 @@ class Stopping(Record, frozen=True, kw_only=True):
 def describe_stopping(experiment: Experiment, state: RunState | None, comparisons: Sequence[Comparison]) -> Stopping:
     """Describe the end of a run by the comparisons before the checks, which do not affect when to stop."""
     names = [workload.name for workload in load_workloads(experiment.workloads)]
-    against = [c for c in comparisons if c.baseline == experiment.baseline_in(c.scenario)]
-    leading = [c for c in against if c.leading and c.scenario in names]
-    undecided = tuple(dict.fromkeys(c.scenario for c in leading if c.verdict == "inconclusive"))
+    against = [c for c in comparisons if c.baseline == experiment.baseline_in(c.workload)]
+    leading = [c for c in against if c.leading and c.workload in names]
+    undecided = tuple(dict.fromkeys(c.workload for c in leading if c.verdict == "inconclusive"))
     ended: Literal["plan", "time", "decided", "time limit"] | None = None
     if state is not None and state.state == "finished":
         ended = "plan" if experiment.minutes is None else "time"
@@ -511,7 +513,7 @@ def describe_stopping(experiment: Experiment, state: RunState | None, comparison
             ended = "time" if uncertain(surface) else "decided"
     pairs: dict[str, int] = {}
     for c in leading:
-        pairs[c.scenario] = min(c.pairs, pairs.get(c.scenario, c.pairs))
+        pairs[c.workload] = min(c.pairs, pairs.get(c.workload, c.pairs))
     return Stopping(
         rule="until decided" if experiment.until_decided else "planned" if experiment.minutes is None else "by time",
         ended_by=ended,

@@ -311,9 +311,9 @@ def power_at_the_stated_effect(trials: int, noise: Noise, pairs: int, restarts: 
     plan, rng = experiment(5, pairs, 0.0001, restarts=restarts), np.random.default_rng(11)
     target, detected = plan.workloads[2].name, 0
     for _ in range(trials):
-        stated = next(c for c in simulate(plan, rng, noise) if c.scenario == target).minimal_detectable_effect
+        stated = next(c for c in simulate(plan, rng, noise) if c.workload == target).minimal_detectable_effect
         assert stated is not None
-        again = next(c for c in simulate(plan, rng, noise, 1.0 + stated, target) if c.scenario == target)
+        again = next(c for c in simulate(plan, rng, noise, 1.0 + stated, target) if c.workload == target)
         detected += again.verdict == "arm_better"
     return Share(detected, trials)
 

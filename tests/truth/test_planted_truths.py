@@ -35,7 +35,7 @@ def open_loop(rate: float, seconds: float, pairs: int) -> Workload:
 
 
 def metric(result: Result, name: str, scenario: str | None = None) -> Comparison:
-    return next(c for c in result.comparisons if c.metric == name and scenario in (None, c.scenario))
+    return next(c for c in result.comparisons if c.metric == name and scenario in (None, c.workload))
 
 
 def tell(planted: str, comparison: Comparison) -> None:

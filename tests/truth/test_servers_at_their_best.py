@@ -56,7 +56,7 @@ def test_the_best_setting_of_each_load_and_the_compromise_are_found(tmp_path: Pa
     assert lanes.named(lanes.compromise).settings == {"lanes": "1"}
     assert result.experiment.labels == ("a", "a2", "b")
     assert [load.arms for load in result.experiment.workloads] == [("a", "b"), ("a2", "b")]
-    ratios = {(c.scenario, *c.pairing): c.ratio for c in result.comparisons if c.leading}
+    ratios = {(c.workload, *c.pairing): c.ratio for c in result.comparisons if c.leading}
     assert ratios == {
         ("single", "a", "b"): pytest.approx(LANES_MS["1"] / LITSERVE_MS, rel=0.15),
         ("concurrent(8)", "a2", "b"): pytest.approx(2 * LANES_MS["4"] / (4 * LITSERVE_MS), rel=0.15),

@@ -40,7 +40,7 @@ def require_invalid(result: Result, check: str, *words: str) -> None:
     assert failed
     assert not result.valid
     scopes = {check.scope for check in failed}
-    covered = [c for c in result.comparisons if scopes & {"run", f"workload {c.scenario}"}]
+    covered = [c for c in result.comparisons if scopes & {"run", f"workload {c.workload}"}]
     assert {comparison.verdict for comparison in covered} <= {"invalid"}
     for word in words:
         assert word in told

@@ -32,7 +32,7 @@ _THRESHOLDS: dict[str, doc.Cell] = {
 def against_baseline(result: Result) -> list[Comparison]:
     """The comparisons with the baseline that have a ratio."""
     baseline_in = result.experiment.baseline_in
-    return [c for c in result.comparisons if c.baseline == baseline_in(c.scenario) and c.ratio is not None]
+    return [c for c in result.comparisons if c.baseline == baseline_in(c.workload) and c.ratio is not None]
 
 
 def better_of(
@@ -72,7 +72,7 @@ def comparison_table(
         hint = f"{better.text}, 95 % interval {interval.text}"
         rows.append(
             (
-                comparison.scenario,
+                comparison.workload,
                 _metric(comparison),
                 of_baseline,
                 *which,
@@ -167,7 +167,7 @@ def comparisons(result: Result) -> doc.Section | None:
     else:
         notes = [doc.Text("Nothing can be compared: the run has no pair of complete blocks.", "note")]
     reasons = [
-        (comparison.scenario, METRICS[comparison.metric].title, _arms(result, comparison), comparison.reason)
+        (comparison.workload, METRICS[comparison.metric].title, _arms(result, comparison), comparison.reason)
         for comparison in missing
     ]
     return doc.section(
@@ -219,12 +219,12 @@ def ranking(result: Result) -> doc.Section | None:
     if not several(result):
         return None
     base, baseline_in = result.experiment.baseline.label, result.experiment.baseline_in
-    others = [c for c in result.comparisons if c.baseline != baseline_in(c.scenario) and c.ratio is not None]
+    others = [c for c in result.comparisons if c.baseline != baseline_in(c.workload) and c.ratio is not None]
     rows: list[tuple[str | doc.Cell, ...]] = []
     for order in result.verdict.rankings:
         for place, pair in enumerate(neighbours(result.comparisons, order)):
             first: tuple[str | doc.Cell, ...] = ("", "") if place else (_metric(pair), order.words())
-            rows.append((order.scenario, *first, _two(pair), *_outcome(result, pair)))
+            rows.append((order.workload, *first, _two(pair), *_outcome(result, pair)))
     between = (*doc.names("arms"), *BETTER, doc.Column("verdict", on=doc.PAGES))
     return doc.section(
         "Ranking",
@@ -243,7 +243,7 @@ def ranking(result: Result) -> doc.Section | None:
             (
                 doc.Table(
                     (*doc.names("scenario", "metric"), *between),
-                    [(other.scenario, _metric(other), _two(other), *_outcome(result, other)) for other in others],
+                    [(other.workload, _metric(other), _two(other), *_outcome(result, other)) for other in others],
                     grouped=True,
                 ),
             ),
@@ -264,8 +264,9 @@ def _footing(result: Result) -> str:
 
 
 def _values(comparison: Comparison) -> list[str | float | bool | None]:
-    bounds = dict(zip(("ci95_low", "ci95_high"), comparison.ci95 or (None, None), strict=True))
-    return [bounds[name] if name in bounds else getattr(comparison, name) for name in CSV_FIELDS]
+    low, high = comparison.ci95 or (None, None)
+    other = {"scenario": comparison.workload, "ci95_low": low, "ci95_high": high}
+    return [other[name] if name in other else getattr(comparison, name) for name in CSV_FIELDS]
 
 
 def _cases(result: Result) -> doc.Table:
@@ -283,7 +284,7 @@ def _cases(result: Result) -> doc.Table:
         else:
             outcomes.append(("passed", ""))
         which = f" of {_arms(result, comparison)}" if several(result) else ""
-        rows.append((f"{METRICS[comparison.metric].title}{which} [{comparison.scenario}]", text))
+        rows.append((f"{METRICS[comparison.metric].title}{which} [{comparison.workload}]", text))
     seconds = sum(block.duration_s for block in result.blocks)
     return doc.Table(doc.names("name", "text"), rows, "comparisons", outcomes=outcomes, seconds=seconds, on=doc.JUNIT)
 
@@ -296,7 +297,7 @@ def thresholds(result: Result) -> doc.Section | None:
         doc.Table(
             (*doc.names("fails if", "scenario", ""), *doc.texts("found")),
             [
-                (threshold.condition, threshold.scenario, _THRESHOLDS[threshold.state], threshold.detail)
+                (threshold.condition, threshold.workload, _THRESHOLDS[threshold.state], threshold.detail)
                 for threshold in ordered
             ],
             on=doc.READ,
@@ -304,7 +305,7 @@ def thresholds(result: Result) -> doc.Section | None:
         doc.Table(
             doc.names("name", "text"),
             [
-                (f"fail if {threshold.condition} [{threshold.scenario}]", threshold.detail)
+                (f"fail if {threshold.condition} [{threshold.workload}]", threshold.detail)
                 for threshold in result.thresholds
             ],
             name="thresholds",
@@ -325,5 +326,5 @@ def threshold_sentence(result: Result) -> str | None:
     broken = [threshold for threshold in result.thresholds if threshold.state != "kept"]
     if not broken:
         return f"All {total} thresholds are kept." if total > 1 else "The threshold is kept."
-    first = f"{broken[0].condition} in {broken[0].scenario} ({broken[0].detail})"
+    first = f"{broken[0].condition} in {broken[0].workload} ({broken[0].detail})"
     return f"{'Threshold' if total == 1 else f'{len(broken)} of {total} thresholds'} not kept: {first}."

@@ -147,12 +147,12 @@ def _layout(result: Result, names: Sequence[str], summaries: Sequence[WorkloadSu
 
 def leader_words(result: Result, name: str) -> str:
     """Who leads in a workload by how much: "B faster, 1.47×", "A leads, 2.10× C", "no difference", "inconclusive"."""
-    leading = [c for c in leading_comparisons(against_baseline(result)) if c.scenario == name]
+    leading = [c for c in leading_comparisons(against_baseline(result)) if c.workload == name]
     if not leading:
         return "not compared"
     if not charts.several(result):
         return _two_words(leading[0])
-    ranking = next((ranking for ranking in result.verdict.rankings if ranking.scenario == name), None)
+    ranking = next((ranking for ranking in result.verdict.rankings if ranking.workload == name), None)
     if ranking is None:
         return "no verdict"
     first, second = ranking.order[:2]
@@ -162,7 +162,7 @@ def leader_words(result: Result, name: str) -> str:
     between = next(
         c
         for c in result.comparisons
-        if (c.scenario, c.metric) == (name, ranking.metric) and {first, second} == set(c.pairing)
+        if (c.workload, c.metric) == (name, ranking.metric) and {first, second} == set(c.pairing)
     )
     lead = advantage(between)
     factor = "" if lead is None else f" {ratio(lead.factor, lead.ci95)} {shown(second)}"

@@ -161,7 +161,7 @@ def brief_why(result: Result) -> doc.Section | None:
     """Where a request's time goes in the most loaded scenario, the reasons for the difference, and what is not known.
     Never empty."""
     main = result.verdict.main_scenario
-    explained = [scenario for scenario in result.verdict.scenarios if scenario.scenario == main and scenario.reasons]
+    explained = [scenario for scenario in result.verdict.scenarios if scenario.workload == main and scenario.reasons]
     spent = [] if main is None else time_spent(result, main)
     blocks: list[doc.Block] = [doc.Text(f"In {main}:", "note")] if spent or explained else []
     blocks.append(doc.Items(spent))

@@ -194,7 +194,7 @@ def sensitivity(leading: Sequence[Comparison], facts: Facts) -> Judgement:
 
 def _leading_loads(facts: Facts) -> list[Comparison]:
     names = {load.workload.name for load in facts.planned}
-    return [leading for leading in leading_comparisons(facts.comparisons) if leading.scenario in names]
+    return [leading for leading in leading_comparisons(facts.comparisons) if leading.workload in names]
 
 
 @check(
@@ -232,10 +232,10 @@ def noise_floor(facts: Facts) -> Iterator[Judgement]:
         yield Judgement(None, unknown_floor(facts.run.noise_floors))
         return
     detail = f"identical arms differ by up to {share(max(floors))} on this machine"
-    within = dict.fromkeys(c.scenario for c in loads if c.reason is not None and "noise floor" in c.reason)
+    within = dict.fromkeys(c.workload for c in loads if c.reason is not None and "noise floor" in c.reason)
     if within:
         detail += f", so there is no verdict on {', '.join(within)}"
-    if lacking := dict.fromkeys(c.scenario for c in loads if c.noise_floor is None):
+    if lacking := dict.fromkeys(c.workload for c in loads if c.noise_floor is None):
         detail += f"; not measured in {', '.join(lacking)}"
     yield Judgement(True, detail, max(floors))
 

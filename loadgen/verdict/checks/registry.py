@@ -195,7 +195,7 @@ def per_comparison(judge: Callable[[Sequence[Comparison], Facts], Judgement]) ->
     def find(facts: Facts) -> list[Judgement]:
         leading: dict[str, list[Comparison]] = {}
         for comparison in leading_comparisons(facts.comparisons):
-            leading.setdefault(comparison.scenario, []).append(comparison)
+            leading.setdefault(comparison.workload, []).append(comparison)
         return [replace(judge(comparisons, facts), scope=workload_scope(name)) for name, comparisons in leading.items()]
 
     return find

@@ -154,7 +154,7 @@ def test_a_run_on_a_stack_takes_cold_starts_apart_and_leaves_it_running(tmp_path
         assert container.status() == "running"
 
     result = analyse(tmp_path)
-    assert {c.scenario for c in result.comparisons if c.ratio} == {"cold-start", "single"}
+    assert {c.workload for c in result.comparisons if c.ratio} == {"cold-start", "single"}
     assert [arm.in_effect.get("precision") for arm in result.arms] == ["fp32", "fp32"]
     same_model = next(check for check in result.checks if check.name == "same_model")
     assert same_model.ok, same_model.detail
@@ -189,7 +189,7 @@ def test_three_arms_are_the_native_server_and_both_models_of_one_triton(tmp_path
     state = run(tmp_path, COLD, SINGLE, b_settings={"backend": "onnxruntime"}, others=[third])
     assert (state.state, state.error) == ("finished", None)
     result = analyse(tmp_path)
-    assert {(one.arm, one.scenario) for one in result.comparisons if one.ratio} >= {
+    assert {(one.arm, one.workload) for one in result.comparisons if one.ratio} >= {
         (label, scenario) for label in "bc" for scenario in ("cold-start", "single")
     }
     shared = next(check for check in result.checks if check.name == "shared_server")

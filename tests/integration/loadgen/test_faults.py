@@ -84,11 +84,11 @@ def test_ctrl_c_in_a_cold_start_keeps_the_blocks_and_the_starts_and_leaves_nobod
     assert not result.valid
     assert [block.complete for block in result.blocks] == [True] * 4
     assert kept <= len(result.of(ColdStartsFound).starts) < 6
-    load = next(c for c in result.comparisons if c.scenario == "single" and c.metric == "throughput")
+    load = next(c for c in result.comparisons if c.workload == "single" and c.metric == "throughput")
     assert load.pairs == 2
     against = {check.name for check in invalidating(result.checks) if check.scope in ("run", "workload single")}
     assert against <= {"generator_cpu", "warm_up"}, "what was finished is compared, where the machine was not too busy"
-    assert {c.verdict for c in result.comparisons if c.scenario == "cold-start"} == {"invalid"}
+    assert {c.verdict for c in result.comparisons if c.workload == "cold-start"} == {"invalid"}
 
 
 def test_a_wall_clock_that_steps_by_hours_moves_no_latency_and_is_noted(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_a_notebook(urls: dict[str, Any], project: Path, monkeypatch: pytest.Mon
         f"run = await abserve.compare_async(**{ {**urls, **QUICK}!r})",
         "task.cancel()\nprint(beats)",
         "run",
-        "run.comparisons.to_pandas()[['scenario', 'metric', 'ratio']]",
+        "run.comparisons.to_pandas()[['workload', 'metric', 'ratio']]",
         "run.show()",
         "import loadgen\nloadgen.THEIRS",
     ]

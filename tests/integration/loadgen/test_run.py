@@ -251,7 +251,7 @@ def test_an_arm_that_fails_in_one_workload_costs_that_workload(tmp_path: Path, c
     assert not result.valid
     assert "too many at once" in " ".join(result.verdict.failed)
     for c in (c for c in result.comparisons if c.metric == "throughput"):
-        assert (c.pairs == 0) == (c.scenario == "concurrent(16)" and "b" in c.pairing)
+        assert (c.pairs == 0) == (c.workload == "concurrent(16)" and "b" in c.pairing)
     scopes = {check.scope for check in invalidating(result.checks)}
     assert "workload concurrent(16)" in scopes
     assert not scopes & {"run", "plan"}

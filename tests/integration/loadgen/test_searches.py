@@ -83,4 +83,4 @@ def test_a_run_may_search_with_a_workload_that_its_experiment_does_not_name(
     assert read_run(tmp_path / "run").added_workloads == (SEARCHED,)
     (found,) = result.of(RatesFound).rates
     assert (found.workload, found.label, found.rate_per_s) == (SEARCHED.name, "b", rate)
-    assert {comparison.scenario for comparison in result.comparisons} == {"single"}
+    assert {comparison.workload for comparison in result.comparisons} == {"single"}

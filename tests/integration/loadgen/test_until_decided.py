@@ -44,7 +44,7 @@ def test_a_large_difference_ends_the_run_before_the_limit(tmp_path: Path) -> Non
     assert {c.method for c in leading} == {"anytime-valid over pairs"}
     assert all(4 <= c.pairs < 40 for c in leading)
     assert (stopping.rule, stopping.ended_by) == ("until decided", "decided")
-    assert stopping.pairs == {c.scenario: c.pairs for c in leading}
+    assert stopping.pairs == {c.workload: c.pairs for c in leading}
     assert "when every workload was decided" in stopping.sentence
     assert stopping.sentence in result.verdict.caveats
 
@@ -77,8 +77,8 @@ def test_rounds_go_on_for_as_long_as_there_is_time(tmp_path: Path, minutes: floa
     took = monotonic() - began
     result, stopping = analysed(out)
     leading = [c for c in result.comparisons if c.leading]
-    pairs = {c.scenario: c.pairs for c in leading}
-    assert all(c.pairs == pairs[c.scenario] for c in leading), "rounds are whole"
+    pairs = {c.workload: c.pairs for c in leading}
+    assert all(c.pairs == pairs[c.workload] for c in leading), "rounds are whole"
     if minutes < 0.1:
         assert set(pairs.values()) == {2}, "the least"
     else:

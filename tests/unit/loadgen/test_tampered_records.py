@@ -180,9 +180,9 @@ def test_a_file_costs_itself_only(runs: dict[str, Path], tmp_path: Path, kind: s
     result, before = analyse(folder), read_result(runs[kind] / "result.json")
     complete = [block for block in result.blocks if block.complete]
     assert len(complete) == len(before.blocks) - (name.startswith(("samples", "blocks")))
-    others = {c.scenario for c in before.comparisons} - {before.blocks[2].workload}
-    kept = [(c.metric, c.ratio) for c in result.comparisons if c.scenario in others - {"cold-start"}]
-    assert kept == [(c.metric, c.ratio) for c in before.comparisons if c.scenario in others - {"cold-start"}]
+    others = {c.workload for c in before.comparisons} - {before.blocks[2].workload}
+    kept = [(c.metric, c.ratio) for c in result.comparisons if c.workload in others - {"cold-start"}]
+    assert kept == [(c.metric, c.ratio) for c in before.comparisons if c.workload in others - {"cold-start"}]
     if way != "missing" or name.startswith("samples"):
         assert named_in(folder, name)
     if way == "cut":

@@ -58,7 +58,7 @@ def test_the_rule(ci95: tuple[float, float] | None, p_adjusted: float | None, hi
 def test_a_planted_difference_is_found_and_named(tmp_path: Path) -> None:
     """B executes in 5 + 6n ms and A in 6 + 9n: served one at a time, 16 against 13.5 ms with the transport."""
     result = analyse(write_run(tmp_path))
-    by_metric = {(c.scenario, c.metric): c for c in result.comparisons}
+    by_metric = {(c.workload, c.metric): c for c in result.comparisons}
     single = by_metric["single", "throughput"]
     assert single.verdict == "arm_better"
     assert single.ci95 is not None
@@ -84,7 +84,7 @@ def test_values_and_ratio_belong_together(tmp_path: Path) -> None:
 
 def test_a_percentile_without_the_samples_says_how_many_it_needs(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(requests=40, pairs=2)))
-    p99 = next(c for c in result.comparisons if (c.scenario, c.metric) == ("concurrent(16)", "latency_p99"))
+    p99 = next(c for c in result.comparisons if (c.workload, c.metric) == ("concurrent(16)", "latency_p99"))
     assert p99.ratio is None
     assert "662 samples per arm; one arm has 18" in (p99.reason or "")
 

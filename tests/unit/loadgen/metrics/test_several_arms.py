@@ -44,7 +44,7 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Result:
 def test_every_metric_is_compared_with_the_baseline_and_the_leading_one_among_the_others(apart: Result) -> None:
     metrics_of_pairing: dict[Pairing, set[tuple[str, str]]] = {}
     for comparison in apart.comparisons:
-        metrics_of_pairing.setdefault(comparison.pairing, set()).add((comparison.scenario, comparison.metric))
+        metrics_of_pairing.setdefault(comparison.pairing, set()).add((comparison.workload, comparison.metric))
     assert set(metrics_of_pairing) == {("a", "b"), ("a", "c"), ("b", "c")}
     assert metrics_of_pairing[Pairing("a", "b")] == metrics_of_pairing[Pairing("a", "c")]
     assert len(metrics_of_pairing[Pairing("a", "b")]) == 2 + 4 + 4
@@ -57,7 +57,7 @@ def test_the_planted_ratio_of_every_two_arms_is_found(apart: Result) -> None:
     """Overhead, one image and the transport with 5 % of it: 16.05, 13.625 and 8.575 ms."""
     times = {"a": 16.05, "b": 13.625, "c": 8.575}
     for comparison in apart.comparisons:
-        if (comparison.scenario, comparison.metric) == ("single", "throughput"):
+        if (comparison.workload, comparison.metric) == ("single", "throughput"):
             assert comparison.ci95 is not None
             assert comparison.ci95[0] < times[comparison.baseline] / times[comparison.arm] < comparison.ci95[1]
             assert (comparison.winner, comparison.loser) == (comparison.arm, comparison.baseline)
@@ -86,14 +86,14 @@ def separated(ranking: WorkloadRanking) -> tuple[bool, ...]:
 
 def test_each_scenario_has_its_ranking_and_words_that_separate(apart: Result) -> None:
     assert {
-        ranking.scenario: (ranking.order, separated(ranking))
+        ranking.workload: (ranking.order, separated(ranking))
         for ranking in apart.verdict.rankings
         if ranking.metric == "throughput"
     } == {
         "single": (("c", "b", "a"), (True, True)),
         "concurrent(16)": (("c", "b", "a"), (True, True)),
     }
-    (cold,) = [ranking for ranking in apart.verdict.rankings if ranking.scenario == "cold-start"]
+    (cold,) = [ranking for ranking in apart.verdict.rankings if ranking.workload == "cold-start"]
     assert set(cold.order[:2]) == {"a", "c"}
     assert (cold.order[2], separated(cold)) == ("b", (False, True))
     assert cold.words() == "A and C (not separated), then B"
@@ -111,7 +111,7 @@ def test_the_sentence_names_the_arms_in_their_order_and_what_separates_neighbour
 
 
 def test_each_arm_has_a_verdict_beside_the_baseline(apart: Result) -> None:
-    verdicts = {(scenario.scenario, scenario.arm): scenario for scenario in apart.verdict.scenarios}
+    verdicts = {(scenario.workload, scenario.arm): scenario for scenario in apart.verdict.scenarios}
     assert set(verdicts) == {(workload.name, arm) for workload in WORKLOADS for arm in ("b", "c")}
     assert {scenario.baseline for scenario in apart.verdict.scenarios} == {"a"}
     assert verdicts["single", "c"].sentence.startswith("C serves 1.")
@@ -141,7 +141,7 @@ def compared(
 ) -> Comparison:
     interval = None if ratio is None else (0.99 * ratio, 1.01 * ratio)
     return Comparison(
-        scenario="single", metric=metric, unit="", higher_is_better=METRICS[metric].higher_is_better,
+        workload="single", metric=metric, unit="", higher_is_better=METRICS[metric].higher_is_better,
         baseline=baseline, arm=arm, baseline_value=None, arm_value=None, ratio=ratio, ci95=interval, verdict=verdict,
         pairs=6, minimal_detectable_effect=None, p_value=None, p_adjusted=None, p_equivalence=None, ratios=(),
         reason=None, leading=leading,
@@ -220,7 +220,7 @@ def test_an_arm_without_a_value_is_left_out_and_an_invalid_scenario_has_no_ranki
 
 def test_arms_with_names_are_called_by_them() -> None:
     ranking = WorkloadRanking(
-        scenario="single", metric="throughput", order=("onnx", "torch", "a"), not_separated=(("torch", "a"),)
+        workload="single", metric="throughput", order=("onnx", "torch", "a"), not_separated=(("torch", "a"),)
     )
     assert ranking.words() == "onnx, then A and torch (not separated)"
 

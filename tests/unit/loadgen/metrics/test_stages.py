@@ -147,7 +147,7 @@ def test_statistics_that_contradict_the_latency_are_no_reason(tmp_path: Path, to
     assert len(reasons) == 1
     assert reasons[0].startswith("B's own statistics do not account for the measured latency (13.")
     assert words in reasons[0]
-    verdict = next(scenario for scenario in result.verdict.scenarios if scenario.scenario == "single")
+    verdict = next(scenario for scenario in result.verdict.scenarios if scenario.workload == "single")
     assert not any("executing the model" in reason for reason in verdict.reasons)
     check = next(c for c in result.checks if (c.name, c.scope) == ("latency_breakdown", "workload single"))
     assert (check.ok, check.severity) == (False, "warns")

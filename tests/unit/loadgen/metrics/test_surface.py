@@ -38,7 +38,7 @@ def compared(load: Workload, ratio: float, spread: float, baseline: Label = "a",
     if low > 1 / 1.05 and high < 1.05:
         verdict = "no_difference"
     return Comparison(
-        scenario=load.name, metric="throughput", unit="items/s", higher_is_better=True, baseline=baseline, arm=arm,
+        workload=load.name, metric="throughput", unit="items/s", higher_is_better=True, baseline=baseline, arm=arm,
         baseline_value=1.0, arm_value=ratio, ratio=ratio, ci95=(low, high) if math.isfinite(high) else None,
         verdict=verdict, pairs=6, minimal_detectable_effect=None, p_value=0.01, p_adjusted=0.01, p_equivalence=1.0,
         ratios=(), reason=None, leading=True,

@@ -92,7 +92,7 @@ def test_an_invalid_comparison_is_not_ranked() -> None:
 def test_an_invalid_scenario_is_not_ranked(resnet: Result) -> None:
     comparisons = tuple(
         msgspec.structs.replace(comparison, verdict="invalid")
-        if comparison.scenario == "concurrent(64)"
+        if comparison.workload == "concurrent(64)"
         else comparison
         for comparison in resnet.comparisons
     )

@@ -128,5 +128,5 @@ def test_the_answers_of_a_search_are_judged(tmp_path: Path) -> None:
         (judged,) = (c for c in result.checks if c.name == "tokens_agree" and GOODPUT.name in c.scope)
         assert words in judged.detail
         assert not result.valid
-        verdicts = {c.verdict for c in result.comparisons if c.scenario == GOODPUT.name}
+        verdicts = {c.verdict for c in result.comparisons if c.workload == GOODPUT.name}
         assert verdicts == {"invalid"}

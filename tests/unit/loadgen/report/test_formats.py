@@ -118,7 +118,7 @@ def test_what_xml_cannot_hold_is_replaced() -> None:
 def test_csv_has_every_comparison_and_every_block_in_full_precision(results: dict[str, Result], tmp_path: Path) -> None:
     result = results["valid"]
     rows = list(csv.DictReader(io.StringIO(published(result).printable["csv"]())))
-    assert [(row["scenario"], row["metric"]) for row in rows] == [(c.scenario, c.metric) for c in result.comparisons]
+    assert [(row["scenario"], row["metric"]) for row in rows] == [(c.workload, c.metric) for c in result.comparisons]
     for row, comparison in zip(rows, result.comparisons, strict=True):
         assert (float(row["ratio"]) if row["ratio"] else None) == comparison.ratio
         assert (row["ci95_low"] == "") == (comparison.ci95 is None)

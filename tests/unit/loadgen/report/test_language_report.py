@@ -49,7 +49,7 @@ def test_the_headline_says_tokens(result: Result) -> None:
 
 
 def test_each_load_is_led_by_its_own_metric(result: Result) -> None:
-    leading = {comparison.scenario: comparison.metric for comparison in result.comparisons if comparison.leading}
+    leading = {comparison.workload: comparison.metric for comparison in result.comparisons if comparison.leading}
     assert leading == {
         "single": "answer_time",
         "concurrent(4)": "output_tokens_per_s",

@@ -34,7 +34,7 @@ def test_after_the_last_pair_it_shows_what_the_result_says(run: StoredRun) -> No
     live = LiveRatios(run.experiment)
     completed = [live.add(summary) for summary in summaries(run)]
     assert [len(ratios) for ratios in completed] == [0, 1] * (len(completed) // 2)
-    final = {c.scenario: c for c in analyse(run.directory).comparisons if c.leading}
+    final = {c.workload: c for c in analyse(run.directory).comparisons if c.leading}
     assert [ratio.workload for ratio in live.latest] == [workload.name for workload in run.experiment.workloads[1:]]
     for ratio in live.latest:
         assert (ratio.ratio, ratio.ci95) == (final[ratio.workload].ratio, final[ratio.workload].ci95)

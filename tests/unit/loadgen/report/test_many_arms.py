@@ -87,7 +87,7 @@ def test_the_ranking_has_the_order_and_the_neighbours_and_no_comparison_is_hidde
     (table,) = tables(section)
     first, *others = workloads(table, "batched(1)", "throughput, images/s")
     assert first["best to worst"] == next(
-        order.words() for order in result.verdict.rankings if order.scenario == "batched(1)"
+        order.words() for order in result.verdict.rankings if order.workload == "batched(1)"
     )
     assert first["best to worst"].startswith("C, then B, then ")
     assert (first["arms"], first["verdict"]) == ("C/B", "C faster")
@@ -118,7 +118,7 @@ def test_other_programs_are_told_which_arms_a_comparison_is_of(result: Result) -
     rows = list(csv.DictReader(io.StringIO(known["csv"]())))
     compared = [(row["scenario"], row["metric"], row["baseline"], row["arm"]) for row in rows]
     assert compared == [
-        (comparison.scenario, comparison.metric, comparison.baseline, comparison.arm)
+        (comparison.workload, comparison.metric, comparison.baseline, comparison.arm)
         for comparison in result.comparisons
     ]
     cases = ET.fromstring(known["junit"]()).findall("testsuite[@name='abserve.comparisons']/testcase")

@@ -116,7 +116,7 @@ def test_every_figure_of_a_comparison_is_exported(monkeypatch: pytest.MonkeyPatc
     ratios = {name: value for name, value, _ in overall}
     assert ratios["valid"] == 1.0
     first = result.comparisons[0]
-    assert ratios[f"ratio.{first.metric}.{first.scenario}.b_over_a"] == first.ratio
+    assert ratios[f"ratio.{first.metric}.{first.workload}.b_over_a"] == first.ratio
     assert [about["label"] for _, about, _ in nested] == ["a", "b"]
     for (_, _, metrics), label in zip(nested, "ab", strict=True):
         values = {name: value for name, value, _ in metrics}

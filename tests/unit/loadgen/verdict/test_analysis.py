@@ -20,7 +20,7 @@ def test_a_killed_run_keeps_its_finished_blocks(tmp_path: Path) -> None:
     result = analyse(tmp_path)
     assert not result.valid
     assert "killed" in result.verdict.failed[0]
-    verdicts = {c.scenario: c.verdict for c in result.comparisons if c.metric == "throughput"}
+    verdicts = {c.workload: c.verdict for c in result.comparisons if c.metric == "throughput"}
     assert verdicts["single"] == "arm_better"
     assert verdicts["concurrent(16)"] == "invalid"
     unfinished = next(c for c in result.checks if c.name == "blocks_complete" and c.scope == "workload concurrent(16)")
@@ -64,7 +64,7 @@ def test_a_cold_start_does_not_stand_for_the_load_beside_it(tmp_path: Path) -> N
     )
     verdict = analyse(write_run(tmp_path, Plan(workloads=workloads))).verdict
     assert verdict.main_scenario == "single"
-    assert next(scenario for scenario in verdict.scenarios if scenario.scenario == "single").reasons
+    assert next(scenario for scenario in verdict.scenarios if scenario.workload == "single").reasons
 
 
 def test_analysing_twice_gives_the_same(tmp_path: Path) -> None:

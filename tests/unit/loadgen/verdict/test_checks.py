@@ -456,7 +456,7 @@ def test_a_failed_workload_leaves_the_other_workloads_their_verdict(tmp_path: Pa
     write_run(tmp_path, Plan(**SMALL))
     edit_blocks(tmp_path, "single", generator_cpu_ns=10**12)
     result = analyse(tmp_path)
-    verdicts = {scenario: {c.verdict for c in result.comparisons if c.scenario == scenario and c.ratios}
+    verdicts = {scenario: {c.verdict for c in result.comparisons if c.workload == scenario and c.ratios}
                 for scenario in ("single", "concurrent(16)")}  # fmt: skip
     assert verdicts == {"single": {"invalid"}, "concurrent(16)": {"arm_better"}}
     assert not result.valid

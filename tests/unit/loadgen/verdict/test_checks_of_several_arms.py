@@ -264,14 +264,14 @@ def test_a_failure_on_one_arm_takes_the_verdict_of_its_whole_scenario_and_no_oth
     result = analyse(tmp_path)
     assert not checks(result, "generator_cpu", "single")[0].ok
     verdicts = {
-        (comparison.scenario, comparison.pairing): comparison.verdict
+        (comparison.workload, comparison.pairing): comparison.verdict
         for comparison in result.comparisons
         if comparison.leading
     }
     for pairing in (Pairing("a", "b"), Pairing("a", "c"), Pairing("b", "c")):
         assert verdicts["single", pairing] == "invalid"
         assert verdicts["concurrent(16)", pairing] == "arm_better"
-    assert [ranking.scenario for ranking in result.verdict.rankings] == ["concurrent(16)"]
+    assert [ranking.workload for ranking in result.verdict.rankings] == ["concurrent(16)"]
     assert result.verdict.sentence.startswith("No verdict on 1 of 2 workloads")
 
 
@@ -290,7 +290,7 @@ def test_blocks_starts_and_pairs_are_counted_over_all_arms(tmp_path: Path) -> No
     cut = analyse(tmp_path)
     assert checks(cut, "blocks_complete")[0].detail == "11 of 12 blocks are complete"
     assert [check.value for check in checks(cut, "enough_pairs", "single")] == [3]
-    assert {(c.pairing, c.pairs) for c in cut.comparisons if c.leading and c.scenario == "single"} == {
+    assert {(c.pairing, c.pairs) for c in cut.comparisons if c.leading and c.workload == "single"} == {
         (("a", "b"), 4), (("a", "c"), 3), (("b", "c"), 3),
     }  # fmt: skip
     assert cut.stopping is not None

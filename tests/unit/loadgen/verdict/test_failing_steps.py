@@ -53,8 +53,8 @@ def test_a_finding(monkeypatch: pytest.MonkeyPatch, run: StoredRun, result: Resu
     assert warning.severity == "warns"
     assert {check.state for check in needed} <= {"unknown"}
     assert without.studies.keys() == result.studies.keys() - {probe.finding.STUDY}
-    assert [c.ratio for c in without.comparisons if c.scenario != "cold-start"] == [
-        c.ratio for c in result.comparisons if c.scenario != "cold-start"
+    assert [c.ratio for c in without.comparisons if c.workload != "cold-start"] == [
+        c.ratio for c in result.comparisons if c.workload != "cold-start"
     ]
 
 

@@ -106,7 +106,7 @@ def test_what_is_decided_about_the_load_served_comes_before_a_leading_metric_wit
         if c.leading
         else msgspec.structs.replace(c, metric="throughput", higher_is_better=True, unit="images/s", ratio=1.06,
                                      ci95=(1.04, 1.08), verdict="arm_better")
-        if (c.scenario, c.metric) == ("concurrent(16)", "latency_p50")
+        if (c.workload, c.metric) == ("concurrent(16)", "latency_p50")
         else c
         for c in result.comparisons
     )  # fmt: skip
@@ -114,7 +114,7 @@ def test_what_is_decided_about_the_load_served_comes_before_a_leading_metric_wit
     assert text.startswith("B (triton) serves 1.06× the images/s of A (native) at concurrency 16")
     against = tuple(
         msgspec.structs.replace(c, verdict="baseline_better", ratio=0.5, ci95=(0.4, 0.6), metric="throughput")
-        if (c.scenario, c.metric) == ("single", "latency_p90")
+        if (c.workload, c.metric) == ("single", "latency_p90")
         else c
         for c in decided
     )

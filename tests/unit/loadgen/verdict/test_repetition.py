@@ -30,7 +30,7 @@ from tests.unit.loadgen.verdict.test_fairness import EXPERIMENT
 
 
 def floor(difference: float, scenario: str = "single", metric: str = "throughput") -> NoiseFloor:
-    entry = FloorEntry(scenario=scenario, metric=metric, difference=difference, pairs=12)
+    entry = FloorEntry(workload=scenario, metric=metric, difference=difference, pairs=12)
     return NoiseFloor(
         fingerprint="0" * 12, servers="", title="x", made_at="2026-03-02T10:00:00Z", restarts=6, entries=(entry,)
     )
@@ -105,12 +105,12 @@ def test_a_run_over_restarts_says_so(tmp_path: Path) -> None:
     assert next(c for c in once.checks if c.name == "restarts").ok is False
     spread_over_restarts(directory, 6, 6)
     result = analyse(directory)
-    leading = next(c for c in result.comparisons if c.leading and c.scenario == "single")
+    leading = next(c for c in result.comparisons if c.leading and c.workload == "single")
     assert (leading.method, leading.restarts) == ("t over restarts", 6)
     assert next(c for c in result.checks if c.name == "restarts").ok is True
     assert result.stopping is not None
     assert "over 6 starts" in result.stopping.sentence
-    assert all(c.method == "t over pairs" for c in result.comparisons if c.scenario == "cold-start")
+    assert all(c.method == "t over pairs" for c in result.comparisons if c.workload == "cold-start")
 
 
 def test_the_floor_of_restarts_is_a_prediction_interval_around_no_difference() -> None:
@@ -187,7 +187,7 @@ def test_workloads_without_a_floor_are_named(tmp_path: Path) -> None:
     directory = write_run(tmp_path)
     store_floors(directory, floor_in(directory, 0.01))
     result = analyse(directory)
-    others = [c.scenario for c in result.comparisons if c.leading and c.scenario != "single"]
+    others = [c.workload for c in result.comparisons if c.leading and c.workload != "single"]
     assert others
     assert f"Not measured in {', '.join(others)}." in result.noise_floor_sentence
 
@@ -197,7 +197,7 @@ def store_floors(directory: Path, *floors: NoiseFloor) -> None:
 
 
 def single(result: Result) -> Comparison:
-    return next(c for c in result.comparisons if (c.scenario, c.metric) == ("single", "throughput"))
+    return next(c for c in result.comparisons if (c.workload, c.metric) == ("single", "throughput"))
 
 
 def test_nor_is_equivalence_claimed_below_it(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_nor_is_equivalence_claimed_below_it(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(a=arm, b=arm, seed=5, block_noise=0.002)))
     equivalent = [c for c in result.comparisons if c.verdict == "no_difference" and c.metric == "throughput"]
     assert equivalent
-    (applied,) = apply_floor(equivalent[:1], {"b": [floor(0.08, equivalent[0].scenario)]}, 0.05)
+    (applied,) = apply_floor(equivalent[:1], {"b": [floor(0.08, equivalent[0].workload)]}, 0.05)
     assert applied.verdict == "inconclusive"
     assert "below this machine's noise floor" in (applied.reason or "")
 

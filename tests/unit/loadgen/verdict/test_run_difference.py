@@ -85,7 +85,7 @@ def test_the_interval_is_welchs(runs: dict[str, Path]) -> None:
     old, new = analyse(runs["old"]), analyse(runs["slower"])
 
     def ratios(result: Result) -> np.ndarray:
-        (comparison,) = [c for c in result.comparisons if (c.scenario, c.metric) == ("concurrent(16)", "throughput")]
+        (comparison,) = [c for c in result.comparisons if (c.workload, c.metric) == ("concurrent(16)", "throughput")]
         assert comparison.error_log is not None
         logs = np.log(comparison.ratios)
         wider = comparison.error_log / float(stats.sem(logs))
@@ -95,7 +95,7 @@ def test_the_interval_is_welchs(runs: dict[str, Path]) -> None:
     reference = stats.ttest_ind(ratios(new), ratios(old), equal_var=False)
     expected = np.exp(reference.confidence_interval(0.95))
     change = next(
-        c for c in compare_runs(old, new).comparisons if (c.scenario, c.metric) == ("concurrent(16)", "throughput")
+        c for c in compare_runs(old, new).comparisons if (c.workload, c.metric) == ("concurrent(16)", "throughput")
     )
     assert change.change_ci95 == pytest.approx(tuple(expected))
 

@@ -62,5 +62,5 @@ def test_processors_that_were_taken_away_count_by_their_effect(
     assert words in seen.detail
     assert result.valid == (severity != "invalidates")
     assert ("PID 812 ffmpeg, 0.97 cores" in seen.detail) == (field == "busy_ns" and not ok)
-    single = {c.verdict for c in result.comparisons if c.scenario == "single" and c.ratios}
+    single = {c.verdict for c in result.comparisons if c.workload == "single" and c.ratios}
     assert (single == {"invalid"}) == (severity == "invalidates")

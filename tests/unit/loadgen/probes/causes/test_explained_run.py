@@ -88,7 +88,7 @@ def test_the_whole_difference_is_the_cause_that_takes_it_away(tmp_path: Path) ->
     assert cause.effects[0].folder == "causes/00-transfer-b"
     assert causes.unattributed_ms == pytest.approx(0.0, abs=1e-9)
     assert "100 % payload transfer of B, 0 % unattributed." in causes.sentence
-    (scenario,) = [entry for entry in result.verdict.scenarios if entry.scenario == "single"]
+    (scenario,) = [entry for entry in result.verdict.scenarios if entry.workload == "single"]
     assert scenario.reasons[0] == causes.sentence
 
 
@@ -121,7 +121,7 @@ def test_of_three_arms_each_has_its_own_causes_beside_the_baseline(tmp_path: Pat
     assert [cause.name for cause in b.causes] == ["transfer"]
     assert [[entry.label for entry in cause.effects] for cause in (*b.causes, *c.causes)] == [["b"], ["c"], []]
     assert any("compute (C: given by URL)" in note for note in c.notes)
-    reasons = {entry.arm: entry.reasons[0] for entry in result.verdict.scenarios if entry.scenario == "single"}
+    reasons = {entry.arm: entry.reasons[0] for entry in result.verdict.scenarios if entry.workload == "single"}
     assert reasons == {"b": b.sentence, "c": c.sentence}
 
 

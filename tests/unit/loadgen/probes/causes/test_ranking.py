@@ -70,7 +70,7 @@ def ranked(
     causes = rank_causes(WORKLOAD, pairing, pairs, effects, untested, breakdown)
     assert causes is not None
     verdict = verdict or ("baseline_better" if causes.slower == pairing.arm else "arm_better")
-    comparison = msgspec.structs.replace(compared(*pairing, 0.5, verdict), scenario=WORKLOAD.name, reason="a reason")
+    comparison = msgspec.structs.replace(compared(*pairing, 0.5, verdict), workload=WORKLOAD.name, reason="a reason")
     payloads = {label: None if comparable else f"payload of {label}" for label in pairing}
     experiment = Experiment(
         arms=tuple(ArmRequest(label=label, target="native", payload=payload) for label, payload in payloads.items()),

@@ -44,14 +44,14 @@ def test_a_whole_search_is_compared(tmp_path: Path) -> None:
     (comparison,) = [entry for entry in result.comparisons if entry.metric == "slo_rate"]
     assert comparison.verdict == "inconclusive"  # both ratios are the same, which says nothing of their spread
     assert comparison.ratio == pytest.approx(0.5, rel=0.05)
-    assert comparison.scenario == "slo(p99≤50ms)"
+    assert comparison.workload == "slo(p99≤50ms)"
 
 
 def test_a_bound_out_of_reach(tmp_path: Path) -> None:
     result = analysed(tmp_path, SLO, both_pairs(300.0, 1.0))
     (detail,) = failed(result, "searches_ended")
     assert detail.startswith("2 of 4 searches found a rate; B misses the bound even at 7.65/s")
-    verdicts = {entry.scenario: entry.verdict for entry in result.comparisons if entry.leading}
+    verdicts = {entry.workload: entry.verdict for entry in result.comparisons if entry.leading}
     assert verdicts["slo(p99≤50ms)"] == "invalid"
     assert verdicts["single"] != "invalid"
 
