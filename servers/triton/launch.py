@@ -537,6 +537,7 @@ def _shared_fields(
         f"--backend-config=python,shm-region-prefix-name={new_prefix()}",
         # Includes loading and warming up every batch size; Triton's 30 s are too short for a large model on few cores.
         f"--backend-config=python,stub-timeout-seconds={STUB_TIMEOUT_SECONDS}",
+        *_client_shm(installation.version, address),
         *more,
     )
     # The stub embeds Python: it finds its environment by the `python3` on PATH, and libpython by the loader.
@@ -555,6 +556,13 @@ def _shared_fields(
         "metrics_url": f"http://{host}:{settings.metrics_port}/metrics",
         "causes": CAUSES,
     }
+
+
+def _client_shm(release: str, address: str) -> tuple[str, ...]:
+    """Lets clients of this machine register shared memory, as older releases always do: 2.68 has switched it off."""
+    if not release or tuple(map(int, release.split("."))) < (2, 68) or not ipaddress.ip_address(address).is_loopback:
+        return ()
+    return ("--allow-client-shm=true",)
 
 
 def is_loopback(host: str) -> bool:

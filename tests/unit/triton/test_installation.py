@@ -204,6 +204,22 @@ def test_your_own_repository_is_served_as_it_is(tmp_path: Path, installation: In
 
 
 @pytest.mark.parametrize(
+    ("release", "host", "allowed"),
+    [("2.68", "127.0.0.1", True), ("2.100", "::1", True), ("2.68", "0.0.0.0", False), ("2.67", "127.0.0.1", False),
+     ("", "127.0.0.1", False)],
+)  # fmt: skip
+def test_clients_of_this_machine_may_use_shared_memory_in_every_release(
+    tmp_path: Path, installation: Installation, free_ports: Any, release: str, host: str, allowed: bool
+) -> None:
+    folder = own_repository(tmp_path, 'backend: "onnxruntime"\nmax_batch_size: 6\n')
+    options = settings(tmp_path, triton_repository=folder, model="my_model").model_copy(
+        update={**free_ports, "host": host}
+    )
+    plan = prepare_repository(options, replace(installation, version=release))
+    assert ("--allow-client-shm=true" in plan.argv) is allowed
+
+
+@pytest.mark.parametrize(
     ("stub", "numpy", "code", "refused"),
     [
         (
