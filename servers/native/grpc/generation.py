@@ -35,14 +35,13 @@ from servers.native.grpc.inference import (
     with_prefix,
 )
 from servers.native.grpc.messages import FINAL, decode_message, is_short, parse_message
-from servers.native.shared.errors import HOLDS_ENOUGH, INTERNAL_ERROR, FailureLog, failure_reason
+from servers.native.shared.errors import HOLDS_ENOUGH, FailureLog, failure_reason
 from servers.native.shared.limits import decompress, in_thread
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
 from servers.protocol.errors import (
     ContractError,
-    InternalError,
     InvalidRequestError,
     UnavailableError,
     UnsupportedError,
@@ -152,8 +151,8 @@ class PendingStreamedTokens:
                 self._task = asyncio.get_running_loop().create_task(self._begin_in_task(largest))
             else:
                 self._submit(self._read(message.content))
-        except Exception as error:  # noqa: BLE001  see `_refuse`
-            self._refuse(error)
+        except Exception as error:  # noqa: BLE001  see `for_client`
+            self.failed(log.for_client(error, "a call failed unexpectedly"))
 
     def stop(self, reason: str) -> None:
         """Free the slot."""
@@ -180,8 +179,8 @@ class PendingStreamedTokens:
         except asyncio.CancelledError:
             if not self._done:
                 raise  # the server is being stopped by force
-        except Exception as error:  # noqa: BLE001  see `_refuse`
-            self._refuse(error)
+        except Exception as error:  # noqa: BLE001  see `for_client`
+            self.failed(log.for_client(error, "a call failed unexpectedly"))
 
     def _read(self, content: memoryview) -> TokenRequest:
         """The checked request; any thread. Raises `ContractError`."""
@@ -206,13 +205,6 @@ class PendingStreamedTokens:
         if not self._message.hold(WAITING_BYTES):
             raise UnavailableError(HOLDS_ENOUGH)
         self._number = self._service.submit(self, request, self._times.start_ns, self._call.transport)
-
-    def _refuse(self, error: Exception) -> None:
-        if isinstance(error, ContractError):
-            self.failed(error)
-        else:
-            log.exception("a call failed unexpectedly")
-            self.failed(InternalError(INTERNAL_ERROR))
 
     # AnswerSink
 

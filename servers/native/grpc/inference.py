@@ -36,7 +36,7 @@ from servers.native.grpc.messages import (
     is_short,
     parse_message,
 )
-from servers.native.shared.errors import HOLDS_ENOUGH, INTERNAL_ERROR, FailureLog, RefusedError, failure_reason
+from servers.native.shared.errors import HOLDS_ENOUGH, FailureLog, RefusedError, failure_reason
 from servers.native.shared.interface import QueuedRequest
 from servers.native.shared.limits import CONTROL_BODY_BYTES, decompress, in_thread
 from servers.native.shared.memory import RequestMemory
@@ -45,7 +45,6 @@ from servers.native.shared.statistics import RequestTimes
 from servers.protocol.codec import MAX_ID_CHARACTERS
 from servers.protocol.errors import (
     ContractError,
-    InternalError,
     InvalidRequestError,
     TooLargeError,
     UnavailableError,
@@ -124,15 +123,11 @@ class PendingGrpcRequest:
             self._times.decode_ns = time.perf_counter_ns() - begun_ns
             self._queued = queued
             service.enqueue(queued)
-        except ContractError as error:
-            self._queued = None
-            self._fail(error)
-        except Exception:
-            log.exception("a call failed unexpectedly")
+        except Exception as error:  # noqa: BLE001  see `for_client`
             if self._queued is not None:
                 self._queued.waiter = None
                 self._queued = None
-            self._fail(InternalError(INTERNAL_ERROR))
+            self._fail(log.for_client(error, "a call failed unexpectedly"))
 
     def stop(self, reason: str) -> None:
         """Nobody waits for the answer any more, for this reason; "": because the client has left."""
@@ -161,12 +156,8 @@ class PendingGrpcRequest:
         try:
             outputs, streamed = queued.outputs or {}, self._call.method.streams
             pieces = self._template.answer(outputs, self._targets, self._request_id, streamed=streamed)
-        except ContractError as error:
-            self._fail(error)
-            return
-        except Exception:
-            log.exception("a response could not be encoded")
-            self._fail(InternalError(INTERNAL_ERROR))
+        except Exception as error:  # noqa: BLE001  see `for_client`
+            self._fail(log.for_client(error, "a response could not be encoded"))
             return
         self._times.encode_ns = time.perf_counter_ns() - start_ns
         self._succeed(pieces)
@@ -178,11 +169,8 @@ class PendingGrpcRequest:
             self._message.release()
             if not self._over:
                 raise  # the server is being stopped by force
-        except ContractError as error:
-            self._fail(error)
-        except Exception:
-            log.exception("a call failed unexpectedly")
-            self._fail(InternalError(INTERNAL_ERROR))
+        except Exception as error:  # noqa: BLE001  see `for_client`
+            self._fail(log.for_client(error, "a call failed unexpectedly"))
         else:
             self._succeed(pieces)
 
@@ -323,11 +311,8 @@ class ControlCall:
                 self._task = asyncio.get_running_loop().create_task(self._answer_later(document))
             else:
                 self._answer(document)
-        except ContractError as error:
-            self._call.failed(status_of(error))
-        except Exception:
-            log.exception("a call failed unexpectedly")
-            self._call.failed(status_of(InternalError(INTERNAL_ERROR)))
+        except Exception as error:  # noqa: BLE001  see `for_client`
+            self._call.failed(status_of(log.for_client(error, "a call failed unexpectedly")))
 
     def stop(self, _reason: str) -> None:
         """Nobody waits for the answer any more."""
@@ -336,11 +321,8 @@ class ControlCall:
     async def _answer_later(self, document: Awaitable[documents.Document | None]) -> None:
         try:
             self._answer(await document)
-        except ContractError as error:
-            self._call.failed(status_of(error))
-        except Exception:
-            log.exception("a call failed unexpectedly")
-            self._call.failed(status_of(InternalError(INTERNAL_ERROR)))
+        except Exception as error:  # noqa: BLE001  see `for_client`
+            self._call.failed(status_of(log.for_client(error, "a call failed unexpectedly")))
 
     def _answer(self, document: documents.Document | None) -> None:
         reply = GetMessageClass(_described(self._call.method).output_type)()

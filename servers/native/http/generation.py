@@ -25,7 +25,6 @@ from servers.native.http.token_events import (
 )
 from servers.native.shared.errors import (
     HOLDS_ENOUGH,
-    INTERNAL_ERROR,
     FailureLog,
     HttpError,
     failure_reason,
@@ -35,7 +34,7 @@ from servers.native.shared.errors import (
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
-from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, UnavailableError
+from servers.protocol.errors import ContractError, InvalidRequestError, UnavailableError
 
 log = FailureLog("abserve.front")
 
@@ -130,11 +129,8 @@ class PendingGeneration:
             self._times.decode_ns = time.perf_counter_ns() - self._times.start_ns - self._times.receive_ns
             self._answer = self._answer_to(request)
             self._number = self._service.submit(self, request, self._times.start_ns, self._connection.transport)
-        except ContractError as error:
-            self.failed(error)
-        except Exception:
-            log.exception("a request failed unexpectedly")
-            self.failed(InternalError(INTERNAL_ERROR))
+        except Exception as error:  # noqa: BLE001  see `for_client`
+            self.failed(log.for_client(error, "a request failed unexpectedly"))
         self._request.release()  # its memory need not wait for the answer
 
     def client_left(self) -> None:

@@ -133,15 +133,11 @@ class PendingHttpRequest:
                 self._queued = queued
                 self._service.enqueue(queued)
                 return
-        except ContractError as error:
-            self._queued = None
-            self._refuse(error)
-        except Exception:
-            log.exception("a request failed unexpectedly")
+        except Exception as error:  # noqa: BLE001  see `for_client`
             if self._queued is not None:
                 self._queued.waiter = None
                 self._queued = None
-            self._refuse(InternalError(INTERNAL_ERROR))
+            self._refuse(log.for_client(error, "a request failed unexpectedly"))
         else:
             self._task = asyncio.get_running_loop().create_task(self._answer_in_task(work))
 
@@ -252,11 +248,8 @@ class PendingHttpRequest:
             if not self._connection.gone:
                 raise  # the server is being stopped by force
             self._service.statistics.record_disconnect()
-        except ContractError as error:
-            self._refuse(error)
-        except Exception:
-            log.exception("a request failed unexpectedly")
-            self._refuse(InternalError(INTERNAL_ERROR))
+        except Exception as error:  # noqa: BLE001  see `for_client`
+            self._refuse(log.for_client(error, "a request failed unexpectedly"))
         else:
             if self._connection.gone or self._connection.has_room(answer.size):
                 self._count()
@@ -276,12 +269,8 @@ class PendingHttpRequest:
             common = self._connection.common_headers
             outputs, signature = queued.outputs or {}, self._service.signature
             answer = self._template.answer(outputs, self._targets, signature, common, self._request_id)
-        except ContractError as error:
-            queued.error = error
-            return None
-        except Exception:
-            log.exception("a response could not be encoded")
-            queued.error = InternalError(INTERNAL_ERROR)
+        except Exception as error:  # noqa: BLE001  see `for_client`
+            queued.error = log.for_client(error, "a response could not be encoded")
             return None
         self._times.encode_ns = time.perf_counter_ns() - start_ns
         return answer

@@ -117,6 +117,13 @@ class FailureLog:
         self._lock = threading.Lock()
         self._kinds: dict[object, tuple[float, int]] = {}  # when it was logged last, and how many were not since
 
+    def for_client(self, error: Exception, event: str) -> ContractError:
+        """The error of a failed request for its client; one that is not a `ContractError` is logged, in its handler."""
+        if isinstance(error, ContractError):
+            return error
+        self.exception(event)
+        return InternalError(INTERNAL_ERROR)
+
     def exception(self, event: str, **fields: object) -> None:
         """Log the exception that is handled now, unless one of its kind was logged just before."""
         now = time.monotonic()
