@@ -438,9 +438,9 @@ class FrontEnds:
         return channel
 
     def close(self) -> None:
-        """End all channels: what waits at their front ends fails."""
-        for channel in self.channels:
-            channel.end()
+        """End all channels: what waits at their front ends fails. Idempotent."""
+        while self._channels:
+            self._channels.popitem()[1].end()
         for used in (self._wakes, self._waker, self._epoll):
             used.close()
 
