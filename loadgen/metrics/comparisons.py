@@ -235,7 +235,7 @@ def _block_pairs(
         return PairedMetric(workload, metric, pairing, (), reason)
     if metric.quantile is not None:
         needed = samples_needed(metric.quantile)
-        if metric.is_tail or any(block.latency.samples < needed for couple in couples for block in couple):
+        if metric.is_tail or any(block.samples < needed for couple in couples for block in couple):
             return _tail(workload, metric, pairing, couples, requests)
     pairs = _pairs(couples, metric)
     if len(pairs) < len(couples):

@@ -116,8 +116,10 @@ def _answers_per_s(answered: Samples) -> float | None:
     return (len(ends_ns) - 1) * NS_PER_S / (int(ends_ns.max()) - int(ends_ns.min()))
 
 
-def achieved_items_per_s(samples: Samples, workload: Workload) -> float | None:
-    """Items per second in an open loop, from a whole block; None with fewer than two good responses."""
+def items_per_s(samples: Samples, workload: Workload) -> float | None:
+    """Items per second of a whole block: at full load, or in an open loop at the rate of the responses."""
+    if not workload.is_open:
+        return throughput_per_s(samples)
     rate = _answers_per_s(good(samples))
     return None if rate is None else rate * workload.batch_size
 
@@ -324,10 +326,10 @@ class Metric:
     of_requests: PerRequest | None = None
     quantile: float | None = None
     """Quantile of the values of the requests; None: their mean."""
-    field: str = ""
-    """The field of block and workload summaries that holds the figure; empty: it is in their `figures`."""
-    interval_field: str = ""
-    """The field of a workload's summary that holds the interval of the figure."""
+    column: str = ""
+    """Its name in CSV and in exports, if that is not its own."""
+    is_averaged: bool = False
+    """Whether the figure of an arm has an interval over its blocks also where answers are not streamed."""
     is_count: bool = False
     """Whether it is a sum, which has no interval."""
     if_missing: str = "a block has no good response"
@@ -368,17 +370,14 @@ class Metric:
             return percentile(values, self.quantile)
         return float(np.mean(values)) if len(values) else None
 
-    def reason(self, samples: Samples, workload: Workload) -> str | None:
-        """Why a block of one arm with these samples has no figure, if that is known."""
-        return (
-            None if self.why_missing is None else self.why_missing(measured_answers(samples, is_open=workload.is_open))
-        )
-
-    def measure(self, samples: Samples, workload: Workload) -> float | None:
-        """The figure of a block from its samples."""
+    def measure(self, samples: Samples, answers: Samples, workload: Workload) -> tuple[float | None, str | None]:
+        """The figure of a block from its samples and from those of them that are `measured_answers`; without one the
+        reason, if it is known."""
         if self.of_requests is not None:
-            return self.statistic(self.of_requests(measured_answers(samples, is_open=workload.is_open)))
-        return None if self.of_block is None else self.of_block(samples, workload)
+            value = self.statistic(self.of_requests(answers))
+        else:
+            value = None if self.of_block is None else self.of_block(samples, workload)
+        return value, None if value is not None or self.why_missing is None else self.why_missing(answers)
 
 
 METRICS: dict[str, Metric] = {}
@@ -432,8 +431,8 @@ def _latency(name: str, quantile: float | None, *, compared: bool) -> Metric:
             compared_in=has_whole_answers if compared else None,
             of_requests=latencies_ms,
             quantile=quantile,
-            field=f"latency.{name}_ms",
-            interval_field="p50_ci95_ms" if name == "p50" else "",
+            column=f"{name}_ms",
+            is_averaged=name == "p50",
         )
     )
 
@@ -481,9 +480,9 @@ THROUGHPUT = register(
         PER_SECOND,
         higher_is_better=True,
         compared_in=lambda workload: has_whole_answers(workload) and not workload.is_open,
-        of_block=lambda samples, _: throughput_per_s(samples),
-        field="throughput_per_s",
-        interval_field="throughput_ci95",
+        of_block=items_per_s,
+        column="throughput_per_s",
+        is_averaged=True,
     )
 )
 OUTPUT_TOKENS = register(
@@ -531,8 +530,8 @@ ACHIEVED_RATE = register(
         higher_is_better=True,
         measured_in=is_open_loop,
         compared_in=is_open_loop,
-        of_block=achieved_items_per_s,
-        field="throughput_per_s",
+        of_block=items_per_s,
+        column="throughput_per_s",
     )
 )
 """The rate of the responses of an open loop: below the requested rate if an arm cannot sustain it."""
@@ -611,7 +610,7 @@ GOOD_SHARE = register(
 _latency("mean", None, compared=False)
 _latency("p95", 0.95, compared=False)
 _latency("p99_9", 0.999, compared=False)
-register(Metric("errors", "failed requests", "", False, field="errors", is_count=True))
+ERRORS = register(Metric("errors", "failed requests", "", False, is_count=True))
 
 
 def metrics_of(workload: Workload) -> tuple[Metric, ...]:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 
 import numpy as np
 from msgspec import UNSET, UnsetType
@@ -19,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.registry import (
-    ACHIEVED_RATE,
+    ERRORS,
     METRICS,
     OUTPUT_TOKENS,
     THROUGHPUT,
@@ -46,19 +45,24 @@ FORMED_FACTOR = 1.1
 """Requests were merged if the mean execution holds at least this many times the items of one request."""
 
 
-class LatencySummary(Record, frozen=True, kw_only=True):
-    """Milliseconds from the intended start to the last byte; None if a percentile has too few samples."""
+class MeasuredFigures(Record, frozen=True, kw_only=True):
+    """The figures of a block, or of an arm in a workload, by the names of their metrics."""
 
+    figures: dict[str, float | None]
     samples: int
-    mean_ms: float | None
-    p50_ms: float | None
-    p90_ms: float | None
-    p95_ms: float | None
-    p99_ms: float | None
-    p99_9_ms: float | None
+    """Good responses whose latencies count."""
+
+    @property
+    def throughput_per_s(self) -> float | None:
+        """Items per second: at full load, in an open loop at the rate of the responses."""
+        return self.figures.get(THROUGHPUT.name)
+
+    def latency_ms(self, name: str) -> float | None:
+        """From the intended start to the last byte; `name` is mean, p50, p99 …."""
+        return self.figures.get(f"latency_{name}")
 
 
-class BlockSummary(Record, frozen=True, kw_only=True):
+class BlockSummary(MeasuredFigures, frozen=True, kw_only=True):
     """The figures of one block, the unit of replication."""
 
     index: int
@@ -74,11 +78,8 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     errors: int
     items: int
     """Items in good responses."""
-    throughput_per_s: float | None
-    """Items per second at full load."""
     full_load_share: float | None
     """The share of the block that the figures come from."""
-    latency: LatencySummary
     send_lag_p99_ms: float | None
     """Delay of sending a request after it was due; 0 in a closed loop."""
     send_lag_max_ms: float | None
@@ -96,31 +97,27 @@ class BlockSummary(Record, frozen=True, kw_only=True):
     """Index of the server start in which the block ran, from 0."""
     send_lag_p50_ms: float | None = None
     open_loop: OpenLoopSummary | None = None
-    """Figures of an open loop, whose `throughput_per_s` is the rate of the responses."""
+    """What only an open loop has."""
     generator_processes: int = 1
     first_answer_ms: float | None = None
     """Time from the start of a connection to its first response, before the block; the median over the users."""
     reconnects: int | None = None
     """Requests that had to reconnect because the server had closed the connection; latency includes this."""
-    figures: dict[str, float | None] | UnsetType = UNSET
-    """Figures of metrics that have no field here."""
     missing: dict[str, str] | UnsetType = UNSET
-    """Why such a figure is missing, where that is known: "its answers arrive in one piece …"."""
+    """Why a figure is missing, where that is known: "its answers arrive in one piece …"."""
 
 
-class WorkloadSummary(Record, frozen=True, kw_only=True):
-    """The figures of one arm in one workload: all complete blocks together."""
+class WorkloadSummary(MeasuredFigures, frozen=True, kw_only=True):
+    """The figures of one arm in one workload: of the requests of all complete blocks, or the geometric mean of the
+    starts' geometric means of their blocks."""
 
     workload: str
     label: Label
     blocks: int
     requests: int
     errors: int
-    throughput_per_s: float | None
-    """Geometric mean of the starts' geometric means of their blocks."""
-    throughput_ci95: tuple[float, float] | None
-    latency: LatencySummary
-    p50_ci95_ms: tuple[float, float] | None
+    intervals: dict[str, tuple[float, float] | None]
+    """The 95 % intervals of the figures that are means over the blocks."""
     generator_cpu_share_max: float | None
     server_cpu_cores: float | None
     request_bytes: float | None
@@ -141,25 +138,6 @@ class WorkloadSummary(Record, frozen=True, kw_only=True):
     """Share of the requests that had to reconnect because the server had closed the connection."""
     server_cpu_ms: float | None = None
     """CPU time of the server per request, in ms: over all blocks whose CPU time is known."""
-    figures: dict[str, float | None] | UnsetType = UNSET
-    """Figures of metrics that have no field here: of the requests of all blocks, or the geometric mean of the
-    blocks."""
-    intervals: dict[str, tuple[float, float] | None] | UnsetType = UNSET
-    """The 95 % intervals of those figures that are means over the blocks of streamed answers."""
-
-
-def summarise_latency(pool: Pool) -> LatencySummary:
-    """Percentiles of latencies in ms."""
-    values_ms = pool.values
-    return LatencySummary(
-        samples=pool.count,
-        mean_ms=pool.mean,
-        p50_ms=percentile(values_ms, 0.50),
-        p90_ms=percentile(values_ms, 0.90),
-        p95_ms=percentile(values_ms, 0.95),
-        p99_ms=percentile(values_ms, 0.99),
-        p99_9_ms=percentile(values_ms, 0.999),
-    )
 
 
 def sound(block: StoredBlock) -> StoredBlock:
@@ -208,24 +186,23 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
     begin_ns, end_ns = record.window_start_ns, record.window_end_ns
     window_ns = end_ns - begin_ns
     lags_ms, answered = np.empty(0), np.empty(0, dtype=SAMPLE_DTYPE)
-    latency = Pool()
-    more: dict[str, float | None] = {}
-    missing: dict[str, str] = {}
-    share = warm = throughput = open_loop = None
+    figures: dict[str, tuple[float | None, str | None]] = {}
+    counted, share, warm, open_loop = 0, None, None, None
     if samples is not None and len(samples):
         begin_ns, end_ns = int(samples["intended_ns"].min()), int(samples["end_ns"].max())
         lags_ms, answered = (samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS, good(samples)
-        latency.add(record.index, latencies_ms(measured_answers(samples, is_open=block.workload.is_open)))
+        measured = measured_answers(samples, is_open=block.workload.is_open)
+        counted = len(measured)
         if record.offered is not None and record.due_span_ns is not None:
             # Requests of an open loop queue behind each other: a busy start does not mean that warm-up is missing.
             open_loop = summarise_open_loop(samples, record.offered, record.due_span_ns, block.workload.concurrency)
-            throughput = ACHIEVED_RATE.measure(samples, block.workload)
         else:
             share, warm = full_load_share(samples), slow_start(samples)
-            throughput = THROUGHPUT.measure(samples, block.workload)
-        figures = {metric.name: _measured(metric, samples, block.workload) for metric in _without_field(block.workload)}
-        more = {name: value for name, (value, _) in figures.items()}
-        missing = {name: reason for name, (_, reason) in figures.items() if reason is not None}
+        for metric in _metrics_of(block.workload):
+            measure = partial(metric.measure, samples, measured, block.workload)
+            figures[metric.name] = attempt(measure, lambda why: (None, f"it could not be computed: {why}"))
+    figures[ERRORS.name] = float(record.errors), None
+    missing = {name: reason for name, (_, reason) in figures.items() if reason is not None}
     return BlockSummary(
         index=record.index,
         workload=record.workload,
@@ -238,9 +215,9 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         requests=record.requests,
         errors=record.errors,
         items=int(answered["batch"].sum()),
-        throughput_per_s=throughput,
+        figures={name: value for name, (value, _) in figures.items()},
+        samples=counted,
         full_load_share=share,
-        latency=summarise_latency(latency),
         send_lag_p99_ms=percentile(lags_ms, 0.99),
         send_lag_max_ms=float(lags_ms.max()) if len(lags_ms) else None,
         warm_up_share=warm,
@@ -255,34 +232,18 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         first_answer_ms=None if record.first_answer_ns is None else record.first_answer_ns / NS_PER_MS,
         generator_processes=max(len(record.workers), 1),
         reconnects=record.reconnects,
-        figures=more or UNSET,
         missing=missing or UNSET,
     )
 
 
-def _measured(metric: Metric, samples: Samples, workload: Workload) -> tuple[float | None, str | None]:
-    """A metric's figure of a block, or the reason why there is none."""
-
-    def measure() -> tuple[float | None, str | None]:
-        value = metric.measure(samples, workload)
-        return value, metric.reason(samples, workload) if value is None else None
-
-    return attempt(measure, lambda why: (None, f"it could not be computed: {why}"))
-
-
-def _without_field(workload: Workload) -> list[Metric]:
-    """The metrics from samples that have no field in the summaries."""
-    return [
-        metric for metric in METRICS.values() if metric.has_function and not metric.field and metric.measures(workload)
-    ]
+def _metrics_of(workload: Workload) -> list[Metric]:
+    """The metrics that a workload measures from samples."""
+    return [metric for metric in METRICS.values() if metric.has_function and metric.measures(workload)]
 
 
 def figure_of(summary: BlockSummary | WorkloadSummary, metric: Metric) -> float | None:
     """A metric's figure of a block, or of an arm in a workload."""
-    if metric.field:
-        value: float | None = attrgetter(metric.field)(summary)
-        return value
-    return None if summary.figures is UNSET else summary.figures.get(metric.name)
+    return summary.figures.get(metric.name)
 
 
 def why_missing(blocks: Iterable[BlockSummary], metric: Metric) -> str | None:
@@ -300,18 +261,15 @@ def tokens_per_answer(summary: WorkloadSummary) -> float | None:
     return tokens_per_s / summary.throughput_per_s if tokens_per_s and summary.throughput_per_s else None
 
 
-def without_field_in(summaries: Sequence[BlockSummary | WorkloadSummary]) -> list[Metric]:
-    """The metrics that only the `figures` of these summaries hold."""
-    names = {name for summary in summaries if summary.figures is not UNSET for name in summary.figures}
-    return [metric for metric in METRICS.values() if metric.name in names]
+def further_metrics(summaries: Sequence[BlockSummary | WorkloadSummary]) -> list[Metric]:
+    """The metrics of these summaries that have no column of their own in a table."""
+    names = {name for summary in summaries for name in summary.figures}
+    return [metric for metric in METRICS.values() if metric.name in names and not (metric.column or metric.is_count)]
 
 
 def interval_of(summary: WorkloadSummary, metric: Metric) -> Interval | None:
     """The 95 % interval of that figure, if the summary holds one."""
-    if not metric.interval_field:
-        return None if summary.intervals is UNSET else summary.intervals.get(metric.name)
-    interval: Interval | None = getattr(summary, metric.interval_field)
-    return interval
+    return summary.intervals.get(metric.name)
 
 
 def _median(values: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.generic]]) -> float | None:
@@ -339,11 +297,11 @@ def summarise_workload(
     pairs = zip(blocks, summaries, strict=True)
     chosen = [(b, s) for b, s in pairs if s.workload == workload and s.label == label and s.complete]
     stored, complete = [block for block, _ in chosen], [summary for _, summary in chosen]
-    metrics = _without_field(stored[0].workload) if stored else []
+    metrics = _metrics_of(stored[0].workload) if stored else []
     functions = (metric.of_requests for metric in metrics if metric.of_requests is not None)
     pools, responses, request_bytes = _pool(stored, (latencies_ms, *functions))
     figures = {metric.name: _figure_of_all(metric, pools, complete) for metric in metrics}
-    speeds, medians = by_start(complete, THROUGHPUT), by_start(complete, METRICS["latency_p50"])
+    errors = sum(summary.errors for summary in complete)
     reported = [block.record.stages for block in stored if block.record.stages and not contradictions_in(block)]
     batches: Counter[int] = Counter()
     for stages in reported:
@@ -364,11 +322,10 @@ def summarise_workload(
         label=label,
         blocks=len(chosen),
         requests=sum(summary.requests for summary in complete),
-        errors=sum(summary.errors for summary in complete),
-        throughput_per_s=mean_over_starts(speeds) if speeds else None,
-        throughput_ci95=interval_of_mean(speeds),
-        latency=summarise_latency(pools[latencies_ms]),
-        p50_ci95_ms=interval_of_mean(medians),
+        errors=errors,
+        figures={**figures, ERRORS.name: float(errors)},
+        intervals=_intervals(metrics, complete, is_streamed=bool(stored) and stored[0].workload.kind is Kind.TOKENS),
+        samples=pools[latencies_ms].count,
         generator_cpu_share_max=max(
             (s.generator_cpu_share for s in complete if s.generator_cpu_share is not None), default=None
         ),
@@ -386,18 +343,19 @@ def summarise_workload(
         reconnect_share=sum(times for times, _ in reconnects) / max(sum(sent for _, sent in reconnects), 1)
         if reconnects
         else None,
-        figures=figures or UNSET,
-        intervals=_intervals(metrics, complete) if stored and stored[0].workload.kind is Kind.TOKENS else UNSET,
     )
 
 
-def _intervals(metrics: Sequence[Metric], blocks: Sequence[BlockSummary]) -> dict[str, Interval | None]:
-    """The intervals of the metrics that are means, over the blocks; None where a block has no figure."""
+def _intervals(
+    metrics: Sequence[Metric], blocks: Sequence[BlockSummary], *, is_streamed: bool
+) -> dict[str, Interval | None]:
+    """The intervals of figures that are means over the blocks; None of streamed answers where a block has no figure."""
     intervals: dict[str, Interval | None] = {}
     for metric in metrics:
-        if metric.quantile is None:
+        of_tokens = is_streamed and not metric.column and metric.quantile is None
+        if of_tokens or metric.is_averaged:
             starts = by_start(blocks, metric)
-            is_whole = sum(map(len, starts)) == len(blocks)
+            is_whole = metric.is_averaged or sum(map(len, starts)) == len(blocks)
             intervals[metric.name] = interval_of_mean(starts) if is_whole else None
     return intervals
 
@@ -414,7 +372,8 @@ def by_start(blocks: Sequence[BlockSummary], metric: Metric) -> list[list[float]
 def _figure_of_all(metric: Metric, pools: dict[PerRequest, Pool], blocks: Sequence[BlockSummary]) -> float | None:
     """A figure of all blocks of an arm and workload."""
     if metric.of_requests is not None:
-        return metric.statistic(pools[metric.of_requests].values)
+        pool = pools[metric.of_requests]
+        return pool.mean if metric.quantile is None else metric.statistic(pool.values)
     values = [value for block in blocks if (value := figure_of(block, metric)) is not None]
     if not all(values):  # such as a block without a good answer
         return float(np.mean(values))

@@ -288,7 +288,7 @@ def causes_note(result: Result) -> str:
         return note
     if causes.explained == ():
         return f"No mean {_what(result)} times differ by more than the noise and ±δ, so no ablation was run."
-    if not any(summary.latency.samples for summary in result.summaries):
+    if not any(summary.samples for summary in result.summaries):
         if not has_load(result.experiment):
             return "This run has no load of a fixed size, which is what an ablation explains."
         return "No request was measured under load, so there is nothing to explain."
@@ -308,7 +308,7 @@ def causes_note(result: Result) -> str:
 def explain_command(result: Result) -> str:
     """The command that would find the causes; empty where it was run or there is nothing to explain."""
     command = result.environment.command if result.environment else ""
-    measured = any(summary.latency.samples for summary in result.summaries)
+    measured = any(summary.samples for summary in result.summaries)
     asked = result.of(CausesFound).workloads or result.experiment.explain
     if asked or not measured or not command:
         return ""
@@ -330,7 +330,7 @@ def time_spent(result: Result, workload: str) -> list[doc.Item]:
     if not breakdowns:
         return []
     sides = {arm.label: arm for breakdown in breakdowns for arm in breakdown.sides if arm is not None}
-    means = {s.label: s.latency.mean_ms for s in result.summaries if s.workload == workload}
+    means = {s.label: s.latency_ms("mean") for s in result.summaries if s.workload == workload}
     return [
         doc.Item(_spent(sides.get(label), mean_ms), charts.arm_style(result, label), shown(label))
         for label in result.experiment.labels

@@ -171,9 +171,9 @@ def combine(parts: Iterable[tuple[float, MeanDifference]]) -> MeanDifference:
 def mean_pairs(workload: str, blocks: Sequence[BlockSummary], pairing: Pairing) -> list[tuple[float, float]]:
     """Mean request times in ms of two arms in each round of a workload that both completed, the baseline's first."""
     means = {
-        (block.round, block.label): block.latency.mean_ms
+        (block.round, block.label): mean_ms
         for block in blocks
-        if block.workload == workload and block.complete and block.latency.mean_ms is not None
+        if block.workload == workload and block.complete and (mean_ms := block.latency_ms("mean")) is not None
     }
     return [(base, arm) for _, base, arm in side_by_side(means, pairing)]
 

@@ -36,8 +36,15 @@ from loadgen.metrics.barrier import attempt
 from loadgen.metrics.claims import claim, place
 from loadgen.metrics.comparisons import PooledRequests, compare_all
 from loadgen.metrics.facts import Facts
-from loadgen.metrics.registry import METRICS
-from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary, figure_of, summarise_blocks, without_field_in
+from loadgen.metrics.registry import METRICS, THROUGHPUT
+from loadgen.metrics.summaries import (
+    FORMED_FACTOR,
+    WorkloadSummary,
+    figure_of,
+    further_metrics,
+    interval_of,
+    summarise_blocks,
+)
 from loadgen.metrics.surface import counts_in_words, surface_of, uncertain
 from loadgen.probes.registry import Probe
 from loadgen.quantities import counted, items, join, measured, number, share
@@ -290,7 +297,7 @@ def latency(result: Result) -> doc.Section | None:
                 s.label,
                 [(value, 100 * part) for value, part in s.distribution_ms],
                 "%{y:.1f} % within %{x:.4~g} ms",
-                name=f" ({s.latency.samples:,} requests)",
+                name=f" ({s.samples:,} requests)",
                 style={"width": 2.5, "shape": "hv"},
                 mode="lines",
             )
@@ -339,13 +346,10 @@ def _speeds(result: Result, sizes: Mapping[str, int]) -> list[doc.Figure]:
     """Throughput and median latency of each arm in these workloads, by their batch size."""
     rate = charts.rate_unit(result)
     data: list[doc.Figure] = []
-    for panel, unit in (("", rate), ("2", "ms")):
+    for panel, metric, unit in (("", THROUGHPUT, rate), ("2", METRICS["latency_p50"], "ms")):
         for label in result.experiment.labels:
             summaries = [s for s in result.summaries if s.workload in sizes and s.label == label]
-            if unit == "ms":
-                speeds = [(sizes[s.workload], s.latency.p50_ms, s.p50_ci95_ms) for s in summaries]
-            else:
-                speeds = [(sizes[s.workload], s.throughput_per_s, s.throughput_ci95) for s in summaries]
+            speeds = [(sizes[s.workload], figure_of(s, metric), interval_of(s, metric)) for s in summaries]
             points = [(size, value, bounds) for size, value, bounds in speeds if value is not None]
             if points:
                 across, values, intervals = zip(*points, strict=True)
@@ -377,7 +381,7 @@ def _speed_panels(result: Result, across: str, places: Iterable[int], data: Sequ
 
 def measurements(result: Result) -> doc.Section | None:
     """The figures of each arm and scenario; those of tokens have their own table, and CSV has all."""
-    more = [] if result.experiment.kind is Kind.TOKENS else without_field_in(result.summaries)
+    more = [] if result.experiment.kind is Kind.TOKENS else further_metrics(result.summaries)
     rows = [
         (
             s.workload,
@@ -386,7 +390,7 @@ def measurements(result: Result) -> doc.Section | None:
             f"{s.errors:,}",
             measured(s.throughput_per_s),
             _tokens_per_s(result, s),
-            *(measured(ms) for ms in (s.latency.mean_ms, s.latency.p50_ms, s.latency.p90_ms, s.latency.p99_ms)),
+            *(measured(s.latency_ms(name)) for name in ("mean", "p50", "p90", "p99")),
             measured(s.executed_batch_mean),
             *("–" if size is None else f"{size:,.0f}" for size in (s.request_bytes, s.response_bytes)),
             measured(s.server_cpu_cores),
@@ -503,10 +507,14 @@ def _of_ensembles(result: Result) -> str:
 
 def blocks(result: Result) -> doc.Section | None:
     """Speed of every block over the run, relative to its arm's mean or as a throughput; CSV gets all of its figures."""
-    more = without_field_in(result.blocks)
+    more = further_metrics(result.blocks)
+    of_column = {metric.column: metric for metric in reversed(METRICS.values())}
     rows = [
         [
-            *(getattr(block.latency if hasattr(block.latency, name) else block, name) for name in BLOCK_FIELDS),
+            *(
+                figure_of(block, of_column[name]) if name in of_column else getattr(block, name)
+                for name in BLOCK_FIELDS
+            ),
             *(figure_of(block, metric) for metric in more),
         ]
         for block in result.blocks

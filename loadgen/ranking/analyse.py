@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from loadgen.engine_matrix.analyse import has_copies
 from loadgen.engine_matrix.records import ConfigurationResult, Matrix, shape_text
 from loadgen.experiment.schedule import request_shape
-from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, TPOT, TTFT
+from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, THROUGHPUT, TPOT, TTFT
 from loadgen.metrics.summaries import figure_of, interval_of
 from loadgen.metrics.tokens import per_million
 from loadgen.probes.gpu.analysis import GpuFound
@@ -271,8 +271,8 @@ def _point(result: Result, label: Label, workload: Workload) -> tuple[Point | No
         return None, "no throughput was measured"
     if summary.open_loop is not None and summary.open_loop.saturation is not None:
         return None, f"{summary.open_loop.saturation}, so that its latency depends on the length of the run"
-    speed, interval = summary.throughput_per_s, summary.throughput_ci95
-    latency_ms = None if summary.latency.p99_ms is None else Estimate(value=summary.latency.p99_ms)
+    speed, interval, p99_ms = summary.throughput_per_s, interval_of(summary, THROUGHPUT), summary.latency_ms("p99")
+    latency_ms = None if p99_ms is None else Estimate(p99_ms)
     joules = result.of(GpuFound).joules_per_item(label, workload.name)
     more: dict[str, Any] = {}
     if workload.kind is Kind.TOKENS:

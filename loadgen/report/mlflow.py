@@ -140,7 +140,7 @@ def _figures(summary: WorkloadSummary) -> Iterator[Logged]:
     """The figures of the metrics that are compared or counted, each once, with its interval."""
     logged = set[str]()
     for metric in METRICS.values():
-        name, value = metric.field.rpartition(".")[2] or metric.name, figure_of(summary, metric)
+        name, value = metric.column or metric.name, figure_of(summary, metric)
         if value is not None and name not in logged and (metric.compared_in is not None or metric.is_count):
             logged.add(name)
             limits = interval_of(summary, metric) or (None, None)

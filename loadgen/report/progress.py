@@ -174,7 +174,7 @@ class RichProgress(MovingLine, RunProgress):
         if record.round != self._round:
             self._print_round()
             self._round = record.round
-        speed, p50_ms = summary.throughput_per_s, summary.latency.p50_ms
+        speed, p50_ms = summary.throughput_per_s, summary.latency_ms("p50")
         rate = f"{'–' if speed is None else number(speed):>9} {self._unit}"
         p50 = "p50 –" if p50_ms is None else f"p50 {number(p50_ms):>8} ms"
         problem = (

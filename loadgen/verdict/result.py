@@ -1,4 +1,4 @@
-"""From a run's stored records to its result, and `result.json` (schema abserve.result/2; see docs/result-format.md).
+"""From a run's stored records to its result, and `result.json` (schema abserve.result/3; see docs/result-format.md).
 
 `analyse` reads, summarises, compares, checks and concludes; it writes nothing. Reports are rendered from the result
 alone. Fields are only ever added, each with a default, so that a later version reads an older file; any other change
@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from loadgen.documents import FINAL, DocumentError, kind_of, one_line, read_record, read_stored, stored_path
+from loadgen.documents import FINAL, DocumentError, indented, kind_of, one_line, read_record, read_stored, stored_path
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.breakdown import LatencyBreakdown, break_down
 from loadgen.metrics.comparisons import Comparison, PooledRequests, compare_all, invalidate
@@ -52,7 +52,7 @@ T = TypeVar("T")
 class Result(Record, frozen=True, kw_only=True):
     """The whole result. None or empty: the run did not get that far."""
 
-    schema: Literal["abserve.result/2"] = "abserve.result/2"
+    schema: Literal["abserve.result/3"] = "abserve.result/3"
     valid: bool
     """Whether the verdict stands: no check that can remove it failed, and none that must be known is unknown."""
     state: RunState | None
@@ -98,7 +98,7 @@ def titles_of(experiment: Experiment, arms: Sequence[ArmRecord]) -> dict[Label, 
 
 def encode_result(result: Result) -> bytes:
     """Indented JSON, the same bytes for the same result."""
-    return msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+    return indented(result)
 
 
 def read_result(path: Path) -> Result:
@@ -138,10 +138,10 @@ def _contradiction(result: Result) -> str | None:
             return f"a negative figure, {wrong[0]:g} ({where})"
     for summary in result.summaries:
         where = f"{summary.label} in {summary.workload}"
-        figures = (summary.throughput_per_s, *msgspec.structs.astuple(summary.latency), summary.requests)
+        figures = (*summary.figures.values(), summary.requests)
         if wrong := [value for value in figures if value is not None and value < 0]:
             return f"a negative figure, {wrong[0]:g} ({where})"
-        for interval in (summary.throughput_ci95, summary.p50_ci95_ms):
+        for interval in summary.intervals.values():
             if interval is not None and interval[0] > interval[1]:
                 return f"an interval from {interval[0]:g} to {interval[1]:g} ({where})"
     return None

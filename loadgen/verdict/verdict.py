@@ -427,7 +427,7 @@ def _delays(facts: Facts, load: WorkloadFacts, winner: Label, loser: Label, lead
     request may wait for its own batch and for the one before it."""
     pair = {label: _arm(facts, label) for label in sorted((winner, loser))}
     held_us = {label: _held_us(arm) for label, arm in pair.items()}
-    mean_ms = next((summary.latency.mean_ms for summary in load.summaries if summary.label == loser), None)
+    mean_ms = next((summary.latency_ms("mean") for summary in load.summaries if summary.label == loser), None)
     if held_us[loser] <= held_us[winner] or mean_ms is None:
         return []
     stages, most_ms = _stages(load, loser), 2.0 * held_us[loser] / 1000.0

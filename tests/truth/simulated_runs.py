@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from loadgen.metrics.comparisons import Comparison, RequestValues, compare_all
-from loadgen.metrics.summaries import BlockSummary, LatencySummary
+from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.run import ArmRequest, Experiment, Workload
 from loadgen.records.samples import latencies_ms
 
@@ -47,7 +47,7 @@ def latencies(blocks: Sequence[BlockSummary], rng: np.random.Generator) -> Reque
     """Requests behind such blocks: log-normal about the block's median, 660 in four pairs and as many in more."""
     count = -(-700 // (len({block.round for block in blocks})))
     return {
-        (latencies_ms, block.index): (block.latency.p50_ms or 1.0) * np.exp(rng.normal(0.0, 0.3, count))
+        (latencies_ms, block.index): (block.latency_ms("p50") or 1.0) * np.exp(rng.normal(0.0, 0.3, count))
         for block in blocks
     }
 
@@ -87,9 +87,9 @@ def block(
     return BlockSummary(
         index=index, workload=name, round=pair, label=label, position=position, start_s=0.0,
         duration_s=1.0, complete=True, requests=700, errors=0, items=700,
-        throughput_per_s=100.0 / seconds, full_load_share=1.0,
-        latency=LatencySummary(samples=700, mean_ms=p50, p50_ms=p50, p90_ms=p90, p95_ms=p90, p99_ms=p99,
-                               p99_9_ms=None),
+        full_load_share=1.0, samples=700,
+        figures={"throughput": 100.0 / seconds, "latency_mean": p50, "latency_p50": p50, "latency_p90": p90,
+                 "latency_p99": p99},
         send_lag_p99_ms=0.0, send_lag_max_ms=0.0, warm_up_share=0.0,
         generator_cpu_share=0.1, server_cpu_cores=1.0, request_bytes=1.0, response_bytes=1.0, note=None,
         restart=restart,

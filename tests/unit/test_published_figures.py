@@ -44,9 +44,9 @@ def over_starts(document: dict[str, Any]) -> Iterator[Interval]:
     """Those of the arms' own throughput over the starts of the servers, which results of before 2026-11-28 lack."""
     speeds: dict[tuple[str, str], dict[int, list[float]]] = {}
     for block in document.get("blocks", ()) if "summaries" in document else ():
-        if block["complete"] and block["throughput_per_s"]:
+        if block["complete"] and block["figures"].get("throughput"):
             starts = speeds.setdefault((block["workload"], block["label"]), {})
-            starts.setdefault(block.get("restart", 0), []).append(block["throughput_per_s"])
+            starts.setdefault(block.get("restart", 0), []).append(block["figures"]["throughput"])
     intervals = (interval_of_mean(list(starts.values())) for starts in speeds.values() if len(starts) > 1)
     yield from (interval for interval in intervals if interval is not None)
 

@@ -164,12 +164,10 @@ def _token_ceiling(facts: Facts, load: WorkloadFacts) -> Judgement:
 def send_lag(load: WorkloadFacts, _: Facts) -> Judgement:
     """Judge p99 of the generator's own lag over p99 of the latency. With too few samples for a p99, the largest lag
     over the mean latency, which is larger: it can clear the generator, but not fail it."""
-    lags = [(*_own_lag(block), block.latency) for block in load.blocks]
-    exact = [p99 / latency.p99_ms for p99, _, latency in lags if p99 is not None and latency.p99_ms]
+    lags = [(*_own_lag(block), block.latency_ms("p99"), block.latency_ms("mean")) for block in load.blocks]
+    exact = [lag / p99_ms for lag, _, p99_ms, _ in lags if lag is not None and p99_ms]
     bounds = [
-        largest / latency.mean_ms
-        for _, largest, latency in lags
-        if largest is not None and latency.mean_ms and not latency.p99_ms
+        largest / mean_ms for _, largest, p99_ms, mean_ms in lags if largest is not None and mean_ms and not p99_ms
     ]
     worst = max(exact + bounds, default=None)
     if worst is None:
@@ -209,17 +207,17 @@ def connections_free(facts: Facts) -> Iterator[Judgement]:
 
 
 def _waits_in_load(load: WorkloadFacts) -> Judgement:
-    loops = [(block.open_loop, block.latency) for block in load.blocks if block.open_loop is not None]
     waits = [
-        (loop.connection_wait_p99_ms, latency.p99_ms)
-        if loop.connection_wait_p99_ms is not None and latency.p99_ms
-        else (loop.connection_wait_max_ms, latency.mean_ms)
-        for loop, latency in loops
+        (loop.connection_wait_p99_ms, p99_ms)
+        if loop.connection_wait_p99_ms is not None and (p99_ms := block.latency_ms("p99"))
+        else (loop.connection_wait_max_ms, block.latency_ms("mean"))
+        for block in load.blocks
+        if (loop := block.open_loop) is not None
     ]
     shares = [wait / latency for wait, latency in waits if wait is not None and latency]
     if not shares:
         return Judgement(None, "no samples", scope=load.scope)
-    longest = max(loop.connection_wait_max_ms or 0.0 for loop, _ in loops)
+    longest = max(block.open_loop.connection_wait_max_ms or 0.0 for block in load.blocks if block.open_loop is not None)
     detail = f"requests waited up to {number(longest)} ms for one of {load.workload.concurrency} connections"
     return Judgement(max(shares) <= CONNECTION_WAIT_LIMIT, detail, max(shares), scope=load.scope)
 

@@ -229,7 +229,7 @@ def test_a_compressed_result_that_unpacks_to_more_than_the_limit(good: Path, tmp
 @pytest.mark.parametrize("filling", [b"[],", b"0,", b"{},", b'"",', b"[[[1]]],"])
 def test_a_small_file_of_many_values_is_refused_before_they_exist(tmp_path: Path, filling: bytes) -> None:
     count = MOST_RECORD_BYTES // len(filling) - 100
-    content = b'{"schema": "abserve.result/2", "studies": {"x": [%b0]}}' % (filling * count)
+    content = b'{"schema": "abserve.result/3", "studies": {"x": [%b0]}}' % (filling * count)
     (tmp_path / "result.json.gz").write_bytes(gzip.compress(content, 1))
     tracemalloc.start()
     told(invoke("report", str(tmp_path)), {2})

@@ -102,7 +102,6 @@ def test_a_figure_of_whole_blocks_is_paired_by_round(bytes_back: Metric, tmp_pat
 
 def test_a_result_without_further_metrics_is_stored_as_before(tmp_path: Path) -> None:
     content = encode_result(analysed(tmp_path / "run"))
-    assert b'"figures"' not in content
     assert b"first_byte" not in content
 
 

@@ -7,10 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from loadgen.metrics.registry import GOOD_SHARE, GOODPUT, METRICS, OUTPUT_TOKENS, TTFT, leading_metric, metrics_of
+from loadgen.metrics.registry import (
+    GOOD_SHARE,
+    GOODPUT,
+    METRICS,
+    OUTPUT_TOKENS,
+    TTFT,
+    Metric,
+    leading_metric,
+    measured_answers,
+    metrics_of,
+)
 from loadgen.metrics.summaries import figure_of, summarise_blocks, summarise_workload
 from loadgen.metrics.tokens import with_tokens
 from loadgen.records.run import TokenLimits, Workload
+from loadgen.records.samples import Samples
 from tests.streamed_blocks import Chunks, streamed_arrays, streamed_block
 
 
@@ -35,9 +46,13 @@ def measured(name: str, answers: Sequence[Chunks], workload: Workload | None = N
     return figure
 
 
+def found(metric: Metric, samples: Samples, workload: Workload) -> tuple[float | None, str | None]:
+    return metric.measure(samples, measured_answers(samples, is_open=workload.is_open), workload)
+
+
 def reason(name: str, answers: Sequence[Chunks], workload: Workload | None = None) -> str | None:
     workload = workload or load()
-    return METRICS[name].reason(with_tokens(*streamed_arrays(answers, workload.output_tokens or 0)), workload)
+    return found(METRICS[name], with_tokens(*streamed_arrays(answers, workload.output_tokens or 0)), workload)[1]
 
 
 STEADY: Chunks = [(20.0, 1), (30.0, 1), (40.0, 1), (50.0, 1)]
@@ -111,8 +126,8 @@ def test_tokens_that_somebody_holds_back_have_no_times(name: str) -> None:
         events["events"] = 1
         events["events"][joined] = 3
         wide = with_tokens(samples, events, answers)
-        assert (METRICS[name].measure(wide, load()) is not None) == is_known
-        assert (METRICS[name].reason(wide, load()) is None) == is_known
+        assert (found(METRICS[name], wide, load())[0] is not None) == is_known
+        assert (found(METRICS[name], wide, load())[1] is None) == is_known
 
 
 def test_answers_of_one_token_have_a_first_token_and_no_pace() -> None:
@@ -125,9 +140,9 @@ def test_tokens_that_were_not_streamed_leave_the_pace_unknown() -> None:
     samples, events, answers = streamed_arrays([STEADY] * 8, 4)
     answers["hidden_tokens"][:4] = 2
     wide = with_tokens(samples, events, answers)
-    assert METRICS["tpot"].measure(wide, load()) is None
-    assert METRICS["tpot"].reason(wide, load()) is not None
-    assert TTFT.measure(wide, load()) == pytest.approx(20.0), "of the visible answer"
+    assert found(METRICS["tpot"], wide, load())[0] is None
+    assert found(METRICS["tpot"], wide, load())[1] is not None
+    assert found(TTFT, wide, load())[0] == pytest.approx(20.0), "of the visible answer"
 
 
 def test_what_the_first_read_brought_took_no_time_after_it() -> None:
@@ -172,8 +187,8 @@ def test_every_limit_bounds_goodput(limits: TokenLimits, share: float | None) ->
 def test_requests_that_could_not_be_sent_are_not_good() -> None:
     workload = load(limits=TokenLimits(ttft_ms=100.0), rate=10.0, users=64)
     wide = with_tokens(*streamed_arrays([STEADY] * 3, 4, due_ms=[0.0, 100.0, 200.0]), due=6)
-    assert GOODPUT.measure(wide, workload) == pytest.approx(5.0)
-    assert GOOD_SHARE.measure(wide, workload) == pytest.approx(0.5)
+    assert found(GOODPUT, wide, workload)[0] == pytest.approx(5.0)
+    assert found(GOOD_SHARE, wide, workload)[0] == pytest.approx(0.5)
 
 
 def test_a_closed_loop_has_goodput_too() -> None:
@@ -220,5 +235,5 @@ def test_damaged_chunks_are_refused() -> None:
 def test_a_block_without_chunks_has_no_figures() -> None:
     samples, events, answers = streamed_arrays([[], []], 4)
     wide = with_tokens(samples, events[:0], answers)
-    assert TTFT.measure(wide, load()) is None
-    assert OUTPUT_TOKENS.measure(wide, load()) is None
+    assert found(TTFT, wide, load())[0] is None
+    assert found(OUTPUT_TOKENS, wide, load())[0] is None

@@ -205,7 +205,7 @@ def test_the_summary_of_a_ci_step(two: list[Path], tmp_path: Path, monkeypatch: 
         ("{}", "is neither an engine matrix nor a comparison"),
         ('{"schema": "abserve.engines/1"}', "is not an engine matrix of this version of abserve"),
         ('{"schema": "abserve.engines/9"}', "is not an engine matrix of this version of abserve"),
-        ('{"schema": "abserve.result/2"}', "is not a result of this version of abserve"),
+        ('{"schema": "abserve.result/3"}', "is not a result of this version of abserve"),
         ("\x00\xff", "cannot be read"),
     ],
 )

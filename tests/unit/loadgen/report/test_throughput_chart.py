@@ -42,11 +42,11 @@ def test_every_arm_has_a_bar_with_its_interval_for_every_load(result: Result) ->
         assert bar["y"] == loads
         for n, load in enumerate(loads):
             summary = served[label, load]
-            assert summary.throughput_ci95 is not None
+            assert summary.intervals["throughput"] is not None
             assert bar["x"][n] == pytest.approx(summary.throughput_per_s, rel=1e-4)
             high = bar["x"][n] + bar["error_x"]["array"][n]
             low = bar["x"][n] - bar["error_x"]["arrayminus"][n]
-            assert (low, high) == pytest.approx(summary.throughput_ci95, rel=1e-3)
+            assert (low, high) == pytest.approx(summary.intervals["throughput"], rel=1e-3)
     raw = json.loads(json.dumps([chart.data, chart.layout]).replace("--card", "#111111").replace("--ink", "#222222"))
     for n in range(8):
         raw = json.loads(json.dumps(raw).replace(f"--arm-{n}", "#333333"))

@@ -150,7 +150,7 @@ def test_a_choice_that_is_not_shown_to_be_better_leaves_the_defaults(final_of: C
 def test_a_limit_that_only_the_choice_keeps_is_a_reason_to_change(final_of: Callable[[str], Result]) -> None:
     """A limit comes first, whichever of the two is faster; the cost of the defaults stays that of the goal."""
     result = final_of("same")
-    p99 = {s.label: s.latency.p99_ms for s in result.summaries}
+    p99 = {s.label: s.latency_ms("p99") for s in result.summaries}
     outcome = outcome_of(tuning(PlantedTuning(limit_ms=150.0)), result)
     native, _ = outcome.targets
     assert p99["native-3"] is not None

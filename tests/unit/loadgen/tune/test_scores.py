@@ -35,9 +35,11 @@ def blocks(rng: np.random.Generator, rounds: int, noise: float, sign: float = 1.
     drift = rng.normal(0.0, 0.2, rounds)
     return [
         SimpleNamespace(
-            round=number, label=label, complete=True, figures={},
-            throughput_per_s=100.0 * math.exp(sign * (lead + drift[number] + rng.normal(0.0, noise))),
-            latency=SimpleNamespace(mean_ms=10.0 * math.exp(-(lead + drift[number] + rng.normal(0.0, noise)))),
+            round=number, label=label, complete=True,
+            figures={
+                "throughput": 100.0 * math.exp(sign * (lead + drift[number] + rng.normal(0.0, noise))),
+                "latency_mean": 10.0 * math.exp(-(lead + drift[number] + rng.normal(0.0, noise))),
+            },
         )
         for number in range(rounds)
         for label, lead in ARMS.items()

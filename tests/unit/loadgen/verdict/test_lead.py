@@ -103,7 +103,7 @@ def test_stalls_that_make_a_lead_are_named_with_their_factor(tmp_path: Path, nam
     said = clause(result_of(tmp_path / "stalls", QUICK, stalling, name))
     assert "× is stalls of 0.5 s on B" in said or "all of which is stalls of 0.5 s on B" in said
     without, with_stalls = (
-        next(summary.latency.mean_ms for summary in run.summaries if summary.label == "b") or 0.0
+        next(summary.latency_ms("mean") for summary in run.summaries if summary.label == "b") or 0.0
         for run in (
             result_of(tmp_path / "a", QUICK, QUICK, name),
             result_of(tmp_path / "b", QUICK, stalling, name),

@@ -36,7 +36,7 @@ def test_every_result_keeps_to_the_schema_and_a_changed_one_does_not(tmp_path: P
 
 def test_the_fields_that_others_read_are_there(tmp_path: Path) -> None:
     document = json.loads(encode_result(analyse(write_run(tmp_path, Plan(pairs=2)))))
-    assert document["schema"] == "abserve.result/2"
+    assert document["schema"] == "abserve.result/3"
     assert {"environment", "arms", "parity", "checks", "comparisons", "valid"} <= set(document)
     assert document["verdict"]["sentence"]
     assert {"label", "title", "in_effect"} <= set(document["arms"][0])
@@ -50,7 +50,7 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
     assert read_result(tmp_path / "result.json") == result
 
 
-@pytest.mark.parametrize(("old", "new"), [("abserve.result/2", "abserve.result/1"), ('"valid"', '"invalid"')])
+@pytest.mark.parametrize(("old", "new"), [("abserve.result/3", "abserve.result/1"), ('"valid"', '"invalid"')])
 def test_another_schema_or_field_is_refused(tmp_path: Path, old: str, new: str) -> None:
     path = tmp_path / "result.json"
     path.write_text(encode_result(analyse(write_run(tmp_path, Plan(pairs=2)))).decode().replace(old, new))
