@@ -242,8 +242,7 @@ def _run_best(
     from loadgen.run.progress import LiveRatios
     from loadgen.run.runner import run_experiment
     from loadgen.run.storage import StorageError, StoredRunError, read_one
-    from loadgen.tune.best import choose, final_experiment, read_servers, renewed
-    from loadgen.tune.settings import ROUNDS
+    from loadgen.tune.best import CHOOSING_ROUNDS, choose, final_experiment, read_servers, renewed
 
     console = make_console(sys.stdout)
 
@@ -259,7 +258,7 @@ def _run_best(
         if record is None:
             record = BestRecord(servers=read_servers(planned), settings=settings.content())
         renewed(folder)
-        few = settings.model_copy(update={"rounds": ROUNDS, "minutes": None, "restarts": 1})
+        few = settings.model_copy(update={"rounds": CHOOSING_ROUNDS, "minutes": None, "restarts": 1})
         brief = plan_experiment(few).runs[0][1].workloads
         if not record.done:
             gpu = expects_gpu(*planned.arms)

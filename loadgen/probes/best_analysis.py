@@ -90,6 +90,8 @@ class BestRecord(Record, frozen=True, kw_only=True):
     """Whether everything is chosen."""
     seconds: float = 0.0
     """That choosing took."""
+    processes: int = 0
+    """Of the load generator, which the runs that chose needed."""
 
 
 class ServerFigure(Record, frozen=True, kw_only=True):

@@ -35,13 +35,14 @@ from loadgen.tune.outcome import Z99
 from loadgen.tune.records import Space, TunableSetting
 from loadgen.tune.screening import faults_of, scores_of
 from loadgen.tune.search import START_SPREAD, Z95, factor_of
-from loadgen.tune.settings import ROUNDS
 from loadgen.tune.space import canonical
 from loadgen.verdict.result import Result, analyse_run, readable
 
 FOLDER = "choices"
 CHOOSING_SHARE = 1.0 / 3.0
 """Of the minutes."""
+CHOOSING_ROUNDS = 3
+"""At least. What another start changes is more than what further rounds would tell."""
 LEAST_SHARE_OF_FINAL = 0.5
 """Of the comparison's planned time, however long choosing took."""
 MOST_CONFIGURATIONS = 8
@@ -50,6 +51,7 @@ NEIGHBOURS = 2
 """Values of an ordered setting that are tried beside its default: the nearest."""
 AT_ONCE, AT_ONCE_ON_GPU, LANGUAGE_AT_ONCE_ON_GPU = 8, 16, 2
 """Most servers of a run that chooses; they are all up at once and share the memory."""
+NOTHING_TO_TRY = "No server has settings that are tried, so they are compared as they were asked for."
 RunStage = Callable[[Experiment, Path, Prepared], RunState]
 
 
@@ -160,14 +162,15 @@ def choose(
     brief = _shortened(settings, brief, gpu=gpu and planned.kind is Kind.TENSORS)
     (out / FOLDER).mkdir(parents=True, exist_ok=True)
     write_record(out / BestRecord.FILE, record)
-    began = monotonic()
-    problems: list[str] = []
+    began, processes = monotonic(), planned.processes
+    problems = [] if runs else [NOTHING_TO_TRY]
     measured: dict[Label, list[Tried]] = {}
     left_out: dict[Label, str] = {}
     with work_folder("best") as work:
         prepared = Prepared(work / "samples")
         for number, members in enumerate(runs, start=1):
             experiment = stage_experiment(planned, record.servers, members, brief, minutes, number)
+            experiment = replace(experiment, processes=processes)
             new, *before = _folders(out / FOLDER, number)
             finished = next((place for place in before if _state(place) == "finished"), None)
             folder = finished or new
@@ -178,12 +181,14 @@ def choose(
                 result = analyse_run(run)
                 out_here, faults = faults_of(run, result, anyway=anyway)
             left_out |= out_here
+            processes = max(processes, result.experiment.processes)
             problems += [_problem(scope, why) for scope, why in faults.items()]
             for server in record.servers:
                 measured.setdefault(server.server, []).extend(_tried_in(result, server, members, out_here, faults))
     servers = tuple(chosen(server, measured.get(server.server, ()), left_out) for server in record.servers)
     seconds = record.seconds + monotonic() - began
-    record = replace(record, servers=with_arms(servers), problems=tuple(problems), done=True, seconds=seconds)
+    told = {"problems": tuple(problems), "seconds": seconds, "processes": processes}
+    record = replace(record, servers=with_arms(servers), done=True, **told)
     write_record(out / BestRecord.FILE, record)
     return record
 
@@ -225,7 +230,7 @@ def _shortened(settings: ExperimentSettings, loads: Sequence[Workload], *, gpu: 
     """On a GPU all loads of an arm together last as long as its proof needs, as on a surface."""
     if not gpu:
         return list(loads)
-    few = settings.model_copy(update={"rounds": ROUNDS})
+    few = settings.model_copy(update={"rounds": CHOOSING_ROUNDS})
     base = base_workload(few, gpu=True, loads=len(loads))
     return [
         load if load.is_open else replace(load, seconds=base.seconds, requests=max(base.requests, settings.requests))
@@ -370,6 +375,7 @@ def final_experiment(planned: Experiment, record: BestRecord) -> Experiment:
         minutes = max(least, round(minutes - record.seconds / 60.0, 1))
     return replace(
         planned, arms=tuple(arms), workloads=tuple(map(of_load, planned.workloads)), minutes=minutes,
+        processes=planned.processes or record.processes,
         handicap_check=planned.handicap_check and any(arm.settings for arm in planned.arms),
         cannot_pad=_cannot_pad(planned, {arm.label: arm.server or arm.label for arm in arms}),
     )  # fmt: skip

@@ -167,7 +167,7 @@ def write_run(directory: Path, plan: Plan | None = None) -> Path:
             tolerance_relative=tolerance.relative,
         )
         for workload in experiment.workloads
-        for label in plan.arms
+        for label in workload.loaded(tuple(plan.arms))
         if workload.has_blocks
     ]  # fmt: skip
     _write(directory / "answers.json", compared)
@@ -186,7 +186,7 @@ def _write_loads(directory: Path, plan: Plan, experiment: Experiment, rng: np.ra
             _write(directory / "cold_starts.json", _cold_starts(plan, workload, rng))
             continue
         for pair in range(workload.rounds):
-            for position, label in enumerate(order_of(list(plan.arms), pair)):
+            for position, label in enumerate(order_of(list(workload.loaded(tuple(plan.arms))), pair)):
                 if plan.cut_after is not None and index >= plan.cut_after:
                     if plan.state == "running":
                         _leave_partial(directory, index, workload, rng)

@@ -14,8 +14,7 @@ from loadgen.records.run import Experiment, RunState
 from loadgen.run.preparation import Prepared
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
-from loadgen.tune.best import choose, final_experiment, read_servers
-from loadgen.tune.settings import ROUNDS
+from loadgen.tune.best import CHOOSING_ROUNDS, choose, final_experiment, read_servers
 from loadgen.verdict.result import Result, analyse
 from tests.integration.loadgen.conftest import descendants
 from tests.truth import tuned_server
@@ -32,7 +31,7 @@ def at_best(out: Path, arms: dict[str, str], **more: object) -> tuple[BestRecord
          "rounds": 8, **more}
     )  # fmt: skip
     planned = plan_experiment(settings).runs[0][1]
-    brief = plan_experiment(settings.model_copy(update={"rounds": ROUNDS})).runs[0][1].workloads
+    brief = plan_experiment(settings.model_copy(update={"rounds": CHOOSING_ROUNDS})).runs[0][1].workloads
 
     def run_stage(experiment: Experiment, folder: Path, prepared: Prepared) -> RunState:
         return run_experiment(experiment, folder, RunProgress(), abserve=ABSERVE, prepared=prepared)

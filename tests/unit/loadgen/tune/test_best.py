@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +11,16 @@ from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.probes.best_analysis import BestRecord, Tried, TriedConfiguration, TriedServer
-from loadgen.records.run import Experiment
-from loadgen.tune.best import chosen, configurations, final_experiment, stages, with_arms
+from loadgen.records.run import Experiment, RunState
+from loadgen.tune.best import (
+    NOTHING_TO_TRY,
+    choose,
+    chosen,
+    configurations,
+    final_experiment,
+    stages,
+    with_arms,
+)
 from loadgen.tune.records import Space, TunableSetting
 from loadgen.tune.search import factor_of
 
@@ -117,6 +126,19 @@ def test_each_load_gets_what_was_chosen_for_it_and_the_one_for_all() -> None:
     assert not final.handicap_check
     assert final.arm_of("b", "single") == "b2"
     assert final.baseline_in("single") == "a"
+
+
+def test_servers_without_such_settings_are_compared_as_asked_for(tmp_path: Path) -> None:
+    def no_stage(*_: object) -> RunState:
+        raise AssertionError
+
+    asked = BestRecord(servers=(server("a"), server("b")))
+    settings = ExperimentSettings.model_validate({"best": True})
+    record = choose(settings, planned(), (), asked, tmp_path, no_stage, gpu=False)
+    assert record.problems == (NOTHING_TO_TRY,)
+    final = final_experiment(planned(), record)
+    assert final.labels == ("a", "b")
+    assert not final.is_at_best
 
 
 def test_arms_with_names_get_names() -> None:
