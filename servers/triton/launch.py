@@ -406,9 +406,8 @@ def assert_applies(settings: TritonSettings, backend: str, engine: EngineSetting
             f"--batch-multiple {settings.batch_multiple} is more than the largest batch, {engine.max_batch_size}; give "
             "a smaller one, or a larger --max-batch-size"
         )
-    for option in ("max_queue_delay_us", "queue_size"):
-        if changed["batching"] and getattr(settings, option):
-            raise OptionError(f"{flag_of(option)} has no effect with --batching none; leave one of them out")
+    if changed["batching"] and settings.queue_size:
+        raise OptionError("--queue-size has no effect with --batching none; leave one of them out")
 
 
 def does_not_pad(backend: str) -> str | None:

@@ -31,22 +31,18 @@ OF_BACKEND: dict[str, Callable[[search.SearchContext, str, str], bool]] = {
     "backend": lambda here, precision, backend: backend == "python" or precision in here.precisions.get(backend, ())
 }
 """Which precisions apply to a backend; behind the python backend the engine may still refuse one."""
-MERGES: dict[str, Callable[[search.SearchContext, str, str], bool]] = {
-    "batching": lambda _here, _value, batching: batching == "dynamic"
-}
-"""What applies where Triton merges requests."""
 OF_ONNXRUNTIME: dict[str, Callable[[search.SearchContext, str, str], bool]] = {
     "backend": lambda _here, _value, backend: backend == "onnxruntime"
 }
 """What applies to Triton's own onnxruntime backend."""
-SEARCHED_QUEUE_DELAY = search.Searched(search.by_device((0, 5000), (0, 100, 500, 2000)), ordered=True, applies=MERGES)
+SEARCHED_QUEUE_DELAY = search.Searched(search.by_device((0, 5000), (0, 100, 500, 2000)), ordered=True)
 SEARCHED_BATCH_MULTIPLE = search.Searched(
     search.by_device((), (1, 16, 32)),
     ordered=True,
     by_load=True,
     applies={
         **OF_ONNXRUNTIME,
-        **MERGES,
+        "batching": lambda _here, _multiple, batching: batching == "dynamic",
         "max_batch_size": lambda _here, multiple, largest: int(multiple) <= int(largest),
     },
 )
@@ -94,7 +90,7 @@ class TritonSettings(EngineOptions, GeneratingOptions):
     http_port: int = Field(8000, ge=1, le=65535, title="Target", description="HTTP port.")
     grpc_port: int = Field(8001, ge=1, le=65535, title="Target", description="gRPC port.")
     metrics_port: int = Field(8002, ge=1, le=65535, title="Target", description="Port of the Prometheus metrics.")
-    max_batch_size: Annotated[int | None, replace(search.MAX_BATCH_SIZE, applies=MERGES)] = Field(
+    max_batch_size: Annotated[int | None, search.MAX_BATCH_SIZE] = Field(
         None, ge=1, title="Batching", description="Largest batch; default: the model's."
     )
     batching: Annotated[

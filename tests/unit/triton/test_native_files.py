@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 import onnxruntime
@@ -13,6 +14,8 @@ import pytest
 from onnx import TensorProto, helper
 from rich.console import Console
 
+from loadgen.tune.records import Space
+from loadgen.tune.space import canonical
 from servers.commands import triton as command
 from servers.engines import settings as engine_settings
 from servers.export.manifest import ExportError
@@ -137,7 +140,6 @@ def test_onnxruntime_can_fill_batches_and_execute_requests_alone(
         ({"backend": "tensorrt", "cudnn_conv_algo_search": 0}, "--cudnn-conv-algo-search is of the onnxruntime"),
         ({"device": "cpu", "cudnn_conv_algo_search": 0}, "no effect on a CPU"),
         ({"batch_multiple": 16, "max_batch_size": 8}, "more than the largest batch, 8"),
-        ({"batching": "none", "max_queue_delay_us": 5}, "--max-queue-delay-us has no effect with --batching none"),
         ({"batching": "none", "queue_size": 5}, "--queue-size has no effect with --batching none"),
     ],
 )
@@ -146,3 +148,16 @@ def test_an_option_of_batches_without_effect_is_refused(
 ) -> None:
     with pytest.raises(OptionError, match=words):
         plan(**{"backend": "onnxruntime", **options})
+
+
+def test_a_search_varies_what_applies_to_a_backend(plan: Callable[..., tuple[str, Path]], tmp_path: Path) -> None:
+    """On a GPU; the fixture makes the machine one."""
+    plan(backend="onnxruntime")
+    chosen = TritonSettings(tritonserver=tmp_path / "opt", model=str(tmp_path / "mine.onnx"), precision="fp32")
+    space = msgspec.json.decode(command._space(chosen, (), Console(stderr=True)), type=Space)
+    (of_onnxruntime, *_), changed = space.settings, {"cudnn-conv-algo-search": "2", "max-batch-size": "64"}
+    assert (of_onnxruntime.name, set(of_onnxruntime.values)) == ("backend", {"onnxruntime", "tensorrt"})
+    assert canonical(space, changed | {"batching": "none", "batch-multiple": "16"}) == changed | {"batching": "none"}
+    assert canonical(space, changed | {"batch-multiple": "16"}) == changed | {"batch-multiple": "16"}
+    plans = {"backend": "tensorrt", "max-batch-size": "64"}
+    assert canonical(space, plans | changed | {"batching": "none"}) == plans
