@@ -32,7 +32,6 @@ from loadgen.cli.output import (
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.documents import one_line
 from loadgen.experiment.language import (
-    SPOKEN,
     check_language,
     choose_protocol,
     token_workloads,
@@ -63,6 +62,7 @@ from loadgen.records.payloads import TOKENS, implied_payload, served_name
 from loadgen.records.run import (
     MODEL_WEIGHTS,
     PLAIN,
+    TARGETS,
     TOKEN_TRANSPORTS,
     ArmRequest,
     Experiment,
@@ -344,7 +344,7 @@ def with_language_models(
         name
         for name in TOKEN_TRANSPORTS
         if all(name in served.bodies for served in found.values())
-        and all(name in SPOKEN.get(arm.target, ()) for arm in arms if arm.embedded)
+        and all(name in TARGETS[arm.target].protocols for arm in arms if arm.embedded)
     ]
     for label, served in found.items():
         given = named[label]

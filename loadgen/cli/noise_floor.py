@@ -16,7 +16,7 @@ from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.experiment.options import effective_settings, given_options, takes_settings
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, ExperimentSettings
-from loadgen.records.run import EMBEDDED
+from loadgen.records.run import TARGETS
 
 if TYPE_CHECKING:
     from loadgen.records.machine import NoiseFloor
@@ -85,7 +85,7 @@ def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
     """The settings with the baseline as both A and B, this command's defaults where nothing was given, and without
     thresholds, which are about other arms."""
     arm = next(iter(settings.arms.values()))
-    launched = arm.target in EMBEDDED
+    launched = arm.target in TARGETS
     defaults: dict[str, object] = {
         "scenarios": SCENARIOS,
         "restarts": RESTARTS if launched else 1,

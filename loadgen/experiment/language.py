@@ -34,6 +34,7 @@ from loadgen.experiment.settings import (
 )
 from loadgen.quantities import significant
 from loadgen.records.run import (
+    TARGETS,
     TEXT_TRANSPORTS,
     TOKEN_TRANSPORTS,
     TRANSPORT_TITLES,
@@ -50,13 +51,6 @@ from loadgen.records.run import (
 )
 from loadgen.stats.percentiles import queries_needed
 
-SPOKEN: Mapping[str, tuple[TokenTransport, ...]] = {
-    "native": ("completions", "generate_stream", "text"),
-    "triton": ("generate_stream",),
-    "fastapi": ("completions", "generate_stream", "text"),
-    "vllm": ("completions", "text"),
-}
-"""The protocols of the servers that abserve starts; servers at URLs are asked (`loadgen.launch.discovery`)."""
 SHORT, LONG = (32, 64), (128, 128)
 """Tokens of a prompt and of its answer on a CPU, and of a single user's on a GPU."""
 CONCURRENT = (256, 256)
@@ -162,11 +156,11 @@ def choose_protocol(
 
 def _spoken_by(arm: ArmRequest) -> tuple[TokenTransport, ...]:
     """The protocols of an arm. Raises `PlanError` for a server that serves no language models."""
-    able = SPOKEN.get(arm.target, () if arm.embedded else TOKEN_TRANSPORTS)
+    able = TARGETS[arm.target].protocols if arm.embedded else TOKEN_TRANSPORTS
     if not able:
-        raise PlanError(
-            f"{option_of(arm.label)} {arm.target} serves no language models; choose from {', '.join(SPOKEN)}, or a URL"
-        )
+        able_targets = ", ".join(name for name, target in TARGETS.items() if target.protocols)
+        place = f"{option_of(arm.label)} {arm.target}"
+        raise PlanError(f"{place} serves no language models; choose from {able_targets}, or a URL")
     if arm.transport is None:
         return able
     if arm.transport not in able:

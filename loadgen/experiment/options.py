@@ -38,6 +38,7 @@ from loadgen.experiment.settings import (
     gather_arms,
 )
 from loadgen.headers import HIDDEN, split_header
+from loadgen.records.run import TARGET_NAMES
 from loadgen.strict_yaml import read_mapping
 
 _LAST_SHOWN = "c"
@@ -48,7 +49,6 @@ _PLACEHOLDERS: dict[object, str] = {int: "N", float: "NUMBER", str: "TEXT"}
 S = TypeVar("S", bound=Settings)
 _MOST_LINES = 20
 """Most errors shown; a file with more usually has a single cause."""
-TARGET_REMEDY = "give native, triton, fastapi, litserve, vllm or the URL of a server"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -311,7 +311,7 @@ def _line(error: ErrorDetails, path: Path | None, flags: Mapping[tuple[str, ...]
     location, kind = tuple(str(part) for part in error["loc"]), error["type"]
     if kind == "missing":  # only an arm's target has no default
         place = f"--{location[1]}" if path is None else f"{path}: {'.'.join(location)}"
-        return f"{place}: {TARGET_REMEDY}"
+        return f"{place}: give {TARGET_NAMES} or the URL of a server"
     if kind == "extra_forbidden":
         arm = location[0] == "arms"
         place = ": ".join([str(path), *([".".join(location[:-1])] if arm else [])])

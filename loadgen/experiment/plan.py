@@ -19,7 +19,7 @@ import msgspec
 from loadgen.experiment.settings import DEFAULT_SCENARIOS, SURFACE_SCENARIOS, ArmSettings, ExperimentSettings
 from loadgen.records.payloads import BACKEND_ENDINGS, IMAGE_PAYLOADS, implied_payload, served_name, takes_images
 from loadgen.records.run import (
-    EMBEDDED,
+    TARGETS,
     TRANSPORTS,
     Access,
     ArmRequest,
@@ -120,7 +120,7 @@ def ignored_settings(settings: ExperimentSettings) -> tuple[str, ...]:
     """Notes about settings without effect that need not be refused: a tritonserver on this machine does not matter to a
     Triton that runs at a URL."""
     targets = [arm.target for arm in settings.arms.values()]
-    if settings.tritonserver is None or "triton" in targets or set(targets) <= set(EMBEDDED):
+    if settings.tritonserver is None or "triton" in targets or set(targets) <= TARGETS.keys():
         return ()
     return (f"--tritonserver {settings.tritonserver} is ignored: no arm is triton, and a server at a URL runs already",)
 
@@ -134,9 +134,9 @@ def _with_shared(shared: Mapping[str, str], options: Mapping[str, str]) -> dict[
 def make_arm(label: Label, arm: ArmSettings) -> ArmRequest:
     """One arm. Raises `PlanError` for an unknown target and for settings without effect on it."""
     target, options = arm.target, {name.strip().lstrip("-"): value for name, value in arm.options.items()}
-    if target not in EMBEDDED:
+    if target not in TARGETS:
         if ":" not in target:
-            place = f"{unknown(option_of(label), target, EMBEDDED, 'server').rstrip('?')}"
+            place = f"{unknown(option_of(label), target, [*TARGETS], 'server').rstrip('?')}"
             raise PlanError(f"{place}, or give a URL such as http://127.0.0.1:8000")
         if options:
             raise PlanError(
@@ -345,7 +345,7 @@ def check_restarts(settings: ExperimentSettings, workloads: Sequence[Workload]) 
             "--until decided stops after any pair, and --restarts needs all of them; give one of the two options"
         )
     for label, arm in settings.arms.items():
-        if arm.target not in EMBEDDED:
+        if arm.target not in TARGETS:
             raise PlanError(
                 f"--restarts {restarts}: abserve did not start {option_of(label)} {arm.target} and cannot restart it; "
                 "leave --restarts out"

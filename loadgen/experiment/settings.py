@@ -32,6 +32,7 @@ from loadgen.headers import read_headers
 from loadgen.records.payloads import DEFAULT_MODEL, Payload, is_language
 from loadgen.records.run import (
     REQUEST_TIMEOUT_S,
+    TARGET_NAMES,
     TOKEN_TRANSPORTS,
     DeploymentKind,
     Kind,
@@ -178,9 +179,7 @@ class Settings(BaseModel):
 class ArmSettings(Settings):
     """One arm; in a file its target is enough. On the command line --a, --a-option, --a-payload and so on."""
 
-    target: str = Field(
-        description="Server of arm {arm}: native, triton, fastapi, litserve, vllm or the URL of a running server."
-    )
+    target: str = Field(description=f"Server of arm {{arm}}: {TARGET_NAMES} or the URL of a running server.")
     options: dict[str, Annotated[str, BeforeValidator(_text_of)]] = Field(
         default={}, description="Set an option of `abserve serve` for arm {arm}; repeatable."
     )

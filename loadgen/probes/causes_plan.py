@@ -20,7 +20,6 @@ from typing import Any
 
 import msgspec
 
-from loadgen.experiment.language import SPOKEN
 from loadgen.experiment.schedule import load_workloads
 from loadgen.metrics.summaries import BlockSummary
 from loadgen.probes.causes_analysis import Ablation, CauseName, Pairs, Untested, difference, mean_pairs
@@ -29,6 +28,7 @@ from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.probes import Variant
 from loadgen.records.run import (
     PLAIN,
+    TARGETS,
     ArmRecord,
     ArmRequest,
     Experiment,
@@ -302,12 +302,12 @@ def _token_causes(experiment: Experiment, records: Mapping[Label, ArmRecord]) ->
 
 
 def _protocol(arm: _TokenArm, _: Sequence[_TokenArm]) -> Ablation | Untested:
-    spoken, transport = SPOKEN.get(arm.request.target, ()), arm.experiment.transport_of(arm.request)
+    transport = arm.experiment.transport_of(arm.request)
     if transport == SHORTEST[0]:
         return arm.without("protocol", "its protocol has the shortest events already")
     if not arm.request.embedded:
         return arm.untested("protocol", f"what else the server at {arm.request.target} speaks is not known")
-    shortest = next((protocol for protocol in SHORTEST if protocol in spoken), transport)
+    shortest = next((protocol for protocol in SHORTEST if protocol in TARGETS[arm.request.target].protocols), transport)
     if shortest == transport:
         return arm.untested("protocol", f"{arm.request.target} speaks {transport} only")
     return _ablation(arm.experiment, arm.request, "protocol", f"{transport} → {shortest}", transport=shortest)

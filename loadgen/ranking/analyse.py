@@ -41,7 +41,7 @@ from loadgen.ranking.records import (
     prices_of,
 )
 from loadgen.records.run import ArmRecord, Environment, Kind, Label, Workload, item_of, shown
-from loadgen.stats.estimates import Estimate
+from loadgen.stats.estimates import Estimate, pareto_front
 from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 from loadgen.verdict.checks.registry import complaints, invalidating
 from loadgen.verdict.result import Result
@@ -329,19 +329,6 @@ def cost_per_million(price_per_hour: float, items_per_second: Estimate) -> Estim
     if items_per_second.value <= 0.0:
         raise ValueError("a cost needs a throughput above 0")
     return items_per_second.inverted(per_million(price_per_hour, 1.0))
-
-
-def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:
-    """The places of the points that no other point beats: none is as low in both values and lower in one."""
-    front: set[int] = set()
-    best = float("inf")
-    at_best: tuple[float, float] | None = None
-    for place in sorted(range(len(points)), key=points.__getitem__):
-        _, second = point = points[place]
-        if second < best or point == at_best:
-            front.add(place)
-            best, at_best = second, point
-    return front
 
 
 def rank(

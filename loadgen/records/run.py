@@ -65,10 +65,30 @@ def is_token_transport(transport: Transport) -> TypeGuard[TokenTransport]:
 
 DeploymentKind = Literal["embedded", "compose"]
 
-EMBEDDED = ("native", "triton", "fastapi", "litserve", "vllm")
-"""Targets that abserve starts itself."""
-PLAIN = ("fastapi", "litserve", "vllm")
-"""Of these, the servers that speak HTTP alone and cannot pad batches."""
+TargetName = Literal["native", "triton", "fastapi", "litserve", "vllm"]
+
+
+class Target(NamedTuple):
+    """A server that abserve starts itself."""
+
+    title: str
+    """Its name in a sentence."""
+    protocols: tuple[TokenTransport, ...]
+    """Of its language models, the preferred one first; a server at a URL is asked (`loadgen.launch.discovery`)."""
+    is_plain: bool
+    """Whether it speaks HTTP alone and cannot pad batches."""
+
+
+TARGETS: Mapping[str, Target] = {
+    "native": Target("native", ("completions", "generate_stream", "text"), is_plain=False),
+    "triton": Target("Triton", ("generate_stream",), is_plain=False),
+    "fastapi": Target("FastAPI", ("completions", "generate_stream", "text"), is_plain=True),
+    "litserve": Target("LitServe", (), is_plain=True),
+    "vllm": Target("vLLM", ("completions", "text"), is_plain=True),
+}
+"""By the name of an arm's target; every other target is the URL of a running server."""
+TARGET_NAMES = ", ".join(TARGETS)
+PLAIN = frozenset(name for name, target in TARGETS.items() if target.is_plain)
 MODEL_WEIGHTS = "the model's default"
 """Recorded as the weights when none were asked for."""
 
@@ -177,7 +197,7 @@ DEFAULT_ACCESS = Access()
 
 
 class ArmRequest(Record, frozen=True, kw_only=True):
-    """One arm as requested. `target` is one of `EMBEDDED` or the URL of a running server."""
+    """One arm as requested. `target` is one of `TARGETS` or the URL of a running server."""
 
     label: Label
     target: str
@@ -206,7 +226,7 @@ class ArmRequest(Record, frozen=True, kw_only=True):
 
     @property
     def embedded(self) -> bool:
-        return self.target in EMBEDDED
+        return self.target in TARGETS
 
     @property
     def own_repository(self) -> bool:

@@ -79,6 +79,9 @@ class MovingLine:
     def _line(self) -> RenderableType:
         raise NotImplementedError
 
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style), soft_wrap=not self._console.is_terminal)  # a log has no width
+
     def _elapsed(self) -> float:
         return monotonic() - self._started
 
@@ -339,10 +342,6 @@ class EngineProgress(MovingLine):
         text = f"{clock(self._elapsed()).strip()}{self._left()}  {self._now}"
         self._spinner.update(text=Text(text, no_wrap=True, overflow="ellipsis"))
         return self._spinner
-
-    def _say(self, text: str, style: str = "") -> None:
-        line = Text(text, style=style)
-        self._console.print(line, soft_wrap=not self._console.is_terminal)  # a log has no width
 
 
 def _rates(visit: Visit, device: str) -> str:

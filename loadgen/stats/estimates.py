@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 import scipy
@@ -52,3 +53,16 @@ def t_estimate(mean: float, error: float, degrees: float, significance: float = 
     """A mean with Student's t interval, from its standard error; of logs, `exp` gives that of the geometric mean."""
     half = critical_t(degrees, significance) * error
     return Estimate(mean, mean - half, mean + half)
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:
+    """The places of the points that no other point beats: none is as low in both values and lower in one."""
+    front: set[int] = set()
+    best = float("inf")
+    at_best: tuple[float, float] | None = None
+    for place in sorted(range(len(points)), key=points.__getitem__):
+        _, second = point = points[place]
+        if second < best or point == at_best:
+            front.add(place)
+            best, at_best = second, point
+    return front

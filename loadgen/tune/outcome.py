@@ -20,7 +20,7 @@ from loadgen.metrics.registry import METRICS, RATES, TPOT, Metric
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
 from loadgen.probes.gpu.analysis import GpuFound
 from loadgen.quantities import Interval, join, number, ratio, ratio_interval, share
-from loadgen.records.run import Kind, Label, item_of
+from loadgen.records.run import TARGETS, Kind, Label, item_of
 from loadgen.stats.estimates import SIGNIFICANCE, Estimate, critical_t, t_estimate
 from loadgen.tune.records import Contender, Space, Tuning
 from loadgen.tune.search import Choice, RaceLead, Search
@@ -28,8 +28,6 @@ from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.headline import Alternatives, fit
 from loadgen.verdict.result import Result
 
-TITLES: Mapping[str, str] = {"triton": "Triton", "fastapi": "FastAPI", "litserve": "LitServe", "vllm": "vLLM"}
-"""How a target is called in a sentence, if not by its name."""
 P99 = METRICS["latency_p99"]
 ENERGY = Metric("joules_per_item", "energy per item", "J", higher_is_better=False, measured_in=lambda _: False)
 """Of the GPU, over all rounds of the final; no metric of a comparison, which has figures of its blocks."""
@@ -89,7 +87,7 @@ class TargetOutcome:
 
     @property
     def title(self) -> str:
-        return TITLES.get(self.space.target, self.space.target)
+        return TARGETS[self.space.target].title
 
     @property
     def best(self) -> Contender | None:

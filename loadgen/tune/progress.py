@@ -71,9 +71,6 @@ class RichRaceProgress(MovingLine, RaceProgress):
         for lead in self._leads:
             self._say(f"       {lead_in_words(lead, self._sizes[lead.target])}")
 
-    def _say(self, text: str, style: str = "") -> None:
-        self._console.print(Text(text, style=style), soft_wrap=not self._console.is_terminal)  # a log has no width
-
 
 def lead_in_words(lead: RaceLead, contenders: int) -> str:
     """ "triton: best so far triton-7, 1.31× (1.22–1.40) of its defaults: max-batch-size=16; 9 of 216 tried, 1 out" """

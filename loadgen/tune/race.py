@@ -55,7 +55,11 @@ LEAST_SHARE_OF_FINAL = 0.5
 """Of its planned time, whatever the stages before it took."""
 LAST = 3
 """Runs by which the next one is planned."""
-TITLES: Mapping[Stage, str] = {"screening": "screening", "finalists": "finalists", "settings": "settings put back"}
+STAGE_TITLES: Mapping[Stage, str] = {
+    "screening": "screening",
+    "finalists": "finalists",
+    "settings": "settings put back",
+}
 
 
 class TuningError(Exception):
@@ -315,7 +319,7 @@ class _Race:
         that count for nothing."""
         names = ", ".join(contender.name for contender in contenders)
         number = len(self.tuning.runs) + 1
-        self.progress.stage_begins(f"run {number}, {TITLES[stage]}: {names}")
+        self.progress.stage_begins(f"run {number}, {STAGE_TITLES[stage]}: {names}")
         self.progress.time_left(self.left_s)
         arms = {ANCHOR: self._arm(Contender(name=ANCHOR, target=self.tuning.spaces[0].target, settings={}))}
         arms |= {contender.name: self._arm(contender) for contender in contenders}

@@ -23,10 +23,9 @@ from loadgen.quantities import (
     number,
     sentence,
 )
-from loadgen.ranking.analyse import pareto_front
 from loadgen.records.run import Label
 from loadgen.report.sections.verdict import conditions_in_brief
-from loadgen.stats.estimates import Estimate
+from loadgen.stats.estimates import Estimate, pareto_front
 from loadgen.stats.ratios import geometric_mean
 from loadgen.tune.outcome import (
     P99,
@@ -39,7 +38,7 @@ from loadgen.tune.outcome import (
     settings_in_words,
     times_in_words,
 )
-from loadgen.tune.race import TITLES
+from loadgen.tune.race import STAGE_TITLES
 from loadgen.tune.records import ANCHOR
 from loadgen.tune.search import factor_of
 from loadgen.tune.settings import TuneSettings
@@ -315,7 +314,7 @@ def _race(outcome: TuningOutcome) -> doc.Chart | None:
             "yaxis": charts.axis("times the anchor", **charts.log_axis(values)),
             "shapes": [charts.upright_line(first - 0.5, "--muted", width=1) for _, first, _ in spans[1:]],
             "annotations": [
-                charts.label_at((first + last) / 2, 0.01, TITLES[stage], "--muted", yanchor="bottom")
+                charts.label_at((first + last) / 2, 0.01, STAGE_TITLES[stage], "--muted", yanchor="bottom")
                 for stage, first, last in spans
             ],
         },

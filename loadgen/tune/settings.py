@@ -30,9 +30,8 @@ from loadgen.experiment.settings import (
     read_limits,
 )
 from loadgen.records.payloads import Payload, is_language
-from loadgen.records.run import Kind, Label, Transport
+from loadgen.records.run import TARGET_NAMES, Kind, Label, TargetName, Transport
 
-Target = Literal["native", "triton", "fastapi", "litserve", "vllm"]
 Goal = Literal["throughput", "latency", "cost", "energy"]
 USERS = 16
 AT_ONCE = 5
@@ -77,7 +76,7 @@ def _shared(name: str, **changes: Any) -> Any:
     return field
 
 
-Targets = Annotated[tuple[Target, ...], BeforeValidator(_targets), Field(min_length=1)]
+Targets = Annotated[tuple[TargetName, ...], BeforeValidator(_targets), Field(min_length=1)]
 LimitsText = Annotated[str, limits_of((*LIMITED,))]
 Chosen = Annotated[dict[str, str], BeforeValidator(_values)]
 
@@ -87,7 +86,7 @@ class TuneSettings(Settings):
 
     arms: Targets = _main(
         ("native", "triton"),
-        description="Servers to tune: native, triton, fastapi, litserve, vllm; the first is named first.",
+        description=f"Servers to tune: {TARGET_NAMES}; the first is named first.",
     )
     model: str = _shared("model", description="Model: SOURCE:NAME (see `abserve models`), a file or a folder.")
     concurrency: int | None = _main(

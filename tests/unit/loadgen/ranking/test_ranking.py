@@ -18,11 +18,10 @@ from loadgen.ranking.analyse import (
     from_matrix,
     join_machines,
     machine_of,
-    pareto_front,
     rank,
 )
 from loadgen.ranking.records import Price, PriceMatch, RankedGroup, RankedOption, matches, prices_of
-from loadgen.stats.estimates import Estimate
+from loadgen.stats.estimates import Estimate, pareto_front
 from tests.synthetic_matrix import cell, configuration, environment, matrix
 
 H200 = environment({"cpu_count": 16}, ["NVIDIA H200"])
