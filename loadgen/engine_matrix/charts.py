@@ -72,13 +72,9 @@ def _line(
     shade = colour(style)
     values = [estimate.value for _, _, estimate in points]
     bounds = [estimate.interval for _, _, estimate in points]
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
+    about: doc.Figure = {
         "name": charts.label_text(name),
         "legendgroup": str(style),
-        "x": [charts.rounded(x) for _, x, _ in points],
-        "y": [charts.rounded(value) for value in values],
         "error_y": charts.errors(values, bounds, color=shade),
         "line": {
             "color": shade,
@@ -92,8 +88,8 @@ def _line(
         },
         "customdata": [EXCLUDED_MARK if cell.excluded else "" for cell, _, _ in points],
         "hovertemplate": f"{hover} %{{customdata}}<extra>{charts.label_text(name)}</extra>",
-        **more,
     }
+    return charts.scatter(((x, estimate.value) for _, x, estimate in points), "lines+markers") | about | more
 
 
 Get = Callable[[CellResult], Estimate | None]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.documents import (
     MOST_RECORD_BYTES,
@@ -33,7 +34,6 @@ from loadgen.ranking.records import (
     RankResult,
     Work,
 )
-from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, axis, label_text, log_axis, rounded
 from loadgen.report.published import Published
 from loadgen.report.renderers.tables import render_csv
 from loadgen.run.storage import StoredRunError
@@ -333,26 +333,20 @@ def _chart(
         ]
         everything += [(x, y) for _, _, x, y in marks]
         on_front += [(x, y) for index, _, x, y in marks if index in cost.front]
-        symbol = MARKERS[place % len(MARKERS)]
-        colour = f"--{doc.ARM_STYLES[place % len(doc.ARM_STYLES)]}"
-        data.append({
-            "type": "scatter", "mode": "markers", "name": label_text(f"{option.name}, {option.machine}"),
-            "x": [rounded(x) for _, _, x, _ in marks], "y": [rounded(y) for *_, y in marks],
-            "text": [label_text(point.name) for _, point, _, _ in marks],
-            "marker": {
-                "size": [12 if index in cost.front else 7 for index, *_ in marks], "color": colour,
-                "symbol": [symbol if index in cost.front else f"{symbol}-open" for index, *_ in marks],
-            },
-            "hovertemplate": f"%{{text}}<br>%{{x:.4g}} {currency} per million<br>%{{y:.4g}} ms",
-        })  # fmt: skip
+        symbol = charts.MARKERS[place % len(charts.MARKERS)]
+        marker: doc.Figure = {
+            "size": [12 if index in cost.front else 7 for index, *_ in marks],
+            "color": f"--{doc.ARM_STYLES[place % len(doc.ARM_STYLES)]}",
+            "symbol": [symbol if index in cost.front else f"{symbol}-open" for index, *_ in marks],
+        }
+        name, texts = f"{option.name}, {option.machine}", [charts.label_text(point.name) for _, point, _, _ in marks]
+        hover = f"%{{text}}<br>%{{x:.4g}} {currency} per million<br>%{{y:.4g}} ms"
+        places = [(x, y) for _, _, x, y in marks]
+        about: doc.Figure = {"name": charts.label_text(name), "text": texts, "marker": marker, "hovertemplate": hover}
+        data.append(charts.scatter(places, "markers", **about))
     if len(everything) < 2:
         return None
-    on_front.sort()
-    data.append({
-        "type": "scatter", "mode": "lines", "name": "Pareto front", "hoverinfo": "skip",
-        "x": [rounded(x) for x, _ in on_front], "y": [rounded(y) for _, y in on_front],
-        "line": {"shape": "hv", "dash": DASHES[1], "width": 1, "color": "--muted"},
-    })  # fmt: skip
+    data.append(charts.front(sorted(on_front), "--muted", "Pareto front", shape="hv", dash=charts.DASHES[1], width=1))
     latency = "latency of a batch, ms" if group.work.source == "engines" else "p99 latency, ms"
     if group.work.item == TOKEN:
         latency = "time from one token to the next, ms"
@@ -365,9 +359,9 @@ def _chart(
         data,
         {
             "height": 420 + 22 * len(priced),
-            "xaxis": axis(f"{currency} per million {what}", **log_axis([x for x, _ in everything])),
-            "yaxis": axis(latency, **log_axis([y for _, y in everything])),
-            "legend": LEGEND_ABOVE,
+            "xaxis": charts.axis(f"{currency} per million {what}", **charts.log_axis([x for x, _ in everything])),
+            "yaxis": charts.axis(latency, **charts.log_axis([y for _, y in everything])),
+            "legend": charts.LEGEND_ABOVE,
         },
     )
 

@@ -79,6 +79,19 @@ def rounded(value: float) -> float:
     return significant(value, 6)
 
 
+def scatter(points: Iterable[tuple[float, float]], mode: str, **more: object) -> doc.Figure:
+    """Points of a chart: "markers", "lines" or both."""
+    places = list(points)
+    across, up = [rounded(x) for x, _ in places], [rounded(y) for _, y in places]
+    return {"type": "scatter", "mode": mode, "x": across, "y": up, **more}
+
+
+def front(points: Iterable[tuple[float, float]], color: str, name: str = "", **line: object) -> doc.Figure:
+    """A line through the best of the points that are drawn, in the legend if it has a name."""
+    named: doc.Figure = {"name": name} if name else {"showlegend": False}
+    return scatter(points, "lines", line={"color": color, **line}, hoverinfo="skip", **named)
+
+
 def line(
     result: Result,
     label: Label,
@@ -91,20 +104,15 @@ def line(
     **more: object,
 ) -> doc.Figure:
     """Points of one arm, joined and marked. `hover` is the text at a point, `name` is added to the arm's name."""
-    places = list(points)
     shade = colour(result, label)
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
+    about: doc.Figure = {
         "name": arm_name(result, label) + name,
         "legendgroup": label + name,
-        "x": [rounded(x) for x, _ in places],
-        "y": [rounded(y) for _, y in places],
         "line": {"color": shade, "width": 1.5, "dash": DASHES[place_of(result, label)], **(style or {})},
         "marker": {"symbol": marker_of(result, label), "size": 8, "color": shade, **(marker or {})},
         "hovertemplate": f"{hover}<extra>{label_text(shown(label))}</extra>",
-        **more,
     }
+    return scatter(points, "lines+markers") | about | more
 
 
 def tall(result: Result, height: int) -> int:

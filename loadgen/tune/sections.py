@@ -246,33 +246,16 @@ def _marks(target: TargetOutcome, points: Sequence[tuple[Label, float, float]], 
     symbols = {target.default.name: f"{shape}-open", best: BEST_MARK}
     sizes = {target.default.name: 10, best: LARGE}
     words = {contender.name: settings_in_words(contender) for contender in target.contenders}
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": charts.label_text(target.title),
-        "x": [charts.rounded(x) for _, x, _ in points],
-        "y": [charts.rounded(y) for _, _, y in points],
-        "marker": {
-            "symbol": [symbols.get(name, shape) for name in names],
-            "size": [sizes.get(name, SMALL) for name in names],
-            "color": f"--{_style(target)}",
-            "line": {"width": 1.5},
-        },
-        "customdata": [charts.label_text(f"{name}: {words[name]}") for name in names],
-        **more,
+    marker: doc.Figure = {
+        "symbol": [symbols.get(name, shape) for name in names],
+        "size": [sizes.get(name, SMALL) for name in names],
+        "color": f"--{_style(target)}",
+        "line": {"width": 1.5},
     }
-
-
-def _line(target: TargetOutcome, points: Sequence[tuple[float, float]], **line: object) -> doc.Figure:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "showlegend": False,
-        "x": [charts.rounded(x) for x, _ in points],
-        "y": [charts.rounded(y) for _, y in points],
-        "line": {"color": f"--{_style(target)}", **line},
-        "hoverinfo": "skip",
-    }
+    texts = [charts.label_text(f"{name}: {words[name]}") for name in names]
+    places = [(x, y) for _, x, y in points]
+    title = charts.label_text(target.title)
+    return charts.scatter(places, "markers", name=title, marker=marker, customdata=texts, **more)
 
 
 def _race(outcome: TuningOutcome) -> doc.Chart | None:
@@ -297,7 +280,7 @@ def _race(outcome: TuningOutcome) -> doc.Chart | None:
         ]
         best = accumulate((centre for _, centre in screened), max)
         steps = list(zip((place for place, _ in screened), best, strict=True))
-        data.append(_line(target, steps, width=1.5, shape="hv", dash="dot"))
+        data.append(charts.front(steps, f"--{_style(target)}", width=1.5, shape="hv", dash="dot"))
     stages = [stage for stage, _ in scores]
     spans = [(s, stages.index(s) + 1, len(stages) - stages[::-1].index(s)) for s in dict.fromkeys(stages)]
     return doc.Chart(
@@ -334,8 +317,8 @@ def _trade_off(outcome: TuningOutcome) -> doc.Chart | None:
         hover = "p99 %{x:.3~g} ms, %{y:,.4~g}<br>%{customdata}<extra></extra>"
         data.append(_marks(target, points, hovertemplate=hover))
         places = pareto_front([(x, sign * y) for _, x, y in points])
-        front = sorted(points[place][1:] for place in places)
-        data.append(_line(target, front, width=2, dash=charts.DASHES[target.place]))
+        best = sorted(points[place][1:] for place in places)
+        data.append(charts.front(best, f"--{_style(target)}", width=2, dash=charts.DASHES[target.place]))
     latencies = [x for _, x, _ in everything] + ([] if limit_ms is None else [limit_ms])
     return doc.Chart(
         "trade-off",
