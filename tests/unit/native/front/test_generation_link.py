@@ -89,6 +89,28 @@ def test_an_answer_that_cannot_be_sent_fails_and_the_others_go_on(broken: str, s
     assert sent[2:] == ([Cancel(first.number)] if broken == "tokens" else [])
 
 
+def test_a_message_of_the_engine_that_cannot_be_used_fails_only_its_own_answer() -> None:
+    async def run() -> list[Message | UnusableMessage]:
+        front_end, engine = socket.socketpair()
+        engine.setblocking(False)
+        link = GenerationLink(0, lambda _: None, lambda: None)
+        await link.open(front_end)
+        sinks = [Sink(), Sink()]
+        first, second = (link.submit(sink, TokenRequest([5], 9, True, True), 0) for sink in sinks)
+        unusable = encode([Generated([first], [1])]).replace(b"\x91\x00\x91\x01", b"\x91\x00\x91\xc0")  # no token
+        engine.send(unusable + encode([Generated([], [], [], [Finished(second, [3], "length")])]))
+        async with asyncio.timeout(20):
+            assert [await sink.end for sink in sinks] == [INTERNAL_ERROR, "length"]
+            unread, sent = bytearray(), list[Message | UnusableMessage]()
+            while len(sent) < 3:
+                sent += read_frames(unread, await asyncio.get_running_loop().sock_recv(engine, 4096))
+        engine.close()
+        await asyncio.sleep(0)
+        return sent
+
+    assert asyncio.run(run())[2:] == [Cancel(0)]
+
+
 class TwoSlots:
     """A generating engine without a model: an answer has the tokens that its prompt has."""
 
