@@ -198,7 +198,7 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
         load = msgspec.structs.replace(base, scenario=scenario, prompt_tokens=prompt, output_tokens=output, **more)
         if load.is_open or not load.has_blocks:
             return load
-        # Each arm takes the time that its answers need: as long for all, the slowest would decide how long all take.
+        # A number of answers ends a block, and no time does: one time for all arms would be that of the slowest.
         # Of the `SPAN` answers of each user the first comes while the load builds up.
         return msgspec.structs.replace(load, requests=max(load.requests, math.ceil(SPAN * load.concurrency)))
 

@@ -67,8 +67,8 @@ def closed_loop(
     rate_per_s: float | None = None,
     of: Workload | None = None,
 ) -> Workload:
-    """A load that is not one of the experiment's workloads, of the same requests as the workload `of`. `rate_per_s`
-    does not limit it."""
+    """A load that is not one of the experiment's workloads, of the same requests as the workload `of`. `rate_per_s` is
+    the rate of the open loop that it stands for; its users do not wait for it."""
     load = Workload(
         scenario="concurrent", batch_size=batch_size, concurrency=concurrency, requests=requests, seconds=seconds,
         max_seconds=max_seconds, rounds=1, sequence_length=length, rate_per_s=rate_per_s,

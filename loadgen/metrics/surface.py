@@ -10,9 +10,9 @@ have a false winner in at most 5 % of runs (`tests/truth/test_surface.py` shows 
 
 **A crossing** lies along the users between two points that unlike arms win. The log ratio of these arms is taken as
 linear in the log of the users from each point to the next, and the crossing is where it is 0. The interval goes from
-where the upper ends of the points' intervals reach 0 to where the lower ends do. Its error at a place between two
-points is the weighted mean of theirs, which is at least that of the weighted mean of two independent estimates; so it
-holds the true crossing in at least 95 % of runs, as each point's interval does its ratio.
+where the upper ends of the points' intervals reach 0 to where the lower ends do. Between two points, the width of the
+interval is the weighted mean of their widths. Two independent estimates would give a narrower one, so the interval
+contains the true crossing in at least 95 % of runs.
 """
 
 from __future__ import annotations

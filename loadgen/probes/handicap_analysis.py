@@ -75,7 +75,7 @@ SIGNIFICANCE = 0.005
 SHOWN_SHARE = 0.5
 """A single setting explains the loss if it causes at least this share of it, on the log scale."""
 LARGEST_HIDDEN = 1.25
-"""Without a decision the check passes only if the interval excludes a larger loss than this."""
+"""While it is not decided whether an arm is slower, the check passes if the interval excludes a loss above this."""
 
 
 class PlainRatio(Record, frozen=True, kw_only=True):

@@ -14,12 +14,12 @@ arms' intervals are combined by the method of variance estimates recovery (Donne
 A drifting machine would smear both pools alike, so every sample is first divided by its round's speed: the geometric
 mean of both arms' medians in that round.
 
-The rest of a round's speed is one number per round. If an arm's latency varies less than that within a round, its pool
-is worth only as many samples as there are rounds. If that is fewer than the percentile needs, each sample is divided by
-the median of its own arm and round instead, if that is worth more. The percentiles of these pools are the arms' shapes,
-and the ratio is that of the rounds' medians (Student's t) times that of the shapes. The three intervals are combined as
-above, and the range of the rounds' ratios is added in full, since the percentile of all rounds together may lie
-anywhere in it.
+An arm may still be faster or slower in a round than both arms together are. If that varies more than the arm's latency
+within a round, its pool is worth only as many samples as there are rounds. If that is fewer than the percentile needs,
+each sample is divided by the median of its own arm and round instead, if that is worth more. The percentiles of these
+pools are the arms' shapes, and the ratio is that of the rounds' medians (Student's t) times that of the shapes. The
+three intervals are combined as above, and the range of the rounds' ratios is added in full, since the percentile of all
+rounds together may lie anywhere in it.
 """
 
 from __future__ import annotations

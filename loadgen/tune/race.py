@@ -390,7 +390,7 @@ class _Race:
         return choice.winner or choice.nearest or self._named(f"{choice.target}-0")
 
     def _groups(self, contenders: Sequence[Contender], beside: int = 0) -> list[list[Contender]]:
-        """The contenders in runs of equal size, each of which has `beside` more."""
+        """The contenders in runs of equal size; a run also has `beside` others, such as the anchor."""
         count = math.ceil(len(contenders) / max(1, self.at_once - beside))
         return [list(contenders[place::count]) for place in range(count)]
 

@@ -49,7 +49,7 @@ NOT_KNOWN = 1e6
 """The upper end of a limit's interval where the answers are too few for one."""
 LEAST_FOR_P99 = 100
 SIGNIFICANCE = 0.05
-TOO_SLOW = "It is so much slower than the anchor that its blocks show no figure."
+TOO_SLOW = "It is too slow: no block as long as the anchor needs has enough of its requests."
 _MOST_WORDS = 600
 """Characters of why a contender is out: a check may name several."""
 _TOLERATED = ("unfair configuration", "overloaded load generator")

@@ -309,7 +309,7 @@ def costs(result: Result) -> doc.Section | None:
     )
     caption = "At full load: in the scenario with the most output tokens/s."
     if any(workload.limits and workload.is_open for workload in workloads.values()):
-        caption += " Good: only tokens of answers within the limits count, in the open loop with most of them."
+        caption += " Good: tokens of answers within the limits only, at the rate that brings the most of them."
     if any(row[6] for row in rows):
         caption += " Goodput: at the highest rate within the limits, with all its tokens."
     if price is not None:

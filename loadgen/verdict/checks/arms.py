@@ -61,8 +61,8 @@ def _compare(facts: Facts, key: str, noun: str) -> list[Judgement]:
     """Compare every arm with the baseline, or with the first arm that reports the setting.
 
     One outcome for unrequested differences, one for accepted ones, one for arms that do not report the setting; a
-    single one if all values are equal. A difference invalidates unless it was requested, when the run compares
-    settings, or nobody but the servers' owner can remove it; the report then says so.
+    single one if all values are equal. A difference invalidates, with two exceptions that warn: it was requested, so
+    the run compares settings; or abserve does not configure the servers, and only their owner can remove it.
     """
     experiment, arms = facts.run.experiment, {arm.label: arm for arm in facts.run.arms}
     have = {label: _reported(arms.get(label), key) for label in experiment.labels}
@@ -262,7 +262,7 @@ def _work(body: Mapping[str, object]) -> dict[str, object]:
     "every arm can pad batches",
     "Not every arm can pad batches",
     "informs",
-    "Let the arms that can pad do so by an option of their own, or leave the arm that cannot out.",
+    "Turn padding on for each arm that can pad (--a-option pad-to=…), or leave out the arm that cannot.",
     caveat=("failed",),
 )
 def padding_held_back(facts: Facts) -> Iterator[Judgement]:
@@ -667,7 +667,7 @@ def _number(value: object) -> float | None:
 
 
 @check(
-    "no arm is slower than the same server with its own defaults",
+    "no arm is slower than its own server with that server's defaults",
     "An arm's own settings make it slow",
     "invalidates",
     "Remove these settings from the arm, or give --no-handicap-check to compare the arms as they are configured.",
