@@ -28,6 +28,7 @@ from loadgen.cli.output import (
     default_out,
     fail,
     publish,
+    resumed,
 )
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.documents import one_line
@@ -186,21 +187,21 @@ def _resumed(folder: Path, more: object) -> ExperimentSettings:
     """The settings of an interrupted comparison with --best. Raises `PlanError`."""
     from loadgen.experiment.options import checked_settings
     from loadgen.probes.best_analysis import BestRecord
-    from loadgen.run.storage import StoredRunError, is_running, read_one
+    from loadgen.records.run import Environment
+    from loadgen.run.storage import StoredRunError, read_one
+    from loadgen.tune.best import FOLDER
 
     if more:
         raise PlanError(f"--resume {folder}: its settings are stored; leave everything else out but --anyway")
-    try:
-        record = read_one(folder, BestRecord)
-        state = read_one(folder, RunState)
-    except StoredRunError as exc:
-        raise PlanError(f"--resume {folder}: {exc}") from exc
-    if record is None:
-        raise PlanError(f"--resume {folder}: it holds no comparison with --best; {BestRecord.FILE} is missing")
-    if is_running(folder):
-        raise PlanError(f"--resume {folder}: a process still runs it")
-    if state is not None and state.state == "finished":
-        raise PlanError(f"--resume {folder}: it is finished; start another one without --resume")
+
+    def read(folder: Path) -> tuple[BestRecord, str | None, list[Environment | None]]:
+        record, state = read_one(folder, BestRecord), read_one(folder, RunState)
+        if record is None:
+            raise StoredRunError(f"it holds no comparison with --best; {BestRecord.FILE} is missing")
+        runs = sorted(path.parent for path in folder.glob(f"{FOLDER}/*/{Environment.FILE}"))
+        return record, None if state is None else state.state, [read_one(run, Environment) for run in runs]
+
+    record = resumed(folder, read)
     return checked_settings(ExperimentSettings, dict(record.settings), folder / BestRecord.FILE, {})
 
 

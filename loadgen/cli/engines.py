@@ -20,7 +20,7 @@ from loadgen.cli.output import (
     default_out,
     fail,
     publish,
-    same_machine,
+    resumed,
     same_settings,
     write_json,
 )
@@ -144,15 +144,14 @@ def _stored(
 ) -> tuple[MatrixStore, MatrixPlan, Environment]:
     """The matrix in the folder, if it is the one asked for and this is its machine. Raises `PlanError`."""
     from loadgen.engine_matrix.store import MatrixStore, read_plan
-    from loadgen.run.storage import StoredRunError
 
-    try:
-        plan, before = read_plan(folder)
-    except StoredRunError as exc:
-        raise PlanError(f"--resume {folder}: {exc}") from exc
+    def read(folder: Path) -> tuple[tuple[MatrixPlan, Environment], None, list[Environment | None]]:
+        plan, environment = read_plan(folder)
+        return (plan, environment), None, [environment]  # also a finished one, whose failures are repeated
+
+    plan, before = resumed(folder, read)
     if file is not None or options:
         same_settings(folder, plan.settings, _settings(file, options).content())
-    same_machine(folder, before, str(plan.settings.get("device", "auto")))
     return MatrixStore(folder), plan, before
 
 

@@ -6,12 +6,12 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import typer
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from loadgen.report.published import Published
 
 EXIT_USAGE = 2
+T = TypeVar("T")
 REPORT = "abserve report"
 """The command that repeats an analysis."""
 
@@ -103,9 +104,28 @@ def same_settings(folder: Path, before: Mapping[str, object], now: Mapping[str, 
         raise PlanError(f"--resume {folder}: it was begun with {differs}; leave the options out, or use --out")
 
 
-def same_machine(folder: Path, before: Environment, device: str = "auto") -> None:
-    """Raises `PlanError` if what goes on in `folder` was begun on another machine or with other versions. The GPUs
-    count where they were known at the beginning."""
+def resumed(folder: Path, read: Callable[[Path], tuple[T, str | None, Sequence[Environment | None]]]) -> T:
+    """What an interrupted command stored in `folder`: `read` returns it, its state, and the machine of each of its
+    runs. Raises `PlanError` unless it can go on here."""
+    from loadgen.experiment.plan import PlanError
+    from loadgen.run.storage import StoredRunError, is_running
+
+    try:
+        stored, state, machines = read(folder)
+    except StoredRunError as exc:
+        raise PlanError(f"--resume {folder}: {exc}") from exc
+    if is_running(folder):
+        raise PlanError(f"--resume {folder}: a process still runs it")
+    if state == "finished":
+        raise PlanError(f"--resume {folder}: it is finished; start another one without --resume")
+    known = [machine for machine in machines if machine is not None]
+    if known:  # a run whose servers did not tell their GPUs knows less than another one
+        _same_machine(folder, next((m for m in known if m.gpu.get("status") != "unknown"), known[0]))
+    return stored
+
+
+def _same_machine(folder: Path, before: Environment) -> None:
+    """Raises `PlanError` for another machine or other versions. The GPUs count where they were known."""
     from loadgen.child_process import ENGINE_WORKER
     from loadgen.engine_matrix.plan import difference
     from loadgen.engine_matrix.worker_process import read_offers
@@ -113,7 +133,7 @@ def same_machine(folder: Path, before: Environment, device: str = "auto") -> Non
     from loadgen.run.machine import fingerprint, read_environment
 
     is_known = before.gpu.get("status") != "unknown"
-    now = read_environment(read_offers(device, ENGINE_WORKER).gpu if is_known else {}, {})
+    now = read_environment(read_offers("auto", ENGINE_WORKER).gpu if is_known else {}, {})
     machines = []
     for environment in (before, now):
         listed = environment.gpu.get("devices")

@@ -22,7 +22,7 @@ from loadgen.cli.compare import (
     plan_experiment,
     run_and_report,
 )
-from loadgen.cli.output import CHECKING, announce, complain, default_out, fail, publish, same_machine, same_settings
+from loadgen.cli.output import CHECKING, announce, complain, default_out, fail, publish, resumed, same_settings
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.experiment.options import (
     SettingOption,
@@ -36,7 +36,7 @@ from loadgen.experiment.plan import PlanError, expects_gpu, make_arms
 from loadgen.experiment.settings import MAIN, ArmSettings, ExperimentSettings
 from loadgen.quantities import counted
 from loadgen.records.run import Environment, Experiment, Label, RunState
-from loadgen.run.storage import StorageError, StoredRunError, is_running, read_one
+from loadgen.run.storage import StorageError, read_one
 from loadgen.tune.files import read_tuning
 from loadgen.tune.race import Measuring, forecast
 from loadgen.tune.race import tune as run_tuning
@@ -115,19 +115,13 @@ def _settings(file: Path | None, chosen: dict[SettingOption, object]) -> TuneSet
 
 def _stored(folder: Path, file: Path | None, chosen: dict[SettingOption, object]) -> tuple[TuneSettings, Tuning]:
     """The settings and the tuning in a folder, if it can go on and is the one asked for. Raises `PlanError`."""
-    try:
+
+    def read(folder: Path) -> tuple[Tuning, str, list[Environment | None]]:
         tuning = read_tuning(folder)
-        stored = [read_one(folder / run.folder, Environment) for run in tuning.runs]
-    except StoredRunError as exc:
-        raise PlanError(f"--resume {folder}: {exc}") from exc
-    if is_running(folder):
-        raise PlanError(f"--resume {folder}: a process still runs it")
-    if tuning.state == "finished":
-        raise PlanError(f"--resume {folder}: it is finished; start another one without --resume")
+        return tuning, tuning.state, [read_one(folder / run.folder, Environment) for run in tuning.runs]
+
+    tuning = resumed(folder, read)
     asked = checked_settings(TuneSettings, dict(tuning.settings), folder / Tuning.FILE, {})
-    known = [environment for environment in stored if environment is not None]
-    if (before := next((e for e in known if e.gpu.get("status") != "unknown"), next(iter(known), None))) is not None:
-        same_machine(folder, before)
     if file is None and not chosen:
         return asked, tuning
     content = dict(tuning.settings) if file is None else read_file(file, _FILE, _EXAMPLE)

@@ -6,13 +6,17 @@ import math
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from loadgen.cli.compare import plan_experiment
+from loadgen.cli.compare import _resumed, plan_experiment
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.probes.best_analysis import BestRecord, Tried, TriedConfiguration, TriedServer
-from loadgen.records.run import Experiment, RunState
+from loadgen.records.run import Environment, Experiment, RunState
+from loadgen.run.machine import read_environment
+from loadgen.run.storage import write_record
 from loadgen.tune.best import (
+    FOLDER,
     NOTHING_TO_TRY,
     choose,
     chosen,
@@ -160,3 +164,16 @@ def test_what_short_rounds_cannot_choose_for_is_refused(more: dict[str, object])
 def test_cold_starts_of_the_default_are_left_out() -> None:
     asked = ExperimentSettings.model_validate({"best": True})
     assert "cold-start" not in {load.scenario for load in plan_experiment(asked).runs[0][1].workloads}
+
+
+def test_it_goes_on_where_it_was_begun_alone(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"holds no comparison with --best; best\.json is missing"):
+        _resumed(tmp_path, None)
+    write_record(tmp_path / BestRecord.FILE, BestRecord(servers=(), settings=ExperimentSettings().content()))
+    assert _resumed(tmp_path, None) == ExperimentSettings()
+    here = read_environment({"status": "unknown"}, {})
+    (tmp_path / FOLDER / "1").mkdir(parents=True)
+    other = replace(here, host={**here.host, "cpu_model": "another CPU"})
+    write_record(tmp_path / FOLDER / "1" / Environment.FILE, other)
+    with pytest.raises(PlanError, match=r"another machine or with other versions \(cpu_model another CPU instead of"):
+        _resumed(tmp_path, None)
