@@ -67,6 +67,8 @@ def _serve(
 def _chosen(kind: str, requested: PlainSettings) -> tuple[ModelSpecification | LanguageModel, dict[str, Any]]:
     """The model, and the settings that `auto` leaves to it and to the machine. Raises for what is wrong."""
     if not is_language_model(requested.model):
+        if kind != "fastapi" and requested.workers > 1:
+            raise OptionError(f"--workers is for FastAPI; abserve serve {kind} has one process for the model")
         specification = requested.specification()
         largest = specification.max_batch_size
         engine = EngineSettings("torch", requested.precision, "eager", requested.device, requested.threads, largest)
@@ -78,7 +80,7 @@ def _chosen(kind: str, requested: PlainSettings) -> tuple[ModelSpecification | L
         }
     if kind != "fastapi":
         raise OptionError(f"abserve serve {kind} serves no language models; use fastapi, native, triton or vllm")
-    for option in ("max_batch_size", "payloads", "max_queue_delay_us"):
+    for option in ("max_batch_size", "payloads", "max_queue_delay_us", "workers"):
         if getattr(requested, option) != PlainSettings.model_fields[option].default:
             raise OptionError(
                 f"{flag_of(option)} has no effect on a language model: generate() serves one request each"
@@ -121,6 +123,8 @@ def _space(kind: str, requested: PlainSettings, given: Collection[str]) -> bytes
     """What can be tuned, as `--print-space` prints it. Raises for what is wrong; ports do not matter."""
     cores = usable_cores()
     model, chosen = _chosen(kind, requested)
+    if kind != "fastapi" or isinstance(model, LanguageModel):
+        given = {*given, "workers"}  # it has one
     if isinstance(model, LanguageModel):
         here = language_context(GenerationSettings(device=chosen["device"], precision=chosen["precision"]), cores)
     else:

@@ -7,8 +7,11 @@ Inference-Header-Content-Length is the length of the JSON. The response has the 
 import asyncio
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,8 @@ from servers.plain.report import DTYPES, check_input, check_values, documents, m
 from servers.plain.settings import PlainSettings, of_process
 from servers.protocol.tensors import Array
 
+WARM = "ABSERVE_FASTAPI_WARM"
+"""The variable with the folder in which each process whose model is warm leaves a file."""
 LENGTH = "Inference-Header-Content-Length"
 
 
@@ -122,27 +127,46 @@ def encode(spec: ModelSpecification, outputs: list[Array], header: dict[str, Any
     return Response(b"".join([text, *(array.tobytes() for array in outputs)]), headers={LENGTH: str(len(text))})
 
 
-def add_routes(app: FastAPI, name: str, settings: PlainSettings, runtime: Callable[[], Runtime]) -> None:
-    """Every route but inference, and errors as JSON. The server listens only when the model is warm, so it is ready."""
+def add_routes(
+    app: FastAPI, name: str, settings: PlainSettings, runtime: Callable[[], Runtime],
+    ready: Callable[[], bool] = lambda: True,
+) -> None:  # fmt: skip
+    """Every route but inference, and errors as JSON. A process listens only when its model is warm; `ready`: and so are
+    the others."""
     for health in ("/v2/health/live", "/v2/health/ready", f"/v2/models/{settings.specification().name}/ready"):
-        app.add_api_route(health, lambda: Response())
+        app.add_api_route(health, lambda: Response(status_code=200 if ready() else 503))
     for path, document in documents(name, settings, runtime).items():
         app.add_api_route(path, document)
     app.add_exception_handler(HTTPException, lambda _, e: JSONResponse({"error": str(e.detail)}, e.status_code))
 
 
-def main() -> None:
+def make_app() -> FastAPI:
+    """The application of this process, whose model is warm."""
     model = PlainModel(settings := of_process())
     runtime = read_runtime(settings, model.module, model.infer)
     batcher, app = PlainBatcher(model, settings.max_queue_delay_us), FastAPI()
-    add_routes(app, "fastapi", settings, lambda: runtime)
+    warm = Path(os.environ[WARM])
+    (warm / str(os.getpid())).touch()
+    add_routes(app, "fastapi", settings, lambda: runtime, lambda: len(list(warm.iterdir())) >= settings.workers)
 
     @app.post(f"/v2/models/{model.spec.name}/infer")
     async def infer(request: Request) -> Response:
         arrays, header = decode(model.spec, await request.body(), request.headers.get(LENGTH))
         return encode(model.spec, await batcher.infer(arrays), header)
 
-    uvicorn.run(app, host=settings.host, port=settings.http_port, log_level="warning")
+    return app
+
+
+def main() -> None:
+    """One process, or several that accept connections of the same port."""
+    settings = of_process()
+    with TemporaryDirectory(prefix="abserve-fastapi-") as warm:
+        os.environ[WARM] = warm
+        app = make_app() if settings.workers == 1 else "servers.plain.fastapi_server:make_app"
+        uvicorn.run(
+            app, host=settings.host, port=settings.http_port, log_level="warning", factory=settings.workers > 1,
+            workers=settings.workers, timeout_worker_healthcheck=60,  # a process answers nothing while it loads torch
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

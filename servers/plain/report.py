@@ -129,7 +129,7 @@ def config_document(settings: PlainSettings, runtime: Runtime) -> dict[str, obje
         "input": [_tensor(tensor) for tensor in spec.inputs],
         "output": [_tensor(tensor) for tensor in spec.outputs],
         "dynamic_batching": {"max_queue_delay_microseconds": settings.max_queue_delay_us},
-        "instance_group": [{"name": f"{spec.name}_0", "kind": kind, "count": 1}],
+        "instance_group": [{"name": f"{spec.name}_0", "kind": kind, "count": settings.workers}],
         "parameters": {name: {"string_value": str(value)} for name, value in parameters.items()},
         "model_warmup": [{"name": f"{count} rows", "batch_size": count} for count in rows],
     }

@@ -16,6 +16,12 @@ from servers.options.command_line import OptionTraits, Tuning, from_argument, se
 from servers.options.defaults import ALL
 
 SEARCHED_QUEUE_DELAY = search.Searched(search.by_device((0, 1000, 5000, 20_000), (0, 200, 1000, 5000)), ordered=True)
+SEARCHED_WORKERS = search.Searched(
+    lambda here: [count for count in (1, 2, 4) if here.device == "cuda" and count <= here.cores // 2],
+    ordered=True,
+    by_load=True,
+)
+"""On a CPU they take cores from each other's torch."""
 
 
 class PlainSettings(GenerationOptions):
@@ -39,6 +45,13 @@ class PlainSettings(GenerationOptions):
     )
     max_batch_size: Annotated[int | None, search.MAX_BATCH_SIZE] = Field(
         None, ge=1, le=4096, title="Batching", description="Largest batch; default: the model's."
+    )
+    workers: Annotated[int, OptionTraits(tunes=True), SEARCHED_WORKERS] = Field(
+        1,
+        ge=1,
+        le=64,
+        title="Access and process",
+        description="Processes of FastAPI with a model of tensors, each with the model and its own batches.",
     )
     slots: Annotated[int, OptionTraits(hidden=True)] = Field(
         0, ge=0, title="Language models", description="Without effect: generate() runs every request at once."

@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,6 +98,14 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     plan = json.loads(done.stdout)
     assert plan["grpc_address"] is None
     assert plan["cannot_pad"].endswith("server does not pad")
+    with running(plan, folder) as (found, children):
+        assert any("spawn_main" in " ".join(one.cmdline()) for one in children) == (request.param == "litserve")
+        yield found
+
+
+@contextmanager
+def running(plan: dict[str, Any], folder: Path) -> Iterator[tuple[Plain, list[psutil.Process]]]:
+    """A ready server with its other processes, none of which is left."""
     process = subprocess.Popen(plan["argv"], cwd=folder)
     found = Plain(plan["http_url"], plan["model"], plan["title"], process)
 
@@ -109,14 +118,32 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     wait_until(ready, "ready", 90)
     children = psutil.Process(process.pid).children(recursive=True)
-    assert any("spawn_main" in " ".join(one.cmdline()) for one in children) == (request.param == "litserve")
-    yield found
+    yield found, children
     process.terminate()
     _, alive = psutil.wait_procs([psutil.Process(process.pid), *children], timeout=30)
     for one in alive:
         one.kill()
     process.wait()
     assert not alive, "SIGTERM ends the workers, too"
+
+
+def test_fastapi_is_ready_when_all_its_workers_are(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    options = ("--model", "mine.py:rows", "--device", "cpu", "--threads", "1", "--workers", "2")
+    plan = json.loads(launch("fastapi", tmp_path, *options).stdout)
+    with running(plan, tmp_path) as (found, children):
+        assert sum("spawn_main" in " ".join(one.cmdline()) for one in children) == 2
+        assert found.document(f"/v2/models/{found.model}/config")["instance_group"][0]["count"] == 2
+        x = np.arange(6, dtype=np.float32).reshape(1, 6)
+        assert np.array_equal(found.infer(x)[0], 2.0 * x)
+
+
+@LIBRARY
+def test_litserve_has_one_worker(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    done = launch("litserve", tmp_path, "--model", "mine.py:rows", "--workers", "2")
+    assert done.returncode != 0
+    assert "--workers is for FastAPI" in done.stderr
 
 
 def body_of(tensor: dict[str, Any], data: bytes) -> tuple[bytes, str]:
