@@ -30,7 +30,7 @@ class CompareOptions(TypedDict, total=False):
     """None is an option that is not given. Arms C to H have the options of B."""
 
 '''
-LEFT_OUT = {"file", "print_experiment", "help_all"}
+LEFT_OUT = {"file", "print_experiment", "dry_run", "help_all"}
 """`file` is the first argument; the others run nothing."""
 
 

@@ -268,8 +268,6 @@ class CompareOptions(TypedDict, total=False):
     """Also write the comparisons as CSV, and the blocks to FILE-blocks.csv."""
     mlflow: str | PathLike[str] | None
     """Also export to MLflow: the address of a server, a folder or sqlite:///FILE."""
-    dry_run: bool | None
-    """With --best: print what would be tried, and measure nothing."""
     resume: str | PathLike[str] | None
     """Go on with an interrupted comparison with --best: what is chosen stays, the rest is measured."""
     verbose: bool | None
