@@ -293,6 +293,8 @@ def causes_note(result: Result) -> str:
             return "This run has no load of a fixed size, which is what an ablation explains."
         return "No request was measured under load, so there is nothing to explain."
     why = "the run ended before its ablations" if result.experiment.explain else "no ablation was run; add `--explain`"
+    if result.experiment.is_at_best:
+        why = "no ablation was run; compare a load with the settings chosen for it and `--explain`"
     if result.experiment.kind is Kind.TOKENS and not any(scenario.reasons for scenario in result.verdict.scenarios):
         return f"Where the time of a token goes is not known: {why}."
     if result.experiment.kind is Kind.TOKENS:

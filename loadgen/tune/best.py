@@ -159,7 +159,7 @@ def choose(
     `StorageError`, `StoredRunError`."""
     runs = stages(record.servers, most_at_once(planned, gpu=gpu))
     minutes = None if planned.minutes is None or not runs else CHOOSING_SHARE * planned.minutes / len(runs)
-    brief = _shortened(settings, brief, gpu=gpu and planned.kind is Kind.TENSORS)
+    brief = shortened(settings, brief, gpu=gpu and planned.kind is Kind.TENSORS)
     (out / FOLDER).mkdir(parents=True, exist_ok=True)
     write_record(out / BestRecord.FILE, record)
     began, processes = monotonic(), planned.processes
@@ -226,7 +226,7 @@ def _problem(scope: str, why: str) -> str:
     return f"The rounds that choose do not count{where}, so the servers keep the settings that were asked for. {why}"
 
 
-def _shortened(settings: ExperimentSettings, loads: Sequence[Workload], *, gpu: bool) -> list[Workload]:
+def shortened(settings: ExperimentSettings, loads: Sequence[Workload], *, gpu: bool) -> list[Workload]:
     """On a GPU all loads of an arm together last as long as its proof needs, as on a surface."""
     if not gpu:
         return list(loads)

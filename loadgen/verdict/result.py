@@ -93,7 +93,11 @@ class Result(Record, frozen=True, kw_only=True):
 def titles_of(experiment: Experiment, arms: Sequence[ArmRecord]) -> dict[Label, str]:
     """The arms' names for people: what the experiment calls them until their servers have been asked."""
     names = {request.label: request.target for request in experiment.arms}
-    return names | {arm.label: arm.title for arm in arms}
+    names |= {arm.label: arm.title for arm in arms}
+    if experiment.is_at_best:  # several arms are one server
+        told = {arm.label: [f"{name}={value}" for name, value in arm.settings.items()] for arm in experiment.arms}
+        names = {label: ", ".join([name, *told[label]]) for label, name in names.items()}
+    return names
 
 
 def encode_result(result: Result) -> bytes:

@@ -83,7 +83,7 @@ def rows(section: doc.Section | None, table: int = 0) -> list[list[str]]:
 
 def test_each_load_compares_what_was_chosen_for_it_and_misses_no_block(result: Result) -> None:
     assert result.valid, result.verdict.failed
-    assert [(c.scenario, *c.pairing) for c in leading_comparisons(result.comparisons)] == [
+    assert [(c.workload, *c.pairing) for c in leading_comparisons(result.comparisons)] == [
         ("single", "a", "c"), ("concurrent(16)", "a", "b"),
     ]  # fmt: skip
     assert {(s.workload, s.label) for s in result.summaries} == {
@@ -110,7 +110,7 @@ def test_both_tables_have_the_figures_of_the_comparison(result: Result) -> None:
     assert one_user is not None
     assert one_user.value == pytest.approx((14.0 + 2.0 + 1.0) / (4.0 + 7.0 + 1.0), rel=0.05)
     assert found.mean_loss == {"a": 1.0, "b": pytest.approx(one_user.value**0.5)}
-    assert {ranking.scenario: ranking.order for ranking in found.rankings} == {
+    assert {ranking.workload: ranking.order for ranking in found.rankings} == {
         "single": ("a", "b"), "concurrent(16)": ("b", "a"),
     }  # fmt: skip
     first = rows(at_best(result))

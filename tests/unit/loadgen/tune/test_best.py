@@ -9,19 +9,21 @@ import pytest
 from msgspec.structs import replace
 
 from loadgen.cli.compare import _resumed, plan_experiment
-from loadgen.experiment.plan import PlanError
+from loadgen.experiment.plan import GPU_BLOCK_S, GPU_REQUESTS, GPU_WINDOW_S, PlanError
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.probes.best_analysis import BestRecord, Tried, TriedConfiguration, TriedServer
 from loadgen.records.run import Environment, Experiment, RunState
 from loadgen.run.machine import read_environment
 from loadgen.run.storage import write_record
 from loadgen.tune.best import (
+    CHOOSING_ROUNDS,
     FOLDER,
     NOTHING_TO_TRY,
     choose,
     chosen,
     configurations,
     final_experiment,
+    shortened,
     stages,
     with_arms,
 )
@@ -159,6 +161,18 @@ def test_arms_with_names_get_names() -> None:
 def test_what_short_rounds_cannot_choose_for_is_refused(more: dict[str, object]) -> None:
     with pytest.raises(PlanError, match="--best"):
         planned(**more)
+
+
+def test_on_a_gpu_all_loads_of_a_configuration_share_the_time_of_its_proof() -> None:
+    settings = ExperimentSettings.model_validate({"best": True})
+    few = settings.model_copy(update={"rounds": CHOOSING_ROUNDS})
+    loads = plan_experiment(few).runs[0][1].workloads
+    brief = shortened(settings, loads, gpu=True)
+    assert [load.name for load in brief] == [load.name for load in loads]
+    assert sum(load.rounds * load.seconds for load in brief) >= GPU_WINDOW_S
+    assert sum(load.rounds * load.requests for load in brief) >= GPU_REQUESTS
+    assert all(load.seconds >= GPU_BLOCK_S for load in brief)
+    assert shortened(settings, loads, gpu=False) == list(loads)
 
 
 def test_cold_starts_of_the_default_are_left_out() -> None:
