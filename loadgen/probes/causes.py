@@ -295,9 +295,9 @@ def causes_note(result: Result) -> str:
     why = "the run ended before its ablations" if result.experiment.explain else "no ablation was run; add `--explain`"
     if result.experiment.is_at_best:
         why = "no ablation was run; compare a load with the settings chosen for it and `--explain`"
-    if result.experiment.kind is Kind.TOKENS and not any(scenario.reasons for scenario in result.verdict.scenarios):
-        return f"Where the time of a token goes is not known: {why}."
     if result.experiment.kind is Kind.TOKENS:
+        if not any(scenario.reasons for scenario in result.verdict.scenarios):
+            return f"Where the time of a token goes is not known: {why}."
         return (
             "The time per token is the client's figure; steps and their share of the time are the servers' own. They "
             f"show where the time is spent, but do not prove a cause: {why}."
