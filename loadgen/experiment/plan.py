@@ -91,6 +91,41 @@ PRESETS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Care:
+    """How much a run does beside its load. A screening of `abserve tune` does less, so that it can screen more
+    contenders; the final does all of it for those that are left."""
+
+    answers: int
+    """Answers compared per workload and arm. 16 find wrong ones, if they are a sixth of all, with 95 % probability."""
+    warm_up_requests: int
+    """Of each user."""
+    span: float
+    """A block lasts at least this many requests of the slowest arm …"""
+    times_baseline: float | None
+    """… but no longer than those of an arm that takes so many times as long as the baseline."""
+    few_inputs: bool
+    """Whether the parity check sends few inputs and prompts, and nothing is sent to find caches."""
+    leaves_out: bool
+    """Whether an arm that fails before the load is left out; else its failure ends the run."""
+    least_rounds: int | None
+    """The fewest rounds to which the load is cut if it would take longer than half of what came before it; None: never
+    cut. Two are enough where the scatter is estimated from all arms together."""
+    plan_s: float | None = None
+    """Time limit for making what a server executes, such as a compiled package; None: the server's own."""
+    ready_s: float | None = None
+    """Time limit for a launched server to start once the baseline has started; None: as long as for the baseline."""
+
+
+FULL = Care(64, 2, SPAN, None, few_inputs=False, leaves_out=False, least_rounds=None)
+SCREENING = Care(16, 1, 2.0, 1.5, few_inputs=True, leaves_out=True, least_rounds=2, plan_s=300.0, ready_s=180.0)
+
+
+def care_of(experiment: Experiment) -> Care:
+    """The care that the run of an experiment takes."""
+    return SCREENING if experiment.screening else FULL
+
+
 def unknown(place: str, value: str, choices: Sequence[str], kind: str = "value") -> str:
     """The sentence for a value that does not exist, with the closest one that does, or all of them."""
     close = get_close_matches(value, choices, n=1)

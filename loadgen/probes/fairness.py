@@ -60,7 +60,7 @@ def measure(context: RunContext) -> None:
     context.progress.now("nothing is sent while the machine is checked")
     context.store.write(read_conditions(context.arms, context.records))
     context.progress.fairness_checked(check_before_load(Facts(read_run(context.store.directory))))
-    if context.experiment.screening:  # no input comes twice under load, so that a cache cannot win a choice
+    if context.care.few_inputs:  # no input comes twice under load, so that a cache cannot win a choice
         return
     context.progress.now("new and repeated requests to every server, to find caches")
     most_s = _MOST_SECONDS_OF_SMOKE if context.experiment.preset == "smoke" else _MOST_SECONDS

@@ -28,6 +28,7 @@ from loadgen.client.messages import BlockOutcome, KeptAnswer, Open
 from loadgen.client.outputs import AnswerError
 from loadgen.client.traffic import unpacked
 from loadgen.client.transports import InferenceTarget, prepare, read_answer
+from loadgen.experiment.plan import FULL
 from loadgen.records.probes import AnswersCompared
 from loadgen.records.run import REQUEST_TIMEOUT_S, Label, ParityCase, ParityRecord, Workload
 from loadgen.run.arms import Arm
@@ -46,8 +47,6 @@ from loadgen.stats.agreement import (
     worst_of,
 )
 
-LEAST_ANSWERS = 64
-"""Answers compared per workload and arm over the run, if there are that many."""
 PARITY_SECONDS = 20.0
 """A slow model is sent as many inputs alone as the baseline answers in this time, but at least `LEAST_PARITY_ITEMS`; in
 a screening every model gets these few."""
@@ -331,7 +330,7 @@ class AnswersUnderLoad:
     tolerance: Tolerance
     samples: list[_AnswerSample] = field(default_factory=list)
     compared: list[AnswersCompared] = field(default_factory=list)
-    least: int = LEAST_ANSWERS
+    least: int = FULL.answers
     """Answers kept per workload and arm."""
 
     def begin(self) -> None:

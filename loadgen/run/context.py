@@ -23,6 +23,7 @@ from loadgen.client.endpoint import EndpointError, Signature
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import InputError
 from loadgen.client.messages import BlockOutcome, GeneratorError
+from loadgen.experiment.plan import Care, care_of
 from loadgen.experiment.prompts import PromptPlan
 from loadgen.experiment.schedule import ScheduledBlock, closed_loop, interleave, request_shape, schedule
 from loadgen.launch.deployment import DeploymentError
@@ -95,6 +96,11 @@ class RunContext:
         self.phase = phase
         self.store.write(RunState(state="running", phase=phase))
         self.progress.phase(phase)
+
+    @property
+    def care(self) -> Care:
+        """How much the run does beside its load."""
+        return care_of(self.experiment)
 
     @property
     def last(self) -> bool:

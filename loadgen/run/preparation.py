@@ -27,7 +27,7 @@ from loadgen.client.inputs import (
     write_samples,
 )
 from loadgen.experiment.language import longest_answer
-from loadgen.experiment.plan import default_sizes, has_mixed_lengths
+from loadgen.experiment.plan import care_of, default_sizes, has_mixed_lengths
 from loadgen.launch.compose import PROJECT, ComposeDeployment
 from loadgen.launch.deployment import Deployment, RemoteDeployment, RemoteLanguageDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
@@ -37,8 +37,6 @@ from loadgen.run.storage import RunError, RunStore
 
 READY_SECONDS = 300.0
 """Time limit for a launched server to start."""
-PLAN_SECONDS_OF_SCREENING = 300.0
-"""Time limit for making what a server of a screening executes, such as a compiled package: the others wait for it."""
 Inputs = Mapping[str, SampleInputs]
 """Sample inputs by payload, all made from the same pictures."""
 
@@ -66,8 +64,8 @@ def make_deployment(
     compose stack is not up."""
     deployment = _deployment(arm, experiment, store, work, abserve)
     deployment.largest_batch = experiment.largest_batch
-    if experiment.screening and isinstance(deployment, EmbeddedDeployment):
-        deployment.plan_seconds = PLAN_SECONDS_OF_SCREENING
+    if (plan_s := care_of(experiment).plan_s) is not None and isinstance(deployment, EmbeddedDeployment):
+        deployment.plan_seconds = plan_s
     return deployment
 
 
@@ -155,7 +153,7 @@ def export_artefacts(
         try:
             _export(argv, store.log_path("export"), say)
         except RunError:
-            if not experiment.screening:  # which leaves out an arm that does not start without the file
+            if not care_of(experiment).leaves_out:  # an arm that does not start without the file
                 raise
 
 

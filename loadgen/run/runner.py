@@ -21,7 +21,7 @@ import msgspec
 from loadgen.child_process import ABSERVE, ProcessError
 from loadgen.client.endpoint import EndpointError, Signature
 from loadgen.experiment.language import fitted, protocol_in_words, with_rates
-from loadgen.experiment.plan import SPAN, expects_gpu, padding_in_words, sized
+from loadgen.experiment.plan import SCREENING, expects_gpu, padding_in_words, sized
 from loadgen.experiment.prompts import PromptPlan
 from loadgen.experiment.schedule import load_workloads, schedule
 from loadgen.launch.compose import ComposeDeployment, require_one_way
@@ -42,7 +42,7 @@ from loadgen.records.run import (
     option_of,
     shown,
 )
-from loadgen.run.answers import LEAST_ANSWERS, AnswersUnderLoad, ParityTarget, check_parity
+from loadgen.run.answers import AnswersUnderLoad, ParityTarget, check_parity
 from loadgen.run.arms import Arm
 from loadgen.run.context import OBSTACLES, RunContext, size_generator
 from loadgen.run.gpu_recording import SAMPLER
@@ -66,20 +66,8 @@ from loadgen.run.storage import RunError, RunStore, StorageError, running
 from loadgen.run.token_answers import ProbePrompts, TokenAnswers, agreement, equal_answers
 from loadgen.stats.agreement import Tolerance, tolerance_of
 
-ANSWERS_OF_SMOKE = 16
-"""Answers of a language model that a smoke run or a screening keeps per workload and arm."""
-ANSWERS_OF_SCREENING = 16
-"""Answers that a screening keeps per arm: it finds wrong ones, if they are a sixth of all, with 95 % probability. The
-comparison that follows it keeps as many as every other."""
-LEAST_ROUNDS = 2
-"""Of a screening, whose scatter is estimated from all its arms together."""
-SPAN_OF_SCREENING = 2.0
-"""A block of a screening lasts at least this many requests."""
-SLOWEST_SIZED = 1.5
-"""The blocks of a screening are long enough for an arm that takes so many times as long as the baseline."""
-READY_SECONDS_OF_SCREENING, SLOWEST_START = 180.0, 3.0
-"""Time limit for a launched server to start in a screening once the baseline has started, which must leave time for
-the others; it is longer on a machine where those before it took more than a third of it."""
+SLOWEST_START = 3.0
+"""A screening waits for a server at least so many times as long as those before it took to start."""
 CACHES_SECONDS = 5.0
 """Of looking for a cache of prompts on one arm, for planning."""
 REFERENCE_START_S, REFERENCE_SHARE = 16.0, 0.2
@@ -159,8 +147,7 @@ def _run_phases(context: RunContext) -> None:
         else:
             require_parity(context, tolerance)
             if restart == 0:
-                least = ANSWERS_OF_SCREENING if experiment.screening else LEAST_ANSWERS
-                context.answers = AnswersUnderLoad(store, experiment.seed, tolerance, least=least)
+                context.answers = AnswersUnderLoad(store, experiment.seed, tolerance, least=context.care.answers)
         if under_load:
             _load(context, under_load)
     if under_load:
@@ -221,13 +208,12 @@ def _probe_answers(context: RunContext, plan: PromptPlan, tolerance: Tolerance) 
     """Ask every arm of a language model a few prompts, and keep the answers for the reference. Raises `RunError`."""
     context.progress.now("sending a few prompts to every server")
     if context.restart == 0:
-        is_short = context.experiment.preset == "smoke" or context.experiment.screening
-        least = ANSWERS_OF_SMOKE if is_short else LEAST_ANSWERS
+        least = SCREENING.answers if context.experiment.preset == "smoke" else context.care.answers
         context.answers = TokenAnswers(context.store, context.experiment.seed, tolerance, least=least)
     answers = context.answers
     assert isinstance(answers, TokenAnswers)
     answers.restart = context.restart
-    prompts, probed = ProbePrompts.of(plan, is_short=context.experiment.screening), []
+    prompts, probed = ProbePrompts.of(plan, is_short=context.care.few_inputs), []
     for label, arm in tuple(context.arms.items()):
         told = _unless_left_out(context, label, partial(prompts.ask, label, arm, context.restart))
         if told is not None:
@@ -265,7 +251,7 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
     if first:
         context.start_generator(max(1, context.experiment.processes))
     workloads = load_workloads(context.experiment.workloads)
-    if first and not context.experiment.screening:
+    if first and not context.care.leaves_out:
         context.faults = ArmFaults(context.experiment.labels, workloads)
     batch_sizes = [workload.batch_size for workload in workloads] or [1]
     if first:
@@ -306,8 +292,7 @@ def _warm_up(
     for label, arm in tuple(context.arms.items()):
         runner = context.load_runner({label: arm})
         runner.faults = context.faults
-        each = 1 if context.experiment.screening else 2
-        warm_up = partial(runner.warm_up, workloads, until_s, each=each)
+        warm_up = partial(runner.warm_up, workloads, until_s, each=context.care.warm_up_requests)
         for name, of_arm in (_unless_left_out(context, label, warm_up) or {}).items():
             took[name] |= of_arm
     return took
@@ -318,13 +303,12 @@ def _sized(context: RunContext, by_arm: Mapping[str, Mapping[Label, float]], war
     language model with as many rounds as the time that was asked for allows."""
     experiment = context.experiment
     took = {name: max(arms.values()) for name, arms in by_arm.items()}
-    span = SPAN_OF_SCREENING if experiment.screening else SPAN
-    if experiment.screening:  # a slow arm does not make the blocks of all arms long: it need not be known well
+    if (times := context.care.times_baseline) is not None:  # a slow arm need not be known well
         first = experiment.baseline.label
-        took = {name: min(slowest, SLOWEST_SIZED * by_arm[name][first]) for name, slowest in took.items()}
+        took = {name: min(slowest, times * by_arm[name][first]) for name, slowest in took.items()}
     if experiment.kind is Kind.TENSORS:
         return _with_rounds_that_pay(
-            context, msgspec.structs.replace(experiment, workloads=sized(experiment.workloads, took, span))
+            context, msgspec.structs.replace(experiment, workloads=sized(experiment.workloads, took, context.care.span))
         )
     workloads, seconds = with_rates(experiment.workloads, took), None
     if experiment.minutes is not None:
@@ -344,13 +328,14 @@ def _with_rounds_that_pay(context: RunContext, experiment: Experiment) -> Experi
     """A screening of one load that takes half as long as what came before it, if two rounds allow that: of long blocks,
     more contenders tell more than more rounds. On a GPU its proof needs them all, and so does a choice for each of
     several loads."""
-    if not experiment.screening or len(experiment.workloads) > 1 or expects_gpu(*experiment.arms):
+    least = context.care.least_rounds
+    if least is None or len(experiment.workloads) > 1 or expects_gpu(*experiment.arms):
         return experiment
     before_s = monotonic() - context.began_s
     workloads = tuple(
         msgspec.structs.replace(
             workload,
-            rounds=max(LEAST_ROUNDS, min(workload.rounds, int(before_s / 2.0 / context.forecast.round_s(workload)))),
+            rounds=max(least, min(workload.rounds, int(before_s / 2.0 / context.forecast.round_s(workload)))),
         )
         for workload in experiment.workloads
     )
@@ -394,8 +379,8 @@ def start_servers(context: RunContext) -> None:
         record = _unless_left_out(context, label, partial(_await, context, label, ready_s))
         if record is not None:
             records.append(record)
-        if context.experiment.screening:
-            ready_s = max(READY_SECONDS_OF_SCREENING, SLOWEST_START * (monotonic() - began))
+        if context.care.ready_s is not None:
+            ready_s = max(context.care.ready_s, SLOWEST_START * (monotonic() - began))
     context.records = records
     context.store.write_all(ArmRecord, context.records)
     _require_batch_sizes(context)
@@ -412,7 +397,7 @@ def _unless_left_out(context: RunContext, label: Label, step: Callable[[], T]) -
     try:
         return step()
     except (DeploymentError, EndpointError, ProcessError, RunError) as exc:
-        if not context.experiment.screening or label == context.experiment.baseline.label:
+        if not context.care.leaves_out or label == context.experiment.baseline.label:
             raise
         _leave_out(context, label, str(exc))
         return None
@@ -487,7 +472,7 @@ def _signatures(context: RunContext) -> dict[Label, Signature]:
         outputs = ", ".join(sorted(tensor.name for tensor in signature.outputs))
         interfaces[label] = f"{inputs if inputs_alike else '…'} → {outputs}"
     (first, expected), *others = interfaces.items()
-    if context.experiment.screening:
+    if context.care.leaves_out:
         for label, interface in others:
             if interface != expected:
                 _leave_out(context, label, f"it has {interface}, and {first} has {expected}")
@@ -537,14 +522,11 @@ def require_parity(context: RunContext, tolerance: Tolerance) -> None:
         for label, arm in context.arms.items()
     }
     sizes = {largest, *(size for size in used if size < largest)}
-    few = context.experiment.screening
-    compare_arms = partial(check_parity, arms, sizes, tolerance, context.experiment.lengths, few=few)
+    compare_arms = partial(
+        check_parity, arms, sizes, tolerance, context.experiment.lengths, few=context.care.few_inputs
+    )
     record = compare_arms()
-    while (
-        context.experiment.screening
-        and (wrong := _wrong_arms(record))
-        and context.experiment.baseline.label not in wrong
-    ):
+    while context.care.leaves_out and (wrong := _wrong_arms(record)) and context.experiment.baseline.label not in wrong:
         for label, why in wrong.items():
             _leave_out(context, label, why)
             del arms[label]

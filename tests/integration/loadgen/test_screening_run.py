@@ -6,11 +6,12 @@ from pathlib import Path
 
 import msgspec
 
+from loadgen.experiment.plan import SCREENING
 from loadgen.records.probes import AnswersCompared, CacheProbe
 from loadgen.records.run import ArmRequest, Experiment, ParityRecord, Workload
 from loadgen.run.preparation import Prepared
 from loadgen.run.progress import RunProgress
-from loadgen.run.runner import ANSWERS_OF_SCREENING, LEAST_ROUNDS, run_experiment
+from loadgen.run.runner import run_experiment
 from loadgen.run.storage import read_run
 from loadgen.tune.screening import judge
 from loadgen.tune.settings import TuneSettings
@@ -64,7 +65,7 @@ def test_arms_that_fail_before_the_load_cost_only_themselves(tmp_path: Path) -> 
         (label, number) for label in ("anchor", "good") for number in (0, 1)
     }
     compared = stored(tmp_path / "run" / "answers.json", tuple[AnswersCompared, ...])
-    assert {record.answers for record in compared} == {ANSWERS_OF_SCREENING}
+    assert {record.answers for record in compared} == {SCREENING.answers}
     assert not (tmp_path / "run" / CacheProbe.FILE).exists()
     assert analyse(tmp_path / "run").experiment.labels == ("anchor", "good")
 
@@ -148,4 +149,4 @@ def test_the_load_takes_no_longer_than_what_came_before_it(tmp_path: Path) -> No
     )
     assert state.state == "finished", state
     (workload,) = stored(tmp_path / "run" / "experiment.json", Experiment).workloads
-    assert LEAST_ROUNDS <= workload.rounds < 500
+    assert (SCREENING.least_rounds or 0) <= workload.rounds < 500

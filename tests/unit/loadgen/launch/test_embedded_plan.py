@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loadgen.experiment.plan import SCREENING
 from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment, to_arguments
-from loadgen.run.preparation import PLAN_SECONDS_OF_SCREENING, make_deployment
+from loadgen.run.preparation import make_deployment
 from loadgen.run.storage import RunStore
 from tests.integration.loadgen.conftest import make_experiment
 
@@ -32,7 +33,8 @@ def test_a_screening_waits_less_for_a_plan(tmp_path: Path) -> None:
         deployment = make_deployment(asked.arms[0], asked, RunStore(tmp_path / str(screening)), tmp_path)
         assert isinstance(deployment, EmbeddedDeployment)
         limits.append(deployment.plan_seconds)
-    assert limits[1] == PLAN_SECONDS_OF_SCREENING < limits[0]
+    assert limits[1] == SCREENING.plan_s
+    assert limits[1] < limits[0]
 
 
 def test_a_switch_is_on_or_off() -> None:
