@@ -107,7 +107,7 @@ def rankings(trials: int, noise: Noise, pairs: int) -> tuple[Share, Share]:
     alike), and those that call a and c unlike."""
     plan, rng, right, wrong = experiment(3, pairs, 0.01, arms=4), np.random.default_rng(18), 0, 0
     for _ in range(trials):
-        for ranking in rank(simulate(plan, rng, noise, SPEEDS), "a"):
+        for ranking in rank(simulate(plan, rng, noise, SPEEDS), lambda _: "a"):
             separated = [two not in ranking.not_separated for two in pairwise(ranking.order)]
             right += ranking.order[:2] == ("d", "b") and separated == [True, True, False]
             wrong += set(ranking.order[2:]) == {"a", "c"} and separated[2]

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from loadgen.records.run import Label
-from loadgen.tune.outcome import TargetOutcome
+from loadgen.tune.outcome import P99, TargetOutcome
 from loadgen.tune.records import Contender, Score, Space, Stage, TunableSetting, TuningRun
 from loadgen.tune.search import Choice, RaceLead, Search
 from loadgen.tune.space import every_contender
@@ -183,12 +183,12 @@ class Machine:
             value = target.of(contender) + self.rng.normal(0.0, self.start) - anchor
             value += error * (self.rng.normal(0.0, math.sqrt(0.5)) - anchor_noise)
             seen = error * math.sqrt(self.rng.chisquare(12) / 12)
-            limit = None
+            limits = {}
             if target.limit is not None:
                 over = target.over_limit(contender.settings) + self.rng.normal(0.0, self.limit_error)
                 half = 1.96 * self.limit_error
-                limit = math.exp(over), math.exp(over - half), math.exp(over + half)
-            scores.append(Score(contender=contender.name, log_ratio=value, error=seen, value=1.0, limit=limit))
+                limits = {P99.name: (math.exp(over), math.exp(over - half), math.exp(over + half))}
+            scores.append(Score(contender=contender.name, log_ratio=value, error=seen, value=1.0, limits=limits))
         self.runs.append(TuningRun(folder="", stage=stage, scores=tuple(scores), out=out))
         return self.runs[-1]
 
