@@ -74,7 +74,10 @@ def _tuning(context: RunContext, label: Label) -> ArmTuning:
         return ArmTuning(label=label, settings={}, reason="is configured by you")
     if context.experiment.deployment == "compose":
         return ArmTuning(label=label, settings={}, reason="runs in the compose stack, which is configured by you")
-    return ArmTuning(label=label, settings=dict(arm.deployment.tuning))
+    left = {name: value for name, value in arm.deployment.tuning.items() if name not in arm.request.tried}
+    if arm.request.tried and not left:
+        return ArmTuning(label=label, settings={}, reason="was chosen beside its server's defaults, see choices/")
+    return ArmTuning(label=label, settings=left)
 
 
 def probe_loads(workloads: Sequence[Workload]) -> tuple[Workload, ...]:

@@ -217,6 +217,8 @@ class ArmRequest(Record, frozen=True, kw_only=True):
     """Fields of the requests to its language model that differ from the usual ones; None: left out."""
     server: Label | None = None
     """The arm of the settings whose configuration this is, in a comparison at every load's best."""
+    tried: tuple[str, ...] = ()
+    """Of such a configuration the settings that were tried before, with their defaults among their values."""
 
     @property
     def tls_addresses(self) -> tuple[str, ...]:

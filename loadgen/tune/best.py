@@ -357,7 +357,11 @@ def final_experiment(planned: Experiment, record: BestRecord) -> Experiment:
     it, and of each server the one configuration for all loads."""
     has_chosen = any(server.tried for server in record.servers)
     arms = [
-        replace(_arm(planned, server.server, entry, entry.arm), server=server.server if has_chosen else None)
+        replace(
+            _arm(planned, server.server, entry, entry.arm),
+            server=server.server if has_chosen else None,
+            tried=tuple(server.defaults),
+        )
         for server in record.servers
         for entry in sorted(server.configurations, key=lambda entry: entry.name != server.compromise)
         if entry.arm is not None
@@ -376,6 +380,5 @@ def final_experiment(planned: Experiment, record: BestRecord) -> Experiment:
     return replace(
         planned, arms=tuple(arms), workloads=tuple(map(of_load, planned.workloads)), minutes=minutes,
         processes=planned.processes or record.processes,
-        handicap_check=planned.handicap_check and any(arm.settings for arm in planned.arms),
         cannot_pad=_cannot_pad(planned, {arm.label: arm.server or arm.label for arm in arms}),
     )  # fmt: skip

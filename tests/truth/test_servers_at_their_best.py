@@ -10,10 +10,12 @@ import pytest
 from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.probes.best_analysis import BestFound, BestRecord
+from loadgen.probes.handicap_analysis import HandicapRecord
 from loadgen.records.run import Experiment, RunState
 from loadgen.run.preparation import Prepared
 from loadgen.run.progress import RunProgress
 from loadgen.run.runner import run_experiment
+from loadgen.run.storage import read_one
 from loadgen.tune.best import CHOOSING_ROUNDS, choose, final_experiment, read_servers
 from loadgen.verdict.result import Result, analyse
 from tests.integration.loadgen.conftest import descendants
@@ -57,14 +59,19 @@ def test_the_best_setting_of_each_load_and_the_compromise_are_found(tmp_path: Pa
     assert [load.arms for load in result.experiment.workloads] == [("a", "b"), ("a2", "b")]
     ratios = {(c.workload, *c.pairing): c.ratio for c in result.comparisons if c.leading}
     assert ratios == {
-        ("single", "a", "b"): pytest.approx(LANES_MS["1"] / LITSERVE_MS, rel=0.15),
-        ("concurrent(8)", "a2", "b"): pytest.approx(2 * LANES_MS["4"] / (4 * LITSERVE_MS), rel=0.15),
+        ("single", "a", "b"): pytest.approx(LANES_MS["1"] / LITSERVE_MS, rel=0.25),
+        ("concurrent(8)", "a2", "b"): pytest.approx(2 * LANES_MS["4"] / (4 * LITSERVE_MS), rel=0.25),
     }
     loss = {f.workload: f.loss and f.loss.value for f in found.compromises if f.server == "a"}
     worst = 4 * LANES_MS["1"] / LANES_MS["4"]
-    assert loss == {"single": 1.0, "concurrent(8)": pytest.approx(worst, rel=0.15)}
+    assert loss == {"single": 1.0, "concurrent(8)": pytest.approx(worst, rel=0.25)}
     assert found.mean_loss == {"a": pytest.approx(worst**0.5, rel=0.1), "b": 1.0}
     assert not record.problems
+    handicap = read_one(tmp_path / "run", HandicapRecord)
+    assert handicap is not None
+    assert all(arm.reason and not arm.settings for arm in handicap.arms), (
+        "the runs that chose have measured the defaults"
+    )
 
 
 @pytest.mark.timeout(300)

@@ -191,7 +191,9 @@ def main(argv: list[str]) -> None:
         url = f"http://127.0.0.1:{asked.http_port}"
         chosen = [f"--{name}={value}" for name, value in given.items()]
         argv = [sys.executable, __file__, "listen", target, f"--http-port={asked.http_port}", *chosen]
-        sys.stdout.write(json.dumps({"argv": argv, "env": {}, "http_url": url, "model": MODEL, "title": target}) + "\n")
+        tuning = {"lanes": given["lanes"]} if target == "fastapi" and given["lanes"] != "2" else {}
+        plan = {"argv": argv, "env": {}, "http_url": url, "model": MODEL, "title": target, "tuning": tuning}
+        sys.stdout.write(json.dumps(plan) + "\n")
     elif all(given[name] == value for name, value in DIES.items()):
         sys.exit("the allocator has no room for 4 workers")
     else:

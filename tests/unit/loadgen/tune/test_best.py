@@ -129,7 +129,6 @@ def test_each_load_gets_what_was_chosen_for_it_and_the_one_for_all() -> None:
     ]  # fmt: skip
     assert [(load.arms, load.beside) for load in final.workloads] == [(("a", "b2"), ("b",)), (("a", "b"), ())]
     assert final.minutes == 8.0
-    assert not final.handicap_check
     assert final.arm_of("b", "single") == "b2"
     assert final.baseline_in("single") == "a"
 
