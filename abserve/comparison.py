@@ -21,7 +21,7 @@ from abserve.packages import own_packages
 from abserve.run import Run
 
 if TYPE_CHECKING:
-    from loadgen.child_process import ChildProcess
+    from loadgen.base.child_process import ChildProcess
 
 _POLL_SECONDS = 0.5
 _USAGE_STATUS = 2
@@ -88,7 +88,7 @@ class _Command:
         given = {name: value for name, value in options.items() if value is not None}
         arguments = [part for name, value in given.items() if name != "out" for part in _arguments(name, value)]
         with own_packages():
-            from loadgen.child_process import ABSERVE, ChildProcess
+            from loadgen.base.child_process import ABSERVE, ChildProcess
             from loadgen.cli.output import default_out
 
             out = given.get("out") or os.environ.get(_OUT)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
 
-    from loadgen.probes.best_analysis import BestFound
-    from loadgen.run.storage import StoredBlock
+    from loadgen.findings.best import BestFound
+    from loadgen.records.store import StoredBlock
     from loadgen.verdict.result import Result
 
 _HEIGHT_PX = 800
@@ -79,7 +79,7 @@ class Run:
     def runs(self) -> dict[str, Run]:
         """The runs of a matrix of transports and payloads by the names of their folders; empty for one comparison."""
         with _records(self.folder):
-            from loadgen.documents import kind_of
+            from loadgen.base.documents import kind_of
 
             if kind_of(self.folder) is not None:
                 return {}
@@ -89,8 +89,8 @@ class Run:
     def result(self) -> Result:
         """All that result.json has (docs/result-format.md), as one record."""
         with _records(self.folder):
-            from loadgen.documents import stored_path
-            from loadgen.run.storage import StoredRunError
+            from loadgen.base.documents import stored_path
+            from loadgen.records.store import StoredRunError
             from loadgen.verdict.result import FILE_NAME, read_result, stored_result
 
             if stored_path(self.folder / FILE_NAME).exists():
@@ -146,7 +146,7 @@ class Run:
         for all loads (`compromises`, `mean_loss`), and what was tried (`servers`). Empty for other runs."""
         result = self.result
         with _records(self.folder):
-            from loadgen.probes.best_analysis import BestFound
+            from loadgen.findings.best import BestFound
 
             return result.of(BestFound)
 
@@ -164,7 +164,7 @@ class Run:
         names = [named.name for named in self.result.experiment.workloads if named.has_blocks]
         with _records(self.folder):
             from loadgen.experiment.plan import unknown
-            from loadgen.run.storage import read_run
+            from loadgen.records.store import read_run
 
             if workload not in names:
                 raise AbserveError(unknown("samples", workload, names))
@@ -231,7 +231,7 @@ def load(folder: str | os.PathLike[str]) -> Run:
     none."""
     run = Run(folder)
     with _records(run.folder):
-        from loadgen.documents import FINAL, kind_of
+        from loadgen.base.documents import FINAL, kind_of
 
         if kind_of(run.folder) == "tuning" and kind_of(run.folder / FINAL) is not None:
             run = Run(run.folder / FINAL)
@@ -277,7 +277,7 @@ def _in_notebook() -> bool:
 def _records(folder: Path) -> Iterator[None]:
     """Work on stored records with our packages. Raises `AbserveError` for records that cannot be read."""
     with own_packages():
-        from loadgen.run.storage import StoredRunError
+        from loadgen.records.store import StoredRunError
         from loadgen.verdict.result import readable
 
         try:

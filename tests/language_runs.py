@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from loadgen.measure.token_answers import JudgedTokens
 from loadgen.records.probes import TokensCompared
 from loadgen.records.run import (
     ArmRecord,
@@ -28,7 +29,6 @@ from loadgen.records.run import (
 )
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.records.tokens import ANSWER_DTYPE, BY_IDS, EVENT_DTYPE, IDS, LENGTH, STOP, TokenRows, store_tokens
-from loadgen.run.token_answers import JudgedTokens
 from tests.golden.synthetic_run import machine, order_of
 
 ORIGIN_NS = 1_000_000_000_000

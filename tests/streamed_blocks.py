@@ -8,8 +8,8 @@ import numpy as np
 
 from loadgen.records.run import BlockRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
+from loadgen.records.store import StoredBlock
 from loadgen.records.tokens import ANSWER_DTYPE, BY_IDS, EVENT_DTYPE, IDS, LENGTH
-from loadgen.run.storage import StoredBlock
 
 NS_PER_MS = 1_000_000
 Chunks = Sequence[tuple[float, int]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loadgen.engine_matrix.records import (
+from loadgen.records.matrix import (
     CellResult,
     Configuration,
     ConfigurationResult,

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from loadgen.records.run import ArmRecord, Experiment, Workload
-from loadgen.tune.records import Contender, Score, Space, Stage, TunableSetting, Tuning, TuningRun
+from loadgen.records.tuning import Contender, Score, Space, Stage, TunableSetting, Tuning, TuningRun
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 

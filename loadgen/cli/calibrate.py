@@ -50,11 +50,11 @@ def calibrate(
     check_files({"--out": out, "--json": json_file})
     announce("starting the load generator and a server that does nothing")
     # After the argument checks: grpc takes half a second to import.
+    from loadgen.measure.calibrate import calibrate as measure
+    from loadgen.measure.interruption import interruptible
+    from loadgen.measure.machine import MachineRecordError, cache_path, store_record
     from loadgen.report.contents import calibration_document
     from loadgen.report.renderers.terminal import make_console, print_document
-    from loadgen.run.calibrate import calibrate as measure
-    from loadgen.run.interruption import interruptible
-    from loadgen.run.machine import MachineRecordError, cache_path, store_record
 
     errors = make_console(sys.stderr)
     try:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from loadgen.base.documents import one_line
+from loadgen.base.quantities import counted
 from loadgen.cli.output import (
     CHECKING,
     announce,
@@ -31,7 +33,6 @@ from loadgen.cli.output import (
     resumed,
 )
 from loadgen.cli.quiet import Anyway, await_quiet
-from loadgen.documents import one_line
 from loadgen.experiment.language import (
     check_language,
     choose_protocol,
@@ -58,7 +59,6 @@ from loadgen.experiment.plan import (
     plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, ExperimentSettings, language_defaults
-from loadgen.quantities import counted
 from loadgen.records.payloads import TOKENS, implied_payload, served_name
 from loadgen.records.run import (
     MODEL_WEIGHTS,
@@ -186,9 +186,9 @@ def compare(
 def _resumed(folder: Path, more: object) -> ExperimentSettings:
     """The settings of an interrupted comparison with --best. Raises `PlanError`."""
     from loadgen.experiment.options import checked_settings
-    from loadgen.probes.best_analysis import BestRecord
+    from loadgen.findings.best import BestRecord
     from loadgen.records.run import Environment
-    from loadgen.run.storage import StoredRunError, read_one
+    from loadgen.records.store import StoredRunError, read_one
     from loadgen.tune.best import FOLDER
 
     if more:
@@ -236,13 +236,13 @@ def _run_best(
     settings: ExperimentSettings, planned: Experiment, folder: Path, mlflow: str | None, *, anyway: bool
 ) -> tuple[int, Result | None]:
     """Choose every server's settings for each load, then compare them; the exit status and the result."""
-    from loadgen.probes.best_analysis import BestRecord
+    from loadgen.findings.best import BestRecord
+    from loadgen.measure.preparation import Prepared
+    from loadgen.measure.progress import LiveRatios
+    from loadgen.measure.runner import run_experiment
+    from loadgen.records.store import StorageError, StoredRunError, read_one
     from loadgen.report.progress import RichProgress
     from loadgen.report.renderers.terminal import make_console
-    from loadgen.run.preparation import Prepared
-    from loadgen.run.progress import LiveRatios
-    from loadgen.run.runner import run_experiment
-    from loadgen.run.storage import StorageError, StoredRunError, read_one
     from loadgen.tune.best import CHOOSING_ROUNDS, choose, final_experiment, read_servers, renewed
 
     console = make_console(sys.stdout)
@@ -380,7 +380,7 @@ class ExperimentPlan:
 
 def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     """What to run. Raises `PlanError` for options that contradict each other or cannot be measured."""
-    from loadgen.probes.ceiling_analysis import has_own_engines
+    from loadgen.findings.ceiling import has_own_engines
     from loadgen.verdict.thresholds import plan_conditions
 
     arms = make_arms(settings)
@@ -490,7 +490,7 @@ def check_inputs(settings: ExperimentSettings, combinations: Sequence[Combinatio
 def check_lengths(experiment: Experiment) -> None:
     """Raises `PlanError` for a language model that cannot be described, or that does not hold the longest answers."""
     from loadgen.client.inputs import InputError
-    from loadgen.run.language import model_info
+    from loadgen.measure.language import model_info
 
     try:
         model_info(experiment)
@@ -505,9 +505,15 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     from loadgen.client.endpoint import EndpointError
     from loadgen.client.inputs import InputError
     from loadgen.launch.deployment import Deployment, DeploymentError, RemoteDeployment
-    from loadgen.run.language import model_info, prompt_plan
-    from loadgen.run.preparation import make_deployment, make_inputs, model_name, prepare_inputs, with_generated_inputs
-    from loadgen.run.storage import RunStore
+    from loadgen.measure.language import model_info, prompt_plan
+    from loadgen.measure.preparation import (
+        make_deployment,
+        make_inputs,
+        model_name,
+        prepare_inputs,
+        with_generated_inputs,
+    )
+    from loadgen.records.store import RunStore
 
     checked: dict[tuple[Label, str], Deployment] = {}
     decided = []
@@ -618,13 +624,13 @@ def _reason(error: Exception) -> str:
 def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None) -> tuple[int, Result | None]:
     """One comparison with its reports, the summary of a CI step, and the export to MLflow if `mlflow` says where: its
     exit status, and its result unless nothing could be stored."""
+    from loadgen.checks.registry import validity
+    from loadgen.measure.progress import LiveRatios
+    from loadgen.measure.runner import run_experiment
+    from loadgen.records.store import StorageError
     from loadgen.report.files import published
     from loadgen.report.progress import RichProgress
     from loadgen.report.renderers.terminal import make_console
-    from loadgen.run.progress import LiveRatios
-    from loadgen.run.runner import run_experiment
-    from loadgen.run.storage import StorageError
-    from loadgen.verdict.checks.registry import validity
     from loadgen.verdict.result import analyse
 
     console = make_console(sys.stdout)
@@ -656,7 +662,7 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
 
 def last_words(result: Result) -> str:
     """Why a run is not valid and what to do: the first of the reasons, as the last line of the command."""
-    from loadgen.verdict.checks.registry import gravest
+    from loadgen.checks.registry import gravest
 
     blamed = gravest(result.checks)
     return " ".join([*result.verdict.failed[:1], *([blamed.remedy] if blamed else [])])

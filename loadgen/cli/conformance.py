@@ -77,9 +77,9 @@ def conformance(
     from loadgen.conformance.runner import CaseRun, report_document
     from loadgen.conformance.servers import DEFAULTS, LaunchedSession, RemoteSession, SubjectError, is_loopback
     from loadgen.launch.work_folder import work_folder
+    from loadgen.measure.interruption import interruptible
     from loadgen.report.renderers.markdown import render_markdown
     from loadgen.report.renderers.terminal import print_document
-    from loadgen.run.interruption import interruptible
 
     try:
         select(only, language_model=None)

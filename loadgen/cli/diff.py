@@ -39,11 +39,11 @@ def diff(
     if as_json and as_markdown:
         fail("give --json or --markdown, not both")
     announce("reading both runs", in_logs=False)
-    from loadgen.documents import indented
+    from loadgen.base.documents import indented
+    from loadgen.records.store import StoredRunError
     from loadgen.report.contents import difference_document
     from loadgen.report.renderers.markdown import render_markdown
     from loadgen.report.renderers.terminal import make_console, print_document
-    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.result import readable
     from loadgen.verdict.run_difference import compare_runs
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.child_process import ABSERVE, ENGINE_WORKER
+from loadgen.base.child_process import ABSERVE, ENGINE_WORKER
+from loadgen.base.quantities import counted
 from loadgen.cli.output import (
     announce,
     check_export,
@@ -25,7 +26,7 @@ from loadgen.cli.output import (
     write_json,
 )
 from loadgen.cli.quiet import Anyway, await_quiet
-from loadgen.engine_matrix.settings import MatrixSettings
+from loadgen.experiment.matrix import MatrixSettings
 from loadgen.experiment.options import (
     SettingOption,
     checked_settings,
@@ -36,11 +37,10 @@ from loadgen.experiment.options import (
 )
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, OUTPUT
-from loadgen.quantities import counted
 
 if TYPE_CHECKING:
-    from loadgen.engine_matrix.records import Matrix, MatrixPlan
-    from loadgen.engine_matrix.store import MatrixStore
+    from loadgen.engines.store import MatrixStore
+    from loadgen.records.matrix import Matrix, MatrixPlan
     from loadgen.records.run import Environment, RunState
     from loadgen.report.published import Published
 
@@ -88,7 +88,7 @@ def engines(
     wrongly or other programs took too much of the CPU, 2 an option or a file is wrong, 130 interrupted (what was
     measured is kept).
     """
-    from loadgen.engine_matrix.store import MatrixStore
+    from loadgen.engines.store import MatrixStore
 
     check_files({"--json": json_file})
     check_export(mlflow)
@@ -115,10 +115,10 @@ def _settings(file: Path | None, options: dict[SettingOption, object]) -> Matrix
 
 def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixPlan, Environment]:
     """Nothing is written yet. Raises `PlanError`."""
-    from loadgen.engine_matrix.plan import expand, make_plan, requests_of
-    from loadgen.engine_matrix.records import MatrixPlan
-    from loadgen.engine_matrix.worker_process import check, read_offers
-    from loadgen.run.machine import read_environment
+    from loadgen.engines.plan import expand, make_plan, requests_of
+    from loadgen.engines.worker_process import check, read_offers
+    from loadgen.measure.machine import read_environment
+    from loadgen.records.matrix import MatrixPlan
 
     check_out(out)
     announce("asking which engines and models this machine can measure")
@@ -143,7 +143,7 @@ def _stored(
     folder: Path, file: Path | None, options: dict[SettingOption, object]
 ) -> tuple[MatrixStore, MatrixPlan, Environment]:
     """The matrix in the folder, if it is the one asked for and this is its machine. Raises `PlanError`."""
-    from loadgen.engine_matrix.store import MatrixStore, read_plan
+    from loadgen.engines.store import MatrixStore, read_plan
 
     def read(folder: Path) -> tuple[tuple[MatrixPlan, Environment], None, list[Environment | None]]:
         plan, environment = read_plan(folder)
@@ -165,11 +165,11 @@ def _run(
     fresh: bool,
 ) -> int:
     """Measure, report, and return the exit status."""
-    from loadgen.engine_matrix.judging import judge_visits
-    from loadgen.engine_matrix.measure import run_matrix
-    from loadgen.report.progress import EngineProgress
+    from loadgen.engines.judging import judge_visits
+    from loadgen.engines.measure import run_matrix
+    from loadgen.engines.progress import EngineProgress
+    from loadgen.records.store import StorageError, StoredRunError
     from loadgen.report.renderers.terminal import make_console
-    from loadgen.run.storage import StorageError, StoredRunError
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     console.print(
@@ -200,11 +200,11 @@ def _report(
     json_file: str | None,
     mlflow: str | None,
 ) -> int:
-    from loadgen.engine_matrix.analyse import analyse
-    from loadgen.engine_matrix.files import published
-    from loadgen.engine_matrix.records import JudgedMatrix
+    from loadgen.engines.analyse import analyse
+    from loadgen.engines.files import published
+    from loadgen.records.matrix import JudgedMatrix
+    from loadgen.records.store import read_one
     from loadgen.report.renderers.terminal import make_console
-    from loadgen.run.storage import read_one
 
     console = make_console(sys.stderr if json_file == "-" else sys.stdout)
     folder = store.directory
@@ -229,8 +229,8 @@ def _report(
 def exit_status(matrix: Matrix) -> int:
     """The status of a matrix that was not interrupted: whether every configuration was measured and right, on a machine
     that others left alone."""
-    from loadgen.engine_matrix.records import NO_MODEL
-    from loadgen.verdict.checks.registry import invalidating
+    from loadgen.checks.registry import invalidating
+    from loadgen.records.matrix import NO_MODEL
 
     failed = any(configuration.errors for configuration in matrix.configurations)
     wrong = any(

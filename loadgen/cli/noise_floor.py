@@ -57,10 +57,10 @@ def noise_floor(
 
     Exit status: 0 stored, 1 not stored, 2 an option or a file is wrong, 130 interrupted.
     """
-    from loadgen.run.machine import MachineRecordError
-    from loadgen.run.noise_floor import make_floor, store_floor
-    from loadgen.run.storage import StoredRunError
-    from loadgen.verdict.noise_floor import COMMAND
+    from loadgen.checks.noise_floor import COMMAND
+    from loadgen.measure.machine import MachineRecordError
+    from loadgen.measure.noise_floor import make_floor, store_floor
+    from loadgen.records.store import StoredRunError
     from loadgen.verdict.result import readable
 
     try:
@@ -126,8 +126,8 @@ def _stored(directory: Path) -> tuple[Path, Result | None, int]:
 
 def _print(floor: NoiseFloor) -> None:
     import loadgen.report.document as doc
+    from loadgen.base.quantities import share
     from loadgen.metrics.registry import METRICS
-    from loadgen.quantities import share
     from loadgen.report.renderers.terminal import make_console, print_document
 
     rows = [

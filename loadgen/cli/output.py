@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import typer
 
-from loadgen.documents import indented, one_line
+from loadgen.base.documents import indented, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,7 +97,7 @@ def check_out(out: Path | None) -> None:
 
 def same_settings(folder: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Raises `PlanError` if what goes on in `folder` was begun with other settings."""
-    from loadgen.engine_matrix.plan import difference
+    from loadgen.engines.plan import difference
     from loadgen.experiment.plan import PlanError
 
     if differs := difference(before, now):
@@ -108,7 +108,7 @@ def resumed(folder: Path, read: Callable[[Path], tuple[T, str | None, Sequence[E
     """What an interrupted command stored in `folder`: `read` returns it, its state, and the machine of each of its
     runs. Raises `PlanError` unless it can go on here."""
     from loadgen.experiment.plan import PlanError
-    from loadgen.run.storage import StoredRunError, is_running
+    from loadgen.records.store import StoredRunError, is_running
 
     try:
         stored, state, machines = read(folder)
@@ -126,11 +126,11 @@ def resumed(folder: Path, read: Callable[[Path], tuple[T, str | None, Sequence[E
 
 def _same_machine(folder: Path, before: Environment) -> None:
     """Raises `PlanError` for another machine or other versions. The GPUs count where they were known."""
-    from loadgen.child_process import ENGINE_WORKER
-    from loadgen.engine_matrix.plan import difference
-    from loadgen.engine_matrix.worker_process import read_offers
+    from loadgen.base.child_process import ENGINE_WORKER
+    from loadgen.engines.plan import difference
+    from loadgen.engines.worker_process import read_offers
     from loadgen.experiment.plan import PlanError
-    from loadgen.run.machine import fingerprint, read_environment
+    from loadgen.measure.machine import fingerprint, read_environment
 
     is_known = before.gpu.get("status") != "unknown"
     now = read_environment(read_offers("auto", ENGINE_WORKER).gpu if is_known else {}, {})

@@ -15,7 +15,7 @@ from loadgen.experiment.settings import MEASUREMENT
 from loadgen.records.run import ArmRequest
 
 if TYPE_CHECKING:
-    from loadgen.run.machine_watch import OtherPrograms
+    from loadgen.measure.machine_watch import OtherPrograms
 
 WAIT_SECONDS = 60.0
 WINDOW_SECONDS = 0.5
@@ -68,8 +68,8 @@ def _wait(servers: Sequence[int], others: OtherPrograms | None) -> OtherPrograms
 
 def _look(servers: Sequence[int]) -> OtherPrograms | None:
     """The other programs if they use too much CPU time now."""
-    from loadgen.run.machine_watch import read_others
-    from loadgen.verdict.checks.machine import BUSY_CORES_LIMIT
+    from loadgen.checks.machine import BUSY_CORES_LIMIT
+    from loadgen.measure.machine_watch import read_others
 
     others = read_others(WINDOW_SECONDS, servers)
     return others if others is not None and others.share > BUSY_CORES_LIMIT else None

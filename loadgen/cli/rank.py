@@ -50,12 +50,12 @@ def rank(
     result, the price file or an option is wrong.
     """
     announce("reading the results", in_logs=False)
-    from loadgen.documents import DocumentError
+    from loadgen.base.documents import DocumentError
     from loadgen.ranking import analyse
-    from loadgen.ranking.records import EXAMPLES, read_prices
+    from loadgen.ranking.prices import EXAMPLES, read_prices
     from loadgen.ranking.report import published, read_all
+    from loadgen.records.store import StoredRunError
     from loadgen.report.renderers.terminal import make_console
-    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.result import readable
 
     if spot and reserved:

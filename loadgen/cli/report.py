@@ -13,13 +13,13 @@ import typer
 from loadgen.cli.output import announce, fail, printed
 
 if TYPE_CHECKING:
-    from loadgen.documents import FolderKind
+    from loadgen.base.documents import FolderKind
     from loadgen.report.published import Published
 
 HELP_GROUP = "Compare"
 
 _KINDS: Mapping[FolderKind, str] = {
-    "tuning": "loadgen.tune.files", "engines": "loadgen.engine_matrix.files", "comparison": "loadgen.report.files",
+    "tuning": "loadgen.tune.files", "engines": "loadgen.engines.files", "comparison": "loadgen.report.files",
 }  # fmt: skip
 """The module that reads the folder of each command, by `stored`."""
 
@@ -56,10 +56,10 @@ def report(
     announce("reading the records", in_logs=False)
     import webbrowser
 
-    from loadgen.documents import kind_of
+    from loadgen.base.documents import kind_of
+    from loadgen.records.store import StoredRunError
     from loadgen.report.mlflow import MlflowExportError, check_mlflow
     from loadgen.report.renderers.terminal import make_console, print_document
-    from loadgen.run.storage import StoredRunError
     from loadgen.verdict.result import readable
 
     if mlflow is not None and output is not None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from loadgen.child_process import ABSERVE
+from loadgen.base.child_process import ABSERVE
+from loadgen.base.quantities import counted
 from loadgen.cli.compare import (
     EXIT_INTERRUPTED,
     EXIT_INVALID,
@@ -34,14 +35,13 @@ from loadgen.experiment.options import (
 )
 from loadgen.experiment.plan import PlanError, expects_gpu, make_arms
 from loadgen.experiment.settings import MAIN, ArmSettings, ExperimentSettings
-from loadgen.quantities import counted
+from loadgen.experiment.tuning import TuneSettings, check_tuning, screening_settings
 from loadgen.records.run import Environment, Experiment, Label, RunState
-from loadgen.run.storage import StorageError, read_one
+from loadgen.records.store import StorageError, read_one
+from loadgen.records.tuning import ANCHOR, Space, Tuning
 from loadgen.tune.files import read_tuning
 from loadgen.tune.race import Measuring, forecast
 from loadgen.tune.race import tune as run_tuning
-from loadgen.tune.records import ANCHOR, Space, Tuning
-from loadgen.tune.settings import TuneSettings, check_tuning, screening_settings
 
 if TYPE_CHECKING:
     from loadgen.report.published import Published
@@ -144,7 +144,7 @@ def _check(settings: TuneSettings, out: Path | None) -> Experiment:
 
 def _spaces(settings: TuneSettings, first: Experiment) -> tuple[Space, ...]:
     """What can be tuned of each target. Raises `PlanError`."""
-    from loadgen.run.preparation import serve_options
+    from loadgen.measure.preparation import serve_options
     from loadgen.tune.declared import read_spaces
     from loadgen.tune.space import values_of
 

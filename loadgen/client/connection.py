@@ -16,8 +16,8 @@ from time import perf_counter_ns
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
+from loadgen.base.documents import DocumentError, one_line, read_json
 from loadgen.client.tls import AlpnProtocol, TlsError, tls_context, wrapped_socket
-from loadgen.documents import DocumentError, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
 
 GRPC_STATUS = 1000

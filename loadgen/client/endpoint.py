@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from loadgen.base.documents import MOST_BYTES, DocumentError, decode_json, one_line, read_json
 from loadgen.client.connection import (
     Address,
     ConnectionRefused,
@@ -19,7 +20,6 @@ from loadgen.client.connection import (
     unasked_coding,
 )
 from loadgen.client.http import HttpConnection, request_head
-from loadgen.documents import MOST_BYTES, DocumentError, decode_json, one_line, read_json
 from loadgen.records.run import DEFAULT_ACCESS, Access
 
 MOST_VALUES = 2**28

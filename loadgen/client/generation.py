@@ -22,6 +22,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from loadgen.base.documents import one_line
 from loadgen.client.connection import (
     Address,
     Exchange,
@@ -32,7 +33,6 @@ from loadgen.client.connection import (
 )
 from loadgen.client.event_stream import ReceivedStream, StreamEvent
 from loadgen.client.http import request_head
-from loadgen.documents import one_line
 from loadgen.experiment.prompts import MOST_ID, Ids, PromptPlan, PromptShape, Trace
 from loadgen.records.run import TEXT_TRANSPORTS, TOKENS_PLACE, TokenTransport
 from loadgen.records.tokens import (

@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.child_process import OWN_MODULE, ChildProcess
+from loadgen.base.child_process import OWN_MODULE, ChildProcess
+from loadgen.base.headers import secret_of
 from loadgen.client.messages import (
     CONNECT_SECONDS,
     Abort,
@@ -36,7 +37,6 @@ from loadgen.client.messages import (
 )
 from loadgen.client.shared_memory import sweep
 from loadgen.client.traffic import counts_bytes
-from loadgen.headers import secret_of
 from loadgen.records.run import WorkerRecord
 from loadgen.records.samples import SAMPLE_DTYPE, Samples, part_path, read_samples, store_samples, with_errors_of
 from loadgen.records.tokens import TokenRows, join_tokens, read_tokens, remove_tokens, store_tokens

@@ -19,6 +19,8 @@ from urllib.parse import unquote
 
 from hpack import Decoder, Encoder, HPACKError
 
+from loadgen.base.documents import one_line
+from loadgen.base.headers import secret_of
 from loadgen.client.connection import (
     GRPC_STATUS,
     MOST_ANSWER_BYTES,
@@ -37,8 +39,6 @@ from loadgen.client.connection import (
     send_parts,
 )
 from loadgen.client.tls import failure_reason
-from loadgen.documents import one_line
-from loadgen.headers import secret_of
 from loadgen.records.run import DEFAULT_ACCESS, Access
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9

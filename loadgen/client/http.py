@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from time import perf_counter_ns
 from urllib.parse import quote
 
+from loadgen.base.headers import secret_of
 from loadgen.client.connection import (
     MOST_ANSWER_BYTES,
     Address,
@@ -31,7 +32,6 @@ from loadgen.client.connection import (
     send_parts,
 )
 from loadgen.client.tls import failure_reason
-from loadgen.headers import secret_of
 
 _UNQUOTED = "/-._~%!$&'()*+,;=:@?"
 """Characters that are not quoted in a path whose names are quoted already."""

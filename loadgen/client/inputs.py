@@ -38,16 +38,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.child_process import ABSERVE
+from loadgen.base.child_process import ABSERVE
+from loadgen.base.documents import last_line, one_line, open_named, read_inside, read_limited, read_named
 from loadgen.client.endpoint import MOST_VALUES, Signature, TensorSignature, fits
-from loadgen.documents import (
-    last_line,
-    one_line,
-    open_named,
-    read_inside,
-    read_limited,
-    read_named,
-)
 from loadgen.records.payloads import GUESSED, OWN_TENSORS
 
 Array = npt.NDArray[np.generic]

@@ -17,6 +17,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
+from loadgen.base.documents import MOST_CHARACTERS, DocumentError, decode_json, one_line
 from loadgen.client.connection import Exchange
 from loadgen.client.endpoint import Signature, fits
 from loadgen.client.inputs import (
@@ -26,7 +27,6 @@ from loadgen.client.inputs import (
     exact_array,
     read_elements,
 )
-from loadgen.documents import MOST_CHARACTERS, DocumentError, decode_json, one_line
 from loadgen.records.run import Transport
 
 HEADER_LENGTH = "inference-header-content-length"

@@ -24,12 +24,12 @@ from time import perf_counter_ns
 import msgspec
 import tritonclient.http as triton_http
 
+from loadgen.base.documents import DocumentError, one_line
 from loadgen.client.bodies import RawTensor
 from loadgen.client.connection import Address, ConnectionRefused, Exchange, PreparedRequest
 from loadgen.client.http import HttpConnection, request_head
 from loadgen.client.inputs import Array, elements_end
 from loadgen.client.outputs import byte_size, read_document, read_tensor
-from loadgen.documents import DocumentError, one_line
 
 FOLDER = Path("/dev/shm")
 _ALIGNMENT = 64

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from loadgen.base.documents import one_line
 from loadgen.client.connection import ClientConnection, Exchange, failure_message
 from loadgen.client.event_stream import ReceivedStream, StreamConnection, StreamExchange
 from loadgen.client.generation import (
@@ -29,7 +30,6 @@ from loadgen.client.inputs import Array
 from loadgen.client.outputs import AnswerError
 from loadgen.client.traffic import GOOD, KeptAnswers, SentRequest, Traffic
 from loadgen.client.transports import InferenceTarget, Request
-from loadgen.documents import one_line
 from loadgen.experiment.prompts import SETTLING, PromptPlan
 from loadgen.records.run import TEXT_TRANSPORTS, is_token_transport
 from loadgen.records.samples import Samples, SampleWriter

@@ -1,6 +1,6 @@
 """What the users of one block share: its requests and sample file, the rule that ends it, and the answers kept from it.
 
-The generator of `abserve compare` and the locustfile (`loadgen.scenarios`) both send their requests with `Traffic`.
+The generator of `abserve compare` and the locustfile (`loadgen.locust`) both send their requests with `Traffic`.
 
 `LoadWindow` decides when the block ends; callers pass the time, so tests need no clock. In a closed loop whose users
 stop one by one the last requests run at less than the intended load, and the users with slow requests finish last. So
@@ -22,12 +22,12 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from loadgen.base.documents import one_line
 from loadgen.client.connection import ClientConnection, ConnectionRefused, Exchange, failure_message
 from loadgen.client.inputs import Array, byte_array
 from loadgen.client.messages import KeptAnswer, KeptTensor
 from loadgen.client.outputs import AnswerError, ExpectedOutputs
 from loadgen.client.transports import InferenceTarget, Request, keep_answer
-from loadgen.documents import one_line
 from loadgen.records.samples import SampleWriter
 
 FAILURES_IN_A_ROW = 100

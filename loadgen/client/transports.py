@@ -11,6 +11,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
+from loadgen.base.documents import DocumentError
 from loadgen.client.bodies import RawTensor, Variation, for_server, prepare_body, raw_tensors
 from loadgen.client.connection import (
     MOST_ANSWER_BYTES,
@@ -30,7 +31,6 @@ from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import Array, InputError, SampleInputs
 from loadgen.client.outputs import HEADER_LENGTH, AnswerError, byte_size, read_body, read_message
 from loadgen.client.shared_memory import CopiedOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
-from loadgen.documents import DocumentError
 from loadgen.records.run import DEFAULT_ACCESS, Access, Transport, is_token_transport
 
 _ELEMENT_BYTES = 1024

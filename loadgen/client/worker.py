@@ -29,6 +29,7 @@ from gevent.fileobject import FileObjectPosix
 from gevent.lock import Semaphore
 from gevent.queue import Queue
 
+from loadgen.base.documents import one_line
 from loadgen.client.bodies import choose_items, find_variation, fresh_numbers
 from loadgen.client.connection import ClientConnection, ConnectionRefused
 from loadgen.client.generation import PreparedPrompts, prepare_prompts, prepare_trace
@@ -50,7 +51,6 @@ from loadgen.client.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
 from loadgen.client.token_traffic import TokenTraffic
 from loadgen.client.traffic import Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
-from loadgen.documents import one_line
 from loadgen.experiment.prompts import SETTLING, PromptShape, Trace
 from loadgen.records.run import TOKEN_TRANSPORTS, is_token_transport
 from loadgen.records.samples import NS_PER_S, SampleWriter

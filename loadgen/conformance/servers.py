@@ -21,14 +21,14 @@ import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadgen.child_process import ABSERVE
+from loadgen.base.child_process import ABSERVE
+from loadgen.base.documents import DocumentError, read_json
 from loadgen.client.connection import AddressError
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.client.outputs import read_body
 from loadgen.conformance.model import HEADER, Body, ServedModel, events_of
 from loadgen.conformance.records import NotApplicableError, Response, SkippedError
 from loadgen.conformance.wire import GrpcClient, RawConnection, request_head
-from loadgen.documents import DocumentError, read_json
 from loadgen.launch.deployment import DeploymentError, RemoteDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.payloads import DEFAULT_NAME

@@ -14,6 +14,7 @@ from functools import partial
 
 import msgspec
 
+from loadgen.base.quantities import significant
 from loadgen.experiment.plan import (
     PRESETS,
     SPAN,
@@ -32,7 +33,6 @@ from loadgen.experiment.settings import (
     ExperimentSettings,
     read_limits,
 )
-from loadgen.quantities import significant
 from loadgen.records.run import (
     TARGETS,
     TEXT_TRANSPORTS,

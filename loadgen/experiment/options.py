@@ -23,7 +23,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from loadgen.documents import MOST_BYTES, DocumentError, decode_json, one_line
+from loadgen.base.documents import MOST_BYTES, DocumentError, decode_json, one_line
+from loadgen.base.headers import HIDDEN, split_header
+from loadgen.base.strict_yaml import read_mapping
 from loadgen.experiment.plan import PlanError, unknown
 from loadgen.experiment.settings import (
     DEFAULT_TARGETS,
@@ -37,9 +39,7 @@ from loadgen.experiment.settings import (
     Settings,
     gather_arms,
 )
-from loadgen.headers import HIDDEN, split_header
 from loadgen.records.run import TARGET_NAMES
-from loadgen.strict_yaml import read_mapping
 
 _LAST_SHOWN = "c"
 """The last arm in the help, which shows no options for it but says that there are more arms."""

@@ -39,7 +39,7 @@ from loadgen.stats.percentiles import queries_needed
 GPU_WINDOW_S = 11.0
 GPU_REQUESTS = 110
 """Load per arm and workload, so that the GPU verification can decide: a little over its thresholds of 10 s and 100
-requests in `loadgen.probes.gpu.records`."""
+requests in `loadgen.findings.gpu.records`."""
 GPU_BLOCK_S = 0.8
 """Shortest block whose GPU is watched: the energy counter of an H200 advances every 0.1 s."""
 SPAN = 3.0

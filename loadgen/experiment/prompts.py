@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.documents import DocumentError, one_line, open_named
+from loadgen.base.documents import DocumentError, one_line, open_named
 from loadgen.records.run import body_count
 
 MOST_TOKENS = 2**20

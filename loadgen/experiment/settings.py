@@ -27,8 +27,8 @@ from pydantic import (
     model_validator,
 )
 
+from loadgen.base.headers import read_headers
 from loadgen.experiment.schedule import RATE_LIMIT_PER_S
-from loadgen.headers import read_headers
 from loadgen.records.payloads import DEFAULT_MODEL, Payload, is_language
 from loadgen.records.run import (
     REQUEST_TIMEOUT_S,

@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 
-from loadgen.child_process import cause_in, tree
+from loadgen.base.child_process import cause_in, tree
+from loadgen.base.documents import DocumentError, read_json
 from loadgen.client.endpoint import Endpoint
-from loadgen.documents import DocumentError, read_json
 from loadgen.launch.deployment import Deployment, DeploymentError
 from loadgen.records.payloads import BACKEND_ENDINGS
 

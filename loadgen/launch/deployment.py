@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 
-from loadgen.child_process import cpu_ns, tree
+from loadgen.base.child_process import cpu_ns, tree
+from loadgen.base.documents import one_line
 from loadgen.client.connection import Address, ConnectionRefused, TlsRefused
 from loadgen.client.endpoint import (
     CompletionsEndpoint,
@@ -28,7 +29,6 @@ from loadgen.client.endpoint import (
 from loadgen.client.grpc import GrpcConnection, parse_grpc_address
 from loadgen.client.http import MALFORMED, HttpConnection
 from loadgen.client.tls import speaks_tls
-from loadgen.documents import one_line
 from loadgen.records.model_config import pad_sizes, reported_padding
 from loadgen.records.payloads import without_backend
 from loadgen.records.run import DEFAULT_ACCESS, Access

@@ -13,6 +13,8 @@ from secrets import token_hex
 from time import monotonic, sleep
 from typing import NamedTuple
 
+from loadgen.base.documents import one_line
+from loadgen.base.headers import HIDDEN, secrets_in
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import (
     CompletionsEndpoint,
@@ -30,9 +32,7 @@ from loadgen.client.generation import RequestBody, request_fields, stream_path, 
 from loadgen.client.outputs import AnswerError
 from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.transports import InferenceTarget
-from loadgen.documents import one_line
 from loadgen.experiment.prompts import SETTLING, UNKNOWN_IDS, PromptPlan
-from loadgen.headers import HIDDEN, secrets_in
 from loadgen.launch.deployment import (
     REFUSED_ACCESS,
     RUNNING_READY_SECONDS,

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from loadgen.child_process import ABSERVE, ChildProcess, ProcessError, printed, usable_cores
+from loadgen.base.child_process import ABSERVE, ChildProcess, ProcessError, printed, usable_cores
 from loadgen.launch.deployment import Deployment, DeploymentError, batch_sentence
 from loadgen.records.run import PLAIN, asked_for
 

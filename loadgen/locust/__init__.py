@@ -1,1 +1,1 @@
-"""The parts of `locust -f loadgen/scenarios.py`: one test's session, its workers, its Prometheus metrics."""
+"""What `locust -f loadgen/scenarios.py` runs: the users, one test's session, its workers, its Prometheus metrics."""

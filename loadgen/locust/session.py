@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 from locust import User
 
+from loadgen.base.headers import HeaderError, read_headers
 from loadgen.client.bodies import choose_items, find_variation, fresh_numbers
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, EndpointError, Signature, unmeasurable
@@ -34,7 +35,6 @@ from loadgen.client.outputs import AnswerError, ExpectedOutputs
 from loadgen.client.traffic import Traffic
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.experiment.schedule import RATE_LIMIT_PER_S
-from loadgen.headers import HeaderError, read_headers
 from loadgen.records.payloads import (
     DEFAULT_NAME,
     PAYLOADS,

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 
 import gevent
 
-from loadgen.documents import open_inside
+from loadgen.base.documents import open_inside
 from loadgen.records.samples import NS_PER_S, Samples, part_path, read_in_parts, store_samples, with_errors_of
 
 SHARE, STARTED, REPORT, SAMPLES, FINISH = (

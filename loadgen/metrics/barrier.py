@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from loadgen.documents import one_line
-from loadgen.run.storage import StoredRunError
+from loadgen.base.documents import one_line
+from loadgen.records.store import StoredRunError
 
 T = TypeVar("T")
 RAISES = False

@@ -33,10 +33,10 @@ import numpy as np
 import numpy.typing as npt
 import scipy
 
-from loadgen.quantities import number
+from loadgen.base.quantities import number
 from loadgen.records.run import Label, Pairing, Record, StageTotals
 from loadgen.records.samples import NS_PER_MS, Samples, good, latencies_ms
-from loadgen.run.storage import StoredBlock
+from loadgen.records.store import StoredBlock
 from loadgen.stats.estimates import SIGNIFICANCE
 from loadgen.stats.percentiles import Pool, Values
 

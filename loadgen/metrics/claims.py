@@ -13,9 +13,9 @@ from operator import itemgetter
 
 import msgspec
 
+from loadgen.base.quantities import apart, counted, is_determined, join, measured, ratio, ratio_interval, shown_ratio
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons, winner_of
 from loadgen.metrics.registry import ACHIEVED_RATE, METRICS
-from loadgen.quantities import apart, counted, is_determined, join, measured, ratio, ratio_interval, shown_ratio
 from loadgen.records.run import Kind, Label, Pairing, Record, Workload, shown
 
 ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")

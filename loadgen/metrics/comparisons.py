@@ -6,7 +6,7 @@ Each arm is compared with the baseline and, for the ranking, the others with eac
 - no_difference: the 95 % interval lies inside [1/(1+δ), 1+δ] (two one-sided tests at 2.5 %);
 - arm_better, baseline_better: the interval excludes 1, and p, after Holm's adjustment over all comparisons of the run,
   is below 5 %;
-- inconclusive: everything else, and what lies within the machine's noise floor (`loadgen.verdict.noise_floor`).
+- inconclusive: everything else, and what lies within the machine's noise floor (`loadgen.checks.noise_floor`).
 
 The interval is Student's t over the pairs, or over the restarts if there are several; with `--until decided` one that
 stays valid after every pair (`loadgen.stats.ratios`). High percentiles come from the samples of all pairs
@@ -24,6 +24,8 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from loadgen.base.quantities import Interval, excludes_one, inverse
+from loadgen.base.quantities import ratio as factor_words
 from loadgen.metrics.registry import (
     ACHIEVED_RATE,
     GOODPUT,
@@ -38,10 +40,8 @@ from loadgen.metrics.registry import (
 )
 from loadgen.metrics.summaries import BlockSummary, figure_of, why_missing
 from loadgen.metrics.tokens import samples_of
-from loadgen.quantities import Interval, excludes_one, inverse
-from loadgen.quantities import ratio as factor_words
 from loadgen.records.run import Experiment, Figure, Label, Pairing, Record, Workload, shown
-from loadgen.run.storage import StoredBlock
+from loadgen.records.store import StoredBlock
 from loadgen.stats.estimates import SIGNIFICANCE, Estimate
 from loadgen.stats.percentiles import Pool, samples_needed
 from loadgen.stats.ratios import (

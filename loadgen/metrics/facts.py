@@ -11,7 +11,7 @@ from loadgen.metrics.breakdown import ArmStages, LatencyBreakdown
 from loadgen.metrics.comparisons import Comparison
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary
 from loadgen.records.run import Figure, Found, Workload, item_of
-from loadgen.run.storage import StoredBlock, StoredRun, StoredRunError
+from loadgen.records.store import StoredBlock, StoredRun, StoredRunError
 
 F = TypeVar("F", bound=Found)
 

@@ -33,6 +33,7 @@ from heapq import heapreplace
 import numpy as np
 import numpy.typing as npt
 
+from loadgen.base.quantities import number, per_second
 from loadgen.experiment.schedule import arrival_count
 from loadgen.metrics.tokens import (
     gaps_ms,
@@ -43,7 +44,6 @@ from loadgen.metrics.tokens import (
     values_of,
     why_unknown,
 )
-from loadgen.quantities import number, per_second
 from loadgen.records.run import Kind, Record, Scenario, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencies_ms
 from loadgen.stats.percentiles import Values, percentile, samples_needed

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 from msgspec import UNSET, UnsetType
 
+from loadgen.base.quantities import Interval
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.registry import (
@@ -32,10 +33,9 @@ from loadgen.metrics.registry import (
     summarise_open_loop,
 )
 from loadgen.metrics.tokens import samples_of
-from loadgen.quantities import Interval
 from loadgen.records.run import BlockRecord, Kind, Label, Record, Workload, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, Samples, good, latencies_ms
-from loadgen.run.storage import StoredBlock, StoredRunError
+from loadgen.records.store import StoredBlock, StoredRunError
 from loadgen.stats.percentiles import Pool, distribution, percentile
 from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 

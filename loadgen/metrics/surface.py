@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
+from loadgen.base.quantities import join
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons, log_lead
-from loadgen.quantities import join
 from loadgen.records.run import Experiment, Kind, Label, Record, Workload, shown
 
 Across = Literal["batch", "length", "prompt"]

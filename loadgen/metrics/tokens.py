@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from loadgen.records.run import Kind, TokenLimits, Workload
 from loadgen.records.samples import NS_PER_MS, SAMPLE_DTYPE, Samples
-from loadgen.run.storage import StoredBlock
+from loadgen.records.store import StoredBlock
 from loadgen.stats.percentiles import Values
 
 TOKEN_SAMPLE_DTYPE = np.dtype(

@@ -17,15 +17,17 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from loadgen.engine_matrix.analyse import has_copies
-from loadgen.engine_matrix.records import ConfigurationResult, Matrix, shape_text
+from loadgen.checks.registry import complaints, invalidating
+from loadgen.engines.analyse import has_copies
 from loadgen.experiment.schedule import request_shape
+from loadgen.findings.gpu.analysis import GpuFound
+from loadgen.findings.rate_search import RatesFound
 from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, THROUGHPUT, TPOT, TTFT
 from loadgen.metrics.summaries import figure_of, interval_of
 from loadgen.metrics.tokens import per_million
-from loadgen.probes.gpu.analysis import GpuFound
-from loadgen.probes.rate_search_analysis import RatesFound
-from loadgen.ranking.records import (
+from loadgen.ranking.prices import prices_of
+from loadgen.records.matrix import ConfigurationResult, Matrix, shape_text
+from loadgen.records.ranks import (
     TOKEN,
     Candidate,
     Cost,
@@ -38,12 +40,10 @@ from loadgen.ranking.records import (
     RankedOption,
     RankResult,
     Work,
-    prices_of,
 )
 from loadgen.records.run import ArmRecord, Environment, Kind, Label, Workload, item_of, shown
 from loadgen.stats.estimates import Estimate, pareto_front
 from loadgen.stats.ratios import interval_of_mean, mean_over_starts
-from loadgen.verdict.checks.registry import complaints, invalidating
 from loadgen.verdict.result import Result
 
 NOT_REPORTED = "not reported"

@@ -8,7 +8,7 @@ from typing import Any
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.documents import (
+from loadgen.base.documents import (
     MOST_RECORD_BYTES,
     DocumentError,
     decode_json,
@@ -18,25 +18,15 @@ from loadgen.documents import (
     results_in,
     stored_path,
 )
-from loadgen.engine_matrix.records import Matrix
-from loadgen.engine_matrix.store import read_matrix, stored_matrix
-from loadgen.quantities import counted, items, measured, measured_interval, number, per_second
+from loadgen.base.quantities import counted, items, measured, measured_interval, number, per_second
+from loadgen.engines.store import read_matrix, stored_matrix
 from loadgen.ranking.analyse import RankInput, from_matrix, from_result
-from loadgen.ranking.records import (
-    ADD_A_PRICE,
-    TOKEN,
-    Cost,
-    LeftOut,
-    Machine,
-    Point,
-    RankedGroup,
-    RankedOption,
-    RankResult,
-    Work,
-)
+from loadgen.ranking.prices import ADD_A_PRICE
+from loadgen.records.matrix import Matrix
+from loadgen.records.ranks import TOKEN, Cost, LeftOut, Machine, Point, RankedGroup, RankedOption, RankResult, Work
+from loadgen.records.store import StoredRunError
 from loadgen.report.published import Published
 from loadgen.report.renderers.tables import render_csv
-from loadgen.run.storage import StoredRunError
 from loadgen.stats.estimates import Estimate
 from loadgen.verdict.result import FILE_NAME, read_result, readable, stored_result
 

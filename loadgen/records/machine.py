@@ -2,7 +2,7 @@
 
 The generator is calibrated against a sink: a process that takes a request, keeps it for a known time and answers with
 2 KB, or with a stream of tokens, so that the generator's own cost remains. The check `generator_ceiling` warns
-about a workload that reaches more than half of the maximum found here. `loadgen.verdict.noise_floor` makes and applies
+about a workload that reaches more than half of the maximum found here. `loadgen.checks.noise_floor` makes and applies
 the noise floor.
 """
 
@@ -82,7 +82,7 @@ class Calibration(Record, frozen=True, kw_only=True):
     FILE = "calibration.json"
     schema: Literal["abserve.calibration/1"] = SCHEMA
     fingerprint: str
-    """Hash of the machine and the versions that affect the generator; see `loadgen.run.machine`."""
+    """Hash of the machine and the versions that affect the generator; see `loadgen.measure.machine`."""
     made_at: str
     command: str
     host: dict[str, str | int | float | None]
@@ -141,7 +141,7 @@ class NoiseFloor(Record, frozen=True, kw_only=True):
     FILE = "noise_floors.json"
     schema: Literal["abserve.noise-floor/1"] = "abserve.noise-floor/1"
     fingerprint: str
-    """Hash of the machine; see `loadgen.run.machine`."""
+    """Hash of the machine; see `loadgen.measure.machine`."""
     servers: str
     """Host of servers on another machine; empty for this machine."""
     title: str

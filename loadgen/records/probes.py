@@ -130,7 +130,8 @@ class ContainerStart(Record, frozen=True, kw_only=True):
     started_ns: int | None = None
     """Time at which the engine had created the process."""
     milestones_ns: dict[str, int] = msgspec.field(default_factory=dict)
-    """Time of each milestone that the log shows, by the names of `loadgen.probes.cold_start_measurement.MILESTONES`."""
+    """Time of each milestone that the log shows, by the names of `MILESTONES` in
+    `loadgen.measure.probes.cold_start_measurement`."""
     live_ns: int | None = None
     ready_ns: int | None = None
     first_answer_ns: int | None = None

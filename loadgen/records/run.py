@@ -10,7 +10,7 @@
     DIR/noise_floors.json  list[NoiseFloor]  of this machine, as far as they were measured
     DIR/run.json           RunState       "running", then "finished", "interrupted" or "failed"
 
-Probes store more, see `loadgen.records.probes` and `loadgen.probes`. `abserve report DIR` makes `result.json`,
+Probes store more, see `loadgen.records.probes` and `loadgen.measure.probes`. `abserve report DIR` makes `result.json`,
 `report.html` and `summary.md` from these records alone, at any time.
 Times in ns are of the generator's monotonic clock, so only differences mean anything; `*_at` are labels in UTC, ISO
 8601. A missing reading is None, never 0. Every file is written under a temporary name and renamed.

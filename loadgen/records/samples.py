@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from loadgen.documents import open_inside
+from loadgen.base.documents import open_inside
 
 NS_PER_MS = 1e6
 NS_PER_S = 1e9

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import loadgen.report.document as doc
-from loadgen.documents import printable
-from loadgen.quantities import per_second, significant
+from loadgen.base.documents import printable
+from loadgen.base.quantities import per_second, significant
 from loadgen.records.run import Label, item_of, shown
 from loadgen.verdict.result import Result
 

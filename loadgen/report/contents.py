@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import loadgen.report.document as doc
+from loadgen.base.quantities import join, number, share
+from loadgen.checks.registry import validity
 from loadgen.experiment.plan import Combination
+from loadgen.findings.registry import probes
 from loadgen.metrics.claims import verdict_words
 from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.metrics.registry import METRICS
-from loadgen.probes.registry import probes
-from loadgen.quantities import join, number, share
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, CalibrationWorkload, TimingError
 from loadgen.records.run import Label, Pairing, shown
 from loadgen.report.charts import several
 from loadgen.report.sections import checks, comparisons, conditions, surface, tokens, verdict
 from loadgen.report.sections.comparisons import against_baseline, better_of, comparison_table
-from loadgen.verdict.checks.registry import validity
 from loadgen.verdict.result import Result
 from loadgen.verdict.run_difference import ComparisonChange, PropertyDifference, RunDifference
 

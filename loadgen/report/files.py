@@ -8,14 +8,14 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from loadgen.documents import write_atomically
+from loadgen.base.documents import write_atomically
 from loadgen.experiment.options import write_content
 from loadgen.experiment.plan import Combination
+from loadgen.records.store import StoredRunError
 from loadgen.report.contents import index_document, result_document
 from loadgen.report.mlflow import export_result
 from loadgen.report.published import Content, Published
 from loadgen.report.renderers.tables import csv_names, render_csv, render_junit
-from loadgen.run.storage import StoredRunError
 from loadgen.verdict.result import FILE_NAME, Result, encode_result, read_result, stored_result
 
 EXPERIMENT_FILE = "experiment.yaml"

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from loadgen.documents import is_stored, one_line, stored_path
-from loadgen.engine_matrix.records import CellResult, Matrix
+from loadgen.base.documents import is_stored, one_line, stored_path
+from loadgen.findings.gpu.analysis import GpuFound
+from loadgen.findings.rate_search import RatesFound
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of, tokens_per_answer
-from loadgen.probes.gpu.analysis import GpuFound
-from loadgen.probes.rate_search_analysis import RatesFound
+from loadgen.records.matrix import CellResult, Matrix
 from loadgen.records.run import Environment
 from loadgen.stats.estimates import Estimate
 from loadgen.verdict.result import FILE_NAME, Result

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from statistics import median
 from time import monotonic
 from types import TracebackType
 from typing import Self
@@ -21,21 +20,19 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.documents import one_line
-from loadgen.engine_matrix.analyse import samples_ns
-from loadgen.engine_matrix.records import NO_MODEL, Configuration, Measured, Visit, described
+from loadgen.base.documents import one_line
+from loadgen.base.quantities import counted, excludes_one, number, per_second
+from loadgen.checks.run import parity_figures
+from loadgen.measure.progress import LiveRatio, LiveRatios, RunProgress
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import BlockSummary
-from loadgen.quantities import counted, excludes_one, number, per_second
+from loadgen.records.checks import Check
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, BlockRecord, Label, Pairing, ParityRecord, shown
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.report.sections.comparisons import better_of
-from loadgen.run.progress import LiveRatio, LiveRatios, RunProgress
-from loadgen.verdict.checks.registry import Check
-from loadgen.verdict.checks.run import parity_figures
 
 FIXED = "These intervals do not stop the run; the verdict follows after the checks."
 OPEN = "Pairs are added where the winner is uncertain; these intervals stay valid when checked after every pair."
@@ -316,48 +313,3 @@ def _reach(ratio: LiveRatio) -> float:
     bounds = [abs(math.log(bound)) for bound in ratio.ci95 or ()]
     centre = abs(math.log(ratio.ratio)) if ratio.ratio else 0.0
     return max(_MIN_SPAN, centre * 1.1, min(max(bounds, default=0.0), 3.0 * max(centre, _MIN_SPAN)))
-
-
-class EngineProgress(MovingLine):
-    """What `abserve engines` shows while it measures."""
-
-    def now(self, text: str) -> None:
-        """Change the moving line; a log gets a line only for preparations, because every visit has its own line."""
-        self._now = text
-        if not self._console.is_terminal and not text.startswith("round "):
-            self._say(text)
-
-    def visit_done(self, configuration: Configuration, visit: Visit, done: int, of: int, seconds_left: float) -> None:
-        """Print one visit: its rate at the largest cell, or why it failed."""
-        self._ends_at = monotonic() + seconds_left
-        faults = [cell.fault for cell in visit.cells if cell.fault is not None and configuration.engine != NO_MODEL]
-        text = f"{done}/{of}  {described(configuration)}: {_rates(visit, configuration.device)}"
-        left = "" if self._console.is_terminal or done == of else f"  (about {clock(seconds_left).strip()} left)"
-        self._say(text + left)
-        for problem, style in ((visit.error, "red"), (faults[0] if faults else None, "red")):
-            if problem is not None:
-                self._say(f"! {problem}", style)
-
-    def _line(self) -> Spinner:
-        text = f"{clock(self._elapsed()).strip()}{self._left()}  {self._now}"
-        self._spinner.update(text=Text(text, no_wrap=True, overflow="ellipsis"))
-        return self._spinner
-
-
-def _rates(visit: Visit, device: str) -> str:
-    """The rates of the smallest and the largest cell of a visit."""
-    if not visit.cells:
-        return "failed"
-    ordered = sorted(visit.cells, key=lambda cell: (cell.length or 0, cell.batch))
-    chosen = ordered[:1] if len(ordered) == 1 else [ordered[0], ordered[-1]]
-    return ", ".join(
-        f"{_named(comparison)} {number(_rate(comparison, device))} {per_second(visit.item)}" for comparison in chosen
-    )
-
-
-def _named(cell: Measured) -> str:
-    return f"batch {cell.batch}" + ("" if cell.length is None else f" × {cell.length}")
-
-
-def _rate(cell: Measured, device: str) -> float:
-    return cell.batch / median(samples_ns(cell, device)) * 1e9

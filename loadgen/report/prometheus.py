@@ -17,9 +17,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from loadgen.documents import DocumentError, one_line, open_inside, printable, read_limited, read_record
+from loadgen.base.documents import DocumentError, one_line, open_inside, printable, read_limited, read_record
 from loadgen.records.model_config import listed, mapping
-from loadgen.run.storage import is_running
+from loadgen.records.store import is_running
 from loadgen.stats.ratios import has_log
 
 NEWEST = 20

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import loadgen.report.document as doc
-from loadgen.documents import stored_path, write_atomically
+from loadgen.base.documents import stored_path, write_atomically
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 

@@ -1,6 +1,6 @@
 """Every server at its best for each load: short runs choose the settings, then one comparison measures them freshly.
 
-    DIR/best.json         what is tried, then what was chosen, see `loadgen.probes.best_analysis`
+    DIR/best.json         what is tried, then what was chosen, see `loadgen.findings.best`
     DIR/choices/1/ …      the runs that choose: screenings whose arms are the configurations of some servers
     DIR/                  the comparison, whose arms are the chosen configurations
 
@@ -20,19 +20,19 @@ from time import monotonic
 
 from msgspec.structs import replace
 
-from loadgen.child_process import ABSERVE
+from loadgen.base.child_process import ABSERVE
 from loadgen.experiment.plan import base_workload
 from loadgen.experiment.settings import ExperimentSettings
+from loadgen.findings.best import BestRecord, Tried, TriedConfiguration, TriedServer
 from loadgen.launch.work_folder import work_folder
+from loadgen.measure.preparation import Prepared, serve_options
 from loadgen.metrics.facts import RUN, workload_scope
 from loadgen.metrics.registry import METRICS, leading_metric
-from loadgen.probes.best_analysis import BestRecord, Tried, TriedConfiguration, TriedServer
 from loadgen.records.run import ArmRequest, Experiment, Kind, Label, RunState, Workload
-from loadgen.run.preparation import Prepared, serve_options
-from loadgen.run.storage import read_one, read_run, write_record
+from loadgen.records.store import read_one, read_run, write_record
+from loadgen.records.tuning import Space, TunableSetting
 from loadgen.tune.declared import read_space
 from loadgen.tune.outcome import Z99
-from loadgen.tune.records import Space, TunableSetting
 from loadgen.tune.screening import faults_of, scores_of
 from loadgen.tune.search import START_SPREAD, Z95, factor_of
 from loadgen.tune.space import canonical

@@ -11,11 +11,11 @@ from itertools import chain
 
 import msgspec
 
-from loadgen.child_process import ABSERVE
+from loadgen.base.child_process import ABSERVE
 from loadgen.experiment.plan import PlanError
 from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.embedded import ask_server
-from loadgen.tune.records import Space, TunableSetting
+from loadgen.records.tuning import Space, TunableSetting
 from loadgen.tune.space import FIX, TUNE, by_target, check_lists, declared, for_load, narrowed
 
 _READ_SECONDS = 300.0

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import yaml
 
-from loadgen.child_process import ABSERVE
-from loadgen.documents import write_atomically
+from loadgen.base.child_process import ABSERVE
+from loadgen.base.documents import write_atomically
 from loadgen.experiment.options import write_content
 from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment, to_arguments
+from loadgen.measure.preparation import serve_options
 from loadgen.records.payloads import is_language
 from loadgen.report.files import EXPERIMENT_FILE
-from loadgen.run.preparation import serve_options
 from loadgen.tune.outcome import TuningOutcome
 
 FOLDER, COMPOSE_FILE = "deploy", "compose.override.yml"

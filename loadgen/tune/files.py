@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loadgen.documents import FINAL, indented
+from loadgen.base.documents import FINAL, indented
+from loadgen.records.store import StoredRunError, read_one
+from loadgen.records.tuning import Tuning
 from loadgen.report.mlflow import MlflowExportError, export_result
 from loadgen.report.published import Published
-from loadgen.run.storage import StoredRunError, read_one
 from loadgen.tune.deploy import best_commands, deployed_files
 from loadgen.tune.outcome import TuningOutcome, outcome_of
-from loadgen.tune.records import Tuning
 from loadgen.tune.sections import tuning_document
 from loadgen.verdict.result import Result, stored_result
 

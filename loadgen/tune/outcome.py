@@ -14,17 +14,17 @@ from typing import Literal
 
 import msgspec
 
+from loadgen.base.quantities import Interval, join, number, ratio, ratio_interval, share
+from loadgen.experiment.tuning import TuneSettings
+from loadgen.findings.gpu.analysis import GpuFound
 from loadgen.metrics.claims import claim, winner_in_words
 from loadgen.metrics.comparisons import Comparison, advantage, compare_all, judge, leading_comparisons, log_lead
 from loadgen.metrics.registry import METRICS, RATES, TPOT, Metric
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
-from loadgen.probes.gpu.analysis import GpuFound
-from loadgen.quantities import Interval, join, number, ratio, ratio_interval, share
 from loadgen.records.run import TARGETS, Kind, Label, item_of
+from loadgen.records.tuning import Contender, Space, Tuning
 from loadgen.stats.estimates import SIGNIFICANCE, Estimate, critical_t, t_estimate
-from loadgen.tune.records import Contender, Space, Tuning
 from loadgen.tune.search import Choice, RaceLead, Search
-from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.headline import Alternatives, fit
 from loadgen.verdict.result import Result
 

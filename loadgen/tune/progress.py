@@ -9,13 +9,13 @@ from types import TracebackType
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from loadgen.documents import one_line
-from loadgen.quantities import counted
+from loadgen.base.documents import one_line
+from loadgen.base.quantities import counted
 from loadgen.records.run import Label
+from loadgen.records.tuning import Space, TuningRun
 from loadgen.report.progress import MovingLine, clock
 from loadgen.tune.outcome import settings_in_words, times_in_words
 from loadgen.tune.race import RaceProgress
-from loadgen.tune.records import Space, TuningRun
 from loadgen.tune.search import RaceLead
 from loadgen.tune.space import size
 

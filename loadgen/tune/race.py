@@ -16,21 +16,21 @@ from time import monotonic
 
 import msgspec
 
-from loadgen.child_process import ABSERVE
-from loadgen.documents import FINAL
+from loadgen.base.child_process import ABSERVE
+from loadgen.base.documents import FINAL
+from loadgen.base.quantities import counted
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
+from loadgen.experiment.tuning import TuneSettings, final_settings, screening_settings
 from loadgen.launch.work_folder import work_folder
-from loadgen.quantities import counted
+from loadgen.measure.interruption import interruptible
+from loadgen.measure.preparation import Prepared
+from loadgen.measure.progress import RunProgress
 from loadgen.records.run import Experiment, Label, RunState
-from loadgen.run.interruption import interruptible
-from loadgen.run.preparation import Prepared
-from loadgen.run.progress import RunProgress
-from loadgen.run.storage import StorageError, StoredRunError, read_one, running, write_record
-from loadgen.tune.records import ANCHOR, Contender, Score, Space, Stage, Tuning, TuningRun
+from loadgen.records.store import StorageError, StoredRunError, read_one, running, write_record
+from loadgen.records.tuning import ANCHOR, Contender, Score, Space, Stage, Tuning, TuningRun
 from loadgen.tune.screening import Judged, screen
 from loadgen.tune.search import Choice, RaceLead, Search
-from loadgen.tune.settings import TuneSettings, final_settings, screening_settings
 
 FINAL_SHARE, LEAST_FINAL_S, MOST_FINAL_SHARE = 0.25, 240.0, 0.4
 """The final gets a quarter of the time, of a short tuning four minutes, but never more than two fifths."""

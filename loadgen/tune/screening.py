@@ -19,28 +19,28 @@ from pathlib import Path
 
 import numpy as np
 
-from loadgen.child_process import ABSERVE
-from loadgen.documents import one_line
+from loadgen.base.child_process import ABSERVE
+from loadgen.base.documents import one_line
+from loadgen.base.quantities import sentence
+from loadgen.checks.registry import fault_of, invalidating
+from loadgen.checks.run import repeated_requests
+from loadgen.checks.tokens import cached_prompts
+from loadgen.experiment.tuning import TuneSettings
+from loadgen.findings.gpu.analysis import GpuFound
+from loadgen.measure.preparation import Prepared
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.metrics.facts import RUN
 from loadgen.metrics.registry import METRICS, Metric, measured_answers
 from loadgen.metrics.summaries import BlockSummary, figure_of
 from loadgen.metrics.tokens import samples_of
-from loadgen.probes.gpu.analysis import GpuFound
-from loadgen.quantities import sentence
 from loadgen.records.run import Experiment, Label, RunState
-from loadgen.run.preparation import Prepared
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
-from loadgen.run.storage import StoredRun, read_run
+from loadgen.records.store import StoredRun, read_run
+from loadgen.records.tuning import ANCHOR, OverLimit, Score
 from loadgen.stats.estimates import critical_t
 from loadgen.stats.tails import percentile_of_rounds
 from loadgen.tune.outcome import goal_metrics
-from loadgen.tune.records import ANCHOR, OverLimit, Score
 from loadgen.tune.search import Z95
-from loadgen.tune.settings import TuneSettings
-from loadgen.verdict.checks.registry import fault_of, invalidating
-from loadgen.verdict.checks.run import repeated_requests
-from loadgen.verdict.checks.tokens import cached_prompts
 from loadgen.verdict.result import Result, analyse_run, readable
 
 LEAST_ERROR = 1e-4

@@ -26,12 +26,12 @@ from itertools import combinations
 import numpy as np
 import scipy
 
-from loadgen.quantities import Interval
+from loadgen.base.quantities import Interval
 from loadgen.records.run import Label
+from loadgen.records.tuning import Contender, OverLimit, Score, Space, Stage, TuningRun
 from loadgen.stats.estimates import Estimate
 from loadgen.stats.ratios import Values
 from loadgen.stats.regression import Codes, Grid, Observations, Regression, expected_gain
-from loadgen.tune.records import Contender, OverLimit, Score, Space, Stage, TuningRun
 from loadgen.tune.space import canonical, every_contender, size
 
 START_SPREAD = 0.02

@@ -12,18 +12,13 @@ from itertools import accumulate
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
+from loadgen.base.quantities import counted, excludes_one, join, measured, measured_interval, number, sentence
+from loadgen.checks.registry import validity
+from loadgen.experiment.tuning import TuneSettings
 from loadgen.metrics.registry import SERVED
 from loadgen.metrics.tokens import per_million
-from loadgen.quantities import (
-    counted,
-    excludes_one,
-    join,
-    measured,
-    measured_interval,
-    number,
-    sentence,
-)
 from loadgen.records.run import Label
+from loadgen.records.tuning import ANCHOR
 from loadgen.report.sections.verdict import conditions_in_brief
 from loadgen.stats.estimates import Estimate, pareto_front
 from loadgen.stats.ratios import geometric_mean
@@ -39,10 +34,7 @@ from loadgen.tune.outcome import (
     times_in_words,
 )
 from loadgen.tune.race import STAGE_TITLES
-from loadgen.tune.records import ANCHOR
 from loadgen.tune.search import factor_of
-from loadgen.tune.settings import TuneSettings
-from loadgen.verdict.checks.registry import validity
 
 BEST_MARK, SMALL, LARGE = "star", 7, 15
 LIMIT_STYLES: Mapping[str, doc.Style] = {

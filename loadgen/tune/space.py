@@ -16,7 +16,7 @@ import msgspec
 
 from loadgen.experiment.plan import PlanError, unknown
 from loadgen.records.run import setting_key
-from loadgen.tune.records import Space, TunableSetting
+from loadgen.records.tuning import Space, TunableSetting
 
 _BATCHING, _INSTANCES, _SLOTS = "batching", "instances", "slots"
 _BY_LOAD = ("max-batch-size", "batch-multiple", _BATCHING, _INSTANCES, _SLOTS)

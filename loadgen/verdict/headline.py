@@ -14,14 +14,15 @@ from itertools import product
 
 from msgspec.structs import replace
 
+from loadgen.base.quantities import counted, join, ratio_interval
+from loadgen.checks.registry import CHECKS, in_sentence, invalidating, reached
+from loadgen.checks.run import same_payload
 from loadgen.metrics.claims import WorkloadRanking, neighbours, place, verdict_words, weight, winner_in_words
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons
 from loadgen.metrics.registry import METRICS, SERVED
 from loadgen.metrics.surface import Surface, counts_in_words, crossing_in_words, rows_in_words, surface_of
-from loadgen.quantities import counted, join, ratio_interval
+from loadgen.records.checks import Check
 from loadgen.records.run import Experiment, Label, Workload, shown
-from loadgen.verdict.checks.registry import CHECKS, Check, in_sentence, invalidating, reached
-from loadgen.verdict.checks.run import same_payload
 
 MOST_WORDS = 25
 SHORT_TITLE = 30

@@ -16,13 +16,26 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from loadgen.documents import FINAL, DocumentError, indented, kind_of, one_line, read_record, read_stored, stored_path
+from loadgen.base.documents import (
+    FINAL,
+    DocumentError,
+    indented,
+    kind_of,
+    one_line,
+    read_record,
+    read_stored,
+    stored_path,
+)
+from loadgen.checks.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
+from loadgen.checks.registry import make_checks, reason_against
+from loadgen.checks.run import COMPARISONS, VERDICT, analysed
+from loadgen.findings.registry import finding_types, probes
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.breakdown import LatencyBreakdown, break_down
 from loadgen.metrics.comparisons import Comparison, PooledRequests, compare_all, invalidate
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, sound, summarise_blocks, summarise_workload
-from loadgen.probes.registry import finding_types, probes
+from loadgen.records.checks import Check
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.run import (
     ArmRecord,
@@ -36,11 +49,8 @@ from loadgen.records.run import (
     RunState,
     shown,
 )
-from loadgen.run.storage import StoredRun, StoredRunError, read_run
+from loadgen.records.store import StoredRun, StoredRunError, read_run
 from loadgen.stats.ratios import has_log
-from loadgen.verdict.checks.registry import Check, make_checks, reason_against
-from loadgen.verdict.checks.run import COMPARISONS, VERDICT, analysed
-from loadgen.verdict.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
 from loadgen.verdict.thresholds import ThresholdOutcome, judge_thresholds
 from loadgen.verdict.verdict import Stopping, Verdict, describe_stopping, no_verdict, reach_verdict
 

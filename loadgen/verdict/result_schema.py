@@ -13,7 +13,7 @@ import textwrap
 
 import msgspec
 
-from loadgen.probes.registry import finding_types
+from loadgen.findings.registry import finding_types
 from loadgen.records.run import Record
 from loadgen.verdict.result import Result
 

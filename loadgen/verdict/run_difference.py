@@ -21,9 +21,9 @@ from typing import Literal
 import msgspec
 import scipy
 
+from loadgen.base.quantities import Interval, counted, excludes_one, number
 from loadgen.metrics.comparisons import Comparison, Outcome
 from loadgen.metrics.registry import METRICS
-from loadgen.quantities import Interval, counted, excludes_one, number
 from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.run import Experiment, Label, Pairing, Record, Workload, shown
 from loadgen.stats.estimates import SIGNIFICANCE, critical_t, t_estimate

@@ -27,13 +27,13 @@ from typing import Literal
 
 import msgspec
 
+from loadgen.base.quantities import join, number
 from loadgen.experiment.plan import PlanError
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.claims import weight
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.registry import METRICS, Metric, metrics_of
 from loadgen.metrics.summaries import by_start, figure_of
-from loadgen.quantities import join, number
 from loadgen.records.run import Label, Record, Workload, shown
 from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 

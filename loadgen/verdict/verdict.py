@@ -17,7 +17,14 @@ from typing import Literal
 
 import msgspec
 
+from loadgen.base.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms, significant
+from loadgen.checks.arms import handicap
+from loadgen.checks.generator import RECONNECT_LIMIT
+from loadgen.checks.registry import CHECKS, complaints, invalidating
+from loadgen.checks.run import same_payload
 from loadgen.experiment.schedule import load_workloads
+from loadgen.findings.causes import CauseEffect, CausesFound
+from loadgen.findings.tokens import TokensFound, explain_tokens
 from loadgen.metrics.breakdown import TITLES, ArmStages, LatencyBreakdown, find_stalls
 from loadgen.metrics.claims import (
     WorkloadRanking,
@@ -35,15 +42,9 @@ from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.metrics.registry import METRICS, SERVED, THROUGHPUT, TPOT
 from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary, figure_of
 from loadgen.metrics.surface import Surface, rows_in_words, surface_of, uncertain
-from loadgen.probes.causes_analysis import CauseEffect, CausesFound
-from loadgen.probes.tokens_analysis import TokensFound, explain_tokens
-from loadgen.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms, significant
+from loadgen.records.checks import Check
 from loadgen.records.model_config import queue_policy_of, whole
 from loadgen.records.run import ArmRecord, Experiment, Label, Record, RunState, Workload, shown
-from loadgen.verdict.checks.arms import handicap
-from loadgen.verdict.checks.generator import RECONNECT_LIMIT
-from loadgen.verdict.checks.registry import CHECKS, Check, complaints, invalidating
-from loadgen.verdict.checks.run import same_payload
 from loadgen.verdict.headline import headline, main_comparison
 
 MIN_STAGE_SHARE = 0.05

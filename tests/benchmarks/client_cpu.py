@@ -46,7 +46,7 @@ from pathlib import Path
 from locust import FastHttpUser, task
 from locust.env import Environment
 from locust.exception import StopUser
-from loadgen.run.calibrate import signature, write_images
+from loadgen.measure.calibrate import signature, write_images
 from loadgen.client.connection import Address
 from loadgen.client.inputs import read_inputs
 from loadgen.records.samples import SampleWriter

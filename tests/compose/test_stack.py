@@ -21,7 +21,7 @@ from loadgen.client.endpoint import Endpoint
 from loadgen.client.inputs import read_inputs, write_samples
 from loadgen.launch.compose import ComposeDeployment
 from loadgen.launch.deployment import Deployment, DeploymentError
-from loadgen.probes.cold_start_measurement import measure_container_cold_start
+from loadgen.measure.probes.cold_start_measurement import measure_container_cold_start
 from tests.compose.queries import dashboard_queries
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]

@@ -12,12 +12,12 @@ from tests.golden.synthetic_run import Plan, write_run
 FULL = """
 import resource, sys
 from pathlib import Path
-import loadgen.run.runner
+import loadgen.measure.runner
 from loadgen.cli.compare import run_and_report
 from loadgen.records.run import RunState
-from loadgen.run.storage import read_run
+from loadgen.records.store import read_run
 out = Path(sys.argv[1])
-loadgen.run.runner.run_experiment = lambda *_: RunState(state="finished", phase="finished")  # it has run already
+loadgen.measure.runner.run_experiment = lambda *_: RunState(state="finished", phase="finished")  # it has run already
 experiment = read_run(out).experiment
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 status, result = run_and_report(experiment, out)
@@ -51,15 +51,15 @@ def test_the_result_is_shown_and_the_remedy_named(tmp_path: Path) -> None:
 GONE = """
 import os, sys
 from pathlib import Path
-import loadgen.run.runner
+import loadgen.measure.runner
 from loadgen.cli.compare import run_and_report
 from loadgen.records.run import RunState
-from loadgen.run.storage import read_run
+from loadgen.records.store import read_run
 out = Path(sys.argv[1])
 def run(_experiment, _out, progress):
     progress.phase("load")
     return RunState(state="finished", phase="finished")
-loadgen.run.runner.run_experiment = run
+loadgen.measure.runner.run_experiment = run
 sys.stdin.read()  # until the reader of the output has gone
 status, result = run_and_report(read_run(out).experiment, out)
 sys.stderr.write(f"status {status}")

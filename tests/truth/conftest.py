@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRequest, Experiment, Workload
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import Result, analyse
 
 SERVER = Path(__file__).with_name("planted_server.py")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from loadgen.records.run import Label
-from loadgen.tune.records import Contender, Space, TuningRun
+from loadgen.records.tuning import Contender, Space, TuningRun
 from loadgen.tune.search import Search
 from loadgen.tune.space import canonical, every_contender
 

@@ -16,7 +16,7 @@ from loadgen.metrics.comparisons import PooledRequests, compare_all
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.records.run import ArmRequest, BlockRecord, Experiment, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
-from loadgen.run.storage import StoredBlock
+from loadgen.records.store import StoredBlock
 
 BLOCK_NOISE = 0.01
 NS = 1e9

@@ -13,6 +13,8 @@ from itertools import pairwise
 import numpy as np
 from scipy import special
 
+from loadgen.checks.noise_floor import floor_of
+from loadgen.measure.probes.load import NEEDY
 from loadgen.metrics.claims import rank
 from loadgen.metrics.comparisons import (
     LEADING_SHARE,
@@ -24,7 +26,6 @@ from loadgen.metrics.comparisons import (
     seen_correlations,
 )
 from loadgen.metrics.registry import THROUGHPUT
-from loadgen.probes.load import NEEDY
 from loadgen.records.run import Pairing
 from loadgen.stats.estimates import SIGNIFICANCE, critical_t
 from loadgen.stats.ratios import (
@@ -39,7 +40,6 @@ from loadgen.stats.ratios import (
     plausible_correlation,
 )
 from loadgen.stats.tails import Round, estimate_tail_ratio
-from loadgen.verdict.noise_floor import floor_of
 from tests.truth.closed_loops import Times, compare
 from tests.truth.simulated_runs import (
     Noise,

@@ -1,6 +1,6 @@
 """Runs of identical arms on a noisy machine, ended by each of the rules that end a run, with the project's own loop.
 
-The load is `loadgen.probes.load`, whose servers, blocks and clock are replaced: a block takes one second, and
+The load is `loadgen.measure.probes.load`, whose servers, blocks and clock are replaced: a block takes one second, and
 its speed is the machine's. So what is simulated is which rounds run, when the run ends and what is then compared.
 """
 
@@ -18,9 +18,9 @@ import numpy as np
 
 from loadgen.experiment.plan import DECIDED_ROUNDS
 from loadgen.experiment.schedule import ScheduledBlock
+from loadgen.measure.probes import load as load_probe
 from loadgen.metrics.comparisons import Comparison, compare_all
 from loadgen.metrics.summaries import BlockSummary
-from loadgen.probes import load as load_probe
 from loadgen.records.run import Experiment, Workload
 from tests.truth.simulated_runs import block, experiment, latencies, names_a_winner
 

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from loadgen.records.run import Label
+from loadgen.records.tuning import Contender, Score, Space, Stage, TunableSetting, TuningRun
 from loadgen.tune.outcome import P99, TargetOutcome
-from loadgen.tune.records import Contender, Score, Space, Stage, TunableSetting, TuningRun
 from loadgen.tune.search import Choice, RaceLead, Search
 from loadgen.tune.space import every_contender
 from tests.truth.promises import Share

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
+from loadgen.records.checks import Check
 from loadgen.records.run import ArmRequest, Experiment, TokenLimits, Workload
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
-from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.result import Result, analyse
 from tests.toy_language_server import toy_process
 

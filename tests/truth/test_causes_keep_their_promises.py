@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from loadgen.probes.causes_analysis import CauseEffect, CauseName, MeasuredEffect, combine, difference, rank_causes
+from loadgen.findings.causes import CauseEffect, CauseName, MeasuredEffect, combine, difference, rank_causes
 from loadgen.records.run import Label, Pairing, Workload
 
 WEATHER, NOISE = 0.03, 0.01

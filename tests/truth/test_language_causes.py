@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.probes.causes_analysis import CauseName, CausesFound
+from loadgen.findings.causes import CauseName, CausesFound
+from loadgen.measure import load_runner
 from loadgen.records.run import ArmRequest
-from loadgen.run import load_runner
 from loadgen.verdict.result import Result, analyse
 from tests.truth.planted_reference import FRONTS_MS, TRITON_MS
 from tests.truth.streams import run_arms, users
@@ -25,7 +25,7 @@ def explained(tmp_path: Path) -> Result:
     return analyse(tmp_path / "run")
 
 
-@pytest.mark.slow  # by default test_causes_keep_their_promises.py, and tests/unit/loadgen/probes/causes
+@pytest.mark.slow  # by default test_causes_keep_their_promises.py, and tests/unit/loadgen/measure/probes
 def test_what_a_part_of_a_server_costs_per_token_is_found_on_its_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

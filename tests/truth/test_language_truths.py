@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadgen.probes.tokens_analysis import TokensFound
+from loadgen.findings.tokens import TokensFound
+from loadgen.measure import load_runner
 from loadgen.records.run import TokenLimits
-from loadgen.run import load_runner
 from loadgen.verdict.result import Result
 from tests.truth.streams import compare_streams, failed, poisson, users, value, winner_of
 

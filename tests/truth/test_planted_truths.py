@@ -13,8 +13,8 @@ import time
 import msgspec
 import pytest
 
+from loadgen.base.quantities import ratio, ratio_interval
 from loadgen.metrics.comparisons import Comparison
-from loadgen.quantities import ratio, ratio_interval
 from loadgen.records.run import Workload
 from loadgen.verdict.result import Result
 from tests.truth.conftest import Compare, state

@@ -3,7 +3,7 @@
     pytest -s -m "slow or not slow" tests/truth/test_searches_keep_their_promises.py     prints the tables
 
 Each arm is a server of a fixed service time and one queue (M/D/1), simulated query by query; a trial is what
-`loadgen.probes.rate_search` runs, with the bound of `loadgen.stats.percentiles`. In *stalls* the
+`loadgen.measure.probes.rate_search` runs, with the bound of `loadgen.stats.percentiles`. In *stalls* the
 machine stops for 150 ms about every 100 s, longer than the bound, which fails trials at any rate. The true rate is the
 one at which 1 % of the answers is late, found in simulations of two million queries.
 """
@@ -20,7 +20,7 @@ import pytest
 
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.probes.rate_search_analysis import search_from
+from loadgen.findings.rate_search import search_from
 from loadgen.records.run import Workload
 from loadgen.stats.percentiles import late_allowed
 from loadgen.stats.ratios import estimate_ratio

@@ -9,13 +9,13 @@ import pytest
 
 from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.probes.best_analysis import BestFound, BestRecord
-from loadgen.probes.handicap_analysis import HandicapRecord
+from loadgen.findings.best import BestFound, BestRecord
+from loadgen.findings.handicap import HandicapRecord
+from loadgen.measure.preparation import Prepared
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.run import Experiment, RunState
-from loadgen.run.preparation import Prepared
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
-from loadgen.run.storage import read_one
+from loadgen.records.store import read_one
 from loadgen.tune.best import CHOOSING_ROUNDS, choose, final_experiment, read_servers
 from loadgen.verdict.result import Result, analyse
 from tests.integration.loadgen.conftest import descendants

@@ -11,9 +11,9 @@ import math
 import numpy as np
 import pytest
 
+from loadgen.checks.generator import WARM_UP_LIMIT, WARM_UP_SIGNIFICANCE
 from loadgen.stats.estimates import SIGNIFICANCE, critical_t
 from loadgen.stats.ratios import adjust_holm, detectable_effect, estimate_ratio
-from loadgen.verdict.checks.generator import WARM_UP_LIMIT, WARM_UP_SIGNIFICANCE
 from tests.truth import promises
 from tests.truth.closed_loops import KINDS, bias, slow_starts_of_pauses
 from tests.truth.planted_runs import TRUTHS, Truth, try_truth

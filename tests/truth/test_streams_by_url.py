@@ -19,8 +19,8 @@ from loadgen.client.outputs import AnswerError
 from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.transports import InferenceTarget
 from loadgen.experiment.prompts import PromptPlan
+from loadgen.measure import load_runner
 from loadgen.records.run import Transport
-from loadgen.run import load_runner
 from loadgen.verdict.result import Result
 from tests.integration.loadgen.test_language_run import compare
 from tests.toy_language_server import toy_process, toy_server

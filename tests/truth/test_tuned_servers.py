@@ -13,16 +13,16 @@ import pytest
 
 from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.settings import ExperimentSettings
+from loadgen.experiment.tuning import TuneSettings
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.run import BlockRecord, Experiment, RunState
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
+from loadgen.records.tuning import Tuning, TuningRun
 from loadgen.tune.declared import read_spaces
 from loadgen.tune.files import read_tuning
 from loadgen.tune.race import Measuring, RaceProgress, tune
-from loadgen.tune.records import Tuning, TuningRun
 from loadgen.tune.search import RaceLead
-from loadgen.tune.settings import TuneSettings
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import descendants
 from tests.truth import tuned_server

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.documents import read_stored
+from loadgen.base.documents import read_stored
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "docs/results/2026-11-23-h200/three-arms/result.json"

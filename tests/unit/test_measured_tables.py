@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from loadgen.documents import read_record
-from loadgen.engine_matrix.analyse import Cells, cells_of, estimate, ratios
-from loadgen.engine_matrix.records import MatrixPlan, Visit
+from loadgen.base.documents import read_record
+from loadgen.engines.analyse import Cells, cells_of, estimate, ratios
+from loadgen.records.matrix import MatrixPlan, Visit
 from tests.truth import tables as simulated
 from tests.unit.test_published_figures import INTERVAL, PUBLISHED, ROOT, Interval, reads, sections, stored_intervals
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.documents import read_stored
+from loadgen.base.documents import read_stored
 from loadgen.report.files import published
 from loadgen.verdict.result import analyse, stored_result
 from tests.golden.synthetic_run import Plan, write_run

@@ -13,7 +13,7 @@ import markupsafe
 import msgspec
 
 import loadgen.report.document as doc
-from loadgen.documents import printable
+from loadgen.base.documents import printable
 
 HERE = Path(__file__).parent / "templates"
 PLOTLY = Path(__file__).parent / "plotly" / "plotly-cartesian-4.1.1.min.js.gz"

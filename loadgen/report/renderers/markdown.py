@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 import loadgen.report.document as doc
-from loadgen.documents import printable
+from loadgen.base.documents import printable
 
 _MARKS = re.compile(r"[\\|*_`<\[]|&(?=#?\w+;)|(?<=~)~")
 _BEGINS = re.compile(r"^(?:#|>|[-=~+](?=[-=~\s]|$))|(?<=^\d)[.)](?=\s|$)|(?<=^\d\d)[.)](?=\s|$)")

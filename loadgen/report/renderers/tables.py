@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 import loadgen.report.document as doc
-from loadgen.documents import printable
+from loadgen.base.documents import printable
 
 _FORMULA = ("=", "+", "-", "@", "\N{FULLWIDTH EQUALS SIGN}", "\N{FULLWIDTH PLUS SIGN}")
 

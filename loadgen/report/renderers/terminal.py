@@ -20,7 +20,7 @@ from rich.table import Table as Grid
 from rich.text import Text as Words
 
 import loadgen.report.document as doc
-from loadgen.documents import printable
+from loadgen.base.documents import printable
 
 
 class LastingStream:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 import loadgen.report.document as doc
-from loadgen.quantities import counted, share
+from loadgen.base.quantities import counted, share
+from loadgen.checks.registry import CHECKS, reached
+from loadgen.checks.run import parity as answers_agree
+from loadgen.records.checks import Check
 from loadgen.records.run import shown
 from loadgen.report.charts import several
-from loadgen.verdict.checks.registry import CHECKS, Check, reached
-from loadgen.verdict.checks.run import parity as answers_agree
 from loadgen.verdict.result import Result
 
 WORDS: dict[doc.Style, str] = {

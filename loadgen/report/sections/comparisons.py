@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import loadgen.report.document as doc
+from loadgen.base.quantities import Interval, detectable, inverse, measured, ratio_interval, share
 from loadgen.metrics.claims import claim, figures, neighbours, verdict_words
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, better_arm
 from loadgen.metrics.registry import METRICS
-from loadgen.quantities import Interval, detectable, inverse, measured, ratio_interval, share
 from loadgen.records.run import Pairing, shown
 from loadgen.report.charts import arm_style, round_ticks, several
 from loadgen.verdict.result import Result

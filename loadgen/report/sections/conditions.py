@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import loadgen.report.document as doc
-from loadgen.quantities import join, share
+from loadgen.base.quantities import join, share
 from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.run import ArmRecord, Environment, Experiment, setting_key, shown

@@ -10,9 +10,9 @@ import math
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
+from loadgen.base.quantities import counted, ratio, ratio_interval, sentence, share
 from loadgen.metrics.registry import OUTPUT_TOKENS, RATES
 from loadgen.metrics.surface import AXIS_TITLES, Surface, SurfacePoint, place_of_users, rows_in_words
-from loadgen.quantities import counted, ratio, ratio_interval, sentence, share
 from loadgen.records.run import item_of, shown
 from loadgen.verdict.result import Result
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
+from loadgen.base.quantities import join, measured, ratio
 from loadgen.metrics.claims import verdict_words
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons
 from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, RATES, SERVED, Metric
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
-from loadgen.quantities import join, measured, ratio
 from loadgen.records.run import item_of, shown
 from loadgen.report.sections.comparisons import against_baseline
 from loadgen.verdict.result import Result

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
+from loadgen.base.quantities import counted, measured, number, share
+from loadgen.findings.gpu.analysis import GpuFound
+from loadgen.findings.rate_search import RatesFound
+from loadgen.findings.tokens import Points, TokensFound, TokenTotals
 from loadgen.metrics.registry import GOOD_SHARE, GOODPUT, METRICS, OUTPUT_TOKENS, TPOT, TTFT, Metric
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, tokens_per_answer, why_missing
 from loadgen.metrics.tokens import per_million
-from loadgen.probes.gpu.analysis import GpuFound
-from loadgen.probes.rate_search_analysis import RatesFound
-from loadgen.probes.tokens_analysis import Points, TokensFound, TokenTotals
-from loadgen.quantities import counted, measured, number, share
 from loadgen.records.run import Kind, Label, Workload, shown
 from loadgen.stats.ratios import geometric_mean
 from loadgen.verdict.result import Result

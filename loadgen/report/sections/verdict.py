@@ -6,10 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
 import loadgen.report.document as doc
+from loadgen.base.quantities import counted, join, sentence, share
+from loadgen.checks.registry import gravest, reached, validity
+from loadgen.checks.run import gpu_present, parity_figures
+from loadgen.checks.run import parity as answers_agree
+from loadgen.checks.tokens import tokens_agree
+from loadgen.measure.probes.causes import causes_note, time_spent
+from loadgen.measure.probes.gpu import ALL_SCENARIOS, findings
 from loadgen.metrics.comparisons import leading_comparisons
-from loadgen.probes.causes import causes_note, time_spent
-from loadgen.probes.gpu.probe import ALL_SCENARIOS, findings
-from loadgen.quantities import counted, join, sentence, share
+from loadgen.records.checks import Check
 from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.model_config import padding_in_effect
 from loadgen.records.payloads import inputs_in_brief
@@ -19,10 +24,6 @@ from loadgen.report.sections.checks import check_rows, counts, style_of_check
 from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
 from loadgen.report.sections.surface import surface_chart
 from loadgen.report.sections.throughput import throughput_chart
-from loadgen.verdict.checks.registry import Check, gravest, reached, validity
-from loadgen.verdict.checks.run import gpu_present, parity_figures
-from loadgen.verdict.checks.run import parity as answers_agree
-from loadgen.verdict.checks.tokens import tokens_agree
 from loadgen.verdict.result import Result
 
 MOST_FAILED = 4

@@ -30,9 +30,9 @@ RUNNER = """
 import sys
 from pathlib import Path
 import msgspec
-from loadgen.run.progress import RunProgress
+from loadgen.measure.progress import RunProgress
 from loadgen.records.run import Experiment
-from loadgen.run.runner import run_experiment
+from loadgen.measure.runner import run_experiment
 exec(sys.argv[3])
 experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
 state = run_experiment(experiment, Path(sys.argv[1]), RunProgress(), abserve=(sys.executable, sys.argv[2]))
@@ -55,8 +55,8 @@ main()
 FAULTY_GENERATOR = (sys.executable, "-c", _FAULTY)
 """In place of the generator's command: a fault of its own at its sixth request."""
 UNWATCHED = """
-import loadgen.run.machine_watch
-loadgen.run.machine_watch.read_processors = lambda: None
+import loadgen.measure.machine_watch
+loadgen.measure.machine_watch.read_processors = lambda: None
 """
 UNWATCHED_ABSERVE = (sys.executable, "-P", "-c", f"{UNWATCHED}from loadgen.entry import main\nmain()")
 """The command line for a test that needs a verdict on a machine whose other work may take it away."""
@@ -159,7 +159,7 @@ def watched_machine() -> None:
 def machine_to_itself(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What else the machine of the tests does must decide no other test: a run is told that it cannot be read."""
     if "watched_machine" not in request.fixturenames:
-        monkeypatch.setattr("loadgen.run.machine_watch.read_processors", lambda: None)
+        monkeypatch.setattr("loadgen.measure.machine_watch.read_processors", lambda: None)
 
 
 @pytest.fixture

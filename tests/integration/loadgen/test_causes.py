@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.probes.causes_analysis import CausesFound, Explanation
+from loadgen.findings.causes import CausesFound, Explanation
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRequest, Workload
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 

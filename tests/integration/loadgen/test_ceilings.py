@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from loadgen.probes import ceiling as ceiling_probe
-from loadgen.probes.ceiling import measure
-from loadgen.probes.ceiling_analysis import Ceiling, Ceilings, CeilingsFound
+from loadgen.findings.ceiling import Ceiling, Ceilings, CeilingsFound
+from loadgen.measure.probes import ceiling as ceiling_probe
+from loadgen.measure.probes.ceiling import measure
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, RunState, Workload
+from loadgen.records.store import RunStore
 from loadgen.report.files import published
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
-from loadgen.run.storage import RunStore
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, make_experiment, start_runner, stored
 

@@ -16,11 +16,11 @@ import loadgen.launch.compose as compose
 from loadgen.launch.compose import LogLine
 from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.embedded import PortReservation
-from loadgen.probes.cold_start import ColdStartsFound
+from loadgen.measure.probes.cold_start import ColdStartsFound
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.probes import ContainerStart, ServerStart
 from loadgen.records.run import ArmRequest, RunState, Workload
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE, FAKE_ABSERVE, make_experiment
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.child_process import ABSERVE, ENGINE_WORKER
-from loadgen.engine_matrix.judging import judge_visits
-from loadgen.engine_matrix.measure import run_matrix
-from loadgen.engine_matrix.plan import expand, make_plan, requests_of
-from loadgen.engine_matrix.records import MatrixPlan, Measured, Visit
-from loadgen.engine_matrix.settings import MatrixSettings
-from loadgen.engine_matrix.store import MatrixStore
-from loadgen.engine_matrix.worker_process import check, read_offers
-from loadgen.probes.tokens_analysis import wrong_answers
+from loadgen.base.child_process import ABSERVE, ENGINE_WORKER
+from loadgen.engines.judging import judge_visits
+from loadgen.engines.measure import run_matrix
+from loadgen.engines.plan import expand, make_plan, requests_of
+from loadgen.engines.store import MatrixStore
+from loadgen.engines.worker_process import check, read_offers
+from loadgen.experiment.matrix import MatrixSettings
+from loadgen.findings.tokens import wrong_answers
+from loadgen.records.matrix import MatrixPlan, Measured, Visit
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = """

@@ -18,13 +18,13 @@ import msgspec
 import psutil
 import pytest
 
-from loadgen.probes.cold_start import ColdStartsFound
-from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.checks.registry import invalidating
+from loadgen.findings.gpu.analysis import GpuFound
+from loadgen.measure.probes.cold_start import ColdStartsFound
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRequest, RunState, Workload
 from loadgen.report.files import published
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
-from loadgen.verdict.checks.registry import invalidating
 from loadgen.verdict.result import Result, analyse
 from tests.integration.loadgen.conftest import (
     FAKE_ABSERVE,
@@ -38,13 +38,13 @@ from tests.integration.loadgen.conftest import (
 pytestmark = [pytest.mark.usefixtures("no_process_left"), pytest.mark.slow]
 
 STEPPED_CLOCK = """
-import loadgen.run.load_runner
+import loadgen.measure.load_runner
 from datetime import UTC, datetime, timedelta
 calls = []
 def stepped():
     calls.append(1)
     return (datetime.now(UTC) + timedelta(hours=3 if len(calls) > 2 else 0)).isoformat(timespec="seconds")
-loadgen.run.load_runner.utc_now = stepped
+loadgen.measure.load_runner.utc_now = stepped
 """
 SAMPLER = (sys.executable, str(Path(__file__).parents[2] / "scripted_sampler.py"))
 

@@ -13,15 +13,15 @@ import numpy as np
 import psutil
 import pytest
 
-import loadgen.run.load_runner
+import loadgen.measure.load_runner
 from loadgen.client.endpoint import Endpoint
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import write_synthetic
 from loadgen.client.messages import Open, Prepare
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.run import BlockRecord, Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, await_true, blocks, make_experiment, start_runner, stored
 
@@ -155,7 +155,7 @@ def test_a_step_of_the_wall_clock_is_noted_and_changes_nothing(tmp_path: Path, m
         calls.append(None)
         return time_ns() + (0 if len(calls) == 1 else 3_600_000_000_000)
 
-    monkeypatch.setattr(loadgen.run.load_runner, "time_ns", stepping)
+    monkeypatch.setattr(loadgen.measure.load_runner, "time_ns", stepping)
     workload = Workload(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0, max_seconds=5, rounds=1)
     state = run_experiment(make_experiment(workloads=(workload,)), out, RunProgress(), abserve=FAKE_ABSERVE)
     assert state.state == "finished"

@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import loadgen.run.load_runner
-from loadgen.probes.gpu.analysis import GpuFound
-from loadgen.probes.gpu.records import EvidenceFile, read_readings
+import loadgen.measure.load_runner
+from loadgen.findings.gpu.analysis import GpuFound
+from loadgen.findings.gpu.records import EvidenceFile, read_readings
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRecord, ArmRequest, RunState, Workload
 from loadgen.report.files import published
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
@@ -60,7 +60,7 @@ def test_of_four_gpus_the_one_that_the_servers_name_is_read(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_what_a_gpu_run_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two short pairs: the gaps lie around the rounds, the edges beside the blocks; so little load proves nothing."""
-    monkeypatch.setattr(loadgen.run.load_runner, "GAP_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(loadgen.measure.load_runner, "GAP_EVERY_SECONDS", 0.0)
     out = tmp_path / "run"
     state = gpu_run(out, single(0.3, 2), busy_blocks=4, control=False)
     assert (state.state, state.error) == ("finished", None)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.probes.handicap_analysis import HandicapRecord, HandicapsFound
+from loadgen.findings.handicap import HandicapRecord, HandicapsFound
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRequest
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import Result, analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment, stored
 
@@ -20,7 +20,7 @@ SLOW = "10"
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadgen.probes.handicap.SECONDS", 0.2)
+    monkeypatch.setattr("loadgen.measure.probes.handicap.SECONDS", 0.2)
 
 
 def run(out: Path, *, b: dict[str, str], **more: object) -> Result:

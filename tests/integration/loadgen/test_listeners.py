@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from loadgen.child_process import ChildProcess
+from loadgen.base.child_process import ChildProcess
 from loadgen.launch.deployment import RemoteDeployment
 from tests.integration.loadgen.conftest import await_true
 

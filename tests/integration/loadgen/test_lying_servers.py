@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ParityRecord, RunState, Workload
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import analyse
 from tests.hostile_names import HOSTILE, check_reports
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment, stored

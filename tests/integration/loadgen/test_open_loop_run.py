@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from loadgen.experiment.schedule import due_offsets_ns, schedule_seed
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRequest, Arrivals, BlockRecord, Workload
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment
 

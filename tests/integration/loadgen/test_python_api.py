@@ -22,7 +22,7 @@ from nbclient import NotebookClient
 import abserve
 from abserve.comparison import _arguments, _Command
 from abserve.options import CompareOptions
-from loadgen.child_process import ChildProcess
+from loadgen.base.child_process import ChildProcess
 from loadgen.cli.compare import compare
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run

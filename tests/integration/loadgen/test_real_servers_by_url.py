@@ -8,8 +8,8 @@ import pytest
 
 from loadgen.launch.deployment import RemoteDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.measure.arms import Arm
 from loadgen.records.run import ArmRecord, ArmRequest
-from loadgen.run.arms import Arm
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 

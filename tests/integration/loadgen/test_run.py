@@ -11,16 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 
+from loadgen.checks.registry import invalidating
 from loadgen.experiment.schedule import schedule
 from loadgen.launch import deployment
+from loadgen.measure import runner
+from loadgen.measure.preparation import export_artefacts
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, ParityRecord, RunState, Workload
-from loadgen.run import runner
-from loadgen.run.preparation import export_artefacts
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
-from loadgen.run.storage import RunError, RunStore, StorageError
-from loadgen.verdict.checks.registry import invalidating
+from loadgen.records.store import RunError, RunStore, StorageError
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, FAULTY_GENERATOR, blocks, make_experiment, stored
 
@@ -409,7 +409,7 @@ def test_a_run_chooses_its_processes_and_stores_how_many_took_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fake server is slow, so a share that no server stays below stands for a fast one; eight cores are claimed."""
-    monkeypatch.setattr("loadgen.run.context.USED_SHARE", 1e-6)
+    monkeypatch.setattr("loadgen.measure.context.USED_SHARE", 1e-6)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     out = tmp_path / "run"
     state = run(make_experiment(workloads=make_experiment().workloads[1:], processes=0), out)

@@ -15,11 +15,11 @@ import pytest
 
 from loadgen.experiment.schedule import schedule
 from loadgen.launch.work_folder import remove_abandoned
+from loadgen.records.checks import Check
 from loadgen.records.run import Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
+from loadgen.records.store import RunStore, StorageError
 from loadgen.report.files import published
-from loadgen.run.storage import RunStore, StorageError
-from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import await_true, blocks, make_experiment, start_runner, stored
 
@@ -95,7 +95,7 @@ def ignore_hangup() -> None:
 
 NOHUP = """
 import os, signal
-from loadgen.run.interruption import interruptible
+from loadgen.measure.interruption import interruptible
 with interruptible():
     os.kill(os.getpid(), signal.SIGHUP)
     print("goes on", flush=True)
@@ -160,7 +160,7 @@ def test_how_a_run_ended_is_stored_on_a_full_disk(tmp_path: Path, monkeypatch: p
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("loadgen.run.storage.write_atomically", full)
+    monkeypatch.setattr("loadgen.records.store.write_atomically", full)
     with pytest.raises(StorageError, match="No space left"):
         store.write(RunState(state="running", phase="load"))
     ended = RunState(state="failed", phase="load", error="cannot store it")
@@ -184,7 +184,7 @@ FULL_STORE = """
 import resource, sys
 from pathlib import Path
 from loadgen.records.run import RunState
-from loadgen.run.storage import RunStore, StorageError
+from loadgen.records.store import RunStore, StorageError
 store = RunStore(Path(sys.argv[1]))
 store.write(RunState(state="running", phase="first"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import msgspec
 
+from loadgen.checks.registry import invalidating
 from loadgen.experiment.plan import SCREENING
+from loadgen.experiment.tuning import TuneSettings
+from loadgen.measure.preparation import Prepared
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.probes import AnswersCompared, CacheProbe
 from loadgen.records.run import ArmRequest, Experiment, ParityRecord, Workload
-from loadgen.run.preparation import Prepared
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
-from loadgen.run.storage import read_run
+from loadgen.records.store import read_run
 from loadgen.tune.screening import judge
-from loadgen.tune.settings import TuneSettings
-from loadgen.verdict.checks.registry import invalidating
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, descendants, make_experiment, stored
 

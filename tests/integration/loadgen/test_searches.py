@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.probes import registry
-from loadgen.probes.rate_search import search_rate
-from loadgen.probes.rate_search_analysis import RatesFound
+from loadgen.findings import registry
+from loadgen.findings.rate_search import RatesFound
+from loadgen.measure.context import RunContext
+from loadgen.measure.probes.rate_search import search_rate
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRequest, Workload
+from loadgen.records.store import read_run
 from loadgen.report.files import published
-from loadgen.run.context import RunContext
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
-from loadgen.run.storage import read_run
 from loadgen.verdict.result import Result, analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
 
@@ -73,7 +73,7 @@ def test_a_run_may_search_with_a_workload_that_its_experiment_does_not_name(
         rates.append(search_rate(context, context.arms["b"], SEARCHED))
 
     tuner = registry.Probe(wanted=lambda _: True, measure=measure)
-    monkeypatch.setattr("loadgen.run.runner.probes", lambda: [*registry.probes(), tuner])
+    monkeypatch.setattr("loadgen.measure.runner.probes", lambda: [*registry.probes(), tuner])
     single = Workload(
         scenario="single", batch_size=1, concurrency=1, requests=20, seconds=0.2, max_seconds=9.0, rounds=2
     )

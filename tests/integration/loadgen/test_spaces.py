@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from loadgen.experiment.plan import PlanError
 from loadgen.launch.embedded import to_arguments
+from loadgen.records.tuning import Space
 from loadgen.tune.declared import read_spaces
-from loadgen.tune.records import Space
 from loadgen.tune.space import every_contender, for_load, narrowed, size
 from servers.commands.native import space as native_space
 from servers.commands.serve import serve

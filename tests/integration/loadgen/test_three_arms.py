@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from loadgen.experiment.schedule import schedule
-from loadgen.probes.causes_analysis import CausesFound, Explanation
+from loadgen.findings.causes import CausesFound, Explanation
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, ParityRecord, RunState, Workload
 from loadgen.report.files import published
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, UNWATCHED_ABSERVE, blocks, make_experiment, stored
 

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import yaml
 
-from loadgen.child_process import ABSERVE
-from loadgen.documents import indented, kind_of
+from loadgen.base.child_process import ABSERVE
+from loadgen.base.documents import indented, kind_of
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.launch.embedded import PortReservation
 from loadgen.tune.deploy import compose_override, deployed_files, no_compose_file, write_deployment

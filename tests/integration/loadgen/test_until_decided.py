@@ -7,9 +7,9 @@ from time import monotonic
 
 import pytest
 
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRequest, Experiment, Workload
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import Result, analyse
 from loadgen.verdict.verdict import Stopping
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from loadgen.entry import build
 from loadgen.launch import deployment
-from loadgen.run import runner
+from loadgen.measure import runner
 from tests.certificates import Authority
 from tests.integration.loadgen.conftest import FAKE, UNWATCHED_ABSERVE
 

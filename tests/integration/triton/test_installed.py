@@ -24,8 +24,8 @@ import simplejpeg
 import tritonclient.http as http_client
 
 from loadgen.launch.deployment import RemoteDeployment
+from loadgen.measure.arms import Arm
 from loadgen.records.run import ArmRequest
-from loadgen.run.arms import Arm
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.models.registry import get_variant

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import loadgen.quantities as quantities
+import loadgen.base.quantities as quantities
 
 ROOT = Path(__file__).resolve().parents[3]
 FORMATTERS = {

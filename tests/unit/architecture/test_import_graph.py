@@ -37,39 +37,25 @@ ROOMS: dict[str, set[str]] = {
 }
 ROOMS["commands"] = set(ROOMS)
 
-ANALYSES = (
-    "probes.rate_search_analysis", "probes.causes_analysis", "probes.handicap_analysis", "probes.ceiling_analysis",
-    "probes.gpu.records", "probes.gpu.decision", "probes.gpu.analysis", "probes.tokens_analysis",
-)  # fmt: skip
-"""Modules of the probes that the checks and the verdict read: records, and what is computed from them."""
-MEASURING = (
-    "client", "launch", "probes.cold_start_measurement", "engine_matrix.measure",
-    *(f"run.{name}" for name in ("answers", "arms", "context", "gpu_recording", "load_runner", "machine_watch")),
-    "run.preparation", "run.runner",
-)  # fmt: skip
-"""Rooms and modules that drive servers."""
-
-
-# The rooms of `loadgen`, and its modules that are in none: each may import those before it. Of a run the storage comes
-# first, since all else reads it; of a probe what the verdict reads. What needs every probe gets it from the registry,
-# which imports them when they are asked for.
+# The rooms of `loadgen`, each a folder that may import those before it. The modules beside them, `entry` and the
+# locustfile `scenarios`, start programs: they may import every room, and nothing imports them.
 LOADGEN = (
-    "quantities", "documents", "strict_yaml", "headers", "child_process", "records", "stats",
-    "experiment", "client", "launch", "locust", "probes.registry", "run.storage", "metrics",
-    "tune.records", "tune.settings", "tune.space", "tune.search", *ANALYSES, "verdict", "tune.outcome",
-    "engine_matrix.records", "engine_matrix", "ranking.records", "ranking.analyse", "run",
-    "engine_matrix.worker_process", "engine_matrix.judging", "engine_matrix.measure",
-    "report.document", "report.charts",
-    "report.sections.conditions", "report.renderers", "probes", "engine_matrix.charts", "engine_matrix.sections",
-    "run.calibrate", "report", "engine_matrix.files", "ranking", "conformance", "tune",
-    "scenarios", "cli", "entry",
+    "base", "stats", "records", "experiment", "client", "launch", "metrics", "findings", "checks", "verdict",
+    "measure", "report", "conformance", "locust", "engines", "ranking", "tune", "cli",
 )  # fmt: skip
+UPWARD = {
+    (f"loadgen.measure.probes.{probe}", "report")
+    for probe in ("best", "causes", "ceiling", "cold_start", "gpu", "load", "rate_search")
+}
+"""Modules that import a room after their own, because the sections of a report still stand beside what measures. An
+entry that is no longer needed fails the test."""
+MEASURING = ("client", "launch", "measure", "engines.measure", "engines.worker_process")
+"""Rooms and modules that drive servers."""
 
 # What only computes, from records and nothing else; and what it can do without, whatever it imports on the way.
 PURE = (
-    "stats", "records.run", "metrics", "verdict", "experiment.schedule", *ANALYSES,
-    "ranking.analyse", "engine_matrix.analyse", "tune.records", "tune.settings", "tune.space", "tune.search",
-    "tune.outcome",
+    "stats", "records.run", "records.tuning", "experiment.schedule", "experiment.tuning", "metrics", "findings",
+    "checks", "verdict", "engines.analyse", "ranking.analyse", "tune.space", "tune.search", "tune.outcome",
 )  # fmt: skip
 IMPURE = {
     "locust",
@@ -198,73 +184,71 @@ def test_front_ends_never_import_an_engine_process(room: str) -> None:
     assert [target for target in reached if f"{target}.".startswith("servers.native.engine.")] == []
 
 
-def place(module: str) -> int | None:
-    """Where in the order a module of `loadgen` is, by the longest name that fits; None for the package itself."""
-    parts = module.split(".")[1:]
-    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    return next((LOADGEN.index(name) for name in names if name in LOADGEN), None)
+def load_generator_room(module: str) -> str | None:
+    """The room of a module of `loadgen`, which is its folder; None for the package itself and what stands beside."""
+    side, *rooms = module.split(".")
+    return rooms[0] if side == "loadgen" and rooms and (ROOT / "loadgen" / rooms[0]).is_dir() else None
 
 
-def test_every_module_of_the_load_generator_has_its_room() -> None:
-    assert [name for name in MODULES if name.startswith("loadgen.") and place(name) is None] == []
+def test_every_folder_of_the_load_generator_is_a_room() -> None:
+    rooms = {load_generator_room(name) for name in MODULES}
+    assert rooms - {None} == set(LOADGEN)
+    beside = {name for name in MODULES if name.startswith("loadgen.") and load_generator_room(name) is None}
+    assert beside == {"loadgen.entry", "loadgen.scenarios"}
+    assert [name for name, targets in GRAPH.items() if targets & beside] == []
 
 
 def test_rooms_of_the_load_generator_import_only_those_before_them() -> None:
-    backwards = []
+    upward = set()
     for name, targets in GRAPH.items():
-        for target in targets:
-            own, other = place(name), place(target)
-            if name.startswith("loadgen.") and own is not None and other is not None and other > own:
-                backwards.append((name, target))
-    assert backwards == []
+        own = load_generator_room(name)
+        for other in map(load_generator_room, targets) if own else ():
+            if other and LOADGEN.index(other) > LOADGEN.index(str(own)):
+                upward.add((name, other))
+    assert upward == UPWARD
 
 
 def test_a_probe_never_imports_another() -> None:
-    def probe(module: str) -> str:
-        return module.split(".")[2].removesuffix("_analysis").removesuffix("_measurement").removesuffix("_plan")
+    """Neither where it measures nor where its finding is computed; what two need is in a room before both."""
+    parts = re.compile(r"loadgen\.(?:measure\.probes|findings)\.(\w+?)(?:_measurement|_plan)?(?:\..+)?")
 
+    def probe(module: str) -> str | None:
+        found = parts.fullmatch(module)
+        return found[1] if found and found[1] != "registry" else None
+
+    assert len({probe(name) for name in MODULES}) > 10
     crossing = [
         (name, target)
         for name, targets in GRAPH.items()
         for target in targets
-        if name.startswith("loadgen.probes.")
-        and target.startswith("loadgen.probes.")
-        and target != "loadgen.probes.registry"
-        and probe(name) != probe(target)
+        if probe(name) and probe(target) and probe(name) != probe(target)
     ]
     assert crossing == []
 
 
 def test_reading_and_showing_a_result_loads_no_client() -> None:
     """Reports import all probes; the client's libraries take half a second to import."""
-    program = "import sys; import loadgen.probes.registry as r; r.probes(); print(*sorted(sys.modules), sep='\\n')"
+    program = "import sys; import loadgen.findings.registry as r; r.probes(); print(*sorted(sys.modules), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    heavy = ("tritonclient", "grpc", "gevent", "locust", "loadgen.run.context", "loadgen.probes.cold_start_measurement")
+    heavy = (
+        "tritonclient",
+        "grpc",
+        "gevent",
+        "locust",
+        "loadgen.measure.context",
+        "loadgen.measure.probes.cold_start_measurement",
+    )
     assert [name for name in done.stdout.split() if name.startswith(heavy)] == []
 
 
-def room(module: str) -> str:
-    """What the drawing in the docs calls a room: of probes, runs and the report there are parts on different floors."""
-    parts = module.split(".")[1:]
-    if ".".join(parts) in ANALYSES:
-        return "probes: analysis"
-    if parts[0] == "engine_matrix" and len(parts) > 1:
-        floors = {"records": "records"} | dict.fromkeys(("measure", "worker_process", "judging"), "measure")
-        floors |= dict.fromkeys(("sections", "charts", "files"), "sections")
-        return f"engine_matrix: {floors.get(parts[1], 'analyse')}"
-    if parts[0] == "report" and len(parts) > 1 and parts[1] in ("document", "charts", "renderers"):
-        return "report: document"
-    whole = {"probes.registry": "probes: registry", "run.storage": "run: storage"}
-    return whole.get(".".join(parts), parts[0])
-
-
 def load_generator_arrows() -> dict[str, set[str]]:
-    """By room of `loadgen`: the other rooms that it imports."""
+    """By room of `loadgen`: the other rooms that it imports, without those of `UPWARD`."""
     arrows: dict[str, set[str]] = {}
     for name, targets in GRAPH.items():
-        if name.startswith("loadgen.") and place(name) is not None:
-            ends = arrows.setdefault(room(name), set())
-            ends |= {room(target) for target in targets if place(target) is not None} - {room(name)}
+        own = load_generator_room(name)
+        if own:
+            ends = {end for end in map(load_generator_room, targets) if end and (name, end) not in UPWARD}
+            arrows.setdefault(own, set()).update(ends - {own})
     return arrows
 
 
@@ -320,7 +304,7 @@ def test_what_computes_asks_no_process_no_clock_and_no_network(room: str) -> Non
 
 def test_no_analysis_imports_a_measurement() -> None:
     measuring = {name for name in MODULES if f"{name}.".startswith(tuple(f"loadgen.{room}." for room in MEASURING))}
-    analysing = ("loadgen.verdict", "loadgen.metrics", *(f"loadgen.{name}" for name in ANALYSES))
+    analysing = tuple(f"loadgen.{room}." for room in ("metrics", "findings", "checks", "verdict"))
     users = {
         (name, target)
         for name in MODULES
@@ -331,15 +315,16 @@ def test_no_analysis_imports_a_measurement() -> None:
 
 
 def test_the_run_needs_little_of_the_analysis() -> None:
-    """What both need is in `metrics`: the run asks the analysis for the checks before the load alone."""
+    """What both need is in `records` and `metrics`: besides the probes, a run reads stored noise floors alone."""
     users = {
         (name, target)
         for name, targets in GRAPH.items()
         for target in targets
-        if name.startswith("loadgen.run.") and target.startswith("loadgen.verdict.")
+        if name.startswith("loadgen.measure.")
+        and not name.startswith("loadgen.measure.probes.")
+        and load_generator_room(target) in ("checks", "verdict")
     }
-    stored_floors = {pair for pair in users if pair[0] in ("loadgen.run.noise_floor", "loadgen.run.machine")}
-    assert users - stored_floors == {("loadgen.run.progress", "loadgen.verdict.checks.registry")}
+    assert {name for name, _ in users} == {"loadgen.measure.noise_floor"}
 
 
 def test_pynvml_is_imported_in_one_place() -> None:
@@ -383,6 +368,6 @@ def test_modules_that_a_program_in_a_string_imports_exist() -> None:
         for path in (ROOT / folder).rglob("*.py")
         for line in imported.findall(path.read_text(encoding="utf-8"))
         for module in line.split(", ")
-        if module not in MODULES and not module.startswith("loadgen.probes.toy")  # a probe of the tests
+        if module not in MODULES and not module.startswith("loadgen.measure.probes.toy")  # a probe of the tests
     }
     assert unknown == set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadgen.launch.compose import _log_lines
-from loadgen.probes.cold_start_measurement import milestones
+from loadgen.measure.probes.cold_start_measurement import milestones
 
 NATIVE = b"""\
 2026-11-20T10:00:01.000000001Z 10:00:00.9 [info     ] listening    model=['openclip_vit_b32'] url=http://0.0.0.0:8100

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadgen.locust.metrics import BOUNDS_S, DurationCounts, LoadMetrics
+from loadgen.records.store import running
 from loadgen.report.prometheus import SILENT_SECONDS, RunsCollector
-from loadgen.run.storage import running
 
 
 def scraped(collector: Any) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:

@@ -8,7 +8,7 @@ from typing import get_args
 
 import msgspec
 
-from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS, GpuFinding, InconclusiveCode
+from loadgen.findings.gpu.records import DEFAULT_THRESHOLDS, GpuFinding, InconclusiveCode
 from servers.commands.gpu import ExporterSettings
 from servers.gpu.exporter import DEFINITIONS, HOST_DEFINITIONS
 from servers.gpu.readings import Status

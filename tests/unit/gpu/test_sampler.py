@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loadgen.probes.gpu.records import read_readings
+from loadgen.findings.gpu.records import read_readings
 
 Start = Callable[..., Any]
 FAST = ("--reading-seconds", "0.02", "--drain-seconds", "0.05", "--edge-seconds", "30", "--reconnect-seconds", "0.02")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loadgen.probes.gpu.records import read_readings
+from loadgen.findings.gpu.records import read_readings
 from servers.gpu.readings import DeviceIdentity, matching, visible
 
 Start = Callable[..., Any]

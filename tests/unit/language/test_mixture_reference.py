@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from loadgen.probes.tokens_analysis import proves_nothing, wrong_answers
+from loadgen.findings.tokens import proves_nothing, wrong_answers
+from loadgen.measure.token_answers import JudgedTokens, ReferenceDocument
 from loadgen.records.probes import JudgedAnswers
-from loadgen.run.token_answers import JudgedTokens, ReferenceDocument
 from servers.language.engine import GenerationRequest, GenerationSettings
 from servers.language.module import build_module
 from servers.language.reference import GivenAnswer, computing_in_fp32, judge, judge_answers

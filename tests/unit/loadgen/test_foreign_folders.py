@@ -21,18 +21,18 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
+from loadgen.base.documents import MOST_RECORD_BYTES
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.inputs import InputError, write_given
-from loadgen.documents import MOST_RECORD_BYTES
-from loadgen.engine_matrix.files import published
-from loadgen.engine_matrix.records import Visit
-from loadgen.engine_matrix.store import MatrixStore
+from loadgen.engines.files import published
+from loadgen.engines.store import MatrixStore
 from loadgen.entry import build
-from loadgen.probes.gpu.records import EvidenceFile
+from loadgen.findings.gpu.records import EvidenceFile
+from loadgen.measure.machine import MachineRecordError, read_calibration
+from loadgen.records.matrix import Visit
 from loadgen.records.samples import SAMPLE_DTYPE, part_path
+from loadgen.records.store import is_running, read_run, running, write_record
 from loadgen.report.prometheus import RunsCollector
-from loadgen.run.machine import MachineRecordError, read_calibration
-from loadgen.run.storage import is_running, read_run, running, write_record
 from tests.golden.synthetic_run import Plan, write_run
 from tests.synthetic_matrix import cell, configuration
 from tests.synthetic_matrix import matrix as synthetic_matrix

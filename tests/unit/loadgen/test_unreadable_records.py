@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.probes.gpu.records import ReadingsError, read_readings
+from loadgen.findings.gpu.records import ReadingsError, read_readings
+from loadgen.measure.machine import MachineRecordError, read_calibration, read_environment
+from loadgen.measure.noise_floor import read_floors
 from loadgen.records.samples import load_samples
-from loadgen.run.machine import MachineRecordError, read_calibration, read_environment
-from loadgen.run.noise_floor import read_floors
-from loadgen.run.storage import RunStore, StorageError, StoredRunError, read_run
+from loadgen.records.store import RunStore, StorageError, StoredRunError, read_run
 from loadgen.verdict.result import read_result
 
 

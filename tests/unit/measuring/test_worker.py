@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from loadgen.engine_matrix import plan as plan_of
-from loadgen.engine_matrix.records import Measured
-from loadgen.engine_matrix.worker_process import Ready
+from loadgen.engines import plan as plan_of
+from loadgen.engines.worker_process import Ready
+from loadgen.records.matrix import Measured
 from servers.engines.factory import ENGINES_PYTHON
 from servers.engines.interface import PLANS_FOLDER, EngineError
 from servers.engines.null import NullEngine

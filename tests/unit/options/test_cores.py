@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen import child_process
-from loadgen.run.machine import read_host
+from loadgen.base import child_process
+from loadgen.measure.machine import read_host
 from servers.engines.processors import thread_count
 from servers.options import defaults
 

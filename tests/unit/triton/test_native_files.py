@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 from rich.console import Console
 
-from loadgen.tune.records import Space
+from loadgen.records.tuning import Space
 from loadgen.tune.space import canonical
 from servers.commands import triton as command
 from servers.engines import settings as engine_settings

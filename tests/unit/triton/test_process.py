@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 
-from loadgen.child_process import ChildProcess
+from loadgen.base.child_process import ChildProcess
 from servers.options.defaults import OptionError
 from servers.options.launch import LaunchPlan, cause_in
 from servers.triton import process

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from loadgen.client.grpc import GrpcConnection, grpc_request
 from loadgen.entry import build
+from loadgen.measure.calibrate import SinkProcesses, calibrate
+from loadgen.measure.machine import cache_path, own_calibration, read_calibration, store_record
 from loadgen.records.machine import Calibration, ceiling_images_per_s, ceiling_tokens_per_s
-from loadgen.run.calibrate import SinkProcesses, calibrate
-from loadgen.run.machine import cache_path, own_calibration, read_calibration, store_record
 
 
 def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
 from loadgen.client.transports import InferenceTarget, prepare, read_answer
 from loadgen.experiment.schedule import due_offsets_ns
 from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.measure.answers import ParityTarget, check_parity
 from loadgen.records.payloads import IMAGE_PAYLOADS, variant_name
 from loadgen.records.run import TRANSPORTS, Transport
-from loadgen.run.answers import ParityTarget, check_parity
 from loadgen.stats.agreement import tolerance_of
 from tests.integration.loadgen.conftest import await_true, regions_of_load
 
@@ -186,7 +186,7 @@ def test_parity_is_asked_through_the_arms_own_doors(server: EmbeddedDeployment, 
 def test_a_slow_model_answers_fewer_inputs_alone_but_each_length(
     server: EmbeddedDeployment, samples: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loadgen.run.answers.PARITY_SECONDS", 0.0)
+    monkeypatch.setattr("loadgen.measure.answers.PARITY_SECONDS", 0.0)
     arm = question(server, samples, "http", "uint8")
     lengths = (3,) * 12 + (5,) * 4  # labels only: the model has no axis
     inputs = SampleInputs({name: array[:16] for name, array in arm.inputs.arrays.items()}, "given", lengths=lengths)

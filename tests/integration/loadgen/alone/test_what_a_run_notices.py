@@ -15,15 +15,15 @@ import pytest
 from rich.console import Console
 
 from loadgen.launch.deployment import RemoteDeployment
+from loadgen.measure.arms import Arm
+from loadgen.measure.machine_watch import machine_load, read_processors, server_processes
+from loadgen.measure.progress import RunProgress
+from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRequest, Experiment, MachineLoad, RunState, Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.run.arms import Arm
-from loadgen.run.machine_watch import machine_load, read_processors, server_processes
-from loadgen.run.progress import RunProgress
-from loadgen.run.runner import run_experiment
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, blocks, make_experiment
 

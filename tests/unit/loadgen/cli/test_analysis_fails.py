@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 import loadgen.cli.compare as command
 from loadgen.cli.engines import _report
-from loadgen.engine_matrix.store import MatrixStore
+from loadgen.engines.store import MatrixStore
 from loadgen.entry import build
 from loadgen.experiment.plan import Combination
 from loadgen.records.run import RunState
-from loadgen.run.storage import read_run
+from loadgen.records.store import read_run
 from tests.golden.synthetic_run import Plan, write_run
 from tests.synthetic_matrix import cell, configuration, matrix
 
@@ -52,7 +52,7 @@ def test_a_finished_run_is_kept(
 ) -> None:
     folder = write_run(tmp_path / "a run", Plan(pairs=2, requests=20))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    monkeypatch.setattr("loadgen.run.runner.run_experiment", ended)
+    monkeypatch.setattr("loadgen.measure.runner.run_experiment", ended)
     with monkeypatch.context() as broken:
         fail_in(broken, place, fault)
         status, _ = command.run_and_report(read_run(folder).experiment, folder)
@@ -75,7 +75,7 @@ def test_the_other_runs_of_a_matrix_go_on(tmp_path: Path, monkeypatch: pytest.Mo
         write_run(out, Plan(pairs=2, requests=20))
         return ended()
 
-    monkeypatch.setattr("loadgen.run.runner.run_experiment", run)
+    monkeypatch.setattr("loadgen.measure.runner.run_experiment", run)
     fail_in(monkeypatch, "loadgen.verdict.result.analyse", KeyError("x"))
     runs = [(Combination(transport, "uint8"), experiment) for transport in ("http", "grpc")]
     status, results = command._run_matrix(runs, tmp_path / "out")
@@ -99,7 +99,7 @@ def test_a_finished_matrix_of_engines_is_kept(
 ) -> None:
     found = matrix([configuration()], [cell(0, 10.0)])
     (tmp_path / "visits").mkdir()
-    fail_in(monkeypatch, "loadgen.engine_matrix.analyse.analyse", StopIteration())
+    fail_in(monkeypatch, "loadgen.engines.analyse.analyse", StopIteration())
     assert found.state is not None
     assert _report(MatrixStore(tmp_path), found.plan, found.environment, found.state, None, None) == 1
     assert f"analyse it again with: abserve report {tmp_path}" in capsys.readouterr().err

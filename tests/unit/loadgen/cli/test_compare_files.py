@@ -10,7 +10,7 @@ import loadgen.cli.compare as compare
 import loadgen.report.files
 from loadgen.experiment.plan import Combination
 from loadgen.records.run import Experiment
-from tests.unit.loadgen.verdict.test_fairness import EXPERIMENT
+from tests.unit.loadgen.checks.test_fairness import EXPERIMENT
 
 
 def test_the_csv_is_written_although_the_junit_file_cannot_be(

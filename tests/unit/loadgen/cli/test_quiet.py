@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from loadgen.cli import compare, engines, quiet
 from loadgen.entry import build
+from loadgen.measure import machine_watch
+from loadgen.measure.machine_watch import OtherPrograms
 from loadgen.records.run import ArmRequest
-from loadgen.run import machine_watch
-from loadgen.run.machine_watch import OtherPrograms
 
 BUSY = OtherPrograms(0.49, 2, ("PID 812 python3 train.py, 0.98 cores",))
 CALM = OtherPrograms(0.10, 2, ())

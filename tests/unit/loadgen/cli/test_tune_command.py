@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.engine_matrix import worker_process
+from loadgen.engines import worker_process
 from loadgen.entry import load_command
+from loadgen.experiment.tuning import TuneSettings
+from loadgen.measure.machine import read_environment
 from loadgen.records.run import Environment
-from loadgen.run.machine import read_environment
-from loadgen.run.storage import running, write_record
+from loadgen.records.store import running, write_record
+from loadgen.records.tuning import Tuning, TuningRun
 from loadgen.tune.files import read_tuning
-from loadgen.tune.records import Tuning, TuningRun
-from loadgen.tune.settings import TuneSettings
 
 Refused = Callable[..., str]
 COMMAND = EntryPoint("tune", "loadgen.cli.tune:tune", "abserve.commands")

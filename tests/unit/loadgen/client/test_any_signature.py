@@ -12,6 +12,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
+from loadgen.base.documents import DocumentError
 from loadgen.client.bodies import for_server, raw_tensors
 from loadgen.client.connection import GRPC_STATUS, Address, Exchange, PreparedRequest
 from loadgen.client.endpoint import Endpoint, Signature, TensorSignature
@@ -20,10 +21,9 @@ from loadgen.client.inputs import NUMPY_TYPES, InputError, SampleInputs, read_gi
 from loadgen.client.outputs import ExpectedOutputs, read_message
 from loadgen.client.shared_memory import SharedMemoryConnection, SharedMemoryRequest, SlotPool
 from loadgen.client.transports import prepare, read_answer
-from loadgen.documents import DocumentError
 from loadgen.launch.deployment import DeploymentError, RemoteDeployment
+from loadgen.measure.arms import Arm
 from loadgen.records.run import TRANSPORTS, ArmRequest, Transport
-from loadgen.run.arms import Arm
 from tests.hostile_server import hostile_server
 
 FIELDS = {

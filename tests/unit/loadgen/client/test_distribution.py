@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import loadgen.client.generator
+from loadgen.base.documents import DocumentError
 from loadgen.client.generator import LOST_MESSAGE, Contribution, merge, shares, worker_path
 from loadgen.client.messages import BlockOutcome, Open
-from loadgen.documents import DocumentError
 from loadgen.experiment.schedule import arrival_count, due_offsets_ns, endless_offsets_ns
 from loadgen.locust.workers import WorkerReport, merge_reports
 from loadgen.records.run import Arrivals

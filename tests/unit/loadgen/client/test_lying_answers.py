@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
+from loadgen.base.documents import DocumentError, read_json
 from loadgen.client.bodies import RawTensor
 from loadgen.client.connection import GRPC_STATUS, Address, Exchange, failure_message
 from loadgen.client.grpc import GrpcConnection
@@ -27,7 +28,6 @@ from loadgen.client.shared_memory import (
     SlotPool,
 )
 from loadgen.client.transports import read_answer
-from loadgen.documents import DocumentError, read_json
 
 DATATYPES = (*NUMPY_TYPES, "BYTES", "BF16")
 DEEP = b"[" * 100_000

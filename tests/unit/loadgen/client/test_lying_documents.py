@@ -12,19 +12,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from loadgen.base.documents import read_record
+from loadgen.checks.registry import check_before_load
 from loadgen.client.endpoint import Endpoint, EndpointError
-from loadgen.documents import read_record
+from loadgen.findings.gpu.decision import judge_placement
+from loadgen.findings.gpu.records import DEFAULT_THRESHOLDS
 from loadgen.launch.deployment import RemoteDeployment
+from loadgen.measure.arms import Arm, requests_seen, stage_totals
+from loadgen.measure.probes.fairness import as_condition
 from loadgen.metrics.facts import Facts
-from loadgen.probes.fairness import as_condition
-from loadgen.probes.gpu.decision import judge_placement
-from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS
 from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.probes import Conditions
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, StageTotals, Workload
-from loadgen.run.arms import Arm, requests_seen, stage_totals
-from loadgen.run.storage import StoredRun
-from loadgen.verdict.checks.registry import check_before_load
+from loadgen.records.store import StoredRun
 from tests.hostile_server import HostileServer, hostile_server
 
 MODEL = "/v2/models/m"

@@ -6,12 +6,12 @@ import json
 
 import numpy as np
 
+from loadgen.checks.run import parity_figures
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.inputs import SampleInputs
 from loadgen.client.transports import InferenceTarget
-from loadgen.run.answers import ParityTarget, check_parity
+from loadgen.measure.answers import ParityTarget, check_parity
 from loadgen.stats.agreement import tolerance_of
-from loadgen.verdict.checks.run import parity_figures
 from tests.hostile_server import hostile_server
 
 

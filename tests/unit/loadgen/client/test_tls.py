@@ -17,11 +17,11 @@ from typing import Any
 import grpc
 import pytest
 
+from loadgen.base.headers import read_headers
 from loadgen.client.connection import Address, Exchange, PreparedRequest, TlsRefused, split_at
 from loadgen.client.grpc import GrpcConnection, grpc_request
 from loadgen.client.http import HttpConnection, request_head
 from loadgen.client.tls import TlsError, speaks_tls, tls_context
-from loadgen.headers import read_headers
 from loadgen.records.run import Access
 from tests.certificates import Authority
 from tests.unit.loadgen.client.test_grpc_connection import Scripted

@@ -11,9 +11,9 @@ from loadgen.cli.output import default_out
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.launch.deployment import Deployment
+from loadgen.measure.preparation import model_name
 from loadgen.records.payloads import implied_payload, served_name
 from loadgen.records.run import MODEL_WEIGHTS, Experiment
-from loadgen.run.preparation import model_name
 
 URLS = {"a": "http://127.0.0.1:1", "b": "http://127.0.0.1:2"}
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from loadgen.base.documents import read_record
 from loadgen.cli.compare import plan_experiment
-from loadgen.documents import read_record
 from loadgen.entry import build
 from loadgen.experiment.options import effective_settings, setting_options, write_settings
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from loadgen.base.headers import without_secrets
 from loadgen.entry import build
 from loadgen.experiment.options import parse_fields, parse_options
 from loadgen.experiment.plan import (
@@ -22,10 +23,9 @@ from loadgen.experiment.plan import (
 )
 from loadgen.experiment.schedule import schedule
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
-from loadgen.headers import without_secrets
-from loadgen.probes.gpu.records import DEFAULT_THRESHOLDS
+from loadgen.findings.gpu.records import DEFAULT_THRESHOLDS
+from loadgen.measure.progress import Forecast
 from loadgen.records.run import ArmRequest, Experiment, Workload
-from loadgen.run.progress import Forecast
 from loadgen.stats.percentiles import late_allowed
 
 

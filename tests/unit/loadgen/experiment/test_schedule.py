@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.schedule import ScheduledBlock, endless_passes, interleave
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.probes.cold_start_measurement import cold_start_order
+from loadgen.measure.probes.cold_start_measurement import cold_start_order
 from loadgen.records.run import Label, Workload
 
 WORKLOADS = st.lists(st.integers(1, 12), min_size=0, max_size=8).map(

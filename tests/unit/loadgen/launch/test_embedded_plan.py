@@ -11,8 +11,8 @@ import pytest
 from loadgen.experiment.plan import SCREENING
 from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment, to_arguments
-from loadgen.run.preparation import make_deployment
-from loadgen.run.storage import RunStore
+from loadgen.measure.preparation import make_deployment
+from loadgen.records.store import RunStore
 from tests.integration.loadgen.conftest import make_experiment
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.base.headers import read_headers
 from loadgen.client.endpoint import CompletionsEndpoint, Endpoint, EndpointError
-from loadgen.headers import read_headers
 from loadgen.launch import discovery
 from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.discovery import Refusal, ServedTokens, find_language_models, fitting_body

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loadgen.base.quantities import excludes_one, ratio
+from loadgen.measure.progress import LiveRatios
 from loadgen.metrics.comparisons import (
     Comparison,
     Pair,
@@ -26,9 +28,7 @@ from loadgen.metrics.comparisons import (
 )
 from loadgen.metrics.registry import METRICS, metrics_of
 from loadgen.metrics.summaries import BlockSummary
-from loadgen.quantities import excludes_one, ratio
 from loadgen.records.run import ArmRequest, Experiment, Figure, Pairing, Workload
-from loadgen.run.progress import LiveRatios
 from loadgen.stats.ratios import RatioEstimate
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run

@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from loadgen.probes.tokens_analysis import TokenTotals, explain_tokens, total
+from loadgen.findings.tokens import TokenTotals, explain_tokens, total
 from loadgen.records.run import StageTotals, Workload
 from loadgen.stats.percentiles import Pool
 from tests.streamed_blocks import Chunks, streamed_arrays, streamed_block
@@ -45,7 +45,7 @@ def test_the_steps_of_an_engine_are_counted_and_timed() -> None:
 def test_stalls_are_counted_also_where_only_a_part_of_the_gaps_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     stalled: Chunks = [(20.0, 1), (30.0, 1), (400.0, 1), (410.0, 1)]
     block = streamed_block(ALONE, streamed_arrays([STEADY, STEADY, STEADY, stalled] * 64, 4))
-    monkeypatch.setattr("loadgen.probes.tokens_analysis.Pool", partial(Pool, 32))
+    monkeypatch.setattr("loadgen.findings.tokens.Pool", partial(Pool, 32))
     totals = total([block])
     assert totals is not None
     assert totals.stalled == pytest.approx(64, abs=8)

@@ -21,13 +21,13 @@ from loadgen.metrics.registry import (
     split_lag_ms,
     summarise_open_loop,
 )
+from loadgen.records.checks import Check
 from loadgen.records.run import BlockRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
-from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import ORIGIN_NS, Plan, SimulatedArm, write_calibration, write_run
 

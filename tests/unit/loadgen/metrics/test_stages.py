@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from loadgen.measure.probes.causes import stage_rows
 from loadgen.metrics.breakdown import STAGES, folded
-from loadgen.probes.causes import stage_rows
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from loadgen.metrics.breakdown import PROMPT_MS, find_stalls
 from loadgen.records.run import BlockRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE
-from loadgen.run.storage import StoredBlock
+from loadgen.records.store import StoredBlock
 
 WORKLOAD = Workload(
     scenario="concurrent", batch_size=1, concurrency=1, requests=1, seconds=0.0, max_seconds=1.0, rounds=1

@@ -10,7 +10,7 @@ from loadgen.metrics.registry import at_full_load, full_load_share, slow_start, 
 from loadgen.metrics.summaries import summarise_blocks, summarise_workload
 from loadgen.records.run import BlockRecord, WorkerRecord, Workload
 from loadgen.records.samples import SAMPLE_DTYPE, Samples, good, latencies_ms
-from loadgen.run.storage import StoredBlock
+from loadgen.records.store import StoredBlock
 
 
 def samples(rows: list[tuple[float, float, int]], batch: int = 1) -> Samples:

@@ -8,10 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.probes.gpu.analysis import GpuFound
-from loadgen.probes.rate_search_analysis import RatesFound
+from loadgen.findings.gpu.analysis import GpuFound
+from loadgen.findings.rate_search import RatesFound
 from loadgen.ranking.analyse import from_result, rank
-from loadgen.ranking.records import EXAMPLES, Price, PriceMatch, read_prices
+from loadgen.ranking.prices import EXAMPLES, read_prices
+from loadgen.records.ranks import Price, PriceMatch
 from loadgen.stats.ratios import geometric_mean, interval_of_mean
 from loadgen.verdict.result import Result, read_result
 

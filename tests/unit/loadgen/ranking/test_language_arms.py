@@ -10,16 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.quantities import number
+from loadgen.base.quantities import number
 from loadgen.ranking.analyse import from_result, rank
-from loadgen.ranking.records import TOKEN, Price, PriceMatch
 from loadgen.ranking.report import published
+from loadgen.records.ranks import TOKEN, Price, PriceMatch
 from loadgen.records.run import TokenLimits, Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.verdict.result import Result, analyse
 from tests.language_runs import PROMPT, TOKENS, LanguagePlan, TokenArm, write_language_run
-from tests.unit.loadgen.probes.rate_search.test_searches import search
+from tests.unit.loadgen.findings.test_searches import search
 
 LIMITS = TokenLimits(ttft_ms=60.0, tpot_ms=20.0)
 GOODPUT = Workload(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.documents import DocumentError
-from loadgen.ranking.records import EXAMPLES, read_prices
+from loadgen.base.documents import DocumentError
+from loadgen.ranking.prices import EXAMPLES, read_prices
 
 GOOD = """prices:
   - {machine: m, match: {}, price_per_hour: 1.5, currency: EUR, kind: reserved, term: 1 year, provider: P,

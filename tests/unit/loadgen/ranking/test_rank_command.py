@@ -16,10 +16,10 @@ import typer
 from typer.testing import CliRunner, Result
 
 import abserve
+from loadgen.base.documents import indented
 from loadgen.cli.rank import rank
-from loadgen.documents import indented
-from loadgen.engine_matrix.records import Matrix
-from loadgen.run.storage import read_run
+from loadgen.records.matrix import Matrix
+from loadgen.records.store import read_run
 from tests.synthetic_matrix import cell, configuration, environment, matrix
 from tests.synthetic_tuning import tuning, write_final
 
@@ -92,7 +92,7 @@ def test_json_holds_everything(two: list[Path], prices: Path) -> None:
     costs = {option["name"]: option["costs"][0]["full"]["value"] for option in group["options"]}
     assert costs["torch/graph"] == pytest.approx(0.1)
     assert costs["torch/eager CPU, 2 threads"] == pytest.approx(1.0)
-    from loadgen.ranking.records import RankResult
+    from loadgen.records.ranks import RankResult
 
     assert msgspec.json.decode(json.dumps(document), type=RankResult).groups[0].work.precision == "fp32"
 

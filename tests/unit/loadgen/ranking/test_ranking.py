@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from loadgen.engine_matrix.records import RefusedCombination
 from loadgen.ranking.analyse import (
     RankInput,
     cost_per_million,
@@ -20,7 +19,9 @@ from loadgen.ranking.analyse import (
     machine_of,
     rank,
 )
-from loadgen.ranking.records import Price, PriceMatch, RankedGroup, RankedOption, matches, prices_of
+from loadgen.ranking.prices import matches, prices_of
+from loadgen.records.matrix import RefusedCombination
+from loadgen.records.ranks import Price, PriceMatch, RankedGroup, RankedOption
 from loadgen.stats.estimates import Estimate, pareto_front
 from tests.synthetic_matrix import cell, configuration, environment, matrix
 

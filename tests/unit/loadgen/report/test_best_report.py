@@ -10,9 +10,9 @@ import pytest
 
 import loadgen.report.document as doc
 from abserve.run import Run
+from loadgen.findings.best import BestFound, BestRecord, Tried, TriedConfiguration, TriedServer
+from loadgen.measure.probes.best import at_best, one_configuration, tried
 from loadgen.metrics.comparisons import leading_comparisons
-from loadgen.probes.best import at_best, one_configuration, tried
-from loadgen.probes.best_analysis import BestFound, BestRecord, Tried, TriedConfiguration, TriedServer
 from loadgen.records.run import Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.probes.causes import why
+from loadgen.measure.probes.causes import why
 from loadgen.records.run import Pairing
 from loadgen.report.contents import result_document
 from loadgen.report.document import Items, Panel, Section, Strip, Style, Table, Text, Value, style_of, text_of

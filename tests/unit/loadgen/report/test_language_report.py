@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 import abserve
+from loadgen.findings.causes import CausesFound, Explanation
 from loadgen.metrics.tokens import per_million
-from loadgen.probes.causes_analysis import CausesFound, Explanation
 from loadgen.records.run import TokenLimits
 from loadgen.report.contents import result_document
 from loadgen.report.document import Document
@@ -20,7 +20,7 @@ from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import render_csv, render_junit
 from loadgen.verdict.result import Result, analyse, encode_result, read_result
 from tests.language_runs import LanguagePlan, TokenArm, write_language_run
-from tests.unit.loadgen.probes.causes.test_explained_run import explain
+from tests.unit.loadgen.findings.test_explained_run import explain
 
 LIMITS = TokenLimits(ttft_ms=60.0, tpot_ms=20.0)
 

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from loadgen.base.quantities import number
+from loadgen.measure.progress import LiveRatio, LiveRatios
 from loadgen.metrics.summaries import BlockSummary, summarise_blocks
-from loadgen.quantities import number
 from loadgen.records.probes import ServerStart
+from loadgen.records.store import StoredRun, read_run
 from loadgen.report.progress import FIXED, RichProgress, ratio_table, round_line, track_of
-from loadgen.run.progress import LiveRatio, LiveRatios
-from loadgen.run.storage import StoredRun, read_run
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 

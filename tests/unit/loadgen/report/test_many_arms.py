@@ -16,9 +16,11 @@ import pytest
 from rich.console import Console
 
 import loadgen.report.document as doc
+from loadgen.findings.causes import Cause, CauseEffect, CausesFound, WorkloadCauses
+from loadgen.measure.probes.causes import cause_table, causes_chart, why
+from loadgen.measure.progress import LiveRatios
 from loadgen.metrics.summaries import summarise_blocks
-from loadgen.probes.causes import cause_table, causes_chart, why
-from loadgen.probes.causes_analysis import Cause, CauseEffect, CausesFound, WorkloadCauses
+from loadgen.records.store import read_run
 from loadgen.report.contents import result_document
 from loadgen.report.files import published
 from loadgen.report.progress import RichProgress, ratio_table, round_line
@@ -26,8 +28,6 @@ from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.sections.comparisons import comparisons, ranking
 from loadgen.report.sections.verdict import overview
-from loadgen.run.progress import LiveRatios
-from loadgen.run.storage import read_run
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from loadgen.cli import output
 from loadgen.cli.report import report
-from loadgen.probes.rate_search_analysis import RatesFound
+from loadgen.findings.rate_search import RatesFound
 from loadgen.report import mlflow
 from loadgen.report.files import published
 from loadgen.report.mlflow import MlflowExportError, check_mlflow, export_matrix, export_result, key_of

@@ -12,9 +12,9 @@ import pytest
 
 import loadgen
 import loadgen.report.document as doc
-from loadgen.documents import kind_of
-from loadgen.engine_matrix.sections import matrix_document
-from loadgen.engine_matrix.store import stored_matrix
+from loadgen.base.documents import kind_of
+from loadgen.engines.sections import matrix_document
+from loadgen.engines.store import stored_matrix
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import PLOTLY, render_html
 from loadgen.verdict.result import stored_result

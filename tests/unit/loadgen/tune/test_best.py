@@ -11,10 +11,11 @@ from msgspec.structs import replace
 from loadgen.cli.compare import _resumed, plan_experiment
 from loadgen.experiment.plan import GPU_BLOCK_S, GPU_REQUESTS, GPU_WINDOW_S, PlanError
 from loadgen.experiment.settings import ExperimentSettings
-from loadgen.probes.best_analysis import BestRecord, Tried, TriedConfiguration, TriedServer
+from loadgen.findings.best import BestRecord, Tried, TriedConfiguration, TriedServer
+from loadgen.measure.machine import read_environment
 from loadgen.records.run import Environment, Experiment, RunState
-from loadgen.run.machine import read_environment
-from loadgen.run.storage import write_record
+from loadgen.records.store import write_record
+from loadgen.records.tuning import Space, TunableSetting
 from loadgen.tune.best import (
     CHOOSING_ROUNDS,
     FOLDER,
@@ -27,7 +28,6 @@ from loadgen.tune.best import (
     stages,
     with_arms,
 )
-from loadgen.tune.records import Space, TunableSetting
 from loadgen.tune.search import factor_of
 
 LOADS = ("single", "concurrent(8)")

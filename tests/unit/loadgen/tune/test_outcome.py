@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loadgen.findings.gpu.analysis import GpuFound
 from loadgen.metrics.comparisons import log_lead
-from loadgen.probes.gpu.analysis import GpuFound
+from loadgen.records.tuning import Tuning, TuningRun
 from loadgen.tune.outcome import TuningOutcome, outcome_of, percent
-from loadgen.tune.records import Tuning, TuningRun
 from loadgen.tune.search import Search
 from loadgen.verdict.headline import MOST_WORDS, word_count
 from loadgen.verdict.result import Result

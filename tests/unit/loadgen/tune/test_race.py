@@ -12,16 +12,16 @@ import msgspec
 import pytest
 
 from loadgen.cli.compare import plan_experiment
+from loadgen.experiment.tuning import TuneSettings
 from loadgen.records.run import Experiment, Label, RunState
-from loadgen.run.storage import RunStore
+from loadgen.records.store import RunStore
+from loadgen.records.tuning import ANCHOR, Contender, Score, Space, TunableSetting, Tuning
 from loadgen.tune import race
 from loadgen.tune.files import read_tuning
 from loadgen.tune.progress import lead_in_words
 from loadgen.tune.race import Measuring, RaceProgress, Shares, forecast, tune
-from loadgen.tune.records import ANCHOR, Contender, Score, Space, TunableSetting, Tuning
 from loadgen.tune.screening import Judged
 from loadgen.tune.search import RaceLead
-from loadgen.tune.settings import TuneSettings
 from tests.truth import tuned_server
 from tests.truth.tuned_server import right, time_ms
 

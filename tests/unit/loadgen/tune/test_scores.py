@@ -11,15 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from loadgen.checks.registry import Judgement
+from loadgen.checks.run import same_payload
+from loadgen.checks.tokens import cached_prompts
+from loadgen.experiment.tuning import TuneSettings
 from loadgen.metrics.registry import METRICS, THROUGHPUT
 from loadgen.records.run import Workload
-from loadgen.run.storage import StoredRun, read_run
-from loadgen.tune.records import ANCHOR
+from loadgen.records.store import StoredRun, read_run
+from loadgen.records.tuning import ANCHOR
 from loadgen.tune.screening import LEAST_ERROR, judge, scores_of
-from loadgen.tune.settings import TuneSettings
-from loadgen.verdict.checks.registry import Judgement
-from loadgen.verdict.checks.run import same_payload
-from loadgen.verdict.checks.tokens import cached_prompts
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 

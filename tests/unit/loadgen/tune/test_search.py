@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from loadgen.records.run import Label
+from loadgen.records.tuning import Score, Space, Stage, TunableSetting, TuningRun
 from loadgen.stats.estimates import Estimate
-from loadgen.tune.records import Score, Space, Stage, TunableSetting, TuningRun
 from loadgen.tune.search import Search, least_squares, pooled_limits
 
 

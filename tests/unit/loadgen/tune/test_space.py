@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from loadgen.experiment.plan import PlanError
-from loadgen.tune.records import Space, TunableSetting
+from loadgen.records.tuning import Space, TunableSetting
 from loadgen.tune.space import canonical, condition_in_words, every_contender, for_load, narrowed, size
 
 Key = tuple[tuple[str, str], ...]

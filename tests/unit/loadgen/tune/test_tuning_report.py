@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 
 import loadgen.report.document as doc
+from loadgen.records.tuning import TuningRun
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
 from loadgen.tune.outcome import TuningOutcome, outcome_of
-from loadgen.tune.records import TuningRun
 from loadgen.tune.sections import tuning_document
 from loadgen.verdict.result import Result
 from tests.synthetic_tuning import PlantedTuning, final, tuning

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.records.run import Workload
-from loadgen.run.storage import StoredRunError, read_run
+from loadgen.records.store import StoredRunError, read_run
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 

@@ -10,13 +10,14 @@ import pytest
 
 import loadgen.report.contents as contents
 import loadgen.verdict.result as analysis
+from loadgen.checks.registry import CHECKS
+from loadgen.findings.registry import probes
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import figure_of
-from loadgen.probes.registry import probes
+from loadgen.records.checks import Check
+from loadgen.records.store import StoredRun, read_run
 from loadgen.report.document import Text
 from loadgen.report.files import published
-from loadgen.run.storage import StoredRun, read_run
-from loadgen.verdict.checks.registry import CHECKS, Check
 from loadgen.verdict.result import Result, analyse_run
 from tests.golden.synthetic_run import Plan, write_run
 from tests.language_runs import LanguagePlan, write_language_run

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadgen.probes.causes_analysis import Explanation
+from loadgen.findings.causes import Explanation
 from loadgen.records.run import Workload
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, workloads, write_run
-from tests.unit.loadgen.probes.causes.test_explained_run import explain
+from tests.unit.loadgen.findings.test_explained_run import explain
 
 QUICK = SimulatedArm(2.0, 0.5, 0.5)
 DELAYED = replace(QUICK, queue_delay_ms=10.0)

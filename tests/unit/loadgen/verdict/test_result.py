@@ -9,8 +9,8 @@ from pathlib import Path
 import jsonschema_rs
 import pytest
 
-from loadgen.documents import write_atomically
-from loadgen.run.storage import StoredRunError
+from loadgen.base.documents import write_atomically
+from loadgen.records.store import StoredRunError
 from loadgen.verdict.result import analyse, encode_result, read_result
 from loadgen.verdict.result_schema import result_schema
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run

@@ -12,9 +12,9 @@ import pytest
 from scipy import stats
 from typer.testing import CliRunner
 
+from loadgen.base.quantities import counted
 from loadgen.entry import build
 from loadgen.metrics.comparisons import Comparison
-from loadgen.quantities import counted
 from loadgen.report.contents import _sides
 from loadgen.stats.estimates import critical_t
 from loadgen.stats.tails import Round, estimate_tail_ratio

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from loadgen.experiment.plan import AS_SERVED
+from loadgen.records.checks import Check
 from loadgen.report.sections.conditions import experiment_rows
-from loadgen.verdict.checks.registry import Check
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, write_run
 

@@ -11,7 +11,7 @@ from loadgen.report.sections.conditions import experiment_rows
 from loadgen.report.sections.verdict import proof
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
-from tests.unit.loadgen.verdict.test_checks import SMALL, check
+from tests.unit.loadgen.checks.test_checks import SMALL, check
 
 
 def test_nothing_is_said_of_servers_that_did_not_say_it(tmp_path: Path) -> None:

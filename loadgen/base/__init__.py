@@ -1,0 +1,1 @@
+"""What everything else uses: documents, numbers in words, headers, child processes."""

@@ -1,0 +1,352 @@
+"""Checks of the load: the figures are the servers' and not the load generator's, and every arm got the same load.
+
+Searches are checked like blocks, by the trials that decided their value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from loadgen.base.quantities import join, number, per_second, share
+from loadgen.checks.registry import Judgement, check, per_load
+from loadgen.findings.rate_search import BUSY, RatesFound, Trial
+from loadgen.metrics.facts import Facts, WorkloadFacts, workload_scope
+from loadgen.metrics.registry import CHUNK_SIZE, OUTPUT_TOKENS
+from loadgen.metrics.summaries import BlockSummary, figure_of
+from loadgen.records.checks import Severity
+from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s, ceiling_tokens_per_s
+from loadgen.records.run import Kind, Label, Workload, shown
+from loadgen.stats.estimates import critical_t
+
+SEND_LAG_LIMIT = 0.02
+CONNECTION_WAIT_LIMIT = 0.02
+RECONNECT_LIMIT = 0.01
+"""Share of an arm's requests that may reconnect: above 1 %, reconnecting decides the p99."""
+SEARCH_WAIT_LIMIT = 0.1
+"""Share of the latency bound that the p99 of the wait for a connection may take at the rate found."""
+WARM_UP_LIMIT = 0.03
+WARM_UP_BLOCKS = 3
+WARM_UP_SIGNIFICANCE = 0.001
+"""p below which slow first requests count; low because a run tests every workload and every arm."""
+
+
+@check(
+    "the load generator had CPU to spare",
+    "The load generator had no CPU to spare",
+    "invalidates",
+    "Lower the concurrency, choose a smaller payload, add --processes, or use another machine for the load generator.",
+    unknown="invalidates",
+    threshold=BUSY,
+    not_known="The load generator's CPU use is not known",
+    fault="overloaded load generator",
+)
+def generator_cpu(facts: Facts) -> Iterator[Judgement]:
+    for load in facts.loads:
+        shares = [block.generator_cpu_share for block in load.blocks if block.generator_cpu_share is not None]
+        several = any(block.generator_processes > 1 for block in load.blocks)
+        yield _busy(
+            load.workload, shares, max(shares, default=0.0) > BUSY, "at most, in one process" if several else "at most"
+        )
+    for workload in facts.run.experiment.workloads:
+        if workload.is_search:
+            yield _busy_in_search(facts, workload)
+
+
+def _busy_in_search(facts: Facts, workload: Workload) -> Judgement:
+    """Judge the lowest rate that failed, which the server might have held."""
+    rates = [rate for rate in facts.of(RatesFound).rates if rate.workload == workload.name]
+    deciding = {(rate.round, rate.label): rate.failed_rate_per_s for rate in rates}
+    shares = [
+        trial.generator_cpu_share
+        for trial in facts.run.records_of(Trial)
+        if trial.workload == workload.name
+        and trial.generator_cpu_share is not None
+        and trial.rate_per_s == deciding.get((trial.round, trial.label))
+    ]
+    where = "at the lowest rate that failed"
+    if any(trial.generator_processes > 1 for trial in facts.run.records_of(Trial) if trial.workload == workload.name):
+        where += ", on average over its processes"
+    limited = any(rate.client_limited for rate in rates)
+    return _busy(workload, shares, limited, where)
+
+
+def _busy(workload: Workload, shares: Sequence[float], limited: bool, where: str) -> Judgement:
+    if not shares:
+        return Judgement(None, "the CPU time of the load generator is unknown", scope=workload_scope(workload.name))
+    detail = f"the load generator used {share(max(shares))} of a core {where}"
+    if limited:
+        detail += ", so it may have limited the arms"
+    return Judgement(not limited, detail, max(shares), scope=workload_scope(workload.name))
+
+
+@check(
+    "the load generator ran well below its own maximum",
+    "The load generator ran near its own maximum",
+    "warns",
+    "Spread the load generator over more --processes, or use a machine with more cores; `abserve calibrate` measures "
+    "its maximum.",
+    threshold=CEILING_SHARE_LIMIT,
+    fault="overloaded load generator",
+)
+def generator_ceiling(facts: Facts) -> Iterator[Judgement]:
+    """Compare with this machine's calibration; above half of the maximum the generator adds to the latencies. Beyond
+    the maximum for streamed tokens it merges chunks and stamps them late, so the run is invalid."""
+    searches = facts.of(RatesFound)
+    for load in facts.loads:
+        if load.workload.kind is Kind.TOKENS:
+            yield _token_ceiling(facts, load)
+            continue
+        yield _ceiling(facts, load.workload, [(summary.label, summary.throughput_per_s) for summary in load.summaries])
+    for workload in facts.run.experiment.workloads:
+        if workload.is_search:
+            rates = [(rate.label, rate.rate_per_s) for rate in searches.rates if rate.workload == workload.name]
+            yield _ceiling(facts, workload, rates)
+
+
+def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, float | None]]) -> Judgement:
+    experiment, calibration, scope = facts.run.experiment, facts.run.calibration, workload_scope(workload.name)
+    if calibration is None:
+        return Judgement(None, "this machine is not calibrated", scope=scope)
+    measured = []
+    for label, speed in speeds:
+        payload = experiment.payload_of(experiment.arm(label))
+        processes = max(1, min(experiment.processes, workload.concurrency))  # a user is not shared among several
+        ceiling = ceiling_images_per_s(calibration, experiment.transport, payload, workload.batch_size, processes)
+        if speed and ceiling:
+            measured.append((speed / ceiling, label, speed, ceiling))
+    if not measured:
+        return Judgement(None, "the calibration does not cover this workload", scope=scope)
+    used, label, speed, ceiling = max(measured)
+    unit = per_second(facts.item)
+    detail = (
+        f"{shown(label)} reached {number(speed)} {unit}, {share(used)} of the {number(ceiling)}/s that the load "
+        "generator can send"
+    )
+    return Judgement(used <= CEILING_SHARE_LIMIT, detail, used, scope=scope)
+
+
+def _token_ceiling(facts: Facts, load: WorkloadFacts) -> Judgement:
+    """Judge the chunks per second: a chunk of several tokens costs about as much as one of a single token."""
+    experiment, calibration = facts.run.experiment, facts.run.calibration
+    if calibration is None:
+        return Judgement(None, "this machine is not calibrated", scope=load.scope)
+    processes = max(1, min(experiment.processes, load.workload.concurrency))
+    measured = []
+    for summary in load.summaries:
+        transport = experiment.transport_of(experiment.arm(summary.label))
+        ceiling = ceiling_tokens_per_s(calibration, transport, processes)
+        speed, size = figure_of(summary, OUTPUT_TOKENS), figure_of(summary, CHUNK_SIZE)
+        if ceiling and speed and size:
+            measured.append((speed / size / ceiling, summary.label, speed / size, ceiling))
+    if not measured:
+        return Judgement(None, "the calibration does not cover this workload", scope=load.scope)
+    used, label, speed, ceiling = max(measured)
+    detail = (
+        f"{shown(label)} sent {number(speed)} chunks/s, {share(used)} of the {number(ceiling)}/s that the load "
+        "generator can receive one by one"
+    )
+    severity: Severity | None = "invalidates" if used > 1.0 else None
+    return Judgement(used <= CEILING_SHARE_LIMIT, detail, used, scope=load.scope, severity=severity)
+
+
+@check(
+    "requests were sent on time",
+    "Requests were sent late",
+    "invalidates",
+    "Lower the rate, or give the load generator a CPU core of its own.",
+    unknown="warns",
+    threshold=SEND_LAG_LIMIT,
+    not_known="The send lag is not known",
+    fault="overloaded load generator",
+)
+@per_load
+def send_lag(load: WorkloadFacts, _: Facts) -> Judgement:
+    """Judge p99 of the generator's own lag over p99 of the latency. With too few samples for a p99, the largest lag
+    over the mean latency, which is larger: it can clear the generator, but not fail it."""
+    lags = [(*_own_lag(block), block.latency_ms("p99"), block.latency_ms("mean")) for block in load.blocks]
+    exact = [lag / p99_ms for lag, _, p99_ms, _ in lags if lag is not None and p99_ms]
+    bounds = [
+        largest / mean_ms for _, largest, p99_ms, mean_ms in lags if largest is not None and mean_ms and not p99_ms
+    ]
+    worst = max(exact + bounds, default=None)
+    if worst is None:
+        return Judgement(None, "no samples")
+    ok: bool | None = worst <= SEND_LAG_LIMIT
+    if not ok and max(exact, default=0.0) <= SEND_LAG_LIMIT:
+        ok = None
+    if exact and worst == max(exact):
+        detail = f"the p99 of the load generator's own delay is {share(worst)} of the p99 latency"
+    else:
+        detail = f"the largest delay of the load generator is {share(worst)} of the mean latency"
+    return Judgement(ok, detail, worst)
+
+
+def _own_lag(block: BlockSummary) -> tuple[float | None, float | None]:
+    """(p99, largest) delay of the generator itself in ms, without the wait for a busy connection."""
+    if block.open_loop is not None:
+        return block.open_loop.generator_lag_p99_ms, block.open_loop.generator_lag_max_ms
+    return block.send_lag_p99_ms, block.send_lag_max_ms
+
+
+@check(
+    "a connection was free for every request",
+    "Requests waited for a connection",
+    "warns",
+    "Allow more --connections; if the arm cannot sustain the rate, no number of them suffices.",
+    threshold=CONNECTION_WAIT_LIMIT,
+)
+def connections_free(facts: Facts) -> Iterator[Judgement]:
+    """Judge the wait for a connection: a request that waits for one is missing from the server's queue."""
+    for load in facts.loads:
+        if load.workload.is_open:
+            yield _waits_in_load(load)
+    for workload in facts.run.experiment.workloads:
+        if workload.is_search:
+            yield _waits_in_search(facts, workload)
+
+
+def _waits_in_load(load: WorkloadFacts) -> Judgement:
+    waits = [
+        (loop.connection_wait_p99_ms, p99_ms)
+        if loop.connection_wait_p99_ms is not None and (p99_ms := block.latency_ms("p99"))
+        else (loop.connection_wait_max_ms, block.latency_ms("mean"))
+        for block in load.blocks
+        if (loop := block.open_loop) is not None
+    ]
+    shares = [wait / latency for wait, latency in waits if wait is not None and latency]
+    if not shares:
+        return Judgement(None, "no samples", scope=load.scope)
+    longest = max(block.open_loop.connection_wait_max_ms or 0.0 for block in load.blocks if block.open_loop is not None)
+    detail = f"requests waited up to {number(longest)} ms for one of {load.workload.concurrency} connections"
+    return Judgement(max(shares) <= CONNECTION_WAIT_LIMIT, detail, max(shares), scope=load.scope)
+
+
+def _waits_in_search(facts: Facts, workload: Workload) -> Judgement:
+    """Judge the wait at the rates found; the latency includes it in any case."""
+    scope, rates = (
+        workload_scope(workload.name),
+        {(r.round, r.label, r.rate_per_s) for r in facts.of(RatesFound).rates if r.workload == workload.name},
+    )
+    lags = [
+        trial.send_lag_p99_ms
+        for trial in facts.run.records_of(Trial)
+        if trial.workload == workload.name
+        and (trial.round, trial.label, trial.rate_per_s) in rates
+        and trial.held
+        and trial.send_lag_p99_ms is not None
+    ]
+    if not lags:
+        return Judgement(None, "no trial has enough requests for a p99", None, SEARCH_WAIT_LIMIT, scope)
+    bound_ms = workload.latency_bound_ms if workload.limits is None else workload.limits.ttft_ms
+    if not bound_ms:
+        return Judgement(None, "the first token has no limit, which alone would include the wait", scope=scope)
+    longest, of_bound = max(lags), max(lags) / bound_ms
+    detail = (
+        f"at the rates found, the p99 of the wait for one of {workload.concurrency} connections was up to "
+        f"{number(longest)} ms, {share(of_bound)} of the {bound_ms:g} ms that are allowed"
+    )
+    return Judgement(of_bound <= SEARCH_WAIT_LIMIT, detail, of_bound, SEARCH_WAIT_LIMIT, scope)
+
+
+@check(
+    "the servers kept their connections open",
+    "A server closed its connections",
+    "warns",
+    "Turn keep-alive on, or raise its limit of requests per connection.",
+    threshold=RECONNECT_LIMIT,
+)
+@per_load
+def connections_kept(load: WorkloadFacts, _: Facts) -> Judgement:
+    shares = {shown(s.label): s.reconnect_share for s in load.summaries if s.reconnect_share is not None}
+    if not shares:
+        return Judgement(None, "reconnects were not recorded")
+    worst = max(shares.values())
+    detail = join([f"{share(value)} of the requests to {label}" for label, value in shares.items()])
+    if worst > RECONNECT_LIMIT:
+        return Judgement(False, f"{detail} had to reconnect, which is part of their latency", worst)
+    return Judgement(True, f"{detail} had to reconnect", worst)
+
+
+@check(
+    "the arms kept up with the request rate",
+    "An arm did not keep up with the request rate",
+    "informs",
+    "Compare latencies at a lower rate, and capacity by the achieved rate.",
+    threshold="no growing backlog",
+)
+@per_load
+def rate_sustained(load: WorkloadFacts, _: Facts) -> Judgement | None:
+    if not load.workload.is_open:
+        return None
+    loops = [(s.label, s.open_loop) for s in load.summaries if s.open_loop is not None]
+    if not loops:
+        return Judgement(None, "no samples")
+    saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop.saturation]
+    worst = min(loop.answered_share for _, loop in loops)
+    detail = f"{share(worst, 3)} of the requests were answered before the last one was due"
+    grew = sum(block.open_loop is not None and block.open_loop.saturation is not None for block in load.blocks)
+    if grew:
+        detail += f"; the backlog grew in {grew} of {len(load.blocks)} blocks, not in most blocks of an arm"
+    return Judgement(not saturated, "; ".join(saturated) or detail, worst)
+
+
+@check(
+    "the warm-up was long enough",
+    "The warm-up was too short",
+    "invalidates",
+    "Warm up for longer at this batch size.",
+    threshold=WARM_UP_LIMIT,
+    fault="incomplete run",
+)
+@per_load
+def warm_up(load: WorkloadFacts, facts: Facts) -> Judgement:
+    """Test one value per block, since concurrent requests are slow together. It fails only beyond both the limit and
+    the noise (a one-sided t test over an arm's blocks)."""
+    costs: dict[str, tuple[float, float]] = {}
+    for label in facts.run.experiment.labels:
+        lost = [
+            block.warm_up_share
+            for block in load.blocks
+            if block.label == label and block.complete and block.warm_up_share is not None
+        ]
+        if len(lost) >= WARM_UP_BLOCKS:
+            error = float(np.std(lost, ddof=1)) / float(np.sqrt(len(lost)))
+            costs[label] = float(np.mean(lost)), critical_t(len(lost) - 1, 2.0 * WARM_UP_SIGNIFICANCE) * error
+    if not costs and load.workload.is_open:
+        return Judgement(None, "a queue that builds up in an open loop looks the same")
+    if not costs:
+        return Judgement(None, f"this needs {WARM_UP_BLOCKS} blocks per arm, each with 20 requests")
+    worst = max(costs, key=lambda label: costs[label][0] - costs[label][1])
+    cost, noise = costs[worst]
+    ok, lost_share = cost <= max(WARM_UP_LIMIT, noise), f"{shown(worst)} {share(max(cost, 0.0))} of its throughput"
+    if not ok:
+        return Judgement(False, f"the warm-up was too short: the first requests were slow and cost {lost_share}", cost)
+    noisy = f", within the noise of {share(noise)} between blocks" if cost > WARM_UP_LIMIT else ""
+    return Judgement(True, f"the first requests cost {lost_share}{noisy}", cost)
+
+
+@check(
+    "requests have the same size on every arm",
+    "Requests differ in size between the arms",
+    "invalidates",
+    "Send the same payload to every arm.",
+    unknown="warns",
+    threshold="1 % or 512 bytes",
+    fault="unfair configuration",
+)
+@per_load
+def same_payload_bytes(load: WorkloadFacts, facts: Facts) -> Judgement | None:
+    """Skipped where the arms speak different protocols, which another check says."""
+    experiment, labels = facts.run.experiment, facts.run.experiment.loaded(load.workload)
+    if len({experiment.transport_of(arm) for arm in experiment.arms}) > 1:
+        return None
+    sizes = {s.label: s.request_bytes for s in load.summaries if s.request_bytes is not None}
+    if len(sizes) < len(labels):
+        return Judgement(None, "not every arm answered")
+    apart = max(sizes.values()) - min(sizes.values())
+    detail = "a request has " + join([f"{size:,.0f} bytes to {shown(label)}" for label, size in sizes.items()])
+    if apart > max(512.0, 0.01 * sizes[labels[0]]):
+        return Judgement(False, f"{detail}, so the arms do different work", apart)
+    return Judgement(True, detail, apart)

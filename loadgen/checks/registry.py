@@ -1,0 +1,251 @@
+"""How a check is declared, and how its outcome affects the verdict.
+
+A check is one function of the run's `Facts`, below the decorator that gives its titles, severity and remedy. It yields
+one outcome per scope. The result, every report and the table in docs/measurement.md (a test compares it) follow from
+the registry, in the order of declaration. A check without its data is unknown (`ok` None), never ok.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import Literal, get_args
+
+from loadgen.base.quantities import counted, sentence
+from loadgen.metrics.barrier import attempt
+from loadgen.metrics.comparisons import Comparison, leading_comparisons
+from loadgen.metrics.facts import PLAN, RUN, Facts, WorkloadFacts, workload_scope
+from loadgen.records.checks import Check, Severity, State, Value
+from loadgen.records.run import ArmRecord, Kind, Label, shown
+
+Fault = Literal[
+    "wrong answers", "failed requests", "unfair configuration", "GPU not verified", "incomplete run", "busy machine",
+    "overloaded load generator",
+]  # fmt: skip
+"""What an INVALID run is called, by the check that takes its verdict away; the gravest first."""
+RUN_FINISHED = "run_finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The outcome of a check in one scope."""
+
+    ok: bool | None
+    detail: str
+    value: Value = None
+    threshold: Value = None
+    """If it differs from the declared one."""
+    scope: str = RUN
+    severity: Severity | None = None
+    """If it differs from the declared one."""
+    remedy: str | None = None
+    """If it differs from the declared one."""
+    arms: tuple[Label, ...] = ()
+    """The arms to blame."""
+
+
+Find = Callable[[Facts], Iterable[Judgement]]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckDefinition:
+    """A declared check; the fields are the arguments of `check`."""
+
+    name: str
+    title: str
+    failed: str
+    severity: Severity
+    remedy: str
+    unknown: Severity
+    threshold: Value
+    before_load: bool
+    caveat: tuple[State, ...]
+    not_known: str
+    fault: Fault | None
+    language: bool | None
+    find: Find
+
+    def checks(self, facts: Facts) -> Iterator[Check]:
+        if self.language not in (None, facts.run.experiment.kind is Kind.TOKENS):
+            return
+        yield from map(self.stated, attempt(lambda: list(self.find(facts)), self._not_made))
+
+    def stated(self, outcome: Judgement) -> Check:
+        """The check with this outcome, also of what is no comparison."""
+        titles = {True: self.title, False: self.failed, None: self.not_known or self.title}
+        return Check(
+            name=self.name,
+            title=titles[outcome.ok],
+            state="unknown" if outcome.ok is None else "passed" if outcome.ok else "failed",
+            severity=outcome.severity or (self.unknown if outcome.ok is None else self.severity),
+            scope=outcome.scope,
+            value=outcome.value,
+            threshold=self.threshold if outcome.threshold is None else outcome.threshold,
+            detail=outcome.detail,
+            remedy=outcome.remedy or self.remedy,
+            arms=() if outcome.ok else outcome.arms,
+        )
+
+    def _not_made(self, why: str) -> list[Judgement]:
+        """The outcome of a check that failed itself. One that could have taken a verdict away takes it."""
+        severity: Severity = "invalidates" if "invalidates" in (self.severity, self.unknown) else "warns"
+        return [Judgement(None, f"this check could not be made: {why}", severity=severity, remedy=AGAIN)]
+
+
+AGAIN = "Restore the file that is named, or report a bug, then make the report again with abserve report."
+"""What to do where a step of the analysis failed. Nothing that was measured is lost."""
+CHECKS: dict[str, CheckDefinition] = {}
+"""Every check by its name, in the order in which they are shown."""
+
+
+def check(
+    title: str,
+    failed: str,
+    severity: Severity,
+    remedy: str,
+    *,
+    unknown: Severity = "informs",
+    threshold: Value = None,
+    before_load: bool = False,
+    caveat: tuple[State, ...] = (),
+    not_known: str = "",
+    fault: Fault | None = None,
+    language: bool | None = None,
+) -> Callable[[Find], CheckDefinition]:
+    """Declare the function below as the check of the same name.
+
+    `title` is the condition that should hold, `failed` the title where it does not, and `not_known` the one without
+    data, if it differs from `title`; `unknown` is the severity without data. `before_load`: the check needs only the
+    arms and the machine, and is shown before the load. In the states of `caveat` the verdict quotes it. A check that
+    can take a verdict away has a `fault`. `language`: true for a check of language models alone, false for one of all
+    other models.
+    """
+
+    def declare(find: Find) -> CheckDefinition:
+        name = find.__name__
+        if name in CHECKS:
+            raise ValueError(f"there are two checks {name}")
+        CHECKS[name] = CheckDefinition(
+            name, title, failed, severity, remedy, unknown, threshold, before_load, caveat, not_known, fault,
+            language, find,
+        )  # fmt: skip
+        return CHECKS[name]
+
+    return declare
+
+
+fairness = partial(check, before_load=True)
+
+
+def per_arm(judge: Callable[[ArmRecord, Facts], Judgement]) -> Find:
+    """Declare a check that judges each arm by itself, with details that continue "A …"."""
+
+    @wraps(judge)
+    def find(facts: Facts) -> list[Judgement]:
+        judged = ((arm.label, judge(arm, facts)) for arm in facts.run.arms)
+        return [replace(outcome, detail=f"{shown(label)} {outcome.detail}", arms=(label,)) for label, outcome in judged]
+
+    return find
+
+
+def per_load(judge: Callable[[WorkloadFacts, Facts], Judgement | None]) -> Find:
+    """Declare a check that judges each workload that has blocks; None if it does not apply."""
+
+    @wraps(judge)
+    def find(facts: Facts) -> list[Judgement]:
+        judged = ((load, judge(load, facts)) for load in facts.loads)
+        return [replace(outcome, scope=load.scope) for load, outcome in judged if outcome is not None]
+
+    return find
+
+
+def per_comparison(judge: Callable[[Sequence[Comparison], Facts], Judgement]) -> Find:
+    """Declare a check that judges each workload's leading comparisons: one with two arms, several with more."""
+
+    @wraps(judge)
+    def find(facts: Facts) -> list[Judgement]:
+        leading: dict[str, list[Comparison]] = {}
+        for comparison in leading_comparisons(facts.comparisons):
+            leading.setdefault(comparison.workload, []).append(comparison)
+        return [replace(judge(comparisons, facts), scope=workload_scope(name)) for name, comparisons in leading.items()]
+
+    return find
+
+
+def make_checks(facts: Facts) -> tuple[Check, ...]:
+    return tuple(outcome for definition in CHECKS.values() for outcome in definition.checks(facts))
+
+
+def check_before_load(facts: Facts) -> list[Check]:
+    """The checks to show before the load begins; `make_checks` repeats them."""
+    return [outcome for definition in CHECKS.values() if definition.before_load for outcome in definition.checks(facts)]
+
+
+def reached(checks: Sequence[Check]) -> tuple[Check, ...]:
+    """The checks to show: where the run did not finish, without those whose data is missing."""
+    finished = all(check.ok for check in checks if check.name == RUN_FINISHED)
+    return tuple(check for check in checks if finished or check.ok is not None or check.name == RUN_FINISHED)
+
+
+def invalidating(checks: Sequence[Check]) -> tuple[Check, ...]:
+    """The checks that remove a verdict, the gravest faults first."""
+    failed = [check for check in checks if check.ok is not True and check.severity == "invalidates"]
+    order = get_args(Fault)
+    return tuple(sorted(failed, key=lambda check: order.index(fault) if (fault := fault_of(check)) else len(order)))
+
+
+def gravest(checks: Sequence[Check]) -> Check | None:
+    """The check that is to blame first for an INVALID run, whose remedy stands under the headline."""
+    return next(iter(invalidating(reached(checks))), None)
+
+
+def fault_of(check: Check) -> Fault | None:
+    """What a run is called whose verdict the check takes away; None also for a check that no longer exists, in a stored
+    result."""
+    return CHECKS[check.name].fault if check.name in CHECKS else None
+
+
+def validity(checks: Sequence[Check]) -> str:
+    """ "VALID", or "INVALID: wrong answers" with the gravest fault. Where others used the machine, a generator that
+    could not keep up is the machine's fault."""
+    first = gravest(checks)
+    if first is None:
+        return "VALID"
+    fault = fault_of(first)
+    disturbed = any(check.ok is False and fault_of(check) == "busy machine" for check in checks)
+    if fault == "overloaded load generator" and disturbed:
+        fault = "busy machine"
+    return f"INVALID: {fault}" if fault else "INVALID"
+
+
+def reason_against(checks: Sequence[Check], scenario: str) -> str | None:
+    """Why the comparisons of a scenario are invalid; None if they are valid."""
+    covering = [check for check in invalidating(checks) if check.scope in (RUN, workload_scope(scenario))]
+    return "; ".join(_message(check) for check in covering) or None
+
+
+def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
+    """One message per check that removes a verdict, with the scenarios that it covers and the first one's detail."""
+    groups: dict[tuple[str, bool | None], list[Check]] = {}
+    for check in invalidating(reached(checks)):
+        groups.setdefault((check.name, check.ok), []).append(check)
+    messages = []
+    for first, *more in groups.values():
+        others = f" and {counted(len(more), 'more workload')}" if more else ""
+        covers = "" if first.scope in (RUN, PLAN) else f"In {first.scope.removeprefix('workload ')}{others}, "
+        messages.append(sentence(covers + _message(first)))
+    return tuple(messages)
+
+
+def _message(check: Check) -> str:
+    if check.ok is not None:
+        return check.detail
+    title = CHECKS[check.name].not_known if check.name in CHECKS else ""
+    words = in_sentence(title) if title else f"not available: “{check.title}”"
+    return f"{words} ({check.detail})"
+
+
+def in_sentence(title: str) -> str:
+    """A title inside a sentence: without its capital, unless that begins an abbreviation such as GPU."""
+    return title[:1].lower() + title[1:] if title[1:2].islower() or title.startswith("A ") else title

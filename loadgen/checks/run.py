@@ -1,0 +1,699 @@
+"""Checks of the run as a whole: where it ran, that it finished, that answers are right and that nothing is missing.
+
+Arms are ranked as GPU servers only if each is verified on the same GPU. If every arm reports that it runs on the CPU,
+nothing has to be verified: the verdict calls it a CPU comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from loadgen.base.quantities import counted, join, number, share
+from loadgen.checks.registry import AGAIN, Judgement, check, per_comparison, per_load
+from loadgen.findings.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding
+from loadgen.findings.rate_search import RatesFound, Trial
+from loadgen.metrics.comparisons import MIN_PAIRS, Comparison
+from loadgen.metrics.facts import PLAN, Facts, WorkloadFacts, workload_scope
+from loadgen.metrics.registry import GOODPUT, leading_metric
+from loadgen.records.checks import Severity
+from loadgen.records.payloads import GUESSED
+from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart, TokensCompared
+from loadgen.records.run import Kind, Label, ParityRecord, Workload, shown
+from loadgen.records.store import StoredRun
+
+LEAST_ALIKE = 0.5
+"""Share of the probe's prompts to which all arms give the same first token, below which a check warns: rounding changes
+few of them."""
+FIRSTS_THAT_PROVE = 16
+"""So many prompts without one equal first token show that an arm has another model."""
+Evidence = Mapping[Label, EvidenceRecord | None]
+"""The finding about each arm, the baseline first."""
+
+
+@check(
+    "the model ran on a GPU",
+    "The model did not run on a GPU",
+    "informs",
+    "Run on a machine with an NVIDIA GPU to compare GPU serving.",
+    threshold="every arm on a GPU",
+    caveat=("failed", "unknown"),
+    not_known="It is not known whether the model ran on a GPU",
+)
+def gpu_present(facts: Facts) -> Iterator[Judgement]:
+    run, sides = facts.run, _sides(facts.run)
+    status = run.environment.gpu.get("status") if run.environment else None
+    without_gpu = status not in (None, "ok") and all(arm.launched for arm in run.arms)
+    if sides and all(side is False for side in sides):
+        where = "this machine has no GPU" if without_gpu else f"{_all(sides)} arms ran on the CPU, as they report"
+        yield Judgement(False, f"{where}: this is a CPU comparison", "cpu")
+    elif True in sides and False in sides:
+        yield Judgement(False, f"{_mixed(run)}, so they are not ranked", "one arm")
+    elif run.record_of(EvidenceFile) is not None:
+        ok, reason = may_rank(_evidence(run, None))
+        detail = reason.rstrip(".") if ok else f"GPU use is not verified: {reason.rstrip('.')}"
+        yield Judgement(ok, detail, "verified" if ok else "unproven")
+    elif True in sides:
+        detail = "the servers report that they use a GPU, but nothing was recorded to verify it"
+        yield Judgement(None, detail, "reported")
+    elif without_gpu and run.arms:
+        yield Judgement(False, "this machine has no GPU: this is a CPU comparison", str(status))
+    else:
+        yield Judgement(None, "the servers do not report whether they use a GPU")
+
+
+@check(
+    "every arm is verified on the same GPU",
+    "GPU use is not verified",
+    "invalidates",
+    "Find the code of the finding in docs/gpu-proof.md and follow its remedy.",
+    unknown="invalidates",
+    threshold="every arm GPU_VERIFIED on one GPU",
+    not_known="GPU use is not verified",
+    fault="GPU not verified",
+)
+def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
+    """Cold starts and searches have no blocks to watch, and the loads of a surface or a screening only short ones: they
+    use the findings of the whole run."""
+    run, sides = facts.run, _sides(facts.run)
+    stored = run.record_of(EvidenceFile)
+    if (sides and all(side is False for side in sides)) or (stored is None and True not in sides):
+        return
+    if True in sides and False in sides:
+        on_cpu = tuple(arm.label for arm, side in zip(run.arms, sides, strict=True) if side is False)
+        yield Judgement(False, f"{_mixed(run)}, so they are not ranked", "one arm", arms=on_cpu)
+    elif stored is None:
+        yield Judgement(None, "nothing was recorded, and a server's own report does not verify anything")
+    else:
+        for workload in run.experiment.workloads:
+            is_watched = workload.has_blocks and workload.scenario != "surface" and not run.experiment.screening
+            evidence = _evidence(run, workload.name if is_watched else None)
+            ok, sentence = may_rank(evidence)
+            value = join([record.finding.value if record is not None else "nothing" for record in evidence.values()])
+            scope, blamed = workload_scope(workload.name), unverified(evidence)
+            yield Judgement(ok, sentence.rstrip("."), value, scope=scope, arms=blamed)
+
+
+@check(
+    "GPU verification recognises a deliberate CPU run",
+    "A deliberate CPU run was not recognised",
+    "warns",
+    "Let nothing else use the GPU: other work on it blurs every finding.",
+    threshold=GpuFinding.CPU_FALLBACK.value,
+)
+def negative_control(facts: Facts) -> Iterator[Judgement]:
+    stored = facts.run.record_of(EvidenceFile)
+    if stored is None:
+        return
+    controls = [record for record in stored.records if record.control]
+    if not controls:
+        yield Judgement(None, "no arm was run on the CPU as a control")
+    for record in controls:
+        recognised = record.finding is GpuFinding.CPU_FALLBACK
+        activity = f"the GPU was {record.activity}" if record.activity else "the GPU's activity is unknown"
+        ok = recognised and record.activity == "idle" if record.activity is not None or not recognised else None
+        if recognised and record.inputs.attribution.foreign:
+            ok, activity = None, "another process used the GPU, so its work cannot be attributed"
+        detail = f"arm {shown(record.label)} ran on the CPU and was found to be {record.finding}; {activity}"
+        yield Judgement(ok, detail, record.finding.value)
+
+
+def unverified(evidence: Evidence) -> tuple[Label, ...]:
+    """The arms that are not verified."""
+    return tuple(
+        label for label, record in evidence.items() if record is None or record.finding is not GpuFinding.GPU_VERIFIED
+    )
+
+
+def may_rank(evidence: Evidence) -> tuple[bool, str]:
+    """Whether the arms may be compared as GPU arms, and why (not), in one sentence."""
+    uuids = {}
+    for label, record in evidence.items():
+        if record is None:
+            return False, f"Nothing shows where arm {shown(label)} ran."
+        if record.finding is not GpuFinding.GPU_VERIFIED:
+            code = f" ({record.code})" if record.code is not None else ""
+            return False, f"Arm {shown(label)} is {record.finding}{code}: {record.sentence}"
+        uuids[label] = record.uuid
+    used = set(uuids.values())
+    if len(used) > 1 or None in used:
+        places = ", ".join(f"{shown(label)} on {uuid}" for label, uuid in uuids.items())
+        return False, f"The arms ran on different GPUs: {places}."
+    return True, f"{_all(evidence).capitalize()} arms are GPU_VERIFIED on {used.pop()}."
+
+
+def _evidence(run: StoredRun, workload: str | None) -> Evidence:
+    """The findings for one workload, or for the whole run."""
+    loads = (load for load in run.experiment.workloads if load.name == workload)
+    labels = next((run.experiment.loaded(load) for load in loads), run.experiment.labels)
+    stored = run.record_of(EvidenceFile)
+    records = () if stored is None else stored.records
+    by_label = {record.label: record for record in records if (record.workload, record.control) == (workload, False)}
+    return {label: by_label.get(label) for label in labels}
+
+
+def _all(arms: Sized) -> str:
+    return "both" if len(arms) == 2 else "all"
+
+
+def _sides(run: StoredRun) -> list[bool | None]:
+    """Where each arm runs, as its server reports: on a GPU (True), on the CPU (False), or unknown."""
+    devices = [arm.in_effect.get("device") for arm in run.arms]
+    return [None if device is None else not str(device).startswith("cpu") for device in devices]
+
+
+def _mixed(run: StoredRun) -> str:
+    return join(
+        [
+            f"arm {shown(arm.label)} ran on {'a GPU' if side else 'the CPU'}"
+            for arm, side in zip(run.arms, _sides(run), strict=True)
+            if side is not None
+        ]
+    )
+
+
+LEAST_SHARE = 0.9
+"""A server that computes every response takes at least this median share of a new request's time for a repeated one."""
+SIGNIFICANCE = 0.005
+"""p per arm: at most 1 % of runs of two arms without a cache fail because repeated requests were faster by chance."""
+
+
+@check(
+    "the run finished",
+    "The run did not finish",
+    "invalidates",
+    "Run the comparison again and let it finish.",
+    unknown="invalidates",
+    threshold="finished",
+    not_known="It is not known whether the run finished",
+    fault="incomplete run",
+)
+def run_finished(facts: Facts) -> Iterator[Judgement]:
+    state = facts.run.state
+    if state is None:
+        yield Judgement(None, "run.json is missing", scope=PLAN)
+        return
+    detail = {
+        "running": f"the run {'is still running' if facts.run.running else 'was killed during'}: {state.phase}",
+        "finished": "finished",
+        "interrupted": f"the run was interrupted during: {state.phase}",
+        "failed": f"the run failed during {state.phase}: {state.error}",
+    }[state.state]
+    remedy = f"Find out why {shown(state.failed_arm)} fails, and run again." if state.failed_arm else None
+    yield Judgement(state.state == "finished", detail, state.state, scope=PLAN, remedy=remedy)
+
+
+COMPARISONS, VERDICT = "comparisons", "verdict"
+"""The steps of the analysis without which there is no winner."""
+
+
+@check(
+    "everything that was stored was analysed",
+    "Part of the run could not be analysed",
+    "invalidates",
+    AGAIN,
+    fault="incomplete run",
+)
+def analysed(facts: Facts) -> Iterator[Judgement]:
+    """Name every file that cannot be read, and every step of the analysis that failed; skipped without one. What a
+    check needed of a finding that failed, that check says."""
+    for problem in facts.run.problems:
+        yield Judgement(False, problem)
+    for step, why in facts.failures.items():
+        severity: Severity = "invalidates" if step in (COMPARISONS, VERDICT) else "warns"
+        yield Judgement(False, f"the {step} could not be computed: {why}", step, severity=severity)
+
+
+@check(
+    "the arms give the same answers",
+    "The arms give different answers",
+    "invalidates",
+    "Serve the same weights, precision and preprocessing on every arm; the parity table names the failing case.",
+    unknown="invalidates",
+    not_known="The answers were not compared",
+    fault="wrong answers",
+    language=False,
+)
+def parity(facts: Facts) -> Iterator[Judgement]:
+    record = facts.run.parity
+    if record is None or (not record.cases and record.error is None):
+        yield Judgement(None, "parity was not measured")
+        return
+    relative, figures = record.largest_relative_error, parity_figures(record)
+    failed = [case.name for case in record.cases if not case.ok]
+    detail = record.error or f"{figures} in {counted(len(record.cases), 'case')}"
+    if failed and record.error is None:
+        cases = f"{len(failed)} of {len(record.cases)} cases ({', '.join(failed)})"
+        detail = f"the arms give different answers in {cases}, so their speeds cannot be compared; {figures}"
+    yield Judgement(
+        record.ok and not failed and record.error is None,
+        detail,
+        record.lowest_cosine if relative is None else relative,
+        record.threshold_cosine if relative is None else record.tolerance_relative,
+        arms=tuple(dict.fromkeys(case.label for case in record.cases if not case.ok)),
+    )
+
+
+def parity_figures(record: ParityRecord) -> str:
+    """The figures of the worst case, as text, by the kinds of the outputs."""
+    relative, kinds = record.largest_relative_error, set(record.kinds.values())
+    figures = [] if kinds and "embedding" not in kinds else [f"lowest cosine {record.lowest_cosine or 0.0:.6f}"]
+    if relative is not None and record.tolerance_relative is not None and kinds != {"labels"}:
+        figures.insert(0, f"largest relative error {relative:.1e} (tolerance {record.tolerance_relative:.1e})")
+    figures.append(order_words(record.lowest_share("top1"), record.lowest_share("top5")))
+    if "labels" in kinds:
+        equal = all(case.ok or record.kinds.get(str(case.output)) != "labels" for case in record.cases)
+        figures.append("labels are equal" if equal else "labels differ")
+    return ", ".join(filter(None, figures))
+
+
+def order_words(top1: float | None, top5: float | None) -> str:
+    """ "top-1 agrees on 100 %, top-5 on 98 %"; empty without logits."""
+    shares = [f"top-1 agrees on {share(top1, 3)}" if top1 is not None else "", f"top-5 on {share(top5, 3)}"]
+    return ", ".join(shares if top5 is not None else shares[:1])
+
+
+@check(
+    "the answers depend on the inputs",
+    "The answers do not depend on the inputs",
+    "invalidates",
+    "Find out why that server answers every input alike: it may not compute at all.",
+    fault="wrong answers",
+    language=False,
+)
+def answers_depend_on_inputs(facts: Facts) -> Iterator[Judgement]:
+    """Judge whether different inputs get different answers. Skipped without a record, and for the null engine; a model
+    whose labels alone are alike may be right."""
+    record = facts.run.parity
+    engines = {arm.label: arm.in_effect.get("engine") for arm in facts.run.arms}
+    if record is None or record.alike is None:
+        return
+    judged = {label: alike for label, alike in record.alike.items() if engines.get(label) != "null"}
+    same = [label for label, alike in judged.items() if alike and set(alike) == set(record.kinds)]
+    if same:
+        detail = f"the answers of {join(list(map(shown, same)))} do not depend on the inputs: all of them are alike"
+        only_labels = set(record.kinds.values()) == {"labels"}
+        yield Judgement(False, detail, len(same), severity="warns" if only_labels else None, arms=tuple(same))
+    elif judged:
+        yield Judgement(True, "different inputs get different answers", 0)
+
+
+@check(
+    "the arms begin their answers with the same tokens",
+    "The arms begin their answers with other tokens",
+    "invalidates",
+    "Serve the same model, weights and chat template on every arm, and compare what each answers to one prompt.",
+    threshold=LEAST_ALIKE,
+    fault="wrong answers",
+    language=True,
+    not_known="It is not known whether the arms serve the same model",
+)
+def same_first_tokens(facts: Facts) -> Iterator[Judgement]:
+    """Judge how many prompts of the probe get the same first token, as an id or as text, as from the baseline: none of
+    at least 16 takes the verdict away, fewer than half warn. Skipped for runs from before they were compared."""
+    experiment, counts = facts.run.experiment, dict[Label, tuple[int, int]]()
+    for record in facts.run.records_of(TokensCompared):
+        if record.firsts is not None:
+            firsts, equal = counts.get(record.label, (0, 0))
+            counts[record.label] = firsts + record.firsts, equal + record.equal_firsts
+    if not counts:
+        return
+    baseline = shown(experiment.baseline.label)
+    if silent := [shown(label) for label, (firsts, _) in counts.items() if not firsts]:
+        detail = f"{baseline} and {join(silent)} read prompts in other forms, or one of them sends neither ids nor text"
+        yield Judgement(None, detail)
+    judged = {label: (equal, firsts) for label, (firsts, equal) in counts.items() if firsts}
+    if not judged:
+        return
+    apart = tuple(label for label, (equal, firsts) in judged.items() if equal < LEAST_ALIKE * firsts)
+    is_certain = not any("temperature" in arm.body for arm in experiment.arms)
+    others = [label for label, (equal, firsts) in judged.items() if not equal and firsts >= FIRSTS_THAT_PROVE]
+    parts = {label: equal / firsts for label, (equal, firsts) in judged.items()}
+    detail = join([
+        f"{equal} of {firsts} answers of {shown(label)}" for label, (equal, firsts) in judged.items()
+        if not apart or label in apart
+    ])  # fmt: skip
+    detail += f" begin as those of {baseline} do"
+    if others and is_certain:
+        detail += f": {join(list(map(shown, others)))} has another model, or prompts reach it differently"
+    yield Judgement(
+        not apart, detail, min(parts.values()), severity=None if others and is_certain else "warns", arms=apart
+    )
+
+
+@check(
+    "the inputs have values that the model takes",
+    "The values of some inputs are made up",
+    "warns",
+    "Send your own with --inputs FILE: a model may do less, or other, work for 0 and 1.",
+    language=False,
+)
+def inputs_are_known(facts: Facts) -> Iterator[Judgement]:
+    """Skipped unless integers were drawn of which neither a file nor a server says what they may be."""
+    inputs = facts.run.environment.inputs if facts.run.environment is not None else {}
+    _, guessed, names = str(inputs.get("kind", "")).partition(GUESSED)
+    if guessed:
+        yield Judgement(False, f"every integer of {names} is 0 or 1", names)
+
+
+@check(
+    "every arm got the same payload",
+    "The arms got different payloads",
+    "invalidates",
+    "Give every arm the same --payload.",
+    threshold="equal",
+    fault="unfair configuration",
+)
+def same_payload(facts: Facts) -> Iterator[Judgement]:
+    experiment = facts.run.experiment
+    first, *others = experiment.payloads
+    if others:
+        sent = {shown(arm.label): experiment.payload_of(arm) for arm in experiment.arms}
+        apart = join([f"{arm} {payload}" for arm, payload in sent.items()])
+        yield Judgement(False, f"the arms got different payloads ({apart})", ", ".join(experiment.payloads))
+    elif facts.run.blocks or facts.run.records_of(ServerStart):
+        yield Judgement(True, f"{first} over {experiment.transport}", first)
+    else:
+        yield Judgement(None, "nothing was sent", first)
+
+
+@check(
+    "the servers' certificates are verified",
+    "A server's certificate was not verified",
+    "warns",
+    "Trust the server's authority with --a-ca FILE instead of --a-insecure.",
+    threshold="verified",
+)
+def certificates(facts: Facts) -> Iterator[Judgement]:
+    """Skipped where no arm is reached over TLS."""
+    secured = [arm for arm in facts.run.experiment.arms if arm.tls_addresses]
+    open_arms = [shown(arm.label) for arm in secured if arm.access.insecure]
+    if open_arms:
+        detail = f"the certificate of {join(open_arms)} was not verified, so another server may have answered"
+        yield Judgement(False, detail, "not verified")
+    elif secured:
+        yield Judgement(True, f"verified for {join([shown(arm.label) for arm in secured])}", "verified")
+
+
+@check(
+    "all arms or none are reached over TLS",
+    "Only some arms are reached over TLS",
+    "warns",
+    "Give every arm an https:// address, or none: encryption takes time on both sides.",
+    threshold="equal",
+)
+def same_encryption(facts: Facts) -> Iterator[Judgement]:
+    """Skipped where no arm is reached over TLS."""
+    experiment = facts.run.experiment
+    encrypted = [
+        shown(arm.label)
+        for arm in experiment.arms
+        if (arm.grpc if experiment.transport == "grpc" else arm.target) in arm.tls_addresses
+    ]
+    if encrypted:
+        alike = len(encrypted) == len(experiment.arms)
+        yield Judgement(alike, "all use TLS" if alike else f"only {join(encrypted)} uses TLS", ", ".join(encrypted))
+
+
+@check(
+    "no request failed",
+    "Requests failed",
+    "invalidates",
+    "Read the error message and the log of that server.",
+    unknown="invalidates",
+    threshold=0,
+    not_known="No requests were sent",
+    fault="failed requests",
+)
+def request_errors(facts: Facts) -> Iterator[Judgement]:
+    """Judge failed requests. A rate search counts a failed request as a late one instead, and goodput as one that is
+    not good: there a server may refuse what it could not answer in time."""
+    for load in facts.loads:
+        sent = {
+            label: sum(b.requests for b in load.blocks if b.label == label)
+            for label in facts.run.experiment.loaded(load.workload)
+        }
+        errors, silent = sum(block.errors for block in load.blocks), [shown(arm) for arm, n in sent.items() if not n]
+        messages = (message for block in load.stored for message in block.record.error_messages)
+        judgement = _errors(load.workload, sum(sent.values()), errors, messages)
+        if errors and leading_metric(load.workload) is GOODPUT:
+            why = "; goodput counts them as not good, and times are those of the other answers"
+            judgement = replace(judgement, detail=judgement.detail + why, severity="warns")
+        failing = {block.label for block in load.blocks if block.errors}
+        judgement = replace(judgement, arms=tuple(label for label in sent if label in failing))
+        if silent:
+            detail = f"no request was sent to {join(silent)}" + (f"; {judgement.detail}" if errors else "")
+            whys = [block.note for block in load.blocks if block.note and not sent[block.label]]
+            detail += "".join(f": {why}" for why in whys[:1])
+            judgement = Judgement(False if errors else None, detail, judgement.value, scope=load.scope)
+        yield judgement
+
+
+def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[str]) -> Judgement:
+    if not requests:
+        return Judgement(None, "no request was sent", scope=workload_scope(workload.name))
+    detail = f"{errors:,} of {counted(requests, 'request')} failed"
+    if first := next(iter(messages), None):
+        detail += f"; first message: {first}"
+    return Judgement(not errors, detail, errors / requests, scope=workload_scope(workload.name))
+
+
+@check(
+    "answers under load equal those of single requests",
+    "Answers under load are wrong",
+    "invalidates",
+    "Find out why that server answers concurrent requests differently: its speed means nothing until it is right.",
+    unknown="invalidates",
+    threshold=0,
+    not_known="Answers under load were not compared",
+    fault="wrong answers",
+    language=False,
+)
+def answers_under_load(facts: Facts) -> Iterator[Judgement]:
+    """Judge the answers under load. Skipped for runs stored before answers under load were compared."""
+    run = facts.run
+    for workload in run.experiment.workloads if run.has_records_of(AnswersCompared) else ():
+        if loaded := loaded_arms(run, workload):
+            compared = [record for record in run.records_of(AnswersCompared) if record.workload == workload.name]
+            yield _answers(workload, run.experiment.labels, compared, loaded)
+
+
+def loaded_arms(run: StoredRun, workload: Workload) -> set[tuple[Label, int]]:
+    """The arms that had the workload's load, in blocks or in trials of a search, with the start of the servers."""
+    blocks = {
+        (block.record.label, block.record.restart) for block in run.blocks if block.record.workload == workload.name
+    }
+    return blocks | {(trial.label, trial.restart) for trial in run.records_of(Trial) if trial.workload == workload.name}
+
+
+def _answers(
+    workload: Workload, labels: Sequence[Label], compared: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]
+) -> Judgement:
+    wrong = [part for part in compared if part.wrong]
+    errors = [part.error for part in compared if part.error]
+    silent = {label for label, _ in loaded - {(part.label, part.restart) for part in compared}}
+    missing = [shown(label) for label in labels if label in silent]
+    if wrong:
+        detail = "; ".join(
+            f"{sum(part.wrong for part in wrong if part.label == label):,} of "
+            f"{sum(part.answers for part in compared if part.label == label):,} answers of {shown(label)} are wrong: "
+            + next(str(part.fault) for part in wrong if part.label == label)
+            for label in dict.fromkeys(part.label for part in wrong)
+        )
+    elif errors:
+        detail = errors[0]
+    elif missing:
+        detail = f"no answers of {join(missing)} were compared"
+    else:
+        answers, items = sum(part.answers for part in compared), sum(part.items for part in compared)
+        worst = max((part.relative_max or 0.0 for part in compared), default=0.0)
+        detail = (
+            f"{answers:,} answers ({items:,} items) differ by at most {worst:.1e} "
+            f"(tolerance {compared[0].tolerance_relative:.1e})"
+        )
+        first, fifth = (
+            min((value for part in compared if (value := getattr(part, name)) is not None), default=None)
+            for name in ("top1", "top5")
+        )
+        detail = ", ".join(filter(None, (detail, order_words(first, fifth))))
+    is_complete = not errors and not missing
+    ok = False if wrong else True if is_complete else None
+    value = sum(part.wrong for part in compared) if is_complete else None
+    blamed = tuple(dict.fromkeys(part.label for part in wrong))
+    return Judgement(ok, detail, value, scope=workload_scope(workload.name), arms=blamed)
+
+
+@check(
+    "repeated requests take as long as new ones",
+    "Repeated requests are faster than new ones",
+    "invalidates",
+    "Turn off the response cache of that server.",
+    threshold=LEAST_SHARE,
+    not_known="Caches could not be looked for",
+    fault="unfair configuration",
+)
+def repeated_requests(facts: Facts) -> Iterator[Judgement]:
+    probes = facts.run.records_of(CacheProbe)
+    if not probes:
+        return
+    shares = {probe.label: part for probe in probes if (part := shortened_to(probe)) is not None}
+    cached = [probe.label for probe in probes if answers_from_memory(probe)]
+    parts = []
+    if shares:
+        times = join([f"{share(part)} on {shown(label)}" for label, part in shares.items()])
+        parts.append(f"time of a repeated request, as a share of a new one's: {times}")
+        if cached:
+            parts[0] += f", so {join(list(map(shown, cached)))} answers from a cache"
+    errors = [f"{shown(probe.label)} did not answer the probe: {probe.error}" for probe in probes if probe.error]
+    ok = False if cached else None if errors else True
+    remedy = "Turn off the prefix cache of that server." if facts.run.experiment.kind is Kind.TOKENS else None
+    worst = min(shares.values(), default=None)
+    yield Judgement(ok, "; ".join(parts + errors), worst, remedy=remedy, arms=tuple(cached))
+
+
+def shortened_to(probe: CacheProbe) -> float | None:
+    """Median share of a new request's time that a repeated one of its group takes; None without a whole probe."""
+    return median(median(group) / fresh for fresh, group in _groups(probe)) if probe.fresh_ns else None
+
+
+def answers_from_memory(probe: CacheProbe) -> bool:
+    """Whether repeated requests are faster by a relevant amount and by more than chance."""
+    part = shortened_to(probe)
+    return part is not None and part < LEAST_SHARE and chance(probe) < SIGNIFICANCE
+
+
+def chance(probe: CacheProbe) -> float:
+    """One-sided p of new requests being slower. Without a cache the new request of a group has each rank with the same
+    probability, so the sum of ranks has a known distribution; only the groups must be independent."""
+    groups = _groups(probe)
+    if not groups:
+        return 1.0
+    size = len(groups[0][1]) + 1
+    ranks = sum(sum(again < fresh for again in group) for fresh, group in groups)
+    sums = np.ones(1)
+    for _ in groups:
+        sums = np.convolve(sums, np.full(size, 1.0 / size))
+    return float(sums[ranks:].sum())
+
+
+def _groups(probe: CacheProbe) -> list[tuple[int, tuple[int, ...]]]:
+    each = len(probe.repeated_ns) // max(1, len(probe.fresh_ns))
+    return [(fresh, probe.repeated_ns[n * each : (n + 1) * each]) for n, fresh in enumerate(probe.fresh_ns)]
+
+
+@check(
+    "every planned block is complete",
+    "Blocks are missing or cut short",
+    "invalidates",
+    "Find out what cut the block short (a dead server, Ctrl-C, a full disk) and run again.",
+    unknown="invalidates",
+    not_known="No block was measured",
+    fault="incomplete run",
+)
+def blocks_complete(facts: Facts) -> Iterator[Judgement]:
+    for load in facts.planned:
+        planned = len(facts.run.experiment.loaded(load.workload)) * load.workload.rounds
+        lost = sum(facts.run.partial_blocks.values())
+        unfinished = f"; {lost:,} requests of an unfinished block are not compared" if lost else ""
+        if not load.blocks:
+            yield Judgement(None, f"none of {planned} blocks was measured{unfinished}", 0, planned, load.scope)
+            continue
+        complete = [block for block in load.blocks if block.complete]
+        notes = [f"block {block.index}: {block.note}" for block in load.blocks if not block.complete and block.note]
+        detail = f"{len(complete)} of {planned} blocks are complete"
+        if notes:
+            detail += f"; {notes[0]}"
+        elif len(complete) < planned:
+            detail += unfinished
+        ok = len(complete) >= planned and len(complete) == len(load.blocks)
+        yield Judgement(ok, detail, len(complete), planned, load.scope)
+
+
+@check(
+    "every search found a rate",
+    "A search found no rate",
+    "invalidates",
+    "Choose a bound that every server can hold (--slo-p99-ms, --limits), or find out what cut it short.",
+    unknown="invalidates",
+    not_known="A search was not measured",
+    fault="incomplete run",
+)
+def searches_ended(facts: Facts) -> Iterator[Judgement]:
+    """Judge each search. If no rate holds the bound, or every rate does, there is no rate to compare."""
+    searches = facts.of(RatesFound)
+    for workload in facts.run.experiment.workloads:
+        if not workload.is_search:
+            continue
+        rates = [rate for rate in searches.rates if rate.workload == workload.name]
+        done = sum(rate.ended == "found" for rate in rates)
+        notes = [
+            f"{shown(rate.label)} misses the bound even at {number(rate.failed_rate_per_s or 0.0)}/s, the lowest rate"
+            if rate.ended == "none"
+            else f"{shown(rate.label)} holds the bound even at {number(rate.rate_per_s or 0.0)}/s, the highest rate"
+            for rate in rates
+            if rate.ended in ("none", "highest")
+        ]
+        planned = len(facts.run.experiment.arms) * workload.rounds
+        detail = "; ".join([f"{done} of {planned} searches found a rate", *notes[:1]])
+        if not any(trial.workload == workload.name for trial in facts.run.records_of(Trial)):
+            yield Judgement(None, f"none of {planned} was measured", done, planned, workload_scope(workload.name))
+            continue
+        yield Judgement(done >= planned, detail, done, planned, workload_scope(workload.name))
+
+
+@check(
+    "no sample was lost",
+    "Samples were lost",
+    "invalidates",
+    "Check the disk and run again: a lost sample may be a slow one.",
+    unknown="invalidates",
+    threshold=0,
+    not_known="No sample was stored",
+    fault="incomplete run",
+)
+@per_load
+def samples_complete(load: WorkloadFacts, _: Facts) -> Judgement:
+    problems = [block.problem for block in load.stored if block.problem]
+    detail = problems[0] if problems else f"all {len(load.stored)} sample files match their records"
+    return Judgement(not problems, detail, len(problems))
+
+
+@check(
+    "every cold start succeeded",
+    "A cold start failed",
+    "invalidates",
+    "Read the log of the server that did not start.",
+    unknown="invalidates",
+    not_known="No cold start was measured",
+    fault="incomplete run",
+)
+def cold_starts_succeeded(facts: Facts) -> Iterator[Judgement]:
+    starts = facts.run.records_of(ServerStart)
+    for workload in facts.run.experiment.workloads:
+        if workload.scenario == "cold-start":
+            planned = len(facts.run.experiment.arms) * workload.rounds
+            if not starts:
+                yield Judgement(None, f"none of {planned} was measured", 0, planned, workload_scope(workload.name))
+                continue
+            good = sum(start.error is None and start.first_answer_ns is not None for start in starts)
+            errors = [start.error for start in starts if start.error]
+            detail = f"{good} of {planned} cold starts succeeded" + (f"; first error: {errors[0]}" if errors else "")
+            yield Judgement(good >= planned and not errors, detail, good, planned, workload_scope(workload.name))
+
+
+@check(
+    "enough rounds for an interval",
+    "There are too few rounds for an interval",
+    "warns",
+    "Ask for more --rounds: 2 are the minimum, 6 or more are useful.",
+    unknown="warns",
+    threshold=MIN_PAIRS,
+    not_known="No round was measured",
+)
+@per_comparison
+def enough_pairs(leading: Sequence[Comparison], _: Facts) -> Judgement:
+    fewest = min(comparison.pairs for comparison in leading)
+    return Judgement(fewest >= MIN_PAIRS if fewest else None, counted(fewest, "complete round"), fewest)

@@ -1,0 +1,1 @@
+"""What each probe found, computed from records alone."""

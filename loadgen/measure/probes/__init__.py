@@ -1,0 +1,1 @@
+"""The probes: each answers one question about a run, by measuring."""

@@ -1,0 +1,240 @@
+"""Fairness: whether the arms are alike and the machine is idle, read right before the load.
+
+The servers are up and warm, and nothing is sent. The readings take less than a second. Then timed requests show whether
+a server answers a repeated request from memory: the load never repeats an input, so a cache cannot win it, but the
+reader should know which arm has one. Requests are sent in groups of one new request and five that were sent before, one
+from each of the last five groups, in random order. A server that computes every answer takes as long for the new one as
+for the others, whatever else the machine does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import SystemRandom
+from statistics import median
+from time import perf_counter, perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from loadgen.checks.registry import check_before_load
+from loadgen.experiment.schedule import sends_load
+from loadgen.findings.registry import Probe
+from loadgen.measure.machine import utc_now
+from loadgen.metrics.facts import Facts
+from loadgen.records.machine import own_devices, used_gpus
+from loadgen.records.model_config import mapping, real, whole
+from loadgen.records.probes import ArmConditions, CacheProbe, Conditions, GpuCondition
+from loadgen.records.run import ArmRecord, Label
+from loadgen.records.store import read_run
+
+if TYPE_CHECKING:
+    from loadgen.client.connection import Address
+    from loadgen.client.endpoint import Signature
+    from loadgen.client.inputs import SampleInputs
+    from loadgen.client.transports import InferenceTarget
+    from loadgen.experiment.prompts import PromptPlan
+    from loadgen.measure.arms import Arm
+    from loadgen.measure.context import RunContext
+
+CONNECTIONS = 9
+CONNECT_SECONDS = 2.0
+IDLE_SECONDS = 0.3
+"""The kernel counts 100 ticks per second and core, so this shows a tenth of a core."""
+CPU_FOLDER = Path("/sys/devices/system/cpu")
+GROUPS = 24
+REPEATS = 5
+_MOST_SECONDS, _MOST_SECONDS_OF_SMOKE = 30.0, 5.0
+_LEAST_GROUPS = 6
+
+
+def measure(context: RunContext) -> None:
+    """Store the readings, show the checks on them, and look for caches. Raises `StorageError`."""
+    if context.restart:
+        return
+    context.enter("checking fairness")
+    context.progress.now("nothing is sent while the machine is checked")
+    context.store.write(read_conditions(context.arms, context.records))
+    context.progress.fairness_checked(check_before_load(Facts(read_run(context.store.directory))))
+    if context.care.few_inputs:  # no input comes twice under load, so that a cache cannot win a choice
+        return
+    context.progress.now("new and repeated requests to every server, to find caches")
+    most_s = _MOST_SECONDS_OF_SMOKE if context.experiment.preset == "smoke" else _MOST_SECONDS
+    timed = [
+        probe_cache(arm, context.inputs[arm.payload], context.signatures[label], most_s)
+        if context.prompts is None
+        else probe_prompts_again(arm, context.prompts, most_s)
+        for label, arm in context.arms.items()
+    ]
+    context.store.write_all(CacheProbe, timed)
+
+
+def read_conditions(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> Conditions:
+    """Take all readings now; None if a value cannot be read."""
+    from loadgen.client.connection import Address
+
+    addresses = {label: Address.parse(arm.deployment.url) for label, arm in arms.items()}
+    return Conditions(
+        taken_at=utc_now(),
+        arms=tuple(
+            ArmConditions(
+                label=label,
+                loopback=addresses[label].is_local,
+                connect_ms=connect_ms(addresses[label]),
+                pids=tuple(arm.deployment.pids()),
+            )
+            for label, arm in arms.items()
+        ),
+        cpu_busy_share=read_busy_share(),
+        cpu_governors=read_governors(),
+        gpus=_gpus(arms, records),
+    )
+
+
+def connect_ms(address: Address) -> float | None:
+    """Median time of a TCP connection, which is one round trip; None if one fails."""
+    times = []
+    for _ in range(CONNECTIONS):
+        started = perf_counter_ns()
+        try:
+            with socket.create_connection((address.host, address.port), CONNECT_SECONDS):
+                times.append((perf_counter_ns() - started) / 1e6)
+        except OSError:
+            return None
+    return median(times)
+
+
+def read_governors(folder: Path = CPU_FOLDER) -> tuple[str, ...] | None:
+    """The different governors of all cores; None if the kernel does not report them."""
+    try:
+        governors = {path.read_text().strip() for path in folder.glob("cpu[0-9]*/cpufreq/scaling_governor")}
+    except OSError:
+        return None
+    return tuple(sorted(governors)) or None
+
+
+def read_busy_share() -> float:
+    """Busy share of the cores that this process may use, so comparisons side by side, each on its own cores, do not
+    disturb each other."""
+    cores = os.sched_getaffinity(0)
+    shares = psutil.cpu_percent(IDLE_SECONDS, percpu=True)
+    # With cores offline, the places in the list are not core numbers.
+    chosen = [shares[core] for core in cores] if len(shares) > max(cores) else shares
+    return sum(chosen) / len(chosen) / 100.0
+
+
+def _gpus(arms: Mapping[Label, Arm], records: Sequence[ArmRecord]) -> tuple[GpuCondition, ...]:
+    """The GPUs that the servers use, or all if no server names one: by a server's `/gpu-info`, read again; else from
+    the arms' records."""
+    from loadgen.client.endpoint import EndpointError
+
+    documents: list[Mapping[str, Any] | None] = []
+    for arm in arms.values():
+        try:
+            documents.append(arm.endpoint.document("/gpu-info"))
+        except EndpointError:
+            continue
+    documents += [record.gpu_info for record in records]
+    used = {uuid for document in documents for uuid in used_gpus(document)}
+    chosen = (devices for document in documents if (devices := own_devices(document, used)))
+    return tuple(map(as_condition, next(chosen, ())))
+
+
+def as_condition(device: Mapping[str, Any]) -> GpuCondition:
+    """Convert one device of a `/gpu-info` document; a server may send anything."""
+    reasons, processes = device.get("clock_event_reasons"), device.get("processes")
+    pids = None
+    if isinstance(processes, list | tuple):
+        pids = tuple(pid for process in processes if (pid := whole(mapping(process).get("pid"))) is not None)
+    return GpuCondition(
+        uuid=_text(device.get("uuid")),
+        name=_text(device.get("name")),
+        utilisation=real(device.get("utilization_ratio")),
+        sm_clock_hertz=real(device.get("sm_clock_hertz")),
+        temperature_celsius=real(device.get("temperature_celsius")),
+        clock_event_reasons=tuple(map(str, reasons)) if isinstance(reasons, list | tuple) else None,
+        pids=pids,
+    )
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def probe_cache(arm: Arm, inputs: SampleInputs, signature: Signature, most_s: float = _MOST_SECONDS) -> CacheProbe:
+    """Send one item per request over HTTP, whatever the transport of the load: a cache serves all of them. After
+    `most_s` no more than six groups are sent. A failure is in the record, not raised."""
+    from loadgen.client.connection import ConnectionRefused
+    from loadgen.client.inputs import InputError
+
+    try:
+        fresh, repeated = _probe_times(
+            replace(arm.target, transport="http"), inputs, signature, arm.request_timeout_s, most_s
+        )
+    except (ConnectionRefused, InputError) as exc:
+        return CacheProbe(label=arm.request.label, fresh_ns=(), repeated_ns=(), error=str(exc))
+    return CacheProbe(label=arm.request.label, fresh_ns=tuple(fresh), repeated_ns=tuple(repeated))
+
+
+def probe_prompts_again(arm: Arm, plan: PromptPlan, most_s: float) -> CacheProbe:
+    """Send new and repeated prompts to a language model. A failure is in the record, not raised."""
+    from loadgen.client.connection import AddressError, ConnectionRefused
+    from loadgen.client.outputs import AnswerError
+    from loadgen.measure.token_answers import probe_prompt_cache
+
+    try:
+        fresh, repeated = probe_prompt_cache(
+            arm, plan, groups=GROUPS, repeats=REPEATS, least_groups=_LEAST_GROUPS, most_s=most_s
+        )
+    except (AddressError, AnswerError, ConnectionRefused) as exc:
+        return CacheProbe(label=arm.request.label, fresh_ns=(), repeated_ns=(), error=str(exc))
+    return CacheProbe(label=arm.request.label, fresh_ns=tuple(fresh), repeated_ns=tuple(repeated))
+
+
+def _probe_times(
+    target: InferenceTarget, inputs: SampleInputs, signature: Signature, timeout_s: float, most_s: float
+) -> tuple[list[int], list[int]]:
+    """The times of new and of repeated requests in ns. Raises `ConnectionRefused`, `InputError`."""
+    from loadgen.client.bodies import DIGITS, find_variation
+    from loadgen.client.connection import failure_message
+    from loadgen.client.inputs import InputError
+    from loadgen.client.transports import prepare
+
+    variation = find_variation(inputs, signature)
+    if variation is None or variation.capacity < GROUPS + REPEATS:
+        raise InputError(f"the inputs of {signature.model} are too small to make new ones")
+    count = min(inputs.count, GROUPS)
+    requests = [target.sendable(prepare("http", inputs, signature, (item,), variation)) for item in range(count)]
+    random = SystemRandom()
+    first = random.getrandbits(8 * DIGITS)
+    fresh: list[int] = []
+    repeated: list[int] = []
+    connection = target.connection((), timeout_s=timeout_s)
+    began = perf_counter()
+    try:
+        connection.connect()
+        for group in range(REPEATS + GROUPS):
+            numbers = list(range(max(0, group - REPEATS), group + 1))
+            random.shuffle(numbers)
+            for number in numbers:
+                item = number % count
+                patch = variation.patch(item, first + number)
+                start_ns = perf_counter_ns()
+                exchange = connection.send(requests[item], (patch,))
+                took_ns = perf_counter_ns() - start_ns
+                if not exchange.good:
+                    raise InputError(failure_message(exchange))
+                if group >= REPEATS:  # the first groups warm the server up
+                    (fresh if number == group else repeated).append(took_ns)
+            if len(fresh) >= _LEAST_GROUPS and perf_counter() - began > most_s:
+                break
+    finally:
+        connection.close()
+    return fresh, repeated
+
+
+PROBE = Probe(wanted=sends_load, measure=measure, records=(Conditions, CacheProbe))

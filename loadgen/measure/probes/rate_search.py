@@ -1,0 +1,328 @@
+"""Rate search: finds the highest rate within a latency bound on servers that are up.
+
+A search consists of trials whose rate earlier trials decide, each stored at once. Arms alternate as in blocks: a pair
+is one search on each arm, one after the other in an order that is drawn and balanced. A search tries rates on a lattice
+of factors, so every search starts from a rate drawn around a first guess: the lattice then adds noise to a found rate
+and no bias.
+"""
+
+from __future__ import annotations
+
+from itertools import count, groupby
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import msgspec
+
+import loadgen.report.charts as charts
+import loadgen.report.document as doc
+from loadgen.base.quantities import measured, number
+from loadgen.experiment.language import GOOD_SHARE
+from loadgen.experiment.schedule import ScheduledBlock, arrival_count, closed_loop, schedule_seed, search_schedule
+from loadgen.findings.rate_search import RateFound, RatesFound, Trial, analyse, search_from
+from loadgen.findings.registry import Probe
+from loadgen.measure.machine import utc_now
+from loadgen.metrics.registry import measured_answers
+from loadgen.metrics.tokens import meets_limits, with_tokens
+from loadgen.records.run import Experiment, Kind, Label, Workload, shown
+from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, latencies_ms, read_samples
+from loadgen.records.store import RunError
+from loadgen.records.tokens import read_tokens
+from loadgen.stats.percentiles import late_allowed, percentile, queries_needed
+from loadgen.verdict.result import Result
+
+if TYPE_CHECKING:
+    from loadgen.measure.arms import Arm
+    from loadgen.measure.context import RunContext
+
+WARM_UP_USERS = 16
+_PILOT_SECONDS = 0.5
+_PILOT_REQUESTS = 12
+
+
+def wanted(experiment: Experiment) -> bool:
+    """Whether any search is requested."""
+    return bool(search_schedule(experiment))
+
+
+def measure(context: RunContext) -> None:
+    """Run the searches of this start of the servers, in order. Raises `RunError`, `StorageError`."""
+    schedule = search_schedule(context.experiment)
+    to_come = [entry.workload for entry in schedule if entry.restart >= context.restart and entry.position == 0]
+    planned = [entry for entry in schedule if entry.restart == context.restart]
+    took: dict[str, list[float]] = {}
+    rates: dict[tuple[str, Label], float] = {}
+    """The rates found at this start of the servers."""
+    context.forecast.before_load_s = 0.0
+    for (workload, _), pair in groupby(planned, key=lambda entry: (entry.workload, entry.round)):
+        entries, began = list(pair), monotonic()
+        held = f"within {workload.limits}" if workload.limits else f"with p99 ≤ {workload.latency_bound_ms:g} ms"
+        context.enter(f"searching for the highest rate {held}")
+        users = min(workload.concurrency, WARM_UP_USERS)
+        context.load_runner().warm_up([closed_loop(users, 1, max_seconds=workload.max_seconds, of=workload)])
+        for entry in entries:
+            key = workload.name, entry.label
+            rate = search_rate(
+                context,
+                context.arms[entry.label],
+                workload,
+                round_number=entry.round,
+                position=entry.position,
+                earlier_rate=rates.get(key),
+            )
+            if rate is not None:
+                rates[key] = rate
+        to_come.remove(workload)
+        took.setdefault(workload.name, []).append(monotonic() - began)
+        durations = [seconds for many in took.values() for seconds in many]
+        context.forecast.searches_s = sum(fmean(took.get(left.name, durations)) for left in to_come)
+        context.progress.plan(context.forecast.remaining_s())
+
+
+def search_rate(
+    context: RunContext,
+    arm: Arm,
+    workload: Workload,
+    *,
+    round_number: int = 0,
+    position: int = 0,
+    earlier_rate: float | None = None,
+) -> float | None:
+    """Search for the highest rate that holds the workload's bound on an arm that is up and warm; every trial is stored.
+    Returns the rate in requests per second, None if none held.
+
+    `position` is 0 if this arm comes first in its round. `earlier_rate`: the rate that an earlier search found on this
+    arm. Raises `RunError`, `StorageError`.
+    """
+    if workload not in context.experiment.workloads:
+        context.store.add_workload(workload)
+    entry = ScheduledBlock(0, workload, round_number, arm.request.label, position, context.restart)
+    random = Random(f"{context.experiment.seed} {workload.name} {entry.round} {entry.label}")
+    # Start below a rate already found, so that it can fail again; else around the rate of one user.
+    guess = _pilot(context, arm, entry) if earlier_rate is None else earlier_rate / 2.0**0.5
+    search = search_from(workload, guess * 2.0 ** (random.random() - 0.5))
+    for step in count():
+        if search.next_rate is None:
+            break
+        search.record(_rate_trial(context, arm, entry, step, search.next_rate))
+    return search.held
+
+
+def _pilot(context: RunContext, arm: Arm, entry: ScheduledBlock) -> float:
+    """Measure the requests per second of one user; not stored."""
+    load = arm.load(closed_loop(1, _PILOT_REQUESTS, seconds=_PILOT_SECONDS, max_seconds=30.0, of=entry.workload), None)
+    index, _ = context.store.next_numbered(Trial)
+    outcome = context.load_runner(watched=False).load(arm, entry, load, index, "trial")
+    rate = outcome.requests_per_s
+    if outcome.cut_reason is not None or outcome.errors or rate is None:
+        raise RunError(
+            f"{entry.workload.name} on arm {entry.label}: a single user gets no answers "
+            f"({outcome.cut_reason or outcome.error_messages[0]}){arm.failure_message()}"
+        )
+    return rate
+
+
+def _rate_trial(context: RunContext, arm: Arm, entry: ScheduledBlock, step: int, rate: float) -> bool:
+    """One trial of a search, stored: enough requests for the bound at this rate, ended when it cannot hold. Returns
+    whether it held."""
+    workload = entry.workload
+    quantile = 0.99 if workload.limits is None else GOOD_SHARE
+    longest_s = 2.0 * max(workload.seconds, workload.requests / rate)
+    planned = arrival_count(rate, workload.requests, workload.seconds, longest_s)
+    allowed = late_allowed(planned, quantile)
+    if allowed is None:
+        needed = queries_needed(0, quantile)
+        raise RunError(
+            f"{workload.name}: {planned} requests are too few for a share of {quantile:.0%}; a trial needs at least "
+            f"{needed}"
+        )
+    context.progress.now(
+        f"{shown(entry.label)} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late"
+    )
+    load = msgspec.structs.replace(workload, rate_per_s=rate, max_seconds=longest_s)
+    return _run_trial(context, arm, entry, step, load, planned, allowed).held
+
+
+def _run_trial(
+    context: RunContext,
+    arm: Arm,
+    entry: ScheduledBlock,
+    step: int,
+    load: Workload,
+    planned: int,
+    allowed: int,
+) -> Trial:
+    """Run and store one trial of `planned` requests, of which `allowed` may be late. Raises `StorageError`, and
+    `RunError` if anything but late answers cut it short."""
+    index, path = context.store.next_numbered(Trial)
+    seed = schedule_seed(context.experiment.seed, entry.workload.name, 1000 * entry.round + step)
+    command = arm.load(load, path, arrivals_seed=seed, late_allowed=allowed)
+    runner = context.load_runner(watched=False)
+    started_at = utc_now()
+    outcome = runner.load(arm, entry, command, index, "trial")
+    samples = read_samples(path)
+    answered = measured_answers(samples, is_open=True)
+    waited_ms = latencies_ms(answered)
+    unsent = max((outcome.offered or 0) - outcome.requests, 0) if outcome.cut_reason is None else 0
+    late = unsent + (outcome.late if load.limits is None else _bad(samples, path, load))
+    trial = runner.record(
+        Trial,
+        entry,
+        started_at,
+        outcome,
+        index=index,
+        step=step,
+        concurrency=load.concurrency,
+        samples=f"{Trial.FILE}/{path.name}",
+        generator_processes=max(1, len(outcome.workers)),
+        throughput_per_s=len(answered) / max((outcome.window_end_ns - outcome.window_start_ns) / NS_PER_S, 1e-9),
+        p50_ms=percentile(waited_ms, 0.5),
+        p99_ms=percentile(waited_ms, 0.99),
+        send_lag_p99_ms=percentile((samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS, 0.99),
+        rate_per_s=load.rate_per_s,
+        planned=planned,
+        late=late,
+        late_allowed=allowed,
+        held=late <= allowed and outcome.cut_reason is None,
+        note=None if late > allowed else outcome.cut_reason,
+    )
+    context.store.write_numbered(trial, index)
+    runner.require_whole(arm, entry, outcome, context.store.directory / trial.samples, trial.note)
+    return trial
+
+
+def _bad(samples: Samples, path: Path, load: Workload) -> int:
+    """How many answers are not good: failed, short, or outside the limits."""
+    tokens = read_tokens(path)
+    return int((~meets_limits(with_tokens(samples, tokens.events, tokens.answers), load.limits)).sum())
+
+
+KEY = (*doc.names("scenario"), *doc.numbers("round"), *doc.names("arm"))
+_RATE_CAPTION = (
+    "The highest Poisson rate at which no more requests were late than MLPerf's early-stopping bound allows ({}), and "
+    "the lowest rate that failed; every trial is in result.json. Requests that queue together are late together, so "
+    "this rate is an estimate and no lower bound{}."
+)
+LATENCY_CAPTION = _RATE_CAPTION.format(
+    "0 of 459, 10 of 2,010, 100 of 12,571",
+    ": on simulated queues nine in ten searches ended within −10 % and +15 % of the true rate, most of them above it",
+)
+GOODPUT_CAPTION = _RATE_CAPTION.format(
+    "0 of 44, 2 of 81, 10 of 197, so that at least 90 % are good",
+    ". Late are the answers that are not good: failed, short, or outside a limit",
+)
+
+
+def rate_search(result: Result) -> doc.Section | None:
+    """The result of each search; a page also shows every trial."""
+    rates = result.of(RatesFound)
+    rows = [
+        (
+            rate.workload,
+            str(rate.round + 1),
+            shown(rate.label),
+            measured(rate.rate_per_s),
+            measured(rate.failed_rate_per_s),
+            str(rate.trials),
+            number(rate.seconds),
+            _rate_note(rate),
+        )
+        for rate in rates.rates
+    ]
+    trials = [
+        (
+            trial.workload,
+            str(trial.round + 1),
+            shown(trial.label),
+            str(trial.step + 1),
+            number(trial.rate_per_s),
+            f"{trial.requests:,} of {trial.planned:,}",
+            f"{trial.late:,} of {trial.late_allowed:,}",
+            measured(trial.p99_ms),
+            "held" if trial.held else "failed",
+        )
+        for trial in rates.trials
+    ]
+    results = (*KEY, *doc.numbers("holds, requests/s", "fails at", "trials", "under load, s"), *doc.texts("note"))
+    details = (*KEY, *doc.numbers("trial", "requests/s", "sent", "late", "p99, ms"), *doc.names("note"))
+    late = "Late: late requests of the number allowed. A trial ends as soon as the bound cannot hold."
+    return doc.section(
+        "The highest rate within the bound",
+        doc.Table(
+            results,
+            rows,
+            caption=GOODPUT_CAPTION if result.experiment.kind is Kind.TOKENS else LATENCY_CAPTION,
+            grouped=True,
+        ),
+        doc.Fold(
+            f"Every trial of the searches: {len(trials)}", (doc.Table(details, trials, caption=late),), on=doc.HTML
+        ),
+        trial_chart(result),
+    )
+
+
+def trial_chart(result: Result) -> doc.Chart | None:
+    """Every trial of every search: its rate, and whether it held."""
+    rates = result.of(RatesFound)
+
+    def trace(rate: RateFound) -> doc.Figure:
+        key = (rate.workload, rate.round, rate.label)
+        trials = [trial for trial in rates.trials if (trial.workload, trial.round, trial.label) == key]
+        return charts.line(
+            result,
+            rate.label,
+            [(trial.step + 1, trial.rate_per_s) for trial in trials],
+            "%{y:.4~g} requests/s %{customdata[2]}: %{customdata[0]} of %{customdata[1]} late"
+            f" in search {rate.round + 1}",
+            marker=charts.hollow(result, rate.label, [trial.held for trial in trials]),
+            showlegend=rate.round == 0,
+            customdata=[[trial.late, trial.planned, "held" if trial.held else "failed"] for trial in trials],
+        )
+
+    data: list[doc.Figure] = []
+    views = [
+        charts.add_view(data, workload, [trace(rate) for rate in rates.rates if rate.workload == workload])
+        for workload in dict.fromkeys(rate.workload for rate in rates.rates)
+    ]
+    if not data:
+        return None
+    return doc.Chart(
+        "slo-trials",
+        "Search for the highest rate within the bound",
+        "Each point is a trial at a Poisson rate: filled where it held the bound, open where it did not. The rate is "
+        "doubled while it holds, then bisected.",
+        data,
+        {
+            "height": charts.tall(result, 380),
+            "xaxis": charts.axis("trial", tickformat="d", range=[0.5, 0.5 + max(len(trace["x"]) for trace in data)]),
+            "yaxis": charts.axis(
+                "requests/s, log scale", **charts.log_axis(rate for trace in data for rate in trace["y"])
+            ),
+            "legend": charts.LEGEND_ABOVE,
+        },
+        views if len(views) > 1 else [],
+    )
+
+
+def _rate_note(rate: RateFound) -> str:
+    if rate.client_limited:
+        return "the generator was busy: the server may hold more"
+    return {
+        "found": "",
+        "highest": "held the highest rate tried",
+        "none": "late even at the lowest rate tried",
+        None: "cut short",
+    }[rate.ended]
+
+
+PROBE = Probe(
+    wanted=wanted,
+    measure=measure,
+    records=(Trial,),
+    finding=RatesFound,
+    analyse=analyse,
+    sections={"Detail": (rate_search,)},
+)

@@ -1,0 +1,42 @@
+"""Streamed answers of language models: how tokens arrive at each arm, and what they cost.
+
+The figures are metrics (`loadgen.metrics.tokens`), the totals are in `loadgen.findings.tokens`. What is measured here
+is whether the answers are right: a reference judges some of them once all servers are stopped.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from loadgen.experiment.schedule import sends_load
+from loadgen.findings.registry import Probe
+from loadgen.findings.tokens import TokensFound, analyse
+from loadgen.records.probes import TokensCompared
+from loadgen.records.run import Experiment, Kind
+
+if TYPE_CHECKING:
+    from loadgen.measure.context import RunContext
+
+
+def wanted(experiment: Experiment) -> bool:
+    """Whether there are streamed answers."""
+    return experiment.kind is Kind.TOKENS and sends_load(experiment)
+
+
+def measure(context: RunContext) -> None:
+    """Have the reference judge the answers that were kept, when the servers no longer use the machine."""
+    from loadgen.measure.token_answers import TokenAnswers
+
+    context.enter("comparing answers with the reference")
+    if isinstance(context.answers, TokenAnswers):
+        context.answers.judge(context.experiment, context.work, context.abserve)
+
+
+PROBE = Probe(
+    wanted=wanted,
+    measure=measure,
+    records=(TokensCompared,),
+    finding=TokensFound,
+    analyse=analyse,
+    after_servers=True,
+)

@@ -1,1 +1,0 @@
-"""A run: its servers, its context, the load, the stored folder, and what this machine's earlier measurements say."""

@@ -1,0 +1,49 @@
+"""The warm-up of language models ends in the time of the run, however slow an arm is."""
+
+from __future__ import annotations
+
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loadgen.measure.load_runner import LoadRunner
+from loadgen.measure.progress import RunProgress
+from loadgen.records.run import Workload
+
+LOADS = [
+    Workload(
+        scenario="single" if users == 1 else "concurrent", batch_size=1, concurrency=users, requests=1, seconds=1.0,
+        max_seconds=30.0, rounds=2, prompt_tokens=32, output_tokens=tokens,
+    )
+    for users, tokens in ((1, 128), (4, 256), (16, 256), (64, 256))
+]  # fmt: skip
+
+
+def warmed_up(monkeypatch: pytest.MonkeyPatch, until_s: float | None) -> tuple[dict[str, dict[str, float]], list[Any]]:
+    """Arm a answers in 0.4 s however many users there are; b makes 24 tokens/s in all."""
+    ran: list[Any] = []
+
+    def unstored(_: LoadRunner, __: str, label: str, load: Workload) -> Any:
+        ran.append((label, load.concurrency))
+        answers_per_s = load.concurrency / 0.4 if label == "a" else 24 / (load.output_tokens or 1)
+        return SimpleNamespace(requests_per_s=answers_per_s)
+
+    monkeypatch.setattr(LoadRunner, "unstored", unstored)
+    arms: Any = {"a": None, "b": None}
+    runner = LoadRunner(arms, None, None, RunProgress())  # type: ignore[arg-type]
+    return runner.warm_up(LOADS, until_s), ran
+
+
+def test_loads_that_outlast_the_run_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    took, ran = warmed_up(monkeypatch, monotonic() + 200.0)
+    assert ran == [("a", 1), ("a", 4), ("a", 16), ("a", 64), ("b", 1), ("b", 4), ("b", 16)]
+    assert took["concurrent(16)"] == {"a": pytest.approx(0.4), "b": pytest.approx(16 * 256 / 24)}
+    assert took["concurrent(64)"] == {"a": pytest.approx(0.4), "b": pytest.approx(64 * 256 / 24)}
+
+
+def test_without_a_limit_every_load_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    took, ran = warmed_up(monkeypatch, None)
+    assert len(ran) == 8
+    assert took["concurrent(64)"]["b"] == pytest.approx(64 * 256 / 24)

@@ -1,0 +1,41 @@
+"""The bars of a cold start add up to its first answer, also where a moment is not known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadgen.measure.probes.cold_start import ColdStartsFound, cold_starts
+from loadgen.records.probes import ServerStart
+from loadgen.report.document import Chart
+from loadgen.verdict.result import Result, analyse
+from tests.golden.synthetic_run import Plan, write_run
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Result:
+    return analyse(write_run(tmp_path, Plan(pairs=2)))
+
+
+def seconds(result: Result, *starts: ServerStart) -> list[list[float]]:
+    """Of each phase, one number per start."""
+    finding = ColdStartsFound(starts=starts)
+    section = cold_starts(msgspec.structs.replace(result, studies={**result.studies, ColdStartsFound.STUDY: finding}))
+    assert section is not None
+    (chart,) = section.blocks
+    assert isinstance(chart, Chart)
+    return [trace["x"] for trace in chart.data]
+
+
+def test_a_moment_that_is_not_known_has_no_bar(result: Result) -> None:
+    whole = ServerStart(label="a", repetition=0, live_ns=10**9, ready_ns=3 * 10**9, first_answer_ns=4 * 10**9)
+    failed = ServerStart(label="b", repetition=0, live_ns=None, ready_ns=2 * 10**9, first_answer_ns=None, error="no")
+    assert seconds(result, failed, whole) == [[1.0, 0.0], [2.0, 2.0], [1.0, 0.0]]
+
+
+def test_without_a_start_that_got_ready_there_is_no_chart(result: Result) -> None:
+    died = ServerStart(label="a", repetition=0, live_ns=10**9, ready_ns=None, first_answer_ns=None, error="no")
+    finding = ColdStartsFound(starts=(died,))
+    assert cold_starts(msgspec.structs.replace(result, studies={ColdStartsFound.STUDY: finding})) is None
