@@ -5,13 +5,14 @@ measures it, the analysis puts its finding into `result.json` below `studies`, a
 report imports all probes, so a probe imports the client and the load generator only inside the functions that measure.
 
 What a probe measures is in `loadgen.measure.probes`. What it finds, which the checks and the verdict read, is in a
-module of the same name beside this one, and what it stores there or in `loadgen.records.probes`.
+module of the same name beside this one, and what it stores there or in `loadgen.records.probes`. What the report shows
+of it is in `loadgen.report.sections`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -39,7 +40,7 @@ MODULES = tuple(
 class Probe:
     """One question about a run, as the functions that answer it.
 
-    `Any` stands for types of the rooms above this module: a `RunContext`, `Facts`, a `Result`, a report's `Section`.
+    `Any` stands for types of the rooms above this module: a `RunContext` and `Facts`.
     """
 
     wanted: Callable[[Experiment], bool]
@@ -57,8 +58,9 @@ class Probe:
     """Computes the finding from the facts of a run, which are its records alone."""
     conclude: Callable[[Any, Any], Found] | None = None
     """Adds to the finding what follows from the verdicts of the comparisons, which the facts then hold."""
-    sections: Mapping[str, Sequence[Callable[[Any], Any]]] = field(default_factory=dict)
-    """By chapter of the report (Why, Detail or Proof): functions that make one section of a result each, or None."""
+    sections: str | None = None
+    """The module with its `SECTIONS` of the report: by chapter (Why, Detail or Proof) functions that make one section
+    of a result each, or None."""
 
 
 def probes() -> list[Probe]:

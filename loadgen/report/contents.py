@@ -1,11 +1,12 @@
 """The documents of the commands: of a result, of two results beside each other, of several runs, of a calibration.
 
-A new table of a result is one function that returns a section, listed in `CONTENTS` or in the `sections` of its probe.
+A new table of a result is one function that returns a section, listed in `CONTENTS` or in the `SECTIONS` of its probe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 
 import loadgen.report.document as doc
 from loadgen.base.quantities import join, number, share
@@ -39,11 +40,11 @@ CONTENTS: Sequence[tuple[str, Sequence[MakeSection | None]]] = (
 def result_document(result: Result) -> doc.Document:
     """The chapters and sections of a result in their order, for all formats."""
     base, *others = result.titles.values()
-    measured = probes()
+    of_the_probes = [import_module(probe.sections).SECTIONS for probe in probes() if probe.sections is not None]
 
     def sections(title: str, makers: Sequence[MakeSection | None]) -> Iterator[doc.Section]:
         for make in makers:
-            of_probes = (maker for probe in measured for maker in probe.sections.get(title, ()))
+            of_probes = (maker for shown in of_the_probes for maker in shown.get(title, ()))
             chosen = of_probes if make is PROBES else [make]
             yield from (section for maker in chosen if (section := doc.attempted(maker, result)) is not None)
 

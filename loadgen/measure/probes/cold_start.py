@@ -4,40 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import loadgen.report.charts as charts
-import loadgen.report.document as doc
-from loadgen.base.quantities import number
 from loadgen.findings.registry import Probe
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.registry import TIME_TO_FIRST_ANSWER, TIME_TO_READY
 from loadgen.records.probes import ContainerStart, ServerStart
-from loadgen.records.run import Experiment, Figure, Found, shown
+from loadgen.records.run import Experiment, Figure, Found
 from loadgen.records.samples import NS_PER_S
-from loadgen.verdict.result import Result
 
 if TYPE_CHECKING:
     from loadgen.measure.context import RunContext
 
 SCENARIO = "cold-start"
-PHASES = (
-    ("live_ns", "process start to live", 0.45),
-    ("ready_ns", "live to ready: load and warm-up", 0.75),
-    ("first_answer_ns", "ready to first answer", 1.0),
-)
-"""Field, title and opacity of its bar."""
-STEPS = (
-    ("process", "first log line"),
-    ("imported", "imported"),
-    ("weights_loaded", "weights"),
-    ("engine_ready", "graphs or engine"),
-)
-"""Milestones of a container that the table shows → their headings."""
-CAPTION = (
-    "Seconds since the Docker engine was asked to start the container; – means that the server does not log the step. "
-    "Graphs or engine: graphs captured and warmed up, or the engine loaded. The last columns are the latency of the "
-    "first request of each batch size, one size after the other. Cached: the compile caches of torch and Triton were "
-    "kept; uncached: they were emptied first. The page cache was warm."
-)
 
 
 class ColdStartsFound(Found, frozen=True, kw_only=True):
@@ -78,85 +55,6 @@ def repetitions_of(experiment: Experiment) -> int:
     return sum(workload.rounds for workload in experiment.workloads if workload.scenario == SCENARIO)
 
 
-def cold_starts(result: Result) -> doc.Section | None:
-    """One bar per start, from the creation of the process to its first answer."""
-    starts = [s for s in result.of(ColdStartsFound).starts if s.first_answer_ns is not None or s.ready_ns is not None]
-    if not starts:
-        return None
-    starts.sort(key=lambda start: (charts.place_of(result, start.label), start.repetition))
-    rows = [charts.label_text(f"{shown(start.label)} start {start.repetition + 1}") for start in starts]
-    data: list[doc.Figure] = []
-    reached = [0] * len(starts)
-    for attribute, title, opacity in PHASES:
-        moments = [getattr(start, attribute) for start in starts]
-        moments = [before if moment is None else moment for moment, before in zip(moments, reached, strict=True)]
-        seconds = [(moment - before) / 1e9 for moment, before in zip(moments, reached, strict=True)]
-        reached = moments
-        colours = [charts.colour(result, start.label) for start in starts]
-        marker = {"color": colours, "opacity": opacity, "line": {"color": "--card", "width": 1}}
-        hover = title + ": %{x:.3~g} s<extra>%{y}</extra>"
-        data.append(charts.bars_across(title, rows, seconds, marker, showlegend=False, hovertemplate=hover))
-    chart = doc.Chart(
-        "cold-starts",
-        "Cold start",
-        "From the creation of the process; from pale to full: until it is live, until it is ready (model loaded and "
-        "warm), until its first answer. File caches are warm after the first start.",
-        data,
-        {
-            "height": 110 + 26 * len(rows),
-            "barmode": "stack",
-            "bargap": 0.3,
-            "xaxis": charts.axis("seconds since process start", rangemode="tozero"),
-            "yaxis": charts.ROWS,
-        },
-    )
-    return doc.section("Cold start", chart)
-
-
-def container_starts(result: Result) -> doc.Section | None:
-    """One table per arm's container with one row per start, in the order in which they ran."""
-    blocks: list[doc.Table | doc.Items] = []
-    for label in result.experiment.labels:
-        starts = [start for start in result.of(ColdStartsFound).containers if start.label == label]
-        if not starts:
-            continue
-        sizes = sorted({size for start in starts for size in start.batch_answers_ns})
-        headings = (
-            "container",
-            *(title for _, title in STEPS),
-            "ready",
-            "first answer",
-            *(f"batch {n}" for n in sizes),
-        )
-        blocks.append(
-            doc.Table(
-                (*doc.names("start"), *doc.numbers(*headings)),
-                [_row(start, sizes) for start in starts],
-                title=f"{shown(label)}: {starts[0].service} ({starts[0].image})",
-            )
-        )
-        blocks.append(
-            doc.Items(
-                [doc.Item(f"{_name(start)}: {start.error}", "failed") for start in starts if start.error is not None]
-            )
-        )
-    return doc.section("Cold starts of the containers", *blocks, doc.Text(CAPTION if blocks else "", "note"))
-
-
-def _name(start: ContainerStart) -> str:
-    return f"{start.repetition + 1} {start.caches}"
-
-
-def _row(start: ContainerStart, sizes: list[int]) -> tuple[str, ...]:
-    steps = (start.started_ns, *(start.milestones_ns.get(name) for name, _ in STEPS))
-    answers = (start.batch_answers_ns.get(size) for size in sizes)
-    return (
-        _name(start) + (" failed" if start.error is not None else ""),
-        *("–" if ns is None else f"{ns / 1e9:.2f} s" for ns in (*steps, start.ready_ns, start.first_answer_ns)),
-        *("–" if ns is None else f"{number(ns / 1e6)} ms" for ns in answers),
-    )
-
-
 PROBE = Probe(
     wanted=lambda experiment: repetitions_of(experiment) > 0,
     measure=measure,
@@ -164,5 +62,5 @@ PROBE = Probe(
     after_servers=True,
     finding=ColdStartsFound,
     analyse=analyse,
-    sections={"Detail": (cold_starts, container_starts)},
+    sections="loadgen.report.sections.cold_start",
 )

@@ -11,8 +11,6 @@ from loadgen.checks.registry import gravest, reached, validity
 from loadgen.checks.run import gpu_present, parity_figures
 from loadgen.checks.run import parity as answers_agree
 from loadgen.checks.tokens import tokens_agree
-from loadgen.measure.probes.causes import causes_note, time_spent
-from loadgen.measure.probes.gpu import ALL_SCENARIOS, findings
 from loadgen.metrics.comparisons import leading_comparisons
 from loadgen.records.checks import Check
 from loadgen.records.machine import own_devices, used_gpus
@@ -20,8 +18,10 @@ from loadgen.records.model_config import padding_in_effect
 from loadgen.records.payloads import inputs_in_brief
 from loadgen.records.run import TRANSPORT_TITLES, ArmRecord, Experiment, Kind, shown
 from loadgen.report.charts import arm_style, base_and_arm, several
+from loadgen.report.sections.causes import causes_note, time_spent
 from loadgen.report.sections.checks import check_rows, counts, style_of_check
 from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
+from loadgen.report.sections.gpu import ALL_SCENARIOS, findings
 from loadgen.report.sections.surface import surface_chart
 from loadgen.report.sections.throughput import throughput_chart
 from loadgen.verdict.result import Result

@@ -43,12 +43,6 @@ LOADGEN = (
     "base", "stats", "records", "experiment", "client", "launch", "metrics", "findings", "checks", "verdict",
     "measure", "report", "conformance", "locust", "engines", "ranking", "tune", "cli",
 )  # fmt: skip
-UPWARD = {
-    (f"loadgen.measure.probes.{probe}", "report")
-    for probe in ("best", "causes", "ceiling", "cold_start", "gpu", "load", "rate_search")
-}
-"""Modules that import a room after their own, because the sections of a report still stand beside what measures. An
-entry that is no longer needed fails the test."""
 MEASURING = ("client", "launch", "measure", "engines.measure", "engines.worker_process")
 """Rooms and modules that drive servers."""
 
@@ -205,7 +199,7 @@ def test_rooms_of_the_load_generator_import_only_those_before_them() -> None:
         for other in map(load_generator_room, targets) if own else ():
             if other and LOADGEN.index(other) > LOADGEN.index(str(own)):
                 upward.add((name, other))
-    assert upward == UPWARD
+    assert upward == set()
 
 
 def test_a_probe_never_imports_another() -> None:
@@ -242,12 +236,12 @@ def test_reading_and_showing_a_result_loads_no_client() -> None:
 
 
 def load_generator_arrows() -> dict[str, set[str]]:
-    """By room of `loadgen`: the other rooms that it imports, without those of `UPWARD`."""
+    """By room of `loadgen`: the other rooms that it imports."""
     arrows: dict[str, set[str]] = {}
     for name, targets in GRAPH.items():
         own = load_generator_room(name)
         if own:
-            ends = {end for end in map(load_generator_room, targets) if end and (name, end) not in UPWARD}
+            ends = {end for end in map(load_generator_room, targets) if end}
             arrows.setdefault(own, set()).update(ends - {own})
     return arrows
 

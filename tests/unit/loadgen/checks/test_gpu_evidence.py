@@ -14,12 +14,12 @@ from rich.console import Console
 from loadgen.findings.gpu.analysis import GpuFound
 from loadgen.findings.gpu.decision import decide_together
 from loadgen.findings.gpu.records import EvidenceFile, EvidenceRecord, InconclusiveCode
-from loadgen.measure.probes.gpu import findings as finding_rows
-from loadgen.measure.probes.gpu import gpu_chart
 from loadgen.records.checks import Check
 from loadgen.report.contents import result_document
 from loadgen.report.files import published
 from loadgen.report.renderers.terminal import print_document
+from loadgen.report.sections.gpu import findings as finding_rows
+from loadgen.report.sections.gpu import gpu_chart
 from loadgen.verdict.result import Result, analyse, read_result
 from tests.unit.loadgen.checks.gpu_run import CAPTURE, write_gpu_run
 

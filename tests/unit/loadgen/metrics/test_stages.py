@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadgen.measure.probes.causes import stage_rows
 from loadgen.metrics.breakdown import STAGES, folded
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
+from loadgen.report.sections.causes import stage_rows
 from loadgen.verdict.result import analyse
 from loadgen.verdict.verdict import explain_stages
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run

@@ -11,11 +11,11 @@ import pytest
 import loadgen.report.document as doc
 from abserve.run import Run
 from loadgen.findings.best import BestFound, BestRecord, Tried, TriedConfiguration, TriedServer
-from loadgen.measure.probes.best import at_best, one_configuration, tried
 from loadgen.metrics.comparisons import leading_comparisons
 from loadgen.records.run import Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.sections.best import at_best, one_configuration, tried
 from loadgen.stats.estimates import Estimate
 from loadgen.verdict.result import Result, analyse, encode_result, read_result
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run

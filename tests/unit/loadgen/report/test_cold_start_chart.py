@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.measure.probes.cold_start import ColdStartsFound, cold_starts
+from loadgen.measure.probes.cold_start import ColdStartsFound
 from loadgen.records.probes import ServerStart
 from loadgen.report.document import Chart
+from loadgen.report.sections.cold_start import cold_starts
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, write_run
 

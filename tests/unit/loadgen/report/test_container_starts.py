@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadgen.measure.probes.cold_start import container_starts
 from loadgen.records.probes import ContainerStart
 from loadgen.records.store import RunStore
 from loadgen.report.contents import result_document
@@ -16,6 +15,7 @@ from loadgen.report.document import Table
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
+from loadgen.report.sections.cold_start import container_starts
 from loadgen.verdict.result import Result, analyse, encode_result, read_result
 from tests.golden.synthetic_run import Plan, write_run
 

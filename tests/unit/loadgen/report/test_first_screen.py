@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.measure.probes.causes import why
 from loadgen.records.run import Pairing
 from loadgen.report.contents import result_document
 from loadgen.report.document import Items, Panel, Section, Strip, Style, Table, Text, Value, style_of, text_of
 from loadgen.report.renderers.html import STRIP_WIDTH, render_html, strip_x
+from loadgen.report.sections.causes import why
 from loadgen.report.sections.comparisons import better_of
 from loadgen.report.sections.verdict import brief_why, conditions_in_brief, overview, proof, verdict
 from loadgen.verdict.result import Result, analyse

@@ -17,7 +17,6 @@ from rich.console import Console
 
 import loadgen.report.document as doc
 from loadgen.findings.causes import Cause, CauseEffect, CausesFound, WorkloadCauses
-from loadgen.measure.probes.causes import cause_table, causes_chart, why
 from loadgen.measure.progress import LiveRatios
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.records.store import read_run
@@ -26,6 +25,7 @@ from loadgen.report.files import published
 from loadgen.report.progress import RichProgress, ratio_table, round_line
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
+from loadgen.report.sections.causes import cause_table, causes_chart, why
 from loadgen.report.sections.comparisons import comparisons, ranking
 from loadgen.report.sections.verdict import overview
 from loadgen.verdict.result import Result, analyse

@@ -42,11 +42,12 @@ def temperature(result: Result) -> doc.Section | None:
     return doc.Section("Temperature", (doc.Text(f"The room has {finding.celsius:g} °C{', too warm' * finding.warm}."),))
 
 
+SECTIONS = {"Detail": (temperature,)}
 PROBE = Probe(
     wanted=lambda experiment: experiment.preset == "quick",
     measure=measure,
     records=(Temperature,),
     finding=TemperatureFound,
     analyse=analyse,
-    sections={"Detail": (temperature,)},
+    sections=__name__,
 )
