@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import types
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,19 +42,21 @@ GROUPS = {
             "tests/integration/native/controlled_server.py", "tests/integration/native/echo_server.py",
         ],
     ),
-    "torch": (
+    "abserve": (
         [
-            "servers.native.*", "servers.engines.*", "servers.measuring.*", "servers.plain.fastapi_server", "torch",
-            "transformers",
+            "servers.native.*", "servers.engines.null", "servers.measuring.*", "servers.commands.*", "torch",
+            "servers.plain.fastapi_server", "loadgen.cli.compare", "loadgen.measure.runner", "loadgen.verdict.result",
         ],
         [
-            "servers.measuring.worker", "tests.integration.native.runner_server", "servers.plain.fastapi_server",
-            "servers.plain.generate_server",
+            "loadgen.entry", "tests/unwatched_abserve.py", "servers.measuring.worker", "servers.plain.fastapi_server",
+            "servers.plain.generate_server", "tests.integration.native.runner_server",
         ],
     ),
 }  # fmt: skip
 """Group → what its process imports (`.*`: all modules below a package), and the programs, as `python -m` or as files,
 that it starts."""
+STARTERS = ("loadgen.entry", "tests/unwatched_abserve.py")
+"""Programs that start others: each gets a fork server of its own, so that those are its children."""
 CAN_FORK = sys.platform == "linux" and platform.machine() == "x86_64"
 _SYS_CLONE, _PR_SET_PDEATHSIG, _PR_GET_TID_ADDRESS = 56, 1, 40
 _CLONE_PARENT, _CHILD_CLEARTID, _CHILD_SETTID = 0x8000, 0x00200000, 0x01000000
@@ -61,57 +64,69 @@ _TITLE_BYTES = 8192
 _MESSAGE_BYTES = 131_072
 _execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _signature = inspect.signature(_execute)
-_lock = threading.Lock()
 off = False
 """Whether every program starts as usual."""
+above: ForkServer | None = None
+"""Of a program that starts others: the one fork server that it has."""
 
 
+def _pair() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MESSAGE_BYTES)
+    return ours, theirs
+
+
+@dataclass
 class ForkServer:
-    """The test process's side of one group's process."""
+    """The end of a fork server at which its parent asks for programs."""
 
-    def __init__(self, group: str) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MESSAGE_BYTES)
-        # The last argument is room for the arguments of the programs, which other processes read there.
-        argv = [sys.executable, "-P", str(Path(__file__)), group, str(theirs.fileno()), "x" * _TITLE_BYTES]
-        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a thread would not survive the fork
-        with theirs:
-            environment = {**os.environ, **threads, "PYTHONPATH": str(TESTS.parent)}
-            self._process = subprocess.Popen(
-                argv, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
-            )
+    socket: socket.socket
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, request: dict[str, object], descriptors: list[int]) -> int:
         """The PID of a new child of this process."""
-        with _lock:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-            answer = self._socket.recv(64)
+        with self.lock:
+            socket.send_fds(self.socket, [json.dumps(request).encode()], descriptors)
+            answer = self.socket.recv(64)
         if not answer:
-            raise RuntimeError(f"the fork server of the tests ended with status {self._process.wait()}")
+            raise RuntimeError("a fork server of the tests has ended, see its traceback above")
         return int(answer)
-
-    def close(self) -> None:
-        """It ends when it can get no more requests."""
-        self._socket.close()
-        self._process.wait()
 
 
 @cache
 def fork_server(group: str) -> ForkServer:
     """Started when a program of the group is first asked for."""
-    server = ForkServer(group)
-    atexit.register(server.close)
-    return server
+    ours, theirs = _pair()
+    # The last argument is room for the arguments of the programs, which other processes read there.
+    argv = [sys.executable, "-P", str(Path(__file__)), group, str(theirs.fileno()), "x" * _TITLE_BYTES]
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a thread would not survive the fork
+    environment = {**os.environ, **threads, "PYTHONPATH": str(TESTS.parent)}
+    null, kept = subprocess.DEVNULL, [theirs.fileno()]
+    with theirs:
+        process = subprocess.Popen(argv, pass_fds=kept, env=environment, stdin=null, stdout=null)
+    atexit.register(process.wait)
+    atexit.register(ours.close)  # first: it ends when it can get no more requests
+    return ForkServer(ours)
 
 
-def _group_of(argv: list[str]) -> str | None:
-    if off or not argv or argv[0] != sys.executable:
-        return None
+def _program_of(argv: list[str]) -> str:
+    """A module or a file of the tests that this interpreter is to run, else an empty text."""
     words = argv[2:] if argv[1:2] == ["-P"] else argv[1:]
-    program = words[1] if words[:1] == ["-m"] else words[0].removeprefix(f"{TESTS.parent}/") if words else ""
-    if program == "servers.native" and '"null"' not in words[-1]:
-        return "torch"  # its engine may need it
-    return next((group for group, (_, programs) in GROUPS.items() if program in programs), None)
+    if not words or argv[0] != sys.executable:
+        return ""
+    return words[1] if words[:1] == ["-m"] else words[0].removeprefix(f"{TESTS.parent}/")
+
+
+def _server_for(argv: list[str]) -> ForkServer | None:
+    program = _program_of(argv)
+    groups = [group for group, (_, programs) in GROUPS.items() if program in programs]
+    if off or not groups:
+        return None
+    if above is not None:
+        return None if groups == ["generator"] else above
+    # The engine of a native server may need torch.
+    has_torch = program == "servers.native" and '"null"' not in argv[-1]
+    return fork_server("abserve" if has_torch else groups[0])
 
 
 def _execute_child(self: subprocess.Popen[bytes], *arguments: object) -> None:
@@ -122,8 +137,8 @@ def _execute_child(self: subprocess.Popen[bytes], *arguments: object) -> None:
     tied = getattr(given["preexec_fn"], "__qualname__", "").startswith("ChildProcess.")
     environment = dict(os.environ if given["env"] is None else given["env"])
     interpreter = [name for name in environment if name.startswith("PYTHON") and environment[name] != os.getenv(name)]
-    group = None if given["shell"] or interpreter or (given["preexec_fn"] and not tied) else _group_of(argv)
-    if group is None:
+    server = None if given["shell"] or interpreter or (given["preexec_fn"] and not tied) else _server_for(argv)
+    if server is None:
         _execute(self, *arguments)
         return
     ends = (given["p2cread"], given["c2pwrite"], given["errwrite"])
@@ -133,7 +148,7 @@ def _execute_child(self: subprocess.Popen[bytes], *arguments: object) -> None:
         "argv": argv, "env": environment, "cwd": os.fspath(given["cwd"] or Path.cwd()), "kept": kept,
         "session": given["start_new_session"], "parent": os.getpid() if tied else 0,
     }  # fmt: skip
-    self.pid = fork_server(group).start(request, [*descriptors, *kept])
+    self.pid = server.start(request, [*descriptors, *kept])
     self._child_created = True  # type: ignore[attr-defined]
     pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
     self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
@@ -179,6 +194,10 @@ def _become(request: dict[str, Any], descriptors: list[int], libc: ctypes.CDLL) 
     for number, target in zip(above, targets, strict=True):
         os.dup2(number, target)
         os.close(number)
+    # What is written there may be a pipe now, and was seekable.
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -223,16 +242,40 @@ def main() -> types.CodeType:
     gc.collect()
     gc.freeze()
     while True:
+        request, descriptors = _serve(requests, libc)
+        requests.close()
+        if _program_of(request["argv"]) not in STARTERS:
+            break
+        ours, requests = _pair()
+        if os.fork():
+            requests.close()
+            _have_above(ours)
+            break
+        ours.close()
+        for number in descriptors:
+            os.close(number)
+    return _become(request, descriptors, libc)
+
+
+def _serve(requests: socket.socket, libc: ctypes.CDLL) -> tuple[dict[str, Any], list[int]]:
+    """Fork for each request, and return it in the fork. The process ends with the requests."""
+    while True:
         message, descriptors, *_ = socket.recv_fds(requests, _MESSAGE_BYTES, 64)
         if not message:
             os._exit(0)  # without what libraries say of their own ends
         pid = _clone_for_parent(libc)
         if pid == 0:
-            requests.close()
-            return _become(json.loads(message), descriptors, libc)
+            return json.loads(message), descriptors
         requests.send(str(pid).encode())
         for number in descriptors:
             os.close(number)
+
+
+def _have_above(ours: socket.socket) -> None:
+    """Let this process start others by the fork server at the other end."""
+    global above
+    above = ForkServer(ours)
+    install()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from loadgen.client.endpoint import Endpoint
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import write_synthetic
 from loadgen.client.messages import Prepare
+from loadgen.measure.machine_watch import read_processors
 from loadgen.records.run import ArmRequest, BlockRecord, Experiment, Workload
 from tests import fork_server
 
@@ -54,12 +55,13 @@ main()
 """
 FAULTY_GENERATOR = (sys.executable, "-c", _FAULTY)
 """In place of the generator's command: a fault of its own at its sixth request."""
-UNWATCHED = """
-import loadgen.measure.machine_watch
-loadgen.measure.machine_watch.read_processors = lambda: None
+NO_MACHINE = Path("/no machine"), None
+"""Defaults of `read_processors` that cannot be read, for all modules that have imported it."""
+UNWATCHED = f"""
+from loadgen.measure.machine_watch import read_processors
+read_processors.__defaults__ = Path({str(NO_MACHINE[0])!r}), None
 """
-UNWATCHED_ABSERVE = (sys.executable, "-P", "-c", f"{UNWATCHED}from loadgen.entry import main\nmain()")
-"""The command line for a test that needs a verdict on a machine whose other work may take it away."""
+UNWATCHED_ABSERVE = (sys.executable, "-P", str(FAKE.with_name("unwatched_abserve.py")))
 T = TypeVar("T")
 
 
@@ -159,7 +161,7 @@ def watched_machine() -> None:
 def machine_to_itself(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What else the machine of the tests does must decide no other test: a run is told that it cannot be read."""
     if "watched_machine" not in request.fixturenames:
-        monkeypatch.setattr("loadgen.measure.machine_watch.read_processors", lambda: None)
+        monkeypatch.setattr(read_processors, "__defaults__", NO_MACHINE)
 
 
 @pytest.fixture

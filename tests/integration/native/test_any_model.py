@@ -69,6 +69,7 @@ def pad_to(server: Any) -> str:
     return shown
 
 
+@pytest.mark.usefixtures("real_exec")  # torch reads how to wait when it is loaded
 @pytest.mark.parametrize(
     ("spinning", "fronts"), [("auto", 0), ("off", 0), pytest.param("off", 1, marks=pytest.mark.slow)]
 )
