@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -55,6 +56,9 @@ GROUPS = {
 }  # fmt: skip
 """Group → what its process imports (`.*`: all modules below a package), and the programs, as `python -m` or as files,
 that it starts."""
+READ_AT_START = ("LD_", "PYTHON", "OMP_", "GOMP_")
+"""Beginnings of variables that the loader, the interpreter and libraries read once: a program with other values than
+the fork server had starts as usual."""
 STARTERS = ("loadgen.entry", "tests/unwatched_abserve.py")
 """Programs that start others: each gets a fork server of its own, so that those are its children."""
 CAN_FORK = sys.platform == "linux" and platform.machine() == "x86_64"
@@ -76,11 +80,16 @@ def _pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
+def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+
+
 @dataclass
 class ForkServer:
     """The end of a fork server at which its parent asks for programs."""
 
     socket: socket.socket
+    environment: dict[str, str] = field(default_factory=lambda: read_at_start(os.environ))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, request: dict[str, object], descriptors: list[int]) -> int:
@@ -136,9 +145,8 @@ def _execute_child(self: subprocess.Popen[bytes], *arguments: object) -> None:
     argv = [os.fsdecode(word) for word in argv] if isinstance(argv, list | tuple) else []
     tied = getattr(given["preexec_fn"], "__qualname__", "").startswith("ChildProcess.")
     environment = dict(os.environ if given["env"] is None else given["env"])
-    interpreter = [name for name in environment if name.startswith("PYTHON") and environment[name] != os.getenv(name)]
-    server = None if given["shell"] or interpreter or (given["preexec_fn"] and not tied) else _server_for(argv)
-    if server is None:
+    server = None if given["shell"] or (given["preexec_fn"] and not tied) else _server_for(argv)
+    if server is None or server.environment != read_at_start(environment):
         _execute(self, *arguments)
         return
     ends = (given["p2cread"], given["c2pwrite"], given["errwrite"])
@@ -249,7 +257,7 @@ def main() -> types.CodeType:
         ours, requests = _pair()
         if os.fork():
             requests.close()
-            _have_above(ours)
+            _have_above(ours, request["env"])
             break
         ours.close()
         for number in descriptors:
@@ -271,10 +279,10 @@ def _serve(requests: socket.socket, libc: ctypes.CDLL) -> tuple[dict[str, Any], 
             os.close(number)
 
 
-def _have_above(ours: socket.socket) -> None:
+def _have_above(ours: socket.socket, environment: Mapping[str, str]) -> None:
     """Let this process start others by the fork server at the other end."""
     global above
-    above = ForkServer(ours)
+    above = ForkServer(ours, read_at_start(environment))
     install()
 
 
