@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,7 +74,30 @@ _BUFFER_RECORDS = 16_384
 _PART_RECORDS = 64_000
 _KEPT_BYTES = 64 << 20
 """Of the samples that were read last: an analysis asks several times for those of each block."""
-_kept: OrderedDict[tuple[object, ...], Samples] = OrderedDict()
+_ENTRY_BYTES = 1024
+"""What it takes to keep an array, however short."""
+
+
+class KeptSamples:
+    """The samples that were read last."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._bytes = most_bytes, 0
+        self._samples: OrderedDict[tuple[object, ...], Samples] = OrderedDict()
+
+    def get(self, key: tuple[object, ...], read: Callable[[], Samples]) -> Samples:
+        """What was read for this key, or what `read` reads now."""
+        samples = self._samples.get(key)
+        if samples is None:
+            samples = self._samples[key] = read()
+            self._bytes += samples.nbytes + _ENTRY_BYTES
+        self._samples.move_to_end(key)
+        while self._bytes > self._most_bytes:
+            self._bytes -= self._samples.popitem(last=False)[1].nbytes + _ENTRY_BYTES
+        return samples
+
+
+_kept = KeptSamples(_KEPT_BYTES)
 
 assert _RECORD.size == SAMPLE_DTYPE.itemsize
 
@@ -198,13 +221,7 @@ class SampleFile:
             status = os.fstat(file.fileno())
             changes = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             key = (*changes, self.count, self.dtype)
-            samples = _kept.pop(key, None)
-            if samples is None:
-                samples = load_samples(file, self.name, self.count, self.dtype)
-        _kept[key] = samples
-        while sum(kept.nbytes for kept in _kept.values()) > _KEPT_BYTES:
-            _kept.popitem(last=False)
-        return samples
+            return _kept.get(key, lambda: load_samples(file, self.name, self.count, self.dtype))
 
     def at_most(self, count: int) -> SampleFile:
         """The same file, of which no more may be read. Raises `ValueError` if the memory does not hold so many."""
