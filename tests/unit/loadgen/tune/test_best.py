@@ -182,7 +182,9 @@ def test_cold_starts_of_the_default_are_left_out() -> None:
 def test_it_goes_on_where_it_was_begun_alone(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"holds no comparison with --best; best\.json is missing"):
         _resumed(tmp_path, None)
-    write_record(tmp_path / BestRecord.FILE, BestRecord(servers=(), settings=ExperimentSettings.model_validate({}).content()))
+    write_record(
+        tmp_path / BestRecord.FILE, BestRecord(servers=(), settings=ExperimentSettings.model_validate({}).content())
+    )
     assert _resumed(tmp_path, None) == ExperimentSettings.model_validate({})
     here = read_environment({"status": "unknown"}, {})
     (tmp_path / FOLDER / "1").mkdir(parents=True)
