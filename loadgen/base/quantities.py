@@ -99,6 +99,11 @@ def ratio_interval(interval: Interval | None, rounds: int | None = None) -> str:
     return "–".join(_factor(bound, decimals) for bound in interval)
 
 
+def ratio_with_interval(value: float, interval: Interval | None) -> str:
+    """ "1.20× (1.10–1.30)" """
+    return f"{ratio(value, interval)} ({ratio_interval(interval)})"
+
+
 def share(value: float | None, digits: int = 2) -> str:
     """A share of 1 in per cent, from ten times on as a factor: 0.053 is "5.3 %", 12.5 is "12×"."""
     if value is None:

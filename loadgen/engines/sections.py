@@ -16,7 +16,7 @@ from loadgen.base.quantities import (
     measured_interval,
     number,
     ratio,
-    ratio_interval,
+    ratio_with_interval,
     sentence,
     share,
 )
@@ -267,8 +267,8 @@ def times(estimate: Estimate | None) -> str:
     """ "1.40× (1.31–1.49)", or "" """
     if estimate is None:
         return ""
-    value = ratio(estimate.value, estimate.interval)
-    return value + (f" ({ratio_interval(estimate.interval)})" if estimate.interval else "")
+    words = ratio if estimate.interval is None else ratio_with_interval
+    return words(estimate.value, estimate.interval)
 
 
 def value(estimate: Estimate | None, scale: float = 1.0) -> str:

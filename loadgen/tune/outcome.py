@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from loadgen.base.quantities import Interval, join, number, ratio, ratio_interval, share
+from loadgen.base.quantities import Interval, join, number, ratio_interval, ratio_with_interval, share
 from loadgen.experiment.tuning import TuneSettings
 from loadgen.findings.gpu.analysis import GpuFound
 from loadgen.metrics.claims import claim, winner_in_words
@@ -398,7 +398,7 @@ def limit_in_words(metric: str, limit_ms: float) -> str:
 
 def times_in_words(gain: Estimate) -> str:
     """ "1.20× (1.10–1.30)" """
-    return f"{ratio(gain.value, gain.interval)} ({ratio_interval(gain.interval)})"
+    return ratio_with_interval(gain.value, gain.interval)
 
 
 def percent(value: float, interval: Interval | None) -> str:
@@ -448,7 +448,7 @@ def _at_defaults(outcome: TuningOutcome) -> Alternatives:
     if comparison.winner is None or lead is None:
         return ("; at their defaults neither leads", "")
     text = f"; at their defaults {titles[comparison.winner]} leads"
-    return (f"{text} {ratio(lead.factor, lead.ci95)} ({ratio_interval(lead.ci95)})", text, "")
+    return (f"{text} {ratio_with_interval(lead.factor, lead.ci95)}", text, "")
 
 
 def _gain(outcome: TuningOutcome, target: TargetOutcome) -> Alternatives:
