@@ -10,7 +10,6 @@ configuration that was chosen for the load; the geometric mean counts every load
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -23,6 +22,7 @@ from loadgen.metrics.registry import leading_metric
 from loadgen.metrics.summaries import figure_of, interval_of
 from loadgen.records.run import Found, Label, Record, Workload
 from loadgen.stats.estimates import Estimate
+from loadgen.stats.ratios import geometric_mean
 
 
 class TriedConfiguration(Record, frozen=True, kw_only=True):
@@ -151,7 +151,7 @@ def analyse(facts: Facts) -> BestFound:
             loss = losses.get(load.name) if best != one_each[server.server] else Estimate(1.0, 1.0, 1.0)
             compromises.append(_figure(facts, load, server.server, one_each[server.server], loss))
     mean_loss = {
-        server: math.exp(math.fsum(math.log(loss.value) for loss in known) / len(known))
+        server: geometric_mean([loss.value for loss in known])
         for server in one_each
         if len(known := [f.loss for f in compromises if f.server == server and f.loss is not None]) == len(loads)
         and loads

@@ -290,8 +290,10 @@ def _tried_in(
 
 def chosen(server: TriedServer, tried: Iterable[Tried], out: Mapping[Label, str]) -> TriedServer:
     """The server with what was measured, its best configuration for each load, and the one for all loads."""
-    once = {(entry.workload, entry.configuration): entry for entry in reversed(list(tried))}
-    known = [once[key] for key in reversed(once)]
+    once: dict[tuple[str, Label], Tried] = {}
+    for entry in tried:  # the first configuration is measured in several runs, and its first figures count
+        once.setdefault((entry.workload, entry.configuration), entry)
+    known = list(once.values())
     first = server.configurations[0].name
     means = [
         (_mean(own), entry.name)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import loadgen.report.document as doc
-from loadgen.base.quantities import measured, measured_interval, ratio, ratio_interval, share
+from loadgen.base.quantities import measured, measured_interval, ratio_with_interval, share
 from loadgen.findings.best import BestFound, ServerFigure
 from loadgen.metrics.claims import place
 from loadgen.metrics.comparisons import leading_comparisons, log_lead
 from loadgen.metrics.registry import METRICS
 from loadgen.records.run import Experiment, Label, shown
 from loadgen.stats.estimates import Estimate
+from loadgen.stats.ratios import geometric_mean
 from loadgen.verdict.result import Result
 
 
@@ -78,18 +79,18 @@ def _leader(figures: Sequence[ServerFigure]) -> Label | None:
     return (max if METRICS[figures[0].metric].higher_is_better else min)(known)[1]
 
 
-def _behind(result: Result, scenario: str, first: Label | None, arm: Label) -> doc.Cell:
+def _behind(result: Result, workload: str, first: Label | None, arm: Label) -> doc.Cell:
     """How many times better the first server of a load is than this one, dimmed where it is not shown to be better."""
     if arm == first:
         return doc.Cell("first", "ok")
     leading = leading_comparisons(result.comparisons)
-    pair = next((c for c in leading if c.workload == scenario and {*c.pairing} == {first, arm}), None)
+    pair = next((c for c in leading if c.workload == workload and {*c.pairing} == {first, arm}), None)
     logs = None if pair is None or pair.verdict == "invalid" or first is None else log_lead(pair, first)
     if pair is None or logs is None:
         return doc.Cell("–", "unknown")
     gain = logs.exp()
     return doc.Cell(
-        f"{ratio(gain.value, gain.interval)} ({ratio_interval(gain.interval)})",
+        ratio_with_interval(gain.value, gain.interval),
         None if pair.winner == first else "note",
     )
 
@@ -144,12 +145,12 @@ def tried(result: Result) -> doc.Section | None:
         for configuration in server.configurations:
             name, settings = _name(result, server.server), server.settings_in_words(configuration)
             own = [t for t in server.tried if t.configuration == configuration.name and t.workload in best]
-            losses = [math.log(best[t.workload].gain.value / t.gain.value) for t in own]
+            losses = [best[t.workload].gain.value / t.gain.value for t in own]
             for entry, loss in zip(own, losses, strict=True):
-                times = f"{ratio(entry.gain.value, entry.gain.interval)} ({ratio_interval(entry.gain.interval)})"
-                rows.append((name, settings, entry.workload, measured(entry.value), times, _share(math.expm1(loss))))
+                times = ratio_with_interval(entry.gain.value, entry.gain.interval)
+                rows.append((name, settings, entry.workload, measured(entry.value), times, _share(loss - 1.0)))
             whole = bool(own) and len(own) == len(best)
-            mean = _share(math.expm1(math.fsum(losses) / len(losses))) if whole else "–"
+            mean = _share(geometric_mean(losses) - 1.0) if whole else "–"
             rows.append((name, settings, "all loads", "", "", mean))
             chosen = [load for load, label in server.best.items() if label == configuration.name]
             for_all = ["all loads"] if server.compromise == configuration.name else []
