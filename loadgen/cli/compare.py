@@ -259,9 +259,9 @@ def _run_best(
         if record is None:
             record = BestRecord(servers=read_servers(planned), settings=settings.content())
         renewed(folder)
-        few = settings.model_copy(update={"rounds": CHOOSING_ROUNDS, "minutes": None, "restarts": 1})
-        brief = plan_experiment(few).runs[0][1].workloads
         if not record.done:
+            few = settings.model_copy(update={"rounds": CHOOSING_ROUNDS, "minutes": None, "restarts": 1})
+            brief = plan_experiment(few).runs[0][1].workloads
             gpu = expects_gpu(*planned.arms)
             record = choose(settings, planned, brief, record, folder, run_stage, gpu=gpu, anyway=anyway)
     except KeyboardInterrupt:

@@ -202,13 +202,13 @@ class StoredBlock:
 
     @property
     def samples(self) -> Samples | None:
-        """The samples, read anew: keep them no longer than you need them. Raises `StoredRunError` if they can no
-        longer be read."""
+        """The samples: keep them no longer than you need them, since only those that were read last stay in memory.
+        Raises `StoredRunError` if they can no longer be read."""
         return self._read(self.stored)
 
     @property
     def events(self) -> Samples | None:
-        """The chunks with tokens, `EVENT_DTYPE`, read anew like `samples`; None without streamed tokens."""
+        """The chunks with tokens, `EVENT_DTYPE`, read like `samples`; None without streamed tokens."""
         events = self._read(self.stored_events)
         if events is not None and len(events) and int(events["sample"].max()) >= self.record.requests:
             raise StoredRunError(
