@@ -1,7 +1,7 @@
 """Stands in for `abserve` with servers whose speed is a known function of their settings: `time_ms`.
 
 `serve TARGET … --print-space` prints what can be tuned, `--print-launch` the command of a server, which is this program
-again with `listen`. Every start of a server is a little slower or faster than the last, as of real ones.
+again with `listen`. Every start of a server but litserve's is a little slower or faster than the last, as of real ones.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class Server:
     def __init__(self, given: Mapping[str, str], target: str) -> None:
         self.arithmetic = given.get("arithmetic", "exact")
         plain_ms = {"fastapi": LANES_MS[given["lanes"]], "litserve": LITSERVE_MS}
-        self.delay_s = plain_ms.get(target, time_ms(target, given)) / 1e3 * math.exp(random.gauss(0.0, START_SPREAD))
+        self.delay_s = plain_ms.get(target, time_ms(target, given)) / 1e3
+        if target != "litserve":
+            self.delay_s *= math.exp(random.gauss(0.0, START_SPREAD))
         lanes = {"fastapi": int(given["lanes"]), "litserve": 2}
         self.lanes = asyncio.Semaphore(lanes.get(target, 1000))
         self.answered = 0
