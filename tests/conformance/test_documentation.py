@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,18 @@ BEGIN, END = "<!-- cases -->\n", "<!-- end cases -->"
 
 
 def escaped(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("](", "\\](")
+    return " ".join(text.split()).replace("<", "&lt;").replace("](", "\\](")
 
 
 def case_list() -> str:
+    """One line per title; the cases of it that differ in the protocol alone share the line."""
     lines = []
     for theme in (*THEMES, LANGUAGE):
-        lines += [f"### {theme.title}", "", theme.why, "", "| Case | Protocol | Expected |", "|---|---|---|"]
-        for case in theme.cases:
-            lines.append(f"| {case.number} {escaped(case.title)} | {case.protocol} | {escaped(case.describe())} |")
+        lines += [f"### {theme.title}", "", theme.why, ""]
+        for title, of in groupby(theme.cases, lambda case: case.title.partition(" (")[0]):
+            cases = list(of)
+            expected = "; ".join(dict.fromkeys(escaped(case.describe()) for case in cases))
+            lines.append(f"- {', '.join(case.number for case in cases)} {escaped(title)} → {expected}")
         lines.append("")
     return "\n".join(lines)
 
