@@ -313,12 +313,10 @@ def chosen(server: TriedServer, tried: Iterable[Tried], out: Mapping[Label, str]
 
 
 def _best(tried: Sequence[Tried], first: Label) -> Label:
-    """The configuration with the best figure, if it is shown to be better than the first one or that has none."""
-    if not tried:
-        return first
-    top = max(tried, key=lambda entry: entry.gain.value)
+    """The best of the configurations that are shown to be better than the first one, or of all if it has none."""
     has_first = any(entry.configuration == first for entry in tried)
-    return top.configuration if not has_first or _mean([top])[1] > 0.0 else first
+    shown_better = [entry for entry in tried if not has_first or _mean([entry])[1] > 0.0]
+    return max(shown_better, key=lambda entry: entry.gain.value).configuration if shown_better else first
 
 
 def _mean(tried: Sequence[Tried]) -> tuple[float, float]:

@@ -110,6 +110,15 @@ def test_what_is_not_shown_to_be_better_keeps_what_was_asked_for(error: float) -
     assert found.compromise == "c-0"
 
 
+def test_an_uncertain_figure_does_not_hide_a_certain_one() -> None:
+    """The third configuration may be the best or not; the second is surely better than the first."""
+    uncertain = tried("c", (1.5, 1.5), (1.6, 1.6), error=0.5)[-len(LOADS) :]
+    known = [*tried("c", (1.5, 1.5)), *uncertain]
+    found = chosen(server("c", {"x": "1"}, {"x": "2"}), known, {})
+    assert found.best == dict.fromkeys(LOADS, "c-1")
+    assert found.compromise == "c-1"
+
+
 def test_a_configuration_that_fails_is_not_chosen_and_one_that_was_asked_for_and_fails_is_replaced() -> None:
     triton = server("c", {"x": "1"}, {"x": "2"})
     known = [entry for entry in tried("c", (1.3, 0.6), (0.9, 1.4)) if entry.configuration != "c-0"]
