@@ -99,6 +99,22 @@ def ratio_interval(interval: Interval | None, rounds: int | None = None) -> str:
     return "–".join(_factor(bound, decimals) for bound in interval)
 
 
+def times(value: float, interval: Interval | None) -> tuple[str, str]:
+    """A factor in a sentence, and its interval: "2.4 times" and "2.2 to 2.5"; from 2 on in one decimal less than in a
+    table, if that keeps the bounds apart."""
+    bounds = interval or (value,)
+    decimals = _ratio_decimals(*bounds)
+    fewer = max(decimals - 1, 0)
+    if min(bounds) >= 2.0 and len({round(bound, fewer) for bound in bounds}) == len(set(bounds)):
+        decimals = fewer
+    between = (
+        NOT_DETERMINED
+        if interval and not is_determined(interval)
+        else " to ".join(_factor(bound, decimals) for bound in interval or ())
+    )
+    return f"{_factor(value, decimals)} times", between
+
+
 def ratio_with_interval(value: float, interval: Interval | None) -> str:
     """ "1.20× (1.10–1.30)" """
     return f"{ratio(value, interval)} ({ratio_interval(interval)})"
@@ -141,14 +157,23 @@ def counted(count: float, noun: str) -> str:
     return f"{count:{',' if isinstance(count, int) else 'g'}} {noun}{'' if count == 1 else 's'}"
 
 
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def sentence(text: str) -> str:
     """With a capital letter and a full stop."""
-    return text[0].upper() + text[1:].rstrip(".") + "."
+    return capital(text).rstrip(".") + "."
 
 
 def join(words: Sequence[str]) -> str:
     """ "p50, p90 and p99" """
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def possessive(name: str) -> str:
+    """ "Triton's", "the native server with 4 fronts'" """
+    return f"{name}'" if name.endswith("s") else f"{name}'s"
 
 
 def do_not(labels: Sequence[str], what: str) -> str:

@@ -17,7 +17,7 @@ from loadgen.metrics.barrier import attempt
 from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.metrics.facts import PLAN, RUN, Facts, WorkloadFacts, workload_scope
 from loadgen.records.checks import Check, Severity, State, Value
-from loadgen.records.run import ArmRecord, Kind, Label, shown
+from loadgen.records.run import ArmRecord, Kind, Label
 
 Fault = Literal[
     "wrong answers", "failed requests", "unfair configuration", "GPU not verified", "incomplete run", "busy machine",
@@ -144,7 +144,8 @@ def per_arm(judge: Callable[[ArmRecord, Facts], Judgement]) -> Find:
     @wraps(judge)
     def find(facts: Facts) -> list[Judgement]:
         judged = ((arm.label, judge(arm, facts)) for arm in facts.run.arms)
-        return [replace(outcome, detail=f"{shown(label)} {outcome.detail}", arms=(label,)) for label, outcome in judged]
+        names = facts.names
+        return [replace(outcome, detail=f"{names[label]} {outcome.detail}", arms=(label,)) for label, outcome in judged]
 
     return find
 

@@ -657,15 +657,17 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
     status = exit_status(result)
     if status == EXIT_INVALID:
         complain(last_words(result), kind=validity(result.checks))
+    else:
+        console.print(f"{validity(result.checks)}: {last_words(result)}", soft_wrap=True)
     return status, result
 
 
 def last_words(result: Result) -> str:
-    """Why a run is not valid and what to do: the first of the reasons, as the last line of the command."""
+    """The headline, and what is wrong and what to do where the run is not valid, as the last line of the command."""
     from loadgen.checks.registry import gravest
 
     blamed = gravest(result.checks)
-    return " ".join([*result.verdict.failed[:1], *([blamed.remedy] if blamed else [])])
+    return " ".join([result.headline, *result.verdict.untold[:1], *([blamed.remedy] if blamed else [])])
 
 
 def exit_status(result: Result) -> int:

@@ -7,16 +7,38 @@ it does not matter that the order comes from the same data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations, pairwise
 from operator import itemgetter
 
 import msgspec
 
-from loadgen.base.quantities import apart, counted, is_determined, join, measured, ratio, ratio_interval, shown_ratio
+from loadgen.base.quantities import (
+    apart,
+    counted,
+    is_determined,
+    join,
+    measured,
+    ratio,
+    ratio_interval,
+    shown_ratio,
+    times,
+)
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons, winner_of
-from loadgen.metrics.registry import ACHIEVED_RATE, METRICS
-from loadgen.records.run import Kind, Label, Pairing, Record, Workload, shown
+from loadgen.metrics.registry import ACHIEVED_RATE, METRICS, SERVED
+from loadgen.records.run import (
+    TARGETS,
+    ArmRecord,
+    ArmRequest,
+    Kind,
+    Label,
+    Pairing,
+    Record,
+    Workload,
+    setting_key,
+    shown,
+)
 
 ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")
 """The order in which outcomes are listed."""
@@ -30,7 +52,7 @@ _NAMED_LOADS = {
 
 
 def place(workload: Workload) -> str:
-    """A workload inside a sentence: "at concurrency 16", "at 50 requests/s"."""
+    """A workload inside a sentence: "with 16 users", "at 50 requests/s"."""
     return _at_load(workload) + _at_length(workload)
 
 
@@ -58,7 +80,7 @@ def _at_load(workload: Workload) -> str:
         return f"at {counted(workload.concurrency, 'user')}, {size}"
     if workload.scenario == "concurrent":
         size = f", batch {workload.batch_size}" if workload.batch_size > 1 else ""
-        return f"at concurrency {workload.concurrency}{size}"
+        return f"with {counted(workload.concurrency, 'user')}{size}"
     return "one request at a time" if workload.scenario == "single" else "from a cold start"
 
 
@@ -85,28 +107,100 @@ def weight(workload: Workload) -> tuple[int, int, int]:
     )
 
 
-def verdict_words(outcome: Outcome, pairing: Pairing, margin: float | None = None) -> str:
+ENGINE_TITLES = {
+    "torch": "PyTorch",
+    "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO",
+    "tensorrt": "TensorRT",
+    "jax": "JAX",
+}
+"""Of engines whose name is another word than the one to write."""
+LONGEST_NAME = 40
+
+
+def names_of(requests: Sequence[ArmRequest], arms: Sequence[ArmRecord]) -> dict[Label, str]:
+    """A short name for each arm, unlike those of the others, for every sentence: the user's own label, else the server
+    or the host and port of its URL, with what differs between arms of the same server: "native with 4 fronts"."""
+    records = {arm.label: arm for arm in arms}
+    names = {request.label: _server_name(request, records.get(request.label)) for request in requests}
+    if "native" in names.values():  # the engine of one of them is not known
+        names = {label: "native" if name.endswith("(native)") else name for label, name in names.items()}
+    for name, count in Counter(names.values()).items():
+        alike = [request for request in requests if names[request.label] == name]
+        if count == 1:
+            continue
+        asked = {setting_key(option) for request in alike for option in request.settings}
+        told = {request.label: _settings_told(request, records.get(request.label), asked) for request in alike}
+        for request in alike:
+            others = [told[other.label] for other in alike]
+            differ = [key for key in told[request.label] if len({of.get(key) for of in others}) > 1]
+            words = join([told[request.label][key] for key in differ][:2])
+            base = TARGETS[request.target].title if request.embedded else name
+            names[request.label] = f"{base} with {words}" if words else base
+    short = {label: name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…" for label, name in names.items()}
+    counts = Counter(short.values())
+    return {label: name if counts[name] == 1 else f"{name} ({shown(label)})" for label, name in short.items()}
+
+
+def _server_name(request: ArmRequest, record: ArmRecord | None) -> str:
+    if shown(request.label) == request.label:
+        return request.label
+    if not request.embedded:
+        return request.target.partition("://")[2].partition("/")[0].rpartition("@")[2] or request.target
+    title = TARGETS[request.target].title
+    engine = str((record.in_effect if record is not None else {}).get("engine") or "")
+    return f"{ENGINE_TITLES[engine]} ({title})" if request.target == "native" and engine in ENGINE_TITLES else title
+
+
+def _settings_told(request: ArmRequest, record: ArmRecord | None, asked: Collection[str]) -> dict[str, str]:
+    """The settings of an arm in words: those `asked` for of any of the arms, also where this one has its default."""
+    told = {
+        "model": f"the model {request.model}" if request.model else "",
+        "version": f"version {request.access.version}" if request.access.version else "",
+        "payload": f"{request.payload} payloads" if request.payload else "",
+    }
+    values = {key: value for key, value in (record.in_effect if record else {}).items() if key in asked}
+    values |= {setting_key(option): value for option, value in request.settings.items()}
+    told |= {key: _setting_in_words(key.replace("_", " "), str(value).lower()) for key, value in values.items()}
+    return {key: words for key, words in told.items() if words}
+
+
+def _setting_in_words(name: str, value: str) -> str:
+    if value in ("true", "false"):
+        return name if value == "true" else f"no {name}"
+    if value.isdecimal() and name.endswith("s") and " " not in name:
+        return counted(int(value), name.removesuffix("s"))
+    return f"{name} {value.rpartition('/')[2]}"
+
+
+def verdict_words(
+    outcome: Outcome, pairing: Pairing, margin: float | None = None, names: Mapping[Label, str] | None = None
+) -> str:
     """ "B faster", "no meaningful difference (within ±5 %)", "inconclusive" """
     if better := winner_of(outcome, pairing):
-        return f"{shown(better)} faster"
+        return f"{(names or {}).get(better, shown(better))} faster"
     if outcome != "no_difference":
         return outcome
     return "no meaningful difference" + ("" if margin is None else f" (within ±{100.0 * margin:g} %)")
 
 
-def winner_in_words(comparison: Comparison, names: Mapping[Label, str], title: str = "") -> str:
-    """How much better the winner is: "B serves 1.12× the images/s of A", "B has 1.12× lower p50 latency than A".
+def winner_in_words(comparison: Comparison, names: Mapping[Label, str], where: str = "", title: str = "") -> str:
+    """How much better the winner is: "Triton handles 2.4 times the load of FastAPI with 64 users (2.2 to 2.5)", "Triton
+    has 1.12 times lower p50 latency than FastAPI one request at a time (1.08 to 1.16)".
 
-    `title` replaces that of the metric, if it is not a registered one.
+    `where` follows the claim; `title` replaces that of the metric, if it is not a registered one.
     """
     lead, winner, loser = advantage(comparison), comparison.winner, comparison.loser
     assert lead is not None
     assert winner is not None
     assert loser is not None
-    factor = ratio(lead.factor, lead.ci95)
-    if comparison.higher_is_better:
-        return f"{names[winner]} serves {factor} the {comparison.unit} of {names[loser]}"
-    return f"{names[winner]} has {factor} lower {title or METRICS[comparison.metric].title} than {names[loser]}"
+    factor, interval = times(lead.factor, lead.ci95)
+    title = title or METRICS[comparison.metric].title
+    where = f" {where}" if where else ""
+    what = f"has {factor} the {title} of" if comparison.higher_is_better else f"has {factor} lower {title} than"
+    if comparison.metric in (*SERVED, ACHIEVED_RATE.name):
+        what = f"handles {factor} the load of"
+    return f"{names[winner]} {what} {names[loser]}{where} ({interval or 'no interval'})"
 
 
 def claim(
@@ -120,17 +214,13 @@ def claim(
     follows the claim."""
     title = title or METRICS[comparison.metric].title
     names = names or {label: shown(label) for label in comparison.pairing}
-    lead = advantage(comparison)
+    where = f" {where}" if where else ""
     if comparison.verdict == "invalid":
         return f"no verdict on {title}{where}: {comparison.reason}"
-    if comparison.winner is None or comparison.loser is None or lead is None:
+    if comparison.winner is None or comparison.loser is None or advantage(comparison) is None:
         words = verdict_words(comparison.verdict, comparison.pairing, margin)
         return f"{words} in {title}{where} ({_as_measured(comparison, names)})"
-    interval = f"(95 % interval {ratio_interval(lead.ci95)})"
-    if comparison.higher_is_better:
-        return f"{winner_in_words(comparison, names)}{where} {interval}"
-    better, other, factor = names[comparison.winner], names[comparison.loser], ratio(lead.factor, lead.ci95)
-    return f"the {title} of {better} is {factor} lower than that of {other}{where} {interval}"
+    return winner_in_words(comparison, names, where.strip(), title)
 
 
 def _as_measured(comparison: Comparison, names: Mapping[Label, str]) -> str:
@@ -146,14 +236,16 @@ def _as_measured(comparison: Comparison, names: Mapping[Label, str]) -> str:
     return f"{factor}, 95 % interval {interval}" if is_determined(lead.ci95) else f"{factor}, {interval}"
 
 
-def groups(comparisons: Sequence[Comparison], workloads: dict[str, Workload], margin: float) -> list[str]:
-    """Two arms' workloads by outcome: "B is faster one request at a time and at batch 1, 4 (1.12–1.38×)"."""
+def groups(
+    comparisons: Sequence[Comparison], workloads: dict[str, Workload], margin: float, names: Mapping[Label, str]
+) -> list[str]:
+    """Two arms' workloads by outcome: "Triton is faster one request at a time and at batch 1, 4 (1.12–1.38×)"."""
     outcomes: dict[tuple[str, bool], list[Comparison]] = {}
     for comparison in sorted(
         comparisons, key=lambda c: (ORDER.index(c.verdict), workloads[c.workload].scenario == "cold-start")
     ):
         words = verdict_words(comparison.verdict, comparison.pairing, margin)
-        text = f"{shown(comparison.winner)} is faster" if comparison.winner else words
+        text = f"{names[comparison.winner]} is faster" if comparison.winner else words
         if comparison.verdict != "invalid":
             outcomes.setdefault((text, workloads[comparison.workload].scenario == "cold-start"), []).append(comparison)
     return [
@@ -162,9 +254,11 @@ def groups(comparisons: Sequence[Comparison], workloads: dict[str, Workload], ma
     ]
 
 
-def other_decided_metrics(comparisons: Sequence[Comparison], workloads: dict[str, Workload]) -> list[str]:
+def other_decided_metrics(
+    comparisons: Sequence[Comparison], workloads: dict[str, Workload], names: Mapping[Label, str]
+) -> list[str]:
     """List every decided metric that does not lead its workload. Metrics that favour the same arm as the leading one
-    share a clause; each of the others gets a clause: "but A has the lower p99 latency at batch 4 (1.90×)"."""
+    share a clause; each of the others gets a clause: "but Triton has the lower p99 latency at batch 4 (1.90×)"."""
     leading = {(c.workload, c.pairing): c.winner for c in comparisons if c.leading}
     several = len({c.pairing for c in comparisons}) > 1
     agreeing: dict[str, None] = {}
@@ -183,9 +277,9 @@ def other_decided_metrics(comparisons: Sequence[Comparison], workloads: dict[str
     for (winner, loser, name), chosen in against.items():
         best = "higher" if METRICS[name].higher_is_better else "lower"
         where = places([workloads[c.workload] for c in chosen])
-        than = f" than {shown(loser)}" if several else ""
+        than = f" than {names[loser]}" if several else ""
         article = "a" if several else "the"
-        parts.append(f"but {shown(winner)} has {article} {best} {METRICS[name].title}{than} {where}{_leads(chosen)}")
+        parts.append(f"but {names[winner]} has {article} {best} {METRICS[name].title}{than} {where}{_leads(chosen)}")
     return parts
 
 

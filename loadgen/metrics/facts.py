@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import TypeVar
 
 from loadgen.metrics.breakdown import ArmStages, LatencyBreakdown
+from loadgen.metrics.claims import names_of
 from loadgen.metrics.comparisons import Comparison
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary
-from loadgen.records.run import Figure, Found, Workload, item_of
+from loadgen.records.run import Figure, Found, Label, Workload, item_of
 from loadgen.records.store import StoredBlock, StoredRun, StoredRunError
 
 F = TypeVar("F", bound=Found)
@@ -94,6 +95,11 @@ class Facts:
     def loads(self) -> list[WorkloadFacts]:
         """Every workload that has blocks."""
         return [load for load in self.planned if load.blocks]
+
+    @cached_property
+    def names(self) -> dict[Label, str]:
+        """The arms as sentences call them."""
+        return names_of(self.run.experiment.arms, self.run.arms)
 
     @property
     def item(self) -> str:

@@ -39,7 +39,7 @@ CONTENTS: Sequence[tuple[str, Sequence[MakeSection | None]]] = (
 
 def result_document(result: Result) -> doc.Document:
     """The chapters and sections of a result in their order, for all formats."""
-    base, *others = result.titles.values()
+    base, *others = result.names.values()
     of_the_probes = [import_module(probe.sections).SECTIONS for probe in probes() if probe.sections is not None]
 
     def sections(title: str, makers: Sequence[MakeSection | None]) -> Iterator[doc.Section]:

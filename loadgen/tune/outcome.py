@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from loadgen.base.quantities import Interval, join, number, ratio_interval, ratio_with_interval, share
+from loadgen.base.quantities import Interval, join, number, ratio_with_interval, share
 from loadgen.experiment.tuning import TuneSettings
 from loadgen.findings.gpu.analysis import GpuFound
 from loadgen.metrics.claims import claim, winner_in_words
@@ -185,11 +185,11 @@ class TuningOutcome:
     def _claim(self, comparison: Comparison) -> str:
         names, margin = self.names, None if self.final is None else self.final.experiment.equivalence_margin
         two = join([names[label] for label in comparison.pairing])
-        return claim(comparison, names, "" if comparison.winner else f" between {two}", margin, _title(self))
+        return claim(comparison, names, "" if comparison.winner else f"between {two}", margin, _title(self))
 
     @property
     def headline(self) -> str:
-        """The answer in at most 25 words: from the final alone; before it where the search stands."""
+        """The answer in at most 32 words: from the final alone; before it where the search stands."""
         within = limits_in_words(self.settings.limits)
         if self.final is None:
             return _unfinished(self)
@@ -433,10 +433,8 @@ def _best_against_best(outcome: TuningOutcome, main: Comparison, within: str) ->
             f"no winner between {names}{of_all} at their best{under}: {what}",
             f"no winner between {names}{of_all}: {what}",
         )
-    text, interval = winner_in_words(main, outcome.names, _title(outcome)), ratio_interval(lead.ci95)
-    after = f", the next of {many}" if many > 2 else ""
-    shorter = [f"{text}{more} ({interval})" for more in (after + under, after, "")]
-    return (f"{text}{after}{under} (95 % interval {interval})", *shorter)
+    texts = [winner_in_words(main, outcome.names, where, _title(outcome)) for where in (under.strip(), "")]
+    return (texts[0] + (f", the next of {many}" if many > 2 else ""), *texts)
 
 
 def _at_defaults(outcome: TuningOutcome) -> Alternatives:
@@ -460,10 +458,9 @@ def _gain(outcome: TuningOutcome, target: TargetOutcome) -> Alternatives:
             return (f"nothing that was tried is shown to be better than the defaults of {target.title}",)
         alone = "keeps the limit, which its defaults are not shown to do"
         return (f"{target.title} at its best {alone if target.lead else 'works, its defaults could not be measured'}",)
-    names, lead = outcome.names, advantage(target.lead)
+    names = outcome.names
     names[target.default.name] = "its defaults"
-    text, interval = winner_in_words(target.lead, names, _title(outcome)), ratio_interval(lead and lead.ci95)
-    return (f"{text} (95 % interval {interval})", f"{text} ({interval})")
+    return (winner_in_words(target.lead, names, title=_title(outcome)),)
 
 
 def _after(place: int, part: Alternatives) -> Alternatives:

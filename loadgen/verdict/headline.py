@@ -1,12 +1,13 @@
-"""The result in one sentence of at most `MOST_WORDS` words, with which every report, the terminal and the API begin.
+"""The result in at most `MOST_WORDS` words, with which every report, the terminal and the API begin, and what it means.
 
-It names the most loaded workload with a winner, the lead with its 95 % interval, a setting that explains the lead, and
-in how many workloads which arm leads. What does not fit is left out, the least important first; `Verdict.sentence` has
-all of it.
+The headline calls the arms by their names (`names_of`). It says who leads in the most loaded workload with a
+winner, by how much, with the 95 % interval, a setting that explains the lead, and at how many loads which arm is ahead;
+of several arms the order. What does not fit is left out, the least important first; `Verdict.sentence` has all of it.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,22 +15,27 @@ from itertools import product
 
 from msgspec.structs import replace
 
-from loadgen.base.quantities import counted, join, ratio_interval
-from loadgen.checks.registry import CHECKS, in_sentence, invalidating, reached
+from loadgen.base.quantities import capital, counted, join, number
+from loadgen.checks.registry import CHECKS, Fault, fault_of, in_sentence, invalidating, reached
 from loadgen.checks.run import same_payload
-from loadgen.metrics.claims import WorkloadRanking, neighbours, place, verdict_words, weight, winner_in_words
-from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons
+from loadgen.metrics.claims import WorkloadRanking, names_of, neighbours, place, verdict_words, weight, winner_in_words
+from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.metrics.registry import METRICS, SERVED
 from loadgen.metrics.surface import Surface, counts_in_words, crossing_in_words, rows_in_words, surface_of
+from loadgen.metrics.tokens import per_million
 from loadgen.records.checks import Check
-from loadgen.records.run import Experiment, Label, Workload, shown
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, Workload
 
-MOST_WORDS = 25
-SHORT_TITLE = 30
-"""Most characters of a name beside an arm's label."""
+MOST_WORDS = 32
 
 Alternatives = Sequence[str]
-"""A part of the sentence, the longest wording first; the last may be empty."""
+"""A part of the headline, the longest wording first; the last may be empty."""
+TO_BLAME: Mapping[Fault | None, str] = {
+    "busy machine": "the machine",
+    "overloaded load generator": "the load generator",
+    "unfair configuration": "the settings",
+}
+"""Who is to blame for a fault where no arm is."""
 
 
 def word_count(text: str) -> int:
@@ -39,17 +45,15 @@ def word_count(text: str) -> int:
 
 def headline(
     experiment: Experiment,
-    titles: Mapping[Label, str],
+    arms: Sequence[ArmRecord],
     comparisons: Sequence[Comparison],
     rankings: Sequence[WorkloadRanking],
     checks: Sequence[Check],
     cause: str = "",
 ) -> str:
-    """The sentence. `titles` are the arms' names; `cause` is a clause with its comma that explains the lead of the
-    comparison `main_comparison`. Where every server is at its best for each load, it has one name for all of its
-    configurations."""
-    servers = experiment.servers
-    titles = {server: titles[label] for label, server in reversed(servers.items())}
+    """The headline. `cause` is a clause with its comma that explains the lead of `main_comparison`. Where every server
+    is at its best for each load, it has one name for all of its configurations."""
+    servers, names = experiment.servers, _server_names(experiment, arms)
     comparisons = [replace(c, baseline=servers[c.baseline], arm=servers[c.arm]) for c in comparisons]
     rankings = [_of_servers(ranking, servers) for ranking in rankings]
     failed = invalidating(reached(checks))
@@ -59,16 +63,15 @@ def headline(
     usable = [comparison for comparison in leading if comparison.verdict != "invalid"]
     if not usable:
         start = "No verdict" if leading else "Nothing was compared"
-        return fit([(start,), (*(f": {text}" for text in _failures(failed)), ""), (".",)])
-    names = _short_names(tuple(dict.fromkeys(servers.values())), titles)
+        return fit([(start,), (*(text for text in _failures(failed, names_of(experiment.arms, arms))), ""), (".",)])
     workloads = {workload.name: workload for workload in experiment.workloads}
     lost = len({c.workload for c in leading} - {c.workload for c in usable})
     total = len({c.workload for c in leading})
     before: Alternatives = ("",)
     if lost:
-        before = (f"No verdict on {lost} of {total} workloads; otherwise ", f"{lost} of {total} workloads invalid: ")
+        before = (f"No verdict at {lost} of {total} loads; otherwise ", f"{lost} of {total} loads invalid: ")
     elif failed:
-        before = ("Not valid; the complete workloads show: ", "Not valid; otherwise ")
+        before = ("Not valid; the complete loads show: ", "Not valid; otherwise ")
     elif experiment.is_at_best:
         before = ("Each server at its best: ", "At their best: ")
     main = main_comparison(comparisons, rankings, workloads)
@@ -76,15 +79,70 @@ def headline(
     if surface is not None and any(point.winner for point in surface.points):
         parts = _of_surface(surface, names)
     elif main is None and (served := _most_loaded(comparisons, workloads, names)) is not None:
-        parts = [_claims(served, names, place(workloads[served.workload]), None), _leading_open(served, leading)]
+        claim = winner_in_words(served, names, place(workloads[served.workload]))
+        parts = [(claim,), _leading_open(served, leading, names)]
     elif main is None:
-        parts = [_no_winner(experiment, usable, names), _besides(comparisons)]
+        parts = [_no_winner(experiment, usable, names), _besides(comparisons, names)]
     else:
         ranking = next((r for r in rankings if r.workload == main.workload), None) if len(names) > 2 else None
         claims = _claims(main, names, place(workloads[main.workload]), ranking)
-        parts = [claims, _shortened(cause), _leads(usable, rankings, main), _besides(comparisons)]
+        parts = [claims, _shortened(cause), _leads(usable, rankings, main, names), _besides(comparisons, names)]
     text = fit([before, *parts, (".",)])
-    return text[0].upper() + text[1:]
+    return capital(text)
+
+
+def _server_names(experiment: Experiment, arms: Sequence[ArmRecord]) -> dict[Label, str]:
+    """The names of the servers as the user named them: one for all configurations of a server at its best, without the
+    settings in which these differ."""
+    requests: dict[Label, list[ArmRequest]] = {}
+    for arm in experiment.arms:
+        requests.setdefault(experiment.servers[arm.label], []).append(arm)
+    alike = [
+        replace(
+            first, label=server, settings=dict(set.intersection(*(set(arm.settings.items()) for arm in configured)))
+        )
+        for server, configured in requests.items()
+        for first in configured[:1]
+    ]
+    told = {arm.label: arm for arm in arms}
+    records = [replace(told[of[0].label], label=server) for server, of in requests.items() if of[0].label in told]
+    return names_of(alike, records)
+
+
+def consequence(
+    experiment: Experiment,
+    arms: Sequence[ArmRecord],
+    comparisons: Sequence[Comparison],
+    rankings: Sequence[WorkloadRanking],
+) -> str:
+    """What the headline's comparison means: the p99 of both arms, and how many servers a load takes, or what it costs
+    where the price of the machine is known. Empty without a winner."""
+    names = names_of(experiment.arms, arms)
+    workloads = {workload.name: workload for workload in experiment.workloads}
+    main = main_comparison(comparisons, rankings, workloads)
+    if main is None:
+        return ""
+    beside = [c for c in comparisons if (c.workload, c.pairing) == (main.workload, main.pairing)]
+    values = {c.metric: (c.baseline_value, c.arm_value) for c in (*beside, main)}
+    called = [names[label] for label in main.pairing]
+    parts = []
+    tail = next((name for name in ("latency_p99", "ttft_p99") if None not in values.get(name, (None,))), None)
+    if tail is not None:
+        each = (f"{number(value or 0.0)} ms by {name}" for name, value in zip(called, values[tail], strict=True))
+        what = "requests are answered" if tail == "latency_p99" else "requests get their first token"
+        parts.append(f"99 of 100 {what} within {join(list(each))}")
+    served = [value for value in (main.baseline_value, main.arm_value) if value]
+    if main.metric in SERVED and len(served) == 2 and not workloads[main.workload].is_open:
+        items = main.unit.removesuffix("/s")
+        if experiment.price is not None:
+            costs = [number(per_million(experiment.price, value)) for value in served]
+            parts.append(f"a million {items} cost {' or '.join(map(' with '.join, zip(costs, called, strict=True)))}")
+        else:
+            goal = 10 ** math.ceil(math.log10(5.0 * max(served)))
+            servers = [math.ceil(goal / value) for value in served]
+            each = (f"{counted(count, 'server')} with {name}" for count, name in zip(servers, called, strict=True))
+            parts.append(f"{goal:,} {main.unit} at this load take {' or '.join(each)}")
+    return " ".join(f"{capital(part)}." for part in parts)
 
 
 def _of_servers(ranking: WorkloadRanking, servers: Mapping[Label, Label]) -> WorkloadRanking:
@@ -119,10 +177,10 @@ def _most_loaded(
     return max(served, key=lambda c: weight(workloads[c.workload]))
 
 
-def _leading_open(served: Comparison, leading: Sequence[Comparison]) -> Alternatives:
+def _leading_open(served: Comparison, leading: Sequence[Comparison], names: Mapping[Label, str]) -> Alternatives:
     """What the leading metric of that workload shows."""
     open_ones = [c for c in leading if c.workload == served.workload and c.metric != served.metric]
-    texts = [f"; {METRICS[c.metric].title}: {verdict_words(c.verdict, c.pairing)}" for c in open_ones]
+    texts = [f"; {METRICS[c.metric].title}: {verdict_words(c.verdict, c.pairing, names=names)}" for c in open_ones]
     return ("".join(texts), "")
 
 
@@ -138,16 +196,20 @@ def fit(parts: Sequence[Alternatives]) -> str:
     return next((text for text in texts if word_count(text) <= MOST_WORDS), "".join(part[-1] for part in parts))
 
 
-def _failures(failed: Sequence[Check]) -> Iterator[str]:
-    """What took the verdict away, from the whole detail to the name of the check; a check without data by its name."""
+def _failures(failed: Sequence[Check], names: Mapping[Label, str]) -> Iterator[str]:
+    """Who took the verdict away and how, from the whole detail to the name of the check; a check without data by its
+    name."""
     if failed:
-        first, names = failed[0], {check.name for check in failed}
-        more = f" ({counted(len(names) - 1, 'more failed check')})" if len(names) > 1 else ""
+        first, checks = failed[0], {check.name for check in failed}
+        blamed = () if set(names) <= set(first.arms) else first.arms
+        who = join([names[label] for label in blamed if label in names]) or TO_BLAME.get(fault_of(first), "")
+        because = f" because of {who}: " if who and not first.detail.startswith(who) else ": "
+        more = f" ({counted(len(checks) - 1, 'more failed check')})" if len(checks) > 1 else ""
         if first.ok is False:
-            yield first.detail + more
-            yield first.detail
-        yield _condition(first) + more
-        yield _condition(first)
+            yield because + first.detail + more
+            yield because + first.detail
+        yield because + _condition(first) + more
+        yield because + _condition(first)
 
 
 def _condition(check: Check) -> str:
@@ -159,49 +221,35 @@ def _condition(check: Check) -> str:
     return f"“{check.title}” is not available" if check.ok is None else f"“{check.title}” failed"
 
 
-def _short_names(labels: Sequence[Label], titles: Mapping[Label, str]) -> dict[Label, str]:
-    """ "B (Triton)": the label and the first word of the arm's name, where that tells all arms apart."""
-    words = {label: titles[label].split()[0].split("://")[-1] if titles[label].split() else "" for label in labels}
-    apart = len(set(words.values())) == len(words) and all(0 < len(word) <= SHORT_TITLE for word in words.values())
-    return {label: f"{shown(label)} ({words[label]})" if apart else shown(label) for label in labels}
-
-
 def _claims(
     comparison: Comparison, names: Mapping[Label, str], where: str, ranking: WorkloadRanking | None
 ) -> Alternatives:
-    """Who leads by how much, with the interval; of several arms the best beside the next that it beats."""
-    lead, winner = advantage(comparison), comparison.winner
-    assert lead is not None
-    assert winner is not None
-    interval = ratio_interval(lead.ci95)
-    ahead = () if ranking is None else ranking.order[: ranking.order.index(winner) + 1]
-    texts = []
-    for called in (names, {label: shown(label) for label in names}):
-        if len(ahead) > 2:
-            start = f"{len(ahead)} of {len(names)} arms lead {where}, not separated: "
-        else:
-            start = (
-                f"{join([called[label] for label in sorted(ahead)])} lead {where}, not separated: " if ahead[1:] else ""
-            )
-        after = f", the next of {len(names)} arms, {where}" if len(names) > 2 else f" {where}"
-        after = "" if start else after
-        text = start + winner_in_words(comparison, {**called, winner: shown(winner)} if start else called)
-        texts += [f"{text}{after} (95 % interval {interval})", f"{text}{after} ({interval})"]
-    return (texts[0], texts[1], texts[3], f"{text.removeprefix(start)} {where} ({interval})")
+    """Who leads by how much, with the interval; of several arms their order, and the best beside the next that it
+    beats."""
+    claim = winner_in_words(comparison, names, where)
+    if ranking is None:
+        return (claim,)
+    ahead = [names[label] for label in ranking.order[: ranking.order.index(comparison.winner or "") + 1]]
+    alone = winner_in_words(comparison, names)
+    first = f"{join(ahead)} are ahead, not separated: " if len(ahead) > 1 else ""
+    return (
+        f"ranking {where}: {ranking.words(names)}. {capital(alone)}",
+        f"{first}{claim}, the next of {len(names)}",
+        f"{len(ahead)} of {len(names)} are ahead, not separated: {claim}" if first else claim,
+    )
 
 
 def _of_surface(surface: Surface, names: Mapping[Label, str]) -> list[Alternatives]:
     """The crossing that is known best and what holds at the other sizes; without a crossing who wins how often."""
-    letters = {label: shown(label) for label in names}
     if not surface.crossings:
-        texts = [counts_in_words(surface, called) for called in (names, letters)]
-        return [(*texts, texts[1].partition(";")[0], texts[1].partition(",")[0])]
+        text = counts_in_words(surface, names)
+        return [(text, text.partition(";")[0], text.partition(",")[0])]
     main = min(surface.crossings, key=lambda crossing: crossing.ci95[1] / crossing.ci95[0])
-    clauses = dict(zip(surface.rows, rows_in_words(surface), strict=True))
+    clauses = dict(zip(surface.rows, rows_in_words(surface, names), strict=True))
     others = [clause for size, clause in clauses.items() if size != main.size]
     shorter = [clause for clause in others if "no winner" not in clause]
     rest = tuple(dict.fromkeys("".join(f"; {clause}" for clause in some) for some in (others, shorter, ())))
-    return [tuple(crossing_in_words(surface, main, called) for called in (names, letters)), rest]
+    return [(crossing_in_words(surface, main, names),), rest]
 
 
 def _shortened(clause: str) -> Alternatives:
@@ -209,8 +257,10 @@ def _shortened(clause: str) -> Alternatives:
     return tuple(dict.fromkeys((clause, re.sub(r" \([^)]*\)", "", clause), "")))
 
 
-def _leads(usable: Sequence[Comparison], rankings: Sequence[WorkloadRanking], main: Comparison) -> Alternatives:
-    """In how many workloads which arm leads: against the other, or with several arms before all others."""
+def _leads(
+    usable: Sequence[Comparison], rankings: Sequence[WorkloadRanking], main: Comparison, names: Mapping[Label, str]
+) -> Alternatives:
+    """At how many loads which arm is ahead: of the other, or with several arms of all others."""
     if len({c.pairing for c in usable}) > 1:
         winners = [ranking.order[0] for ranking in rankings if ranking.order[:2] not in ranking.not_separated]
         total = len(rankings)
@@ -221,15 +271,21 @@ def _leads(usable: Sequence[Comparison], rankings: Sequence[WorkloadRanking], ma
     mine = leads.pop(main.winner or "", 0)
     if total == 1 or not (mine or leads):
         return ("",)
-    others = [f"{shown(label)} in {count}" for label, count in leads.items()]
+    others = join([names[label] for label in leads])
+    elsewhere = f". {capital(others)} {'is' if len(leads) == 1 else 'are'} ahead at other loads"
     if not mine:
-        return (f"; {join([shown(label) for label in leads])} leads elsewhere", "")
-    every = f"{mine} of {total}" if mine < total else "both" if total == 2 else f"all {total}"
-    text = f"; {shown(main.winner or '')} leads in {every} workloads" + (f", {join(others)}" if others else "")
-    return (text, f"; {join([shown(label) for label in leads])} leads elsewhere") if others else (text, "")
+        return (elsewhere, "")
+    who = "It" if len(names) == 2 else capital(names[main.winner or ""])
+    if mine == total:
+        return (f". {who} is ahead at {'both loads' if total == 2 else 'every load'} tested", "")
+    others = "".join(f", {names[label]} at {count}" for label, count in leads.items())
+    undecided = total - mine - leads.total()
+    text = f". {who} is ahead at {mine} of {total} loads{others}"
+    longer = f"{text}; no winner at {undecided}" if undecided else text
+    return tuple(dict.fromkeys((longer, text, elsewhere if leads else "")))
 
 
-def _besides(comparisons: Sequence[Comparison]) -> Alternatives:
+def _besides(comparisons: Sequence[Comparison], names: Mapping[Label, str]) -> Alternatives:
     """The metrics by which an arm wins that does not lead its workload."""
     leading = {(c.workload, c.pairing): c.winner for c in comparisons if c.leading}
     against: dict[Label, dict[str, None]] = {}
@@ -238,7 +294,7 @@ def _besides(comparisons: Sequence[Comparison]) -> Alternatives:
             against.setdefault(c.winner or "", {})[METRICS[c.metric].title] = None
     if not against:
         return ("",)
-    words = [f"{shown(label)} has better {join(list(metrics))}" for label, metrics in against.items()]
+    words = [f"{names[label]} has better {join(list(metrics))}" for label, metrics in against.items()]
     return (f", but {join(words)} in some", "")
 
 
@@ -246,13 +302,12 @@ def _no_winner(experiment: Experiment, usable: Sequence[Comparison], names: Mapp
     """The arms that have no winner, and how many workloads are equal within the margin or inconclusive."""
     outcomes = Counter(c.verdict for c in usable)
     several = len(names) > 2
-    what = "comparisons" if several else "workloads"
+    what = "comparisons" if several else "loads"
     parts = []
     if same := outcomes["no_difference"]:
         margin = f"within ±{100.0 * experiment.equivalence_margin:g} %"
-        parts.append(f"no meaningful difference ({margin}) in {same} of {len(usable)} {what}")
+        parts.append(f"no meaningful difference ({margin}) at {same} of {len(usable)} {what}")
     if unknown := outcomes["inconclusive"]:
-        parts.append(f"inconclusive in {unknown}" + ("" if parts else f" of {len(usable)} {what}"))
-    who = f"among {len(names)} arms" if several else f"between {' and '.join(names.values())}"
-    labels = who if several else f"between {join(list(map(shown, names)))}"
-    return f"no winner {who}: {', '.join(parts)}", f"no winner {labels}: {', '.join(parts)}"
+        parts.append(f"inconclusive at {unknown}" + ("" if parts else f" of {len(usable)} {what}"))
+    who = f"among {len(names)} servers" if several else f"between {' and '.join(names.values())}"
+    return (f"no winner {who}: {', '.join(parts)}",)

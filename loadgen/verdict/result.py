@@ -32,6 +32,7 @@ from loadgen.checks.run import COMPARISONS, VERDICT, analysed
 from loadgen.findings.registry import finding_types, probes
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.breakdown import LatencyBreakdown, break_down
+from loadgen.metrics.claims import names_of
 from loadgen.metrics.comparisons import Comparison, PooledRequests, compare_all, invalidate
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, sound, summarise_blocks, summarise_workload
@@ -92,8 +93,13 @@ class Result(Record, frozen=True, kw_only=True):
         return titles_of(self.experiment, self.arms)
 
     @property
+    def names(self) -> dict[Label, str]:
+        """The arms as sentences call them."""
+        return names_of(self.experiment.arms, self.arms)
+
+    @property
     def headline(self) -> str:
-        """The result in one sentence of at most 25 words."""
+        """The result in at most 32 words."""
         return self.verdict.headline
 
     def of(self, kind: type[F]) -> F:
@@ -254,8 +260,7 @@ def analyse_run(run: StoredRun) -> Result:
     facts = replace(facts, findings=findings | concluded)
     floor = partial(floor_sentence, run.noise_floors, comparisons, run.experiment, run.arms)
     noise_floor_sentence = step("sentence about the noise floor", floor, "")
-    titles = titles_of(run.experiment, run.arms)
-    verdict = step(VERDICT, partial(reach_verdict, facts, titles, checks), None)
+    verdict = step(VERDICT, partial(reach_verdict, facts, checks), None)
     if len(failures) > before:
         checks = (*(check for check in checks if check.name != analysed.name), *analysed.checks(facts))
     verdict = no_verdict(checks) if verdict is None else verdict

@@ -12,12 +12,23 @@ named if it is more than half of the lead, in logarithms: 1.6× of 2.4× is 54 %
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from loadgen.base.quantities import Interval, counted, join, number, ratio, sentence, share, signed_ms, significant
+from loadgen.base.quantities import (
+    Interval,
+    counted,
+    join,
+    number,
+    possessive,
+    ratio,
+    sentence,
+    share,
+    signed_ms,
+    significant,
+)
 from loadgen.checks.arms import handicap
 from loadgen.checks.generator import RECONNECT_LIMIT
 from loadgen.checks.registry import CHECKS, complaints, invalidating
@@ -44,8 +55,8 @@ from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary, figure_of
 from loadgen.metrics.surface import Surface, rows_in_words, surface_of, uncertain
 from loadgen.records.checks import Check
 from loadgen.records.model_config import queue_policy_of, whole
-from loadgen.records.run import ArmRecord, Experiment, Label, Record, RunState, Workload, shown
-from loadgen.verdict.headline import headline, main_comparison
+from loadgen.records.run import ArmRecord, Experiment, Label, Record, RunState, Workload
+from loadgen.verdict.headline import consequence, headline, main_comparison
 
 MIN_STAGE_SHARE = 0.05
 MOST_DETECTABLE = 100.0
@@ -70,7 +81,9 @@ class Verdict(Record, frozen=True, kw_only=True):
 
     valid: bool
     headline: str
-    """The result in at most 25 words."""
+    """The result in at most 32 words."""
+    consequence: str = ""
+    """What that means: the p99 latency of both arms, and the servers or the money that a load takes."""
     sentence: str
     """Names every metric with a decided difference, also those that do not lead their scenario."""
     main_scenario: str | None
@@ -84,9 +97,14 @@ class Verdict(Record, frozen=True, kw_only=True):
     """Each check that removed a verdict, with the scenarios it covers."""
     caveats: tuple[str, ...]
 
+    @property
+    def untold(self) -> tuple[str, ...]:
+        """Those of `failed` that the headline does not say."""
+        return tuple(text for text in self.failed if text[1:].rstrip(".") not in self.headline)
 
-def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check]) -> Verdict:
-    """`titles` names the arms for people, by label; the comparisons are those after the checks."""
+
+def reach_verdict(facts: Facts, checks: Sequence[Check]) -> Verdict:
+    """The comparisons are those after the checks."""
     experiment, failed = facts.run.experiment, complaints(checks)
     against = [c for c in facts.comparisons if c.baseline == experiment.baseline_in(c.workload)]
     scenarios = tuple(_scenario(facts, leading) for leading in leading_comparisons(against))
@@ -94,7 +112,7 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
     apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
     slowed = complaints([check for check in checks if check.name == handicap.name])
     surface = surface_of(experiment, facts.comparisons)
-    text = _sentence(facts, titles, rankings, surface, failed, slowed)
+    text = _sentence(facts, rankings, surface, failed, slowed)
     usable = {s.workload for s in scenarios if s.outcome != "invalid"} or {s.workload for s in scenarios}
     main = max((workload for workload in experiment.workloads if workload.name in usable), key=weight, default=None)
     workloads = _by_name(facts)
@@ -102,7 +120,8 @@ def reach_verdict(facts: Facts, titles: dict[Label, str], checks: Sequence[Check
     cause = "" if decided is None else explain_lead(facts, decided)
     return Verdict(
         valid=not failed,
-        headline=headline(experiment, titles, facts.comparisons, rankings, checks, cause),
+        headline=headline(experiment, facts.run.arms, facts.comparisons, rankings, checks, cause),
+        consequence="" if failed else consequence(experiment, facts.run.arms, facts.comparisons, rankings),
         sentence=text if apart is None else f"No winner: {apart.detail}, so this does not compare servers.",
         main_scenario=None if main is None else main.name,
         scenarios=scenarios,
@@ -154,7 +173,6 @@ def _tolerated(checks: Sequence[Check]) -> list[Check]:
 
 def _sentence(
     facts: Facts,
-    titles: dict[Label, str],
     rankings: Sequence[WorkloadRanking],
     surface: Surface | None,
     failed: Sequence[str],
@@ -175,50 +193,46 @@ def _sentence(
         before = f"No verdict on {len(lost)} of {len(scenarios)} workloads (see the failed checks); otherwise: "
     elif failed:
         before = "The run is not valid (see the failed checks); the workloads that are complete show: "
-    names = {label: f"{shown(label)} ({title})" for label, title in titles.items()}
-    two = len(facts.run.experiment.arms) == 2
+    names, two = facts.names, len(facts.run.experiment.arms) == 2
     if surface is not None:
-        text = "; ".join([*rows_in_words(surface, names)[:1], *rows_in_words(surface)[1:]]) + "."
+        text = "; ".join(rows_in_words(surface, names)) + "."
     else:
-        text = _two_arms(facts, usable, names) if two else _many_arms(facts, usable, rankings, names)
-    begins_with_name = text.startswith(tuple(names.values()))
-    return before + text if before or begins_with_name else sentence(text)
+        text = _two_arms(facts, usable) if two else _many_arms(facts, usable, rankings)
+    return before + text if before or text.startswith(tuple(names.values())) else sentence(text)
 
 
-def _two_arms(facts: Facts, usable: Sequence[Comparison], names: dict[Label, str]) -> str:
+def _two_arms(facts: Facts, usable: Sequence[Comparison]) -> str:
     """The decided comparison with the most load, then the other workloads by outcome, then the other metrics."""
-    workloads, margin = _by_name(facts), facts.run.experiment.equivalence_margin
+    workloads, margin, names = _by_name(facts), facts.run.experiment.equivalence_margin, facts.names
     loads = [c for c in usable if c.metric in SERVED] or usable
     decided = [c for c in loads if c.winner] or [c for c in usable if c.winner]
-    besides = other_decided_metrics(facts.comparisons, workloads)
+    besides = other_decided_metrics(facts.comparisons, workloads, names)
     if not decided:
         metrics = dict.fromkeys(METRICS[c.metric].title for c in usable) if besides else ()
         what = f" in {join(list(metrics))}" if metrics else ""
-        parts = [*groups(usable, workloads, margin), *besides]
+        parts = [*groups(usable, workloads, margin, names), *besides]
         return f"no winner{what} between {' and '.join(names.values())}: {'; '.join(parts)}."
     main = max(decided, key=lambda c: weight(workloads[c.workload]))
-    first = claim(main, names, f" {place(workloads[main.workload])}") + explain_lead(facts, main)
-    rest = groups([c for c in usable if c is not main], workloads, margin)
+    first = claim(main, names, place(workloads[main.workload])) + explain_lead(facts, main)
+    rest = groups([c for c in usable if c is not main], workloads, margin, names)
     return "; ".join([first, *rest, *besides]) + "."
 
 
-def _many_arms(
-    facts: Facts, usable: Sequence[Comparison], rankings: Sequence[WorkloadRanking], names: dict[Label, str]
-) -> str:
+def _many_arms(facts: Facts, usable: Sequence[Comparison], rankings: Sequence[WorkloadRanking]) -> str:
     """The order in the most loaded workload with the lead of each arm over the next, then the order in the others."""
-    workloads = _by_name(facts)
-    besides = other_decided_metrics(facts.comparisons, workloads)
+    workloads, names = _by_name(facts), facts.names
+    besides = other_decided_metrics(facts.comparisons, workloads, names)
     if not rankings:  # no leading metric could be measured, as with too few requests for a percentile
         where = places([workloads[name] for name in dict.fromkeys(c.workload for c in usable)])
         return "; ".join([f"no ranking of {join(list(names.values()))}: inconclusive {where}", *besides]) + "."
     loads = [ranking for ranking in rankings if ranking.metric in SERVED] or rankings
     main = max(loads, key=lambda ranking: weight(workloads[ranking.workload]))
-    apart = [claim(c) + explain_lead(facts, c) for c in neighbours(facts.comparisons, main) if c.winner]
+    apart = [claim(c, names) + explain_lead(facts, c) for c in neighbours(facts.comparisons, main) if c.winner]
     first = f"by {METRICS[main.metric].title} {place(workloads[main.workload])}: {main.words(names)}."
     same: dict[str, list[Workload]] = {}
     for ranking in rankings:
         if ranking is not main:
-            same.setdefault(ranking.words(), []).append(workloads[ranking.workload])
+            same.setdefault(ranking.words(names), []).append(workloads[ranking.workload])
     rest = [f"{places(where)}: {words}" for words, where in same.items()]
     return " ".join([first, *(sentence("; ".join(part)) for part in (apart, rest, besides) if part)])
 
@@ -242,18 +256,18 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
     if leading.verdict != "invalid" or reasons:
         for breakdown in facts.breakdowns:
             if (breakdown.workload, breakdown.baseline, breakdown.arm) == (leading.workload, *leading.pairing):
-                reasons += explain_stages(breakdown)
+                reasons += explain_stages(breakdown, facts.names)
         reasons += _explain_tokens(facts, leading)
         summaries = [s for s in facts.summaries if s.workload == leading.workload and s.label in leading.pairing]
-        reasons += [text for summary in summaries for text in _explain_arm(summary)]
-        reasons += _explain_batching(_by_name(facts)[leading.workload], summaries)
+        reasons += [text for summary in summaries for text in _explain_arm(summary, facts.names)]
+        reasons += _explain_batching(_by_name(facts)[leading.workload], summaries, facts.names)
     return ScenarioVerdict(
         workload=leading.workload,
         baseline=leading.baseline,
         arm=leading.arm,
         metric=leading.metric,
         outcome=leading.verdict,
-        sentence=sentence("; ".join(claim(c, margin=margin) for c in (leading, *decided))),
+        sentence=sentence("; ".join(claim(c, facts.names, margin=margin) for c in (leading, *decided))),
         reasons=tuple(reasons),
     )
 
@@ -276,11 +290,11 @@ def _explain_tokens(facts: Facts, leading: Comparison) -> list[str]:
     return [text] if text else []
 
 
-def explain_stages(breakdown: LatencyBreakdown) -> list[str]:
+def explain_stages(breakdown: LatencyBreakdown, names: Mapping[Label, str]) -> list[str]:
     """The stages that make up the difference of the mean latencies, the largest first; empty unless both arms report
     them. If a server contradicts the measurement, the contradiction instead."""
     if refused := [
-        f"{shown(arm.label)}'s own statistics do not account for the measured latency "
+        f"{possessive(names[arm.label])} own statistics do not account for the measured latency "
         f"({number(arm.client_total_ms)} ms on average), so no latency breakdown is shown: "
         f"{'; '.join(arm.contradictions[:MAX_STAGES])}."
         for arm in breakdown.sides
@@ -291,7 +305,7 @@ def explain_stages(breakdown: LatencyBreakdown) -> list[str]:
     if base is None or arm is None or total is None:
         return []
     larger = max(base.client_total_ms, arm.client_total_ms)
-    means = " and ".join(f"{number(side.client_total_ms)} ms on {shown(side.label)}" for side in (base, arm))
+    means = " and ".join(f"{number(side.client_total_ms)} ms on {names[side.label]}" for side in (base, arm))
     if abs(total) < 0.01 * larger:
         return [f"Requests take the same time on both arms ({means})."]
     parts = [
@@ -299,28 +313,31 @@ def explain_stages(breakdown: LatencyBreakdown) -> list[str]:
         for d in breakdown.differences[:MAX_STAGES]
         if abs(d.difference_ms) >= MIN_STAGE_SHARE * abs(total)
     ]
-    return [f"Requests take {means} on average. {shown(arm.label)}'s {signed_ms(total)} come from {', '.join(parts)}."]
+    whose = possessive(names[arm.label])
+    return [f"Requests take {means} on average. {whose} {signed_ms(total)} come from {', '.join(parts)}."]
 
 
 def _percent(value: float) -> str:
     return share(value) if value >= 0 else f"−{share(-value)}"
 
 
-def _explain_arm(summary: WorkloadSummary) -> list[str]:
+def _explain_arm(summary: WorkloadSummary, names: Mapping[Label, str]) -> list[str]:
     """Explain an arm: an open loop's rate that it did not sustain, and connections that it closed."""
     reasons = []
     if summary.open_loop is not None and summary.open_loop.saturation:
-        reasons.append(f"{shown(summary.label)} was {summary.open_loop.saturation}.")
+        reasons.append(f"{names[summary.label]} was {summary.open_loop.saturation}.")
     if summary.reconnect_share is not None and summary.reconnect_share > RECONNECT_LIMIT:
         reasons.append(
-            f"{shown(summary.label)} closed its connection before {share(summary.reconnect_share)} of the requests; "
+            f"{names[summary.label]} closed its connection before {share(summary.reconnect_share)} of the requests; "
             "reconnecting is part of its latency."
         )
     return reasons
 
 
-def _explain_batching(workload: Workload, summaries: Sequence[WorkloadSummary]) -> list[str]:
-    means = {shown(s.label): s.executed_batch_mean for s in summaries if s.executed_batch_mean is not None}
+def _explain_batching(
+    workload: Workload, summaries: Sequence[WorkloadSummary], names: Mapping[Label, str]
+) -> list[str]:
+    means = {names[s.label]: s.executed_batch_mean for s in summaries if s.executed_batch_mean is not None}
     if workload.concurrency <= 1 or not means:
         return []
     text = ", ".join(f"{number(mean)} on {label}" for label, mean in sorted(means.items()))
@@ -352,7 +369,7 @@ def explain_lead(facts: Facts, comparison: Comparison) -> str:
     differences = _settings(facts, comparison)
     load = next((planned for planned in facts.planned if planned.workload.name == comparison.workload), None)
     if comparison.metric == THROUGHPUT.name and load is not None and not load.workload.is_open:
-        delay, stalls = _queue_delay(facts, load, winner, loser), _stalls(load, winner, loser)
+        delay, stalls = _queue_delay(facts, load, winner, loser), _stalls(facts, load, winner, loser)
         parts = [part for part in (delay, stalls) if part is not None and _explains(part[0], lead.factor)]
         differences += [] if delay else _delays(facts, load, winner, loser, lead.factor)
         differences += [] if stalls else _policies(facts, winner, loser)
@@ -374,7 +391,7 @@ def _explains(factor: float, lead: float) -> bool:
 def _queue_delay(facts: Facts, load: WorkloadFacts, winner: Label, loser: Label) -> LeadFactor | None:
     """The factor of the slower arm's queue delay over the faster one's; None if it was not measured."""
     effects = _ablations(facts, load.workload.name)
-    cause = f"{shown(loser)}'s queue delay"
+    cause = f"{possessive(facts.names[loser])} queue delay"
     if (slower := effects.get(loser)) is not None and slower.ratio is not None:
         seen = slower.ci95_ms is not None and slower.ci95_ms[0] > 0.0
         other = effects[winner].ratio if winner in effects else None
@@ -408,19 +425,19 @@ def _ablations(facts: Facts, workload: str) -> dict[Label, CauseEffect]:
     }
 
 
-def _stalls(load: WorkloadFacts, winner: Label, loser: Label) -> LeadFactor | None:
+def _stalls(facts: Facts, load: WorkloadFacts, winner: Label, loser: Label) -> LeadFactor | None:
     """The factor of the slower arm's stalls over the faster one's; None if a stall could not be told apart."""
     slower, other = (
         find_stalls([block for block in load.stored if block.record.label == label]) for label in (loser, winner)
     )
     if slower is None:
         return None
-    return slower.factor / (1.0 if other is None else other.factor), f"stalls of 0.5 s on {shown(loser)}", None
+    return slower.factor / (1.0 if other is None else other.factor), f"stalls of 0.5 s on {facts.names[loser]}", None
 
 
 def _policies(facts: Facts, winner: Label, loser: Label) -> list[str]:
     slower, other = (arm is not None and queue_policy_of(arm) for arm in (_arm(facts, loser), _arm(facts, winner)))
-    return [f"a queue policy on {shown(loser)}"] if slower and not other else []
+    return [f"a queue policy on {facts.names[loser]}"] if slower and not other else []
 
 
 def _delays(facts: Facts, load: WorkloadFacts, winner: Label, loser: Label, lead: float) -> list[str]:
@@ -436,12 +453,14 @@ def _delays(facts: Facts, load: WorkloadFacts, winner: Label, loser: Label, lead
         most_ms = min(most_ms, waited_ms)
     if most_ms < mean_ms and not _explains(mean_ms / (mean_ms - most_ms), lead):
         return []
-    return [f"different queue delays ({', '.join(_delay_words(label, arm) for label, arm in pair.items())})"]
+    return [
+        f"different queue delays ({', '.join(_delay_words(facts.names[label], arm) for label, arm in pair.items())})"
+    ]
 
 
-def _delay_words(label: Label, arm: ArmRecord | None) -> str:
+def _delay_words(name: str, arm: ArmRecord | None) -> str:
     delay = None if arm is None else whole(arm.in_effect.get("max_queue_delay_us"))
-    return f"{shown(label)} {delay or 0:,} µs" + (", not when idle" if delay and not _held_us(arm) else "")
+    return f"{name} {delay or 0:,} µs" + (", not when idle" if delay and not _held_us(arm) else "")
 
 
 def _stages(load: WorkloadFacts, label: Label) -> ArmStages | None:
@@ -465,7 +484,7 @@ def _settings(facts: Facts, comparison: Comparison) -> list[str]:
         values = [str(arm.in_effect[name]) for arm in arms if arm.in_effect.get(name) is not None]
         if len(values) == 2 and values[0].lower() != values[1].lower() and not (on_gpu and name == "threads"):
             texts = [value.upper() if name == "precision" else value for value in values]
-            named = ", ".join(f"{shown(arm.label)} {text}" for arm, text in zip(arms, texts, strict=True))
+            named = ", ".join(f"{facts.names[arm.label]} {text}" for arm, text in zip(arms, texts, strict=True))
             differences.append(f"different {title} ({named})")
     return differences
 

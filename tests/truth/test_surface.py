@@ -101,7 +101,7 @@ def test_two_real_servers_cross_where_it_was_planted(compare: Compare) -> None:
         rounds[int(block.workload.partition("(")[2].partition(",")[0])] += block.label == "a"
     assert min(rounds[2], rounds[8]) > max(rounds[1], rounds[16])
     if result.valid:
-        assert result.headline.startswith(f"A is faster from {crossing.words} on at batch 4, B below")
+        assert result.headline.startswith(f"{result.names['a']} is faster from {crossing.words} on at batch 4, ")
 
 
 def test_the_share_of_false_maps_counts_every_winner() -> None:

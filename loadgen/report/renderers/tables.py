@@ -70,9 +70,19 @@ def render_junit(documents: Mapping[str, doc.Document | None]) -> str:
                 suite = _suite(root, f"abserve.{run}.{table.name}" if run else f"abserve.{table.name}", table)
                 if document is not None and document.started_at is not None:
                     suite.set("timestamp", printable(document.started_at.removesuffix("Z")))
+                if document is not None and (headline := _headline(document)):
+                    told = ET.Element("properties")
+                    ET.SubElement(told, "property", name="headline", value=printable(headline))
+                    suite.insert(0, told)
     root.attrib |= _totals(states, seconds)
     ET.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _headline(document: doc.Document) -> str:
+    """ "VALID: Triton handles …"; empty without a verdict."""
+    blocks = (block for section in document.sections for block in section.blocks)
+    return next((f"{block.badge}: {block.headline}" for block in blocks if isinstance(block, doc.Panel)), "")
 
 
 def _totals(states: Counter[str], seconds: float) -> dict[str, str]:

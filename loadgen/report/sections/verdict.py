@@ -36,7 +36,7 @@ def verdict(result: Result) -> doc.Section | None:
     conclusion, blamed = result.verdict, gravest(result.checks)
     warned = sum(style_of_check(row) == "warning" for row in check_rows(result))
     warnings = f", {counted(warned, 'warning')}" if warned and conclusion.valid else ""
-    failed = [doc.Item(text, "failed") for text in conclusion.failed]
+    failed = [doc.Item(text, "failed") for text in conclusion.untold]
     few = failed[:MOST_FAILED]
     if more := len(failed) - len(few):
         few.append(doc.Item(f"and {more} more failed checks, below", "failed"))
@@ -53,6 +53,7 @@ def verdict(result: Result) -> doc.Section | None:
             "ok" if conclusion.valid else "failed",
             result.headline,
             (
+                doc.Text(conclusion.consequence),
                 doc.Text("" if blamed is None else f"→ {blamed.remedy}"),
                 doc.Items(few, on=doc.TERMINAL),
                 doc.Items(failed, on=doc.PAGES),

@@ -161,14 +161,14 @@ def accelerated(**parameters: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("record", "name", "words"),
     [
-        (arm({**ONNX, "max_batch_size": 16}), "batch_limit", "B accepts batches up to 16"),
-        (native({**NATIVE, "max_batch_size": 8}), "batch_limit", "A accepts batches up to 8"),
+        (arm({**ONNX, "max_batch_size": 16}), "batch_limit", "Triton accepts batches up to 16"),
+        (native({**NATIVE, "max_batch_size": 8}), "batch_limit", "PyTorch (native) accepts batches up to 8"),
         (arm(batching(ONNX, max_queue_delay_microseconds="10000")), "serial_queue_delay", "10,000 µs"),
         (native(batching(NATIVE, max_queue_delay_microseconds=2000)), "serial_queue_delay", "in single, batched(1)"),
         (arm(accelerated()), "tf32", "turns TF32 on by default"),
         (arm(accelerated(use_tf32="1")), "tf32", "use_tf32 = 1"),
         (arm(accelerated(use_tf32="1") | {"parameters": {"precision": {"string_value": "fp32"}}}), "tf32", "_tf32 = 1"),
-        (arm({**ONNX, "model_warmup": []}), "model_warm_up", "B has no model_warmup"),
+        (arm({**ONNX, "model_warmup": []}), "model_warm_up", "Triton has no model_warmup"),
         (arm(ONNX, argv=("tritonserver", "--metrics-config=summary_latencies=true")), "metrics", "summary_latencies"),
         (arm(ONNX, argv=("tritonserver", "--log-verbose=2")), "metrics", "log-verbose"),
         (arm(ONNX, argv=("tritonserver", "--trace-config", "level=TIMESTAMPS")), "metrics", "tracing"),
@@ -179,9 +179,9 @@ def accelerated(**parameters: str) -> dict[str, Any]:
         (arm({**TENSORRT, "optimization": {"cuda": {"graphs": True}}}), "graph_sizes", "2, 3, 4, 5 and 26 more"),
         (arm(batching(ONNX, preferred_batch_size=[8, 16])), "preferred_sizes", "wait for the whole queue delay"),
         (arm(batching(ONNX, preferred_batch_size=[64])), "preferred_sizes", "never form"),
-        (native(with_parameter("threads", "3")), "cores", "A uses 3 threads"),
+        (native(with_parameter("threads", "3")), "cores", "PyTorch (native) uses 3 threads"),
         (native({**NATIVE, "instance_group": [{"kind": "KIND_CPU", "count": 2}]}), "cores", "4 threads (2 × 2"),
-        (ensemble(DECODER, {**ONNX, "model_warmup": []}), "model_warm_up", "B has no model_warmup"),
+        (ensemble(DECODER, {**ONNX, "model_warmup": []}), "model_warm_up", "Triton has no model_warmup"),
         (ensemble(ONNX, {**ONNX, "name": "n", "model_warmup": []}), "model_warm_up", "may be slow (step n)"),
         (ensemble(DECODER, batching(ONNX, max_queue_delay_microseconds="900")), "serial_queue_delay", "of 900 µs"),
         (ensemble(DECODER, {**ONNX, "response_cache": {"enable": True}}), "response_cache", "without an inference"),
@@ -210,7 +210,7 @@ def test_a_setting_left_to_the_server_is_not_requested() -> None:
     (check,) = [
         judged for judged in made(arm(ONNX, settings={"device": "auto"})) if judged.name == "settings_in_effect"
     ]
-    assert (check.ok, check.detail) == (True, "B has no requested settings")
+    assert (check.ok, check.detail) == (True, "Triton has no requested settings")
 
 
 def test_a_server_that_reports_nothing_is_unknown_in_everything() -> None:

@@ -71,7 +71,7 @@ def test_a_failed_check_says_what_is_wrong(disturbed: Result, render: Callable[[
 @pytest.mark.parametrize("render", [on_terminal, render_markdown, render_html])
 def test_the_remedy_stands_under_the_headline(disturbed: Result, render: Callable[[Document], str]) -> None:
     text = " ".join(render(result_document(disturbed)).replace("│", " ").split())
-    badge, headline = text.index("INVALID: busy machine"), text.index("No verdict on 1 of")
+    badge, headline = text.index("INVALID: busy machine"), text.index("No verdict at 1 of")
     remedy = text.index("→ Stop the programs named and run again")
     assert badge < remedy
     assert headline < remedy < text.index("random:0"), "before the conditions"

@@ -17,6 +17,8 @@ from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 from tests.unit.loadgen.metrics.test_several_arms import WORKLOADS, compared
 
+LETTERS = {"a": "A", "b": "B"}
+
 
 @pytest.mark.parametrize(
     ("metric", "ratio", "better", "factor"),
@@ -41,10 +43,10 @@ def test_the_better_arm_has_a_factor_of_at_least_one(
 @pytest.mark.parametrize(
     ("metric", "ratio", "verdict", "said"),
     [
-        ("throughput", 0.5, "baseline_better", "A serves 2.00×"),
-        ("throughput", 2.0, "arm_better", "B serves 2.00×"),
-        ("latency_p99", 2.0, "baseline_better", "the p99 latency of A is 2.00× lower than that of B"),
-        ("latency_p99", 0.5, "arm_better", "the p99 latency of B is 2.00× lower than that of A"),
+        ("throughput", 0.5, "baseline_better", "A handles 2.00 times the load of B"),
+        ("throughput", 2.0, "arm_better", "B handles 2.00 times the load of A"),
+        ("latency_p99", 2.0, "baseline_better", "A has 2.00 times lower p99 latency than B"),
+        ("latency_p99", 0.5, "arm_better", "B has 2.00 times lower p99 latency than A"),
         ("throughput", 0.98, "inconclusive", "in favour of A"),
         ("throughput", 1.00001, "no_difference", "no meaningful difference (within ±5 %) in throughput (1.00×,"),
     ],
@@ -77,8 +79,9 @@ def test_a_ratio_of_any_size_is_a_claim(exponent: float, spread: float | None, v
     )
     assert claim(comparison, margin=0.05)
     workloads = {workload.name: workload for workload in WORKLOADS}
-    assert groups([comparison], workloads, 0.05) or verdict == "invalid"
-    assert isinstance(other_decided_metrics([msgspec.structs.replace(comparison, leading=False)], workloads), list)
+    assert groups([comparison], workloads, 0.05, LETTERS) or verdict == "invalid"
+    minor = [msgspec.structs.replace(comparison, leading=False)]
+    assert isinstance(other_decided_metrics(minor, workloads, LETTERS), list)
 
 
 def test_the_better_arm_is_named_from_a_thousand_times_on() -> None:
@@ -104,4 +107,4 @@ def test_made_up_inputs_are_not_called_images(tmp_path: Path, kind: str, unit: s
     path.write_text(json.dumps(document | {"inputs": {"kind": kind, "count": 16, "sha256": "0"}}))
     result = analyse(tmp_path)
     assert {comparison.unit for comparison in result.comparisons if comparison.metric == "throughput"} == {unit}
-    assert f"the {unit} of " in result.verdict.sentence
+    assert f"1,000 {unit} at this load" in result.verdict.consequence

@@ -124,8 +124,8 @@ def test_the_headline_names_a_decided_tail_beside_an_equivalent_throughput(tmp_p
     verdicts = {c.metric: c.verdict for c in result.comparisons}
     assert (verdicts["throughput"], verdicts["latency_p99"]) == ("no_difference", "baseline_better")
     headline = result.verdict.sentence
-    assert headline.startswith("No winner in throughput between A (")
-    assert "; but A has the lower p99 latency one request at a time (" in headline
+    assert headline.startswith("No winner in throughput between PyTorch (native) and Triton: ")
+    assert "; but PyTorch (native) has the lower p99 latency one request at a time (" in headline
     p99 = next(c for c in result.comparisons if c.metric == "latency_p99")
     assert f"({ratio(p99.ratio, p99.ci95)})" in headline
 

@@ -198,7 +198,7 @@ def test_a_saturated_arm_is_a_result_with_its_capacity_and_no_latencies(tmp_path
     rate, *latencies = result.comparisons
     assert rate.verdict == "baseline_better"
     assert rate.leading
-    assert "the images/s of B" in result.verdict.sentence
+    assert "the load of Triton at" in result.verdict.sentence
     assert "at 50 requests/s" in result.verdict.sentence
     assert rate.ratio == pytest.approx(8 / 0.201 / 50, rel=0.05)
     for latency in latencies:
@@ -208,7 +208,7 @@ def test_a_saturated_arm_is_a_result_with_its_capacity_and_no_latencies(tmp_path
         assert latency.reason.startswith("B was saturated at this rate: answered")
     sustained = find(result, "rate_sustained")
     assert (sustained.ok, sustained.severity) == (False, "informs")
-    assert any("B was saturated at this rate" in reason for reason in result.verdict.scenarios[0].reasons)
+    assert any("Triton was saturated at this rate" in reason for reason in result.verdict.scenarios[0].reasons)
     assert find(result, "connections_free").ok is False
     for document in (render_markdown(result_document(result)), render_html(result_document(result))):
         assert "Open loops" in document

@@ -101,23 +101,26 @@ def test_each_scenario_has_its_ranking_and_words_that_separate(apart: Result) ->
 
 def test_the_sentence_names_the_arms_in_their_order_and_what_separates_neighbours(apart: Result) -> None:
     said = apart.verdict.sentence
-    assert said.startswith("By throughput at concurrency 16: C (native torch 2.15.0 fp32), then B (Triton 2.51")
-    assert ", then A (native torch 2.15.0 fp32). C serves 1." in said
-    assert "the images/s of B (95 % interval" in said
-    assert "; B serves 1." in said
-    assert "C serves 2" not in said, "the first and the last are no neighbours"
-    assert "from a cold start: A and C (not separated), then B" in said.replace("From", "from")
-    assert "one request at a time: C, then B, then A" in said.replace("One", "one")
+    assert said.startswith(
+        "By throughput with 16 users: native (C), then Triton, then native (A). Native (C) handles 1."
+    )
+    assert "times the load of Triton (" in said
+    assert "; Triton handles 1." in said
+    assert "Native (C) handles 2" not in said, "the first and the last are no neighbours"
+    assert "from a cold start: native (A) and native (C) (not separated), then Triton" in said.replace("From", "from")
+    assert "one request at a time: native (C), then Triton, then native (A)" in said.replace("One", "one")
 
 
 def test_each_arm_has_a_verdict_beside_the_baseline(apart: Result) -> None:
     verdicts = {(scenario.workload, scenario.arm): scenario for scenario in apart.verdict.scenarios}
     assert set(verdicts) == {(workload.name, arm) for workload in WORKLOADS for arm in ("b", "c")}
     assert {scenario.baseline for scenario in apart.verdict.scenarios} == {"a"}
-    assert verdicts["single", "c"].sentence.startswith("C serves 1.")
-    assert "the images/s of A" in verdicts["single", "c"].sentence
-    assert any("on A and " in reason and "on C" in reason for reason in verdicts["single", "c"].reasons)
-    assert not any("on B" in reason for reason in verdicts["single", "c"].reasons)
+    assert verdicts["single", "c"].sentence.startswith("Native (C) handles 1.")
+    assert "the load of native (A)" in verdicts["single", "c"].sentence
+    assert any(
+        "on native (A) and " in reason and "on native (C)" in reason for reason in verdicts["single", "c"].reasons
+    )
+    assert not any("on Triton" in reason for reason in verdicts["single", "c"].reasons)
 
 
 def test_identical_arms_have_no_winner_and_are_not_separated(alike: Result) -> None:
@@ -127,7 +130,7 @@ def test_identical_arms_have_no_winner_and_are_not_separated(alike: Result) -> N
         assert separated(ranking) == (False, False)
         assert ranking.words() == "A, B and C (not separated)"
     assert "faster" not in alike.verdict.sentence
-    assert " serves " not in alike.verdict.sentence
+    assert " handles " not in alike.verdict.sentence
 
 
 def compared(
@@ -233,5 +236,5 @@ def test_without_a_leading_metric_there_is_no_ranking(tmp_path: Path) -> None:
     )  # fmt: skip
     verdict = analyse(write_run(tmp_path, Plan(others=(FAST,), workloads=(rare,), pairs=1))).verdict
     assert verdict.rankings == ()
-    assert verdict.sentence.startswith("No ranking of A (native torch")
+    assert verdict.sentence.startswith("No ranking of native (A), Triton and")
     assert verdict.sentence.endswith("): inconclusive at 20 requests/s.")

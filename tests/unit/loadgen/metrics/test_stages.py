@@ -20,6 +20,8 @@ from loadgen.verdict.result import analyse
 from loadgen.verdict.verdict import explain_stages
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 
+LETTERS = {"a": "A", "b": "B"}
+
 
 def test_every_breakdown_adds_up(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(pairs=2)))
@@ -57,7 +59,7 @@ def test_a_stage_that_one_arm_lacks_is_folded_into_where_the_other_keeps_it(tmp_
 )
 def test_the_planted_cause_leads_the_reasons(tmp_path: Path, b: SimulatedArm, stage: str) -> None:
     breakdown = analyse(write_run(tmp_path, Plan(b=b, pairs=3))).stages[0]
-    text = explain_stages(breakdown)[0]
+    text = explain_stages(breakdown, LETTERS)[0]
     assert f"come from {stage}" in text
 
 
@@ -69,7 +71,7 @@ def test_an_arm_without_stages_gets_no_explanation(tmp_path: Path) -> None:
             path.write_text(json.dumps(block | {"stages": None}))
     result = analyse(tmp_path)
     assert all(breakdown.arm_stages is None and breakdown.baseline_stages is not None for breakdown in result.stages)
-    assert all(explain_stages(breakdown) == [] for breakdown in result.stages)
+    assert all(explain_stages(breakdown, LETTERS) == [] for breakdown in result.stages)
 
 
 def test_a_block_without_request_counts_counts_on_neither_side(tmp_path: Path) -> None:
@@ -143,7 +145,7 @@ def test_statistics_that_contradict_the_latency_are_no_reason(tmp_path: Path, to
     assert breakdown.workload == "single"
     assert breakdown.arm_stages is not None
     assert breakdown.differences == ()
-    reasons = explain_stages(breakdown)
+    reasons = explain_stages(breakdown, LETTERS)
     assert len(reasons) == 1
     assert reasons[0].startswith("B's own statistics do not account for the measured latency (13.")
     assert words in reasons[0]
@@ -195,7 +197,7 @@ def test_statistics_of_a_step_that_are_not_the_ensembles_are_no_reason(
     result = analyse(tmp_path)
     breakdown = result.stages[0]
     assert breakdown.differences == ()
-    assert [words in reason for reason in explain_stages(breakdown)] == [True]
+    assert [words in reason for reason in explain_stages(breakdown, LETTERS)] == [True]
     assert {s.executed_batch_mean for s in result.summaries if s.label == "b"} == {None}
     merged = next(c for c in result.checks if c.name == "batching_formed")
     assert (merged.ok, merged.detail) == (None, "B does not report executed batches")

@@ -93,8 +93,8 @@ def test_each_load_compares_what_was_chosen_for_it_and_misses_no_block(result: R
 
 
 def test_the_headline_and_the_thresholds_are_about_servers(result: Result) -> None:
-    assert result.headline.startswith("Each server at its best: B (Triton) serves ")
-    assert "B leads in both workloads" in result.headline
+    assert result.headline.startswith("Each server at its best: Triton handles ")
+    assert "It is ahead at both loads" in result.headline
     assert {(t.condition, t.state) for t in result.thresholds} == {
         ("single: b.throughput < a.throughput", "kept"), ("ratio.throughput < 1.2", "kept"),
     }  # fmt: skip

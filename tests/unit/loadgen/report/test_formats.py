@@ -26,11 +26,14 @@ ATTRIBUTES = {
     "failure": {"message", "type"},
     "skipped": {"message"},
     "system-out": set(),
+    "properties": set(),
+    "property": {"name", "value"},
 }
 """What the schema of Ant's junitreport and the readers of Jenkins and GitLab know; each is required here."""
 CHILDREN = {
     "testsuites": {"testsuite"},
-    "testsuite": {"testcase"},
+    "testsuite": {"properties", "testcase"},
+    "properties": {"property"},
     "testcase": {"failure", "skipped", "system-out"},
 }
 
@@ -60,7 +63,7 @@ def parsed(text: str, *, timestamp: bool = True) -> ET.Element:
         assert set(element.attrib) == ATTRIBUTES[element.tag] - (set() if timestamp else {"timestamp"})
         assert {child.tag for child in element} <= CHILDREN.get(element.tag, set())
     for suite in root:
-        cases = list(suite)
+        cases = suite.findall("testcase")
         assert int(suite.attrib["tests"]) == len(cases) > 0
         assert int(suite.attrib["failures"]) == len(suite.findall("testcase/failure"))
         assert int(suite.attrib["skipped"]) == len(suite.findall("testcase/skipped"))
@@ -80,6 +83,7 @@ def failures(root: ET.Element, suite: str) -> dict[str, str]:
 
 def test_a_valid_run_fails_nowhere_but_in_its_thresholds(results: dict[str, Result]) -> None:
     root = parsed(render_junit({"": result_document(results["valid"])}))
+    assert {told.attrib["value"] for told in root.iter("property")} == {f"VALID: {results['valid'].headline}"}
     assert failures(root, "checks") == {}
     assert failures(root, "comparisons") == {}
     failures_found = failures(root, "thresholds")

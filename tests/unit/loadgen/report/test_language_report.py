@@ -43,8 +43,8 @@ def document(result: Result) -> Document:
 
 
 def test_the_headline_says_tokens(result: Result) -> None:
-    assert result.headline.startswith("A (native) serves 2.0")
-    assert "× the tokens/s of B (Triton) at concurrency 16" in result.headline
+    assert result.headline.startswith("Native handles 2.0")
+    assert "A million tokens cost 0.918 with native" in result.verdict.consequence
     assert result.valid
 
 

@@ -50,7 +50,8 @@ def test_the_crossing_is_in_the_result_the_headline_and_the_sentence(result: Res
     (crossing,) = [each for each in surface.crossings if each.size == 1]
     assert (crossing.below, crossing.above) == ("a", "b")
     assert result.headline == (
-        f"B is faster from {crossing.words} on at batch 1, A below; B is faster at batch 8 with any number of users."
+        f"Triton is faster from {crossing.words} on at batch 1, PyTorch (native) below; "
+        "Triton is faster at batch 8 with any number of users."
     )
     assert word_count(result.headline) <= MOST_WORDS
     assert crossing.words in result.verdict.sentence
@@ -109,7 +110,7 @@ def test_identical_arms_have_no_winner_and_no_crossing(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(NEAR, NEAR, workloads=LOADS)))
     assert result.verdict.surface is not None
     assert result.verdict.surface.crossings == ()
-    assert result.headline.startswith("No winner between A (native) and B (Triton)")
+    assert result.headline.startswith("No winner between PyTorch (native) and Triton")
     assert not any(trace.get("mode") == "lines" for trace in chart_of(result).data)
 
 

@@ -33,7 +33,7 @@ def result_of(directory: Path, a: SimulatedArm, b: SimulatedArm, name: str = "si
 
 def clause(result: Result) -> str:
     """What follows the claim about the main workload: the claim ends with its interval."""
-    claim = re.match(r".*?\(95 % interval [^)]*\)(.*)\.$", result.verdict.sentence)
+    claim = re.match(r".*?\([0-9.,]+ to [0-9.,]+\)(.*)\.$", result.verdict.sentence)
     return "" if claim is None else claim[1].partition(";")[0]
 
 
@@ -54,7 +54,7 @@ def edit_arms(directory: Path, *in_effect: Mapping[str, object]) -> Result:
 @pytest.mark.parametrize("name", ["single", "concurrent(16)"])
 def test_a_lead_without_a_handicap_has_no_clause(tmp_path: Path, name: str) -> None:
     result = result_of(tmp_path, QUICK, replace(QUICK, overhead_ms=6.0), name)
-    assert result.verdict.sentence.startswith("A ")
+    assert result.verdict.sentence.startswith("PyTorch (native) ")
     assert clause(result) == ""
 
 
@@ -70,18 +70,18 @@ def test_a_queue_delay_that_makes_a_lead_is_named_with_its_factor(tmp_path: Path
     result = result_of(tmp_path, QUICK, replace(DELAYED, overhead_ms=3.0), b_in_effect=DELAY)
     said = clause(result)
     assert said.startswith(", of which ")
-    assert said.endswith("× is B's queue delay")
+    assert said.endswith("× is Triton's queue delay")
     assert factor(said) == pytest.approx(14.0 / 4.0, rel=0.05)
 
 
 def test_a_part_that_is_the_whole_lead_is_told_as_such(tmp_path: Path) -> None:
     said = clause(result_of(tmp_path, replace(QUICK, overhead_ms=2.5), DELAYED, b_in_effect=DELAY))
-    assert said.startswith(", all of which is B's queue delay (")
+    assert said.startswith(", all of which is Triton's queue delay (")
 
 
 def test_a_part_of_less_than_half_the_lead_is_not_named(tmp_path: Path) -> None:
     result = result_of(tmp_path, QUICK, replace(DELAYED, overhead_ms=62.0), b_in_effect=DELAY)
-    assert result.verdict.sentence.startswith("A ")
+    assert result.verdict.sentence.startswith("PyTorch (native) ")
     assert clause(result) == ""
 
 
@@ -94,14 +94,14 @@ def test_a_wait_without_a_queue_delay_is_no_queue_delay(tmp_path: Path) -> None:
 def test_a_wait_beyond_the_queue_delay_is_not_the_delays(tmp_path: Path) -> None:
     """B's requests wait 25 ms in its queue on average, because of its stalls, and its delay is 1 ms."""
     result = result_of(tmp_path, QUICK, replace(QUICK, stall_share=0.05), b_in_effect={"max_queue_delay_us": 1000})
-    assert "stalls of 0.5 s on B" in clause(result)
+    assert "stalls of 0.5 s on Triton" in clause(result)
 
 
 @pytest.mark.parametrize("name", ["single", "concurrent(16)"])
 def test_stalls_that_make_a_lead_are_named_with_their_factor(tmp_path: Path, name: str) -> None:
     stalling = replace(QUICK, stall_share=0.05)
     said = clause(result_of(tmp_path / "stalls", QUICK, stalling, name))
-    assert "× is stalls of 0.5 s on B" in said or "all of which is stalls of 0.5 s on B" in said
+    assert "× is stalls of 0.5 s on Triton" in said or "all of which is stalls of 0.5 s on Triton" in said
     without, with_stalls = (
         next(summary.latency_ms("mean") for summary in run.summaries if summary.label == "b") or 0.0
         for run in (
@@ -115,9 +115,9 @@ def test_stalls_that_make_a_lead_are_named_with_their_factor(tmp_path: Path, nam
 def test_a_difference_of_the_delay_under_concurrent_load_is_named_without_a_figure(tmp_path: Path) -> None:
     """What the delay makes of a wait in the queue was not measured there."""
     result = result_of(tmp_path, QUICK, DELAYED, "concurrent(16)", b_in_effect=DELAY)
-    assert clause(result) == ", with different queue delays (A 0 µs, B 10,000 µs)"
+    assert clause(result) == ", with different queue delays (PyTorch (native) 0 µs, Triton 10,000 µs)"
     both = edit_arms(tmp_path, {**DELAY, "lone_requests_wait": "false"}, {})
-    assert clause(both) == ", with different queue delays (A 10,000 µs, not when idle, B 10,000 µs)"
+    assert clause(both) == ", with different queue delays (PyTorch (native) 10,000 µs, not when idle, Triton 10,000 µs)"
     assert clause(edit_arms(tmp_path, {"lone_requests_wait": "true"}, {})) == ""
 
 
@@ -125,7 +125,7 @@ def test_a_delay_that_cannot_make_half_the_lead_is_not_named(tmp_path: Path) -> 
     result = result_of(
         tmp_path, QUICK, replace(QUICK, overhead_ms=40.0), "concurrent(16)", b_in_effect={"max_queue_delay_us": 500}
     )
-    assert result.verdict.sentence.startswith("A ")
+    assert result.verdict.sentence.startswith("PyTorch (native) ")
     assert clause(result) == ""
 
 
@@ -136,14 +136,14 @@ def test_an_ablation_gives_the_factor_also_under_concurrent_load(tmp_path: Path)
     record = Explanation(workloads=("single",), left_out=(), done=(done,), untested=())
     (tmp_path / "causes.json").write_bytes(msgspec.json.encode(record))
     said = clause(analyse(tmp_path))
-    assert said.endswith("B's queue delay") or "all of which is B's queue delay" in said
+    assert said.endswith("Triton's queue delay") or "all of which is Triton's queue delay" in said
     assert factor(said) == pytest.approx(14.0 / 3.0, rel=0.05)
 
 
 def test_a_queue_delay_that_an_ablation_did_not_find_is_not_named(tmp_path: Path) -> None:
     plan = Plan(a=QUICK, b=replace(DELAYED, overhead_ms=3.0), workloads=load("single"), b_in_effect=dict(DELAY))
     write_run(tmp_path, plan)
-    assert "B's queue delay" in clause(analyse(tmp_path)), "by the latency breakdown"
+    assert "Triton's queue delay" in clause(analyse(tmp_path)), "by the latency breakdown"
     done = explain(tmp_path, "queue_delay", "b", "b", "b")
     record = Explanation(workloads=("single",), left_out=(), done=(done,), untested=())
     (tmp_path / "causes.json").write_bytes(msgspec.json.encode(record))
@@ -153,10 +153,10 @@ def test_a_queue_delay_that_an_ablation_did_not_find_is_not_named(tmp_path: Path
 @pytest.mark.parametrize(
     ("setting", "a", "b", "said"),
     [
-        ("precision", "fp16", "fp32", "different precision (A FP16, B FP32)"),
-        ("threads", "2", 1, "different threads (A 2, B 1)"),
-        ("pad_to", "32,64", "none", "different padding (A 32,64, B none)"),
-        ("spinning", "off", "on", "different thread spinning (A off, B on)"),
+        ("precision", "fp16", "fp32", "different precision (PyTorch (native) FP16, Triton FP32)"),
+        ("threads", "2", 1, "different threads (PyTorch (native) 2, Triton 1)"),
+        ("pad_to", "32,64", "none", "different padding (PyTorch (native) 32,64, Triton none)"),
+        ("spinning", "off", "on", "different thread spinning (PyTorch (native) off, Triton on)"),
     ],
 )
 def test_settings_that_cost_are_named_where_they_differ(
@@ -181,7 +181,7 @@ def test_a_queue_policy_is_named_where_its_stalls_cannot_be_told_apart(tmp_path:
     slow = SimulatedArm(260.0, 1.0, 1.0)
     write_run(tmp_path, Plan(a=slow, b=replace(slow, overhead_ms=500.0), workloads=load("single")))
     policy = {"queue_policy": "priority_levels: 2"}
-    assert clause(edit_arms(tmp_path, {}, policy)) == ", with a queue policy on B"
+    assert clause(edit_arms(tmp_path, {}, policy)) == ", with a queue policy on Triton"
 
 
 def test_of_several_arms_each_lead_has_its_own_clause(tmp_path: Path) -> None:
@@ -189,5 +189,5 @@ def test_of_several_arms_each_lead_has_its_own_clause(tmp_path: Path) -> None:
     slow = replace(QUICK, overhead_ms=60.0)
     plan = Plan(a=QUICK, b=DELAYED, others=(slow,), workloads=load("single"), b_in_effect=dict(DELAY))
     sentence = analyse(write_run(tmp_path, plan)).verdict.sentence
-    assert re.search(r"A serves [^;]*B's queue delay", sentence)
-    assert re.search(r"B serves [^;]*\(95 % interval [^)]*\)\. ", sentence)
+    assert re.search(r"Native \(A\) handles [^;]*Triton's queue delay", sentence)
+    assert re.search(r"Triton handles [^;]*\([0-9.]+ to [0-9.]+\)\. ", sentence)
