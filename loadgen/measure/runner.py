@@ -135,7 +135,7 @@ def _run_phases(context: RunContext) -> None:
         if restart:
             _stop_servers(context)
         context.restart = restart
-        context.enter("starting the servers")
+        context.enter("starting the servers" if starts_servers(experiment) else "connecting")
         started = monotonic()
         start_servers(context)
         context.forecast.start_s = monotonic() - started
@@ -238,8 +238,13 @@ def _make_work_folder(context: RunContext) -> None:
     context.resources.callback(context.gpu.stop)
 
 
+def starts_servers(experiment: Experiment) -> bool:
+    """Whether any server is started for the run, unlike those at a URL."""
+    return experiment.deployment == "compose" or any(arm.embedded for arm in experiment.arms)
+
+
 def _stop_servers(context: RunContext) -> None:
-    context.enter("stopping the servers")
+    context.enter("stopping the servers" if starts_servers(context.experiment) else "done")
     for arm in context.arms.values():
         arm.deployment.stop()
 

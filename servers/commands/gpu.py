@@ -20,7 +20,7 @@ from rich.table import Table
 from servers.models.specification import choose_from
 from servers.options.command_line import checked, fail, settings_of, takes_settings
 from servers.options.defaults import HOST
-from servers.options.launch import in_path
+from servers.protocol.examples import in_path
 
 HELP_GROUP = "Machine"
 

@@ -35,6 +35,7 @@ from servers.options.command_line import given_options, takes_settings, to_argum
 from servers.options.defaults import ARTEFACTS, OptionError, usable_cores
 from servers.options.launch import LaunchPlan, bind, check_free, host_in_url
 from servers.options.search import space_json
+from servers.protocol.examples import completion_commands, infer_commands
 
 CAUSES = (r"the model cannot be served.* reason=(?P<quote>['\"])(?P<cause>.+)(?P=quote)",)
 """How this server's log says why it ended."""
@@ -68,14 +69,16 @@ class NativeLaunch:
         settings = self.settings.model_copy(update=paths)
         name, most, artefact = "", None, None
         cannot_pad: str | None = "a language model has no batches to pad"
+        host = host_in_url(settings.host)
+        url = f"http://{host}:{settings.http_port}"
         if isinstance(self.models, LanguageModel):
             name = self.models.name
+            examples = completion_commands(url, name)
         else:
             first, most = self.models[0], settings.max_batch_size
             name, cannot_pad = first.name, first.cannot_pad
             artefact = artefacts[first.executed.name][1] if artefacts else None
-        host = host_in_url(settings.host)
-        url = f"http://{host}:{settings.http_port}"
+            examples = infer_commands(url, name, first.inputs)
         return LaunchPlan(
             argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
             env={},
@@ -88,6 +91,7 @@ class NativeLaunch:
             cannot_pad=cannot_pad,
             artefact=artefact,
             tuning=dict(self.tuning),
+            examples=examples,
             causes=CAUSES,
         )
 

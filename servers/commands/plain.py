@@ -31,6 +31,7 @@ from servers.options.defaults import OptionError, usable_cores
 from servers.options.launch import LaunchPlan, bind, host_in_url
 from servers.options.search import space_json
 from servers.plain.settings import PlainSettings
+from servers.protocol.examples import completion_commands, infer_commands
 
 
 @takes_settings(PlainSettings)
@@ -106,15 +107,19 @@ def _plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
         reference = model.reference if model.reference.startswith("/") else requested.model
     settings = requested.model_copy(update={**chosen, "model": reference, "weights": weights})
     program = "servers.plain.generate_server" if language else f"servers.plain.{kind}_server"
+    url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
     return LaunchPlan(
         argv=(sys.executable, "-P", "-m", program, to_argument(settings)),
         env={},
-        http_url=f"http://{host_in_url(settings.host)}:{settings.http_port}",
+        http_url=url,
         grpc_address=None,
         model=model.name,
         title=f"{title} {'generate()' if language else 'torch'} {settings.precision}",
         max_batch_size=settings.max_batch_size,
         tuning=tuning_of(requested),
+        examples=completion_commands(url, model.name)
+        if isinstance(model, LanguageModel)
+        else infer_commands(url, model.name, model.inputs, takes_json=False),
         cannot_pad="generate() runs one request at a time" if language else f"the {title} server does not pad",
     )
 

@@ -29,6 +29,8 @@ PrintSpace = Annotated[bool, typer.Option(help=PRINT_SPACE)]
 def become(plan: LaunchPlan) -> None:
     """Replace this process, so that the server gets its PID and signals."""
     typer.echo(f"starting {plan.title} at {plan.http_url}", err=True)
+    if plan.examples:
+        typer.echo("\n  ".join(["once it is ready, send it a request:", *plan.examples]), err=True)
     sys.stdout.flush()
     os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})
 

@@ -29,6 +29,7 @@ from servers.options.command_line import checked, given_options, takes_settings
 from servers.options.defaults import OptionError, usable_cores
 from servers.options.launch import LaunchPlan, bind, host_in_url
 from servers.options.search import space_json
+from servers.protocol.examples import completion_commands
 from servers.vllm.settings import VllmSettings
 
 INSTALL = "pip install vllm==0.26.0"
@@ -116,6 +117,7 @@ def launch_plan(settings: VllmSettings, announce: Callable[[str], None]) -> Laun
         title=f"vLLM {release} {precision}",
         max_batch_size=None,
         cannot_pad="vLLM batches tokens",
+        examples=completion_commands(url, model.name),
         artefact={
             "model": model.label,
             "weights": model.weights.label,

@@ -11,7 +11,6 @@ import re
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
-from urllib.parse import quote
 
 import msgspec
 
@@ -41,6 +40,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The manifest of the exported file, if the server executes one."""
     tuning: dict[str, str] = {}
     """Settings that only affect the server's speed and differ from its own defaults, with their values."""
+    examples: tuple[str, ...] = ()
+    """Commands for a shell that send it one request."""
     causes: tuple[str, ...] = ()
     """Regular expressions, the most telling first: where one matches in the log of a server that ended, its group
     `cause` says why."""
@@ -54,11 +55,6 @@ def cause_in(log: str, causes: Iterable[str]) -> str | None:
     """Why a server ended, by its log and the `causes` of its plan; None if the log does not say."""
     matches = (re.search(pattern, log, re.MULTILINE) for pattern in causes)
     return next((match["cause"].strip() for match in matches if match), None)
-
-
-def in_path(name: str) -> str:
-    """A model's name as one segment of a URL's path, whatever characters it holds."""
-    return quote(name, safe="!$&'()*+,;=:@")
 
 
 def host_in_url(host: str) -> str:

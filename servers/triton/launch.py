@@ -30,7 +30,8 @@ from servers.models.sources.triton_repository import CONFIG, read_config, step_f
 from servers.models.weights import WeightsSource
 from servers.options.command_line import flag_of
 from servers.options.defaults import ALL, OptionError
-from servers.options.launch import LaunchPlan, check_free, host_in_url, in_path
+from servers.options.launch import LaunchPlan, check_free, host_in_url
+from servers.protocol.examples import generate_commands, in_path, infer_commands
 from servers.triton.config import MODEL_PY, language_config, vllm_config
 from servers.triton.installation import (
     CODE,
@@ -222,6 +223,7 @@ def prepare(
         cannot_pad=first.specification.cannot_pad or does_not_pad(backend),
         artefact=dict(first.manifest) if first.manifest is not None else None,
         tuning=tuning,
+        examples=infer_commands(shared["http_url"], names[0], first.specification.inputs),
     )
 
 
@@ -354,6 +356,7 @@ def prepare_language(
         tuning=tuning,
         cannot_pad="a language model's engine batches tokens",
         cannot_measure=None if backend == "python" else VLLM_TAKES_TEXT,
+        examples=generate_commands(shared["http_url"], model.name) if backend == "python" else (),
     )
 
 

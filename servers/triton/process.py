@@ -35,7 +35,8 @@ import psutil
 
 from servers.models.specification import ModelSpecification
 from servers.options.defaults import OptionError
-from servers.options.launch import LaunchPlan, cause_in, in_path
+from servers.options.launch import LaunchPlan, cause_in
+from servers.protocol.examples import in_path
 from servers.triton.installation import TritonDiedError, TritonError
 
 LOG_LINES = 12

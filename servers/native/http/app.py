@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from html import escape
 from inspect import isawaitable
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +22,7 @@ from servers.native.front.region_table import RegionTable
 from servers.native.http.parser import refusal
 from servers.native.shared.errors import INTERNAL_ERROR, HttpError, http_status
 from servers.protocol.errors import ContractError, InvalidRequestError
+from servers.protocol.examples import completion_commands, infer_commands
 from servers.protocol.values import parse_json
 
 T = TypeVar("T")
@@ -52,6 +54,7 @@ class _CudaMemory(msgspec.Struct):
 def create_app(models: ServedModels[InferenceService], regions: RegionTable) -> FastAPI:
     """The routes behind the HTTP port of models that take and answer tensors."""
     methods = {
+        "GET /": lambda request: _welcome(models, [_of_tensors(service, _url(request)) for service in models]),
         "GET /v2": lambda _: documents.server_metadata(regions),
         **_model_methods(models),
         **_region_methods(regions),
@@ -62,6 +65,9 @@ def create_app(models: ServedModels[InferenceService], regions: RegionTable) -> 
 def create_language_app(models: ServedModels[GenerationService]) -> FastAPI:
     """The routes behind the HTTP port of a language model."""
     methods: dict[str, Method] = {
+        "GET /": lambda request: _welcome(
+            models, [completion_commands(_url(request), service.signature.name) for service in models]
+        ),
         "GET /v2": lambda _: documents.language_server_metadata(),
         "GET /v1/models": lambda _: documents.openai_models(models),
         **_model_methods(models),
@@ -70,12 +76,16 @@ def create_language_app(models: ServedModels[GenerationService]) -> FastAPI:
 
 
 def _app(models: ServedModels[ModelService], methods: Mapping[str, Method]) -> FastAPI:
-    # No documentation pages: they load scripts from other hosts.
+    # Not FastAPI's documentation pages: they load scripts from other hosts.
     app = FastAPI(title="abserve native server", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_errors(app)
     for route, method in methods.items():
         verb, _, path = route.partition(" ")
         app.add_api_route(path, _endpoint(method), methods=[verb], name=route)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        return Response(_docs(await _document(methods["GET /"], request), list(methods)), media_type="text/html")
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -86,6 +96,64 @@ def _app(models: ServedModels[ModelService], methods: Mapping[str, Method]) -> F
         return _json(gpu_info(_runtime(models)))
 
     return app
+
+
+def _url(request: Request) -> str:
+    """The address under which the client has reached the server."""
+    return str(request.base_url).rstrip("/")
+
+
+def _of_tensors(service: InferenceService, url: str) -> tuple[str, ...]:
+    return infer_commands(url, service.signature.name, service.signature.inputs)
+
+
+def _welcome(models: ServedModels[ModelService], examples: Sequence[tuple[str, ...]]) -> Document:
+    """What is served, and commands that send each model a request."""
+    served = [
+        {"name": service.signature.name, "examples": commands}
+        for service, commands in zip(models, examples, strict=True)
+    ]
+    return {"name": documents.SERVER_NAME, "models": served, "docs": "/docs", "openapi": "/openapi.json"}
+
+
+_GIVEN = {
+    "GET /": "this server's models, with commands that send them a request",
+    "GET /v2": "the server and the extensions of the protocol that it offers",
+    "GET /v2/health/live": "whether the process runs",
+    "GET /v2/health/ready": "whether every model can answer",
+    "GET /v2/models/stats": "counts and times of every model",
+    "GET /v2/models/{model}": "a model's inputs and outputs",
+    "GET /v2/models/{model}/config": "its settings in effect",
+    "GET /v2/models/{model}/ready": "whether it can answer",
+    "GET /v2/models/{model}/stats": "counts and times",
+    "POST /v2/models/{model}/infer": "a request of the Open Inference Protocol, as JSON or with binary tensors",
+    "POST /v2/models/{model}/generate_stream": "a streamed answer of a language model",
+    "POST /v1/completions": "a streamed or whole answer of a language model, as OpenAI's",
+    "POST /v2/repository/index": "every model and its state",
+    "GET /metrics": "metrics for Prometheus",
+    "GET /gpu-info": "the GPU, its driver, and what uses it",
+}
+"""What the documentation page says of a route."""
+
+
+def _docs(welcome: Mapping[str, Any], routes: Sequence[str]) -> str:
+    """A page without scripts: a request for every model, and the routes."""
+    own = ["POST /v2/models/{model}/infer"]
+    if "GET /v1/models" in routes:
+        own = ["POST /v1/completions", "POST /v2/models/{model}/generate_stream"]
+    examples = "".join(
+        f"<h2>{escape(model['name'])}</h2>" + "".join(f"<pre>{escape(text)}</pre>" for text in model["examples"])
+        for model in welcome["models"]
+    )
+    shown = [*own, *routes, "GET /metrics", "GET /gpu-info"]
+    rows = "".join(f"<tr><td><code>{escape(route)}</code><td>{_GIVEN.get(route, '')}" for route in shown)
+    return (
+        f"<!doctype html><meta charset=utf-8><title>{documents.SERVER_NAME}</title>"
+        "<style>body{font:16px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+        "pre{white-space:pre-wrap;overflow-wrap:anywhere}td{padding:.2em 1em .2em 0;vertical-align:top}</style>"
+        f"<h1>{documents.SERVER_NAME}</h1>{examples}<h2>Routes</h2><table>{rows}</table>"
+        '<p>For programs: <a href="/openapi.json">openapi.json</a></p>'
+    )
 
 
 def _model_methods(models: ServedModels[ModelService]) -> dict[str, Method]:
@@ -155,10 +223,14 @@ def _region_methods(regions: RegionTable) -> dict[str, Method]:
     return methods
 
 
+async def _document(method: Method, request: Request) -> Any:
+    answer = method(request)
+    return await answer if isawaitable(answer) else answer
+
+
 def _endpoint(method: Method) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        answer = method(request)
-        document = await answer if isawaitable(answer) else answer
+        document = await _document(method, request)
         return Response() if document is None else _json(document)
 
     return endpoint

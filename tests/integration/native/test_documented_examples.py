@@ -85,6 +85,20 @@ def test_the_document_has_a_curl_for_every_route(open_server):
     assert ("POST", f"/v2/models/{MODEL}/infer") in shown
 
 
+def test_the_commands_that_a_server_answers_with_infer(open_server, folder):
+    welcome = json.loads(open_server.request("GET", "/").body)
+    page = open_server.request("GET", "/docs").body.decode()
+    (model,) = [each for each in welcome["models"] if each["name"] == MODEL]
+    as_bytes, as_json = model["examples"]
+    assert f"<h2>{MODEL}</h2>" in page
+    assert f"/v2/models/{MODEL}/infer" in page
+    run(as_bytes, open_server, folder)
+    answer = (folder / "answer.bin").read_bytes()
+    np.testing.assert_array_equal(
+        np.frombuffer(answer[-2048:], np.float32), embedding(run(as_json, open_server, folder))[0]
+    )
+
+
 def requests_in(block: str) -> set[tuple[str, str]]:
     """Verb and path of each curl in a block."""
     requests = set()

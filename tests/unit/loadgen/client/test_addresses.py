@@ -8,7 +8,7 @@ from loadgen.client.connection import Address, AddressError
 from loadgen.client.http import request_head
 from loadgen.conformance.model import InferenceRequest, ServedModel
 from loadgen.records.run import Access
-from servers.options.launch import in_path
+from servers.protocol.examples import in_path
 
 
 @pytest.mark.parametrize(
