@@ -35,6 +35,9 @@ def main() -> None:
 
 def pack(run: Path, *, example: bool = False) -> None:
     """Pack the folder of one run."""
+    result = run / "result.json"
+    if result.exists() and json.loads(result.read_bytes()).get("rough"):
+        raise SystemExit(f"{result} is ROUGH, and its figures are not to be cited; measure it again with --strict")
     records, removed = {}, []
     for path in sorted(path for path in run.rglob("*") if path.is_file()):
         name = str(path.relative_to(run))

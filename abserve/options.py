@@ -251,6 +251,9 @@ class CompareOptions(TypedDict, total=False):
     """A difference within this share counts as no meaningful difference."""
     gpu_control: bool | None
     """With a GPU, also run one arm on the CPU to prove that the GPU verification notices it."""
+    strict: bool | None
+    """Wait up to a minute for a quiet machine, and call a run that others disturbed INVALID. Without it such a run is
+    ROUGH: its intervals include what the others took, and its figures are not to be cited."""
     handicap_check: bool | None
     """Compare each arm that abserve starts with the same server at its own defaults; a slower one makes the run
     INVALID. Without it the arms are compared as configured."""
@@ -261,7 +264,8 @@ class CompareOptions(TypedDict, total=False):
     fail_if: str | Sequence[str] | None
     """Exit with status 3 if this holds, such as 'b.p99 > 1.05 * a.p99'; repeatable."""
     anyway: bool | None
-    """Measure although other programs use the CPU, instead of waiting up to a minute for them and giving up."""
+    """With --strict: measure although other programs use the CPU, instead of waiting up to a minute for them and giving
+    up."""
     junit: str | PathLike[str] | None
     """Also write JUnit XML for CI."""
     csv: str | PathLike[str] | None

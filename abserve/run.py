@@ -104,6 +104,15 @@ class Run:
         return all(run.valid for run in self.runs.values()) if self.runs else self.result.valid
 
     @property
+    def rough(self) -> bool:
+        """Whether the verdict stands for a machine that others used, so that its figures are not to be cited; of a
+        matrix, whether that is so of one and none is invalid."""
+        if self.runs:
+            stands = all(run.valid or run.rough for run in self.runs.values())
+            return stands and any(run.rough for run in self.runs.values())
+        return self.result.rough
+
+    @property
     def verdict(self) -> str:
         """The verdict as a sentence; `result.verdict` has its parts."""
         return "\n".join(f"{name}: {run.verdict}" for name, run in self.runs.items()) or self.result.verdict.sentence
@@ -206,7 +215,11 @@ class Run:
             return render_html(result_document(result))
 
     def __repr__(self) -> str:
-        return f"<Run {self.folder}: {'VALID' if self.valid else 'INVALID'}. {self.verdict}>"
+        return f"<Run {self.folder}: {self._word}. {self.verdict}>"
+
+    @property
+    def _word(self) -> str:
+        return "VALID" if self.valid else "ROUGH" if self.rough else "INVALID"
 
     def _repr_html_(self) -> str:
         """For notebooks: the verdict, and a row per workload."""
@@ -218,10 +231,10 @@ class Run:
             f'<td style="text-align: left">{escape(row.sentence)}</td></tr>'
             for row in verdict.scenarios
         )
-        word, colour = ("VALID", "#1a7f37") if verdict.valid else ("INVALID", "#b3261e")
+        colour = {"VALID": "#1a7f37", "ROUGH": "#9a6700", "INVALID": "#b3261e"}[self._word]
         caveats = "".join(f"<li>{escape(caveat)}</li>" for caveat in (*verdict.failed, *verdict.caveats))
         return (
-            f'<p><b style="color: {colour}">{word}</b> {escape(verdict.sentence)}</p>'
+            f'<p><b style="color: {colour}">{self._word}</b> {escape(verdict.sentence)}</p>'
             f"<table>{rows}</table><ul>{caveats}</ul><p><small>{escape(str(self.folder))}</small></p>"
         )
 

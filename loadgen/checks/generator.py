@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from loadgen.base.quantities import join, number, per_second, share
-from loadgen.checks.registry import Judgement, check, per_load
+from loadgen.checks.registry import Judgement, check, late_severity, per_load
 from loadgen.findings.rate_search import BUSY, RatesFound, Trial
 from loadgen.metrics.facts import Facts, WorkloadFacts, workload_scope
 from loadgen.metrics.registry import CHUNK_SIZE, OUTPUT_TOKENS
@@ -162,9 +162,10 @@ def _token_ceiling(facts: Facts, load: WorkloadFacts) -> Judgement:
     fault="overloaded load generator",
 )
 @per_load
-def send_lag(load: WorkloadFacts, _: Facts) -> Judgement:
+def send_lag(load: WorkloadFacts, facts: Facts) -> Judgement:
     """Judge p99 of the generator's own lag over p99 of the latency. With too few samples for a p99, the largest lag
-    over the mean latency, which is larger: it can clear the generator, but not fail it."""
+    over the mean latency, which is larger: it can clear the generator, but not fail it. Where others took the cores, a
+    lag is part of what they may have taken, since a latency counts from when its request was due."""
     lags = [(*_own_lag(block), block.latency_ms("p99"), block.latency_ms("mean")) for block in load.blocks]
     exact = [lag / p99_ms for lag, _, p99_ms, _ in lags if lag is not None and p99_ms]
     bounds = [
@@ -180,7 +181,7 @@ def send_lag(load: WorkloadFacts, _: Facts) -> Judgement:
         detail = f"the p99 of the load generator's own delay is {share(worst)} of the p99 latency"
     else:
         detail = f"the largest delay of the load generator is {share(worst)} of the mean latency"
-    return Judgement(ok, detail, worst)
+    return Judgement(ok, detail, worst, severity=late_severity(ok, load, facts))
 
 
 def _own_lag(block: BlockSummary) -> tuple[float | None, float | None]:

@@ -20,7 +20,7 @@ import scipy
 from loadgen.base.quantities import join, number, share
 from loadgen.checks.registry import Find, Judgement, check, fairness, per_load
 from loadgen.experiment.schedule import load_workloads
-from loadgen.metrics.facts import Facts, WorkloadFacts
+from loadgen.metrics.facts import TAKEN_LIMIT, Facts, WorkloadFacts
 from loadgen.records.model_config import kind_of
 from loadgen.records.probes import ArmConditions, Conditions
 from loadgen.records.run import Label, MachineLoad, body_count, programs_in_words, shown
@@ -43,8 +43,6 @@ STEP_LIMIT_S = 5.0
 """Largest step of the wall clock: labels are whole seconds, taken shortly before a block begins."""
 OTHERS_LIMIT = 0.1
 """Requests of other clients, as a share of those that were sent: their part of the server is not measured."""
-TAKEN_LIMIT = 0.03
-"""Share of the cores, over an arm's blocks: a server that uses all cores loses at most about 3 %, below δ = 5 %."""
 MOST_TAKEN = 0.20
 """Share taken in the median block above which the blocks do not measure the whole machine."""
 MOST_NAMED = 8
@@ -312,17 +310,17 @@ def other_processes(load: WorkloadFacts, facts: Facts) -> Judgement | None:
 
 def judge_others(readings: Readings, pairings: Sequence[tuple[Label, Label]], margin: float) -> Judgement:
     """`judge_steal` for the CPU time of other programs, which are named."""
-    judgement = _judge_taken(readings, pairings, margin, "other programs", _others_ns)
+    judgement = _judge_taken(readings, pairings, margin, "other programs", lambda machine: machine.others_ns)
     if judgement.ok is not False:
         return judgement
-    worst = max(chain.from_iterable(readings.values()), key=lambda machine: _others_ns(machine) or 0)
+    worst = max(chain.from_iterable(readings.values()), key=lambda machine: machine.others_ns or 0)
     return replace(judgement, detail=f"{judgement.detail}; in the worst block: {programs_in_words(worst.others)}")
 
 
 @check(
     "nobody else used the servers",
     "Other clients used a server",
-    "invalidates",
+    "roughens",
     "Compare while nobody else sends requests to that server, or start one for the comparison alone.",
     threshold=OTHERS_LIMIT,
     not_known="Whether others used the servers is not known",
@@ -331,26 +329,15 @@ def judge_others(readings: Readings, pairings: Sequence[tuple[Label, Label]], ma
 @per_load
 def other_clients(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge servers at URLs that count their requests; one that abserve starts has no other clients."""
-    by_url = [arm.label for arm in facts.run.arms if not arm.launched]
-    shares: dict[Label, float] = {}
-    for label in by_url:
-        records = [b.record for b in load.stored if b.record.label == label and b.record.complete]
-        counted = [(r.stages.requests, r.requests + r.cool_down) for r in records if r.stages and r.stages.requests]
-        if sent := sum(own for _, own in counted):
-            shares[label] = sum(of_all for of_all, _ in counted) / sent - 1.0
-    if not by_url:
+    if not facts.by_url:
         return None
+    shares = {label: more for label, more in load.further_requests.items() if label in facts.by_url}
     if not shares:
         return Judgement(None, "no server by URL counts its requests")
     worst = max(shares.values())
     used = tuple(label for label, more in shares.items() if more > OTHERS_LIMIT)
     texts = [f"{shown(label)} counted {share(shares[label])} more requests than were sent to it" for label in used]
     return Judgement(not used, join(texts) or "no server counted more requests than were sent", worst, arms=used)
-
-
-def _others_ns(machine: MachineLoad) -> int | None:
-    """CPU time of processes other than the servers, the load generator and abserve."""
-    return None if machine.known_ns is None else machine.busy_ns - machine.known_ns
 
 
 def _readings(load: WorkloadFacts, facts: Facts) -> tuple[Readings, Sequence[tuple[Label, Label]], float] | None:
@@ -371,7 +358,7 @@ def _judge_taken(
     taken_ns: Callable[[MachineLoad], int | None],
 ) -> Judgement:
     """Judge the CPU time taken from the cores. An arm's blocks are judged together, since the kernel counts in coarse
-    steps. It warns, and invalidates if the arms had unequal shares of the machine or all had little of it."""
+    steps. It warns, and makes the run rough if the arms had unequal shares of the machine or all had little of it."""
     taken = {
         label: [(ns, machine.total_ns) for machine in of_arm if (ns := taken_ns(machine)) is not None]
         for label, of_arm in readings.items()
@@ -404,7 +391,7 @@ def _judge_taken(
         detail += ", so the arms did not have the same machine"
     elif much:
         detail += f", over {share(MOST_TAKEN)} in the median block"
-    return Judgement(False, detail, most, severity="invalidates" if much or apart else None)
+    return Judgement(False, detail, most, severity="roughens" if much or apart else None)
 
 
 @check(

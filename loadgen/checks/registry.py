@@ -69,16 +69,19 @@ class CheckDefinition:
     def checks(self, facts: Facts) -> Iterator[Check]:
         if self.language not in (None, facts.run.experiment.kind is Kind.TOKENS):
             return
-        yield from map(self.stated, attempt(lambda: list(self.find(facts)), self._not_made))
+        for outcome in attempt(lambda: list(self.find(facts)), self._not_made):
+            yield self.stated(outcome, strict=facts.run.experiment.strict)
 
-    def stated(self, outcome: Judgement) -> Check:
-        """The check with this outcome, also of what is no comparison."""
+    def stated(self, outcome: Judgement, *, strict: bool) -> Check:
+        """The check with this outcome, also of what is no comparison. `strict`: what makes a run rough takes its
+        verdict away."""
+        severity = outcome.severity or (self.unknown if outcome.ok is None else self.severity)
         titles = {True: self.title, False: self.failed, None: self.not_known or self.title}
         return Check(
             name=self.name,
             title=titles[outcome.ok],
             state="unknown" if outcome.ok is None else "passed" if outcome.ok else "failed",
-            severity=outcome.severity or (self.unknown if outcome.ok is None else self.severity),
+            severity="invalidates" if strict and severity == "roughens" else severity,
             scope=outcome.scope,
             value=outcome.value,
             threshold=self.threshold if outcome.threshold is None else outcome.threshold,
@@ -89,7 +92,8 @@ class CheckDefinition:
 
     def _not_made(self, why: str) -> list[Judgement]:
         """The outcome of a check that failed itself. One that could have taken a verdict away takes it."""
-        severity: Severity = "invalidates" if "invalidates" in (self.severity, self.unknown) else "warns"
+        takes_it = not {"invalidates", "roughens"}.isdisjoint((self.severity, self.unknown))
+        severity: Severity = "invalidates" if takes_it else "warns"
         return [Judgement(None, f"this check could not be made: {why}", severity=severity, remedy=AGAIN)]
 
 
@@ -174,6 +178,12 @@ def per_comparison(judge: Callable[[Sequence[Comparison], Facts], Judgement]) ->
     return find
 
 
+def late_severity(ok: bool | None, load: WorkloadFacts, facts: Facts) -> Severity | None:
+    """A load generator that was late because others had the cores makes the run rough; None: the check's own
+    severity."""
+    return "roughens" if ok is False and load.is_disturbed(facts.by_url) else None
+
+
 def make_checks(facts: Facts) -> tuple[Check, ...]:
     return tuple(outcome for definition in CHECKS.values() for outcome in definition.checks(facts))
 
@@ -189,16 +199,21 @@ def reached(checks: Sequence[Check]) -> tuple[Check, ...]:
     return tuple(check for check in checks if finished or check.ok is not None or check.name == RUN_FINISHED)
 
 
-def invalidating(checks: Sequence[Check]) -> tuple[Check, ...]:
-    """The checks that remove a verdict, the gravest faults first."""
-    failed = [check for check in checks if check.ok is not True and check.severity == "invalidates"]
+def invalidating(checks: Sequence[Check], severity: Severity = "invalidates") -> tuple[Check, ...]:
+    """The checks that remove a verdict, or that have another effect, the gravest faults first."""
+    failed = [check for check in checks if check.ok is not True and check.severity == severity]
     order = get_args(Fault)
     return tuple(sorted(failed, key=lambda check: order.index(fault) if (fault := fault_of(check)) else len(order)))
 
 
+def roughening(checks: Sequence[Check]) -> tuple[Check, ...]:
+    """The checks that make the figures rough; none where others take the verdict away."""
+    return () if invalidating(reached(checks)) else invalidating(checks, "roughens")
+
+
 def gravest(checks: Sequence[Check]) -> Check | None:
-    """The check that is to blame first for an INVALID run, whose remedy stands under the headline."""
-    return next(iter(invalidating(reached(checks))), None)
+    """The check that is to blame first for an INVALID or a ROUGH run, whose remedy stands under the headline."""
+    return next(iter([*invalidating(reached(checks)), *roughening(checks)]), None)
 
 
 def fault_of(check: Check) -> Fault | None:
@@ -208,8 +223,8 @@ def fault_of(check: Check) -> Fault | None:
 
 
 def validity(checks: Sequence[Check]) -> str:
-    """ "VALID", or "INVALID: wrong answers" with the gravest fault. Where others used the machine, a generator that
-    could not keep up is the machine's fault."""
+    """ "VALID", "ROUGH: busy machine", or "INVALID: wrong answers" with the gravest fault. Where others used the
+    machine, a generator that could not keep up is the machine's fault."""
     first = gravest(checks)
     if first is None:
         return "VALID"
@@ -217,7 +232,8 @@ def validity(checks: Sequence[Check]) -> str:
     disturbed = any(check.ok is False and fault_of(check) == "busy machine" for check in checks)
     if fault == "overloaded load generator" and disturbed:
         fault = "busy machine"
-    return f"INVALID: {fault}" if fault else "INVALID"
+    word = "ROUGH" if first.severity == "roughens" else "INVALID"
+    return f"{word}: {fault}" if fault else word
 
 
 def reason_against(checks: Sequence[Check], scenario: str) -> str | None:
@@ -226,10 +242,21 @@ def reason_against(checks: Sequence[Check], scenario: str) -> str | None:
     return "; ".join(_message(check) for check in covering) or None
 
 
-def complaints(checks: Sequence[Check]) -> tuple[str, ...]:
-    """One message per check that removes a verdict, with the scenarios that it covers and the first one's detail."""
+def lost_where_rough(checks: Sequence[Check], facts: Facts) -> dict[str, dict[Label, float]]:
+    """The share of its time that each arm may have lost to others, by rough workload. What has no blocks, and so no
+    readings, is taken to have lost as much as the worst of these."""
+    scopes = {check.scope for check in invalidating(checks, "roughens")}
+    lost = {load.workload.name: load.lost_to_others(facts.by_url) for load in facts.loads if load.scope in scopes}
+    worst = {label: max(of.get(label, 0.0) for of in lost.values()) for label in facts.run.experiment.labels if lost}
+    without = [workload.name for workload in facts.run.experiment.workloads if not workload.has_blocks]
+    return lost | dict.fromkeys(without, worst) if lost else {}
+
+
+def complaints(checks: Sequence[Check], severity: Severity = "invalidates") -> tuple[str, ...]:
+    """One message per check that removes a verdict, or that has another effect, with the scenarios that it covers and
+    the first one's detail."""
     groups: dict[tuple[str, bool | None], list[Check]] = {}
-    for check in invalidating(reached(checks)):
+    for check in invalidating(reached(checks), severity):
         groups.setdefault((check.name, check.ok), []).append(check)
     messages = []
     for first, *more in groups.values():

@@ -12,7 +12,7 @@ from functools import wraps
 from statistics import fmean, median
 
 from loadgen.base.quantities import counted, do_not, join, number, share
-from loadgen.checks.registry import Find, Judgement, check, per_load
+from loadgen.checks.registry import Find, Judgement, check, late_severity, per_load
 from loadgen.checks.run import loaded_arms
 from loadgen.findings.tokens import (
     LEAST_DISTINCT,
@@ -563,7 +563,7 @@ def server_counts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     language=True,
 )
 @per_load
-def generator_scheduled(load: WorkloadFacts, _: Facts) -> Judgement | None:
+def generator_scheduled(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge the median block, since a moment's wait only widens the intervals."""
     records = [block.record for block in load.stored if block.record.complete]
     shares = [
@@ -575,7 +575,8 @@ def generator_scheduled(load: WorkloadFacts, _: Facts) -> Judgement | None:
         return Judgement(None, "the kernel does not say how long the load generator waited for a core")
     middle = median(shares)
     detail = f"the load generator waited for a core for {share(middle)} of the time, in the median block"
-    return Judgement(middle <= WAITED_LIMIT, detail, middle)
+    ok = middle <= WAITED_LIMIT
+    return Judgement(ok, detail, middle, severity=late_severity(ok, load, facts))
 
 
 @check(

@@ -143,9 +143,9 @@ def compare(
 ) -> None:
     """Start the servers, send them the same requests, and report which is faster, by how much, and whether that holds.
 
-    Exit status: 0 the comparison is valid, 1 it is not or the machine was busy, 2 an option or a file is wrong, 3 it is
-    valid but a --fail-if condition holds or could not be measured, 130 interrupted (finished blocks are kept). An
-    export to MLflow that fails is a warning.
+    Exit status: 0 the comparison is valid, or rough because others used the machine, 1 it is invalid (with --strict
+    also a rough one), 2 an option or a file is wrong, 3 a --fail-if condition holds or could not be measured, 130
+    interrupted (finished blocks are kept). An export to MLflow that fails is a warning.
     """
     try:
         given = given_options(context, options)
@@ -170,10 +170,10 @@ def compare(
     if dry_run:
         _print_choices(plan.runs[0][1])
         return
-    await_quiet(anyway, plan.runs[0][1].arms)
+    await_quiet(settings.strict and not anyway, plan.runs[0][1].arms)
     folder = resume or out or default_out(settings.model)
     if settings.best:
-        status, result = _run_best(settings, plan.runs[0][1], folder, mlflow, anyway=anyway)
+        status, result = _run_best(settings, plan.runs[0][1], folder, mlflow)
         results = {"": result}
     elif plan.is_matrix:
         status, results = _run_matrix(plan.runs, folder, mlflow)
@@ -233,7 +233,7 @@ def _print_choices(planned: Experiment) -> None:
 
 
 def _run_best(
-    settings: ExperimentSettings, planned: Experiment, folder: Path, mlflow: str | None, *, anyway: bool
+    settings: ExperimentSettings, planned: Experiment, folder: Path, mlflow: str | None
 ) -> tuple[int, Result | None]:
     """Choose every server's settings for each load, then compare them; the exit status and the result."""
     from loadgen.findings.best import BestRecord
@@ -263,7 +263,7 @@ def _run_best(
             few = settings.model_copy(update={"rounds": CHOOSING_ROUNDS, "minutes": None, "restarts": 1})
             brief = plan_experiment(few).runs[0][1].workloads
             gpu = expects_gpu(*planned.arms)
-            record = choose(settings, planned, brief, record, folder, run_stage, gpu=gpu, anyway=anyway)
+            record = choose(settings, planned, brief, record, folder, run_stage, gpu=gpu)
     except KeyboardInterrupt:
         complain(f"interrupted while choosing; go on with: {again}", style="bold yellow")
         return EXIT_INTERRUPTED, None
@@ -667,11 +667,12 @@ def last_words(result: Result) -> str:
     from loadgen.checks.registry import gravest
 
     blamed = gravest(result.checks)
-    return " ".join([result.headline, *result.verdict.untold[:1], *([blamed.remedy] if blamed else [])])
+    why = result.verdict.caveats if result.rough else result.verdict.untold
+    return " ".join([result.headline, *why[:1], *([blamed.remedy] if blamed else [])])
 
 
 def exit_status(result: Result) -> int:
     """The status of a run that was not interrupted."""
-    if not result.valid or result.state is None or result.state.state != "finished":
+    if not (result.valid or result.rough) or result.state is None or result.state.state != "finished":
         return EXIT_INVALID
     return EXIT_VALID if all(threshold.state == "kept" for threshold in result.thresholds) else EXIT_THRESHOLD

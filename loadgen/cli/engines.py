@@ -85,8 +85,8 @@ def engines(
     compared with FP32. Reports latency and throughput with 95 % intervals, memory, energy and one-time costs.
 
     Exit status: 0 everything was measured and every answer is the model's, 1 a configuration failed or answered
-    wrongly or other programs took too much of the CPU, 2 an option or a file is wrong, 130 interrupted (what was
-    measured is kept).
+    wrongly, or with --strict other programs took too much of the CPU, 2 an option or a file is wrong, 130 interrupted
+    (what was measured is kept).
     """
     from loadgen.engines.store import MatrixStore
 
@@ -102,7 +102,7 @@ def engines(
             plan, environment = _new(out, _settings(file, chosen))
     except PlanError as exc:
         fail(str(exc))
-    await_quiet(anyway)  # before a folder is made
+    await_quiet(bool(plan.settings.get("strict")) and not anyway)  # before a folder is made
     if resume is None:
         store = MatrixStore(out or default_out("engines"))
     raise typer.Exit(_run(store, plan, environment, json_file, mlflow, fresh=resume is None))

@@ -83,7 +83,7 @@ def noise_floor(
 
 def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
     """The settings with the baseline as both A and B, this command's defaults where nothing was given, and without
-    thresholds, which are about other arms."""
+    thresholds, which are about other arms. Always strict: a floor is of a quiet machine."""
     arm = next(iter(settings.arms.values()))
     launched = arm.target in TARGETS
     defaults: dict[str, object] = {
@@ -93,7 +93,7 @@ def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
         "handicap_check": False,
     }
     unset = {name: value for name, value in defaults.items() if name not in settings.model_fields_set}
-    return settings.model_copy(update={**unset, "arms": {"a": arm, "b": arm}, "fail_if": ()})
+    return settings.model_copy(update={**unset, "arms": {"a": arm, "b": arm}, "fail_if": (), "strict": True})
 
 
 def _measured(
@@ -111,7 +111,7 @@ def _measured(
     if plan.is_matrix:
         raise PlanError("the noise floor needs one transport and one payload; give one of each")
     plan = check_run(plan, out, {})
-    await_quiet(anyway, plan.runs[0][1].arms)
+    await_quiet(not anyway, plan.runs[0][1].arms)
     folder = out or default_out(settings.model)
     status, result = run_and_report(plan.runs[0][1], folder)
     return folder, result, status

@@ -27,25 +27,26 @@ Anyway = Annotated[
         "--anyway/--no-anyway",
         envvar="ABSERVE_ANYWAY",
         rich_help_panel=MEASUREMENT,
-        help="Measure although other programs use the CPU, instead of waiting up to a minute for them and giving up.",
+        help="With --strict: measure although other programs use the CPU, instead of waiting up to a minute for them "
+        "and giving up.",
     ),
 ]
 
 
-def await_quiet(anyway: bool, arms: Sequence[ArmRequest] = ()) -> None:
-    """Return when other programs use at most 10 % of the cores that the load generator may use, which is the limit of
-    the check `machine_idle`. After a minute the command ends with status 1 and the programs' names; with `anyway` they
-    are only named. Servers of `arms` that run already do not count. Nothing is awaited without /proc."""
+def await_quiet(wait: bool, arms: Sequence[ArmRequest] = ()) -> None:
+    """Name the programs that use more than 10 % of the cores that the load generator may use, which is the limit of the
+    check `machine_idle`. With `wait` return when none do, or end the command with status 1 after a minute. Servers of
+    `arms` that run already do not count. Nothing is awaited without /proc."""
     servers = _running_servers(arms)
     others = _look(servers)
     if others is None:
         return
-    if anyway:
-        complain(f"the machine is busy: {others}; measuring anyway", kind="note", style="yellow")
+    if not wait:
+        complain(f"the machine is busy: {others}; the result may be rough", kind="note", style="yellow")
         return
     others = _wait(servers, others)
     if others is not None:
-        fail(f"busy machine: {others}. Stop them and run again, or measure all the same with --anyway", EXIT_BUSY)
+        fail(f"busy machine: {others}. Stop them and run again, or leave --strict out", EXIT_BUSY)
 
 
 def _wait(servers: Sequence[int], others: OtherPrograms | None) -> OtherPrograms | None:

@@ -83,8 +83,8 @@ def tune(
     Many configurations are measured briefly beside each other, the best few again from fresh starts, and the winners
     with the defaults in one comparison, whose figures alone are reported.
 
-    Exit status: 0 the final comparison is valid, 1 it is not, nothing could be measured or the machine was busy, 2 an
-    option or a file is wrong, 130 interrupted (go on with --resume).
+    Exit status: 0 the final comparison is valid, or rough because others used the machine, 1 it is invalid or nothing
+    could be measured, 2 an option or a file is wrong, 130 interrupted (go on with --resume).
     """
     chosen = given_options(context, options, OPTIONS)
     if resume is not None and out is not None:
@@ -101,12 +101,10 @@ def tune(
     if dry_run:
         _print_plan(settings, spaces, settings.side_by_side(gpu=gpu))
         return
-    await_quiet(anyway)
+    await_quiet(settings.strict and not anyway)
     folder = resume or out or default_out(settings.model)
     padding = () if first.cannot_pad and first.pad_to is None else first.pad_to
-    raise typer.Exit(
-        _run(settings, spaces, folder, padding, None if stored is None else stored[1], gpu=gpu, anyway=anyway)
-    )
+    raise typer.Exit(_run(settings, spaces, folder, padding, None if stored is None else stored[1], gpu=gpu))
 
 
 def _settings(file: Path | None, chosen: dict[SettingOption, object]) -> TuneSettings:
@@ -196,7 +194,6 @@ def _run(
     stored: Tuning | None,
     *,
     gpu: bool,
-    anyway: bool,
 ) -> int:
     """Tune, report, and return the exit status."""
     from loadgen.report.renderers.terminal import make_console
@@ -215,7 +212,7 @@ def _run(
         statuses.append(status)
         return read_one(out, RunState)
 
-    measuring = Measuring(plan, compare, ABSERVE, anyway, gpu)
+    measuring = Measuring(plan, compare, ABSERVE, gpu)
     try:
         with progress:
             tuning = run_tuning(settings, spaces, folder, progress, measuring, padding=padding, resume=stored)

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from loadgen.base.quantities import number
 from loadgen.checks.machine import cpu_steal, judge_others, judge_steal, other_processes
-from loadgen.checks.registry import invalidating
+from loadgen.checks.registry import gravest
 from loadgen.findings.tokens import fault_text, proves_nothing, wrong_answers
 from loadgen.records.checks import Check
 from loadgen.records.matrix import (
@@ -139,7 +139,7 @@ def analyse(
             )
             for key, cell in cells.items()
         ),
-        winners=tuple(replace(winner, certain=False) for winner in found) if invalidating(checks) else found,
+        winners=tuple(replace(winner, certain=False) for winner in found) if gravest(checks) else found,
         break_even=break_even(plan, configurations, visits, cells),
         checks=checks,
     )
@@ -160,9 +160,10 @@ def machine_checks(plan: MatrixPlan, visits: Sequence[Visit]) -> tuple[Check, ..
     if not readings:
         return ()
     pairings = [(one, other) for one, other in combinations(readings, 2) if scopes[one] == scopes[other]]
+    strict = bool(plan.settings.get("strict"))
     return (
-        cpu_steal.stated(judge_steal(readings, pairings, MARGIN)),
-        other_processes.stated(judge_others(readings, pairings, MARGIN)),
+        cpu_steal.stated(judge_steal(readings, pairings, MARGIN), strict=strict),
+        other_processes.stated(judge_others(readings, pairings, MARGIN), strict=strict),
     )
 
 

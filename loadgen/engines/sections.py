@@ -20,7 +20,7 @@ from loadgen.base.quantities import (
     sentence,
     share,
 )
-from loadgen.checks.registry import invalidating, validity
+from loadgen.checks.registry import gravest, validity
 from loadgen.engines import charts
 from loadgen.engines.analyse import has_copies, path_of, worst
 from loadgen.engines.charts import latency_ms, scope_title, short_model, shown_length, views
@@ -119,7 +119,7 @@ def overview(matrix: Matrix) -> doc.Section | None:
     notes[:0] = [
         doc.Text(f"{check.title}: {sentence(check.detail)} {check.remedy}", "warning") for check in failed_checks
     ]
-    complete, spoilt = finished and missing <= 0, bool(invalidating(matrix.checks))
+    complete, spoilt = finished and missing <= 0, gravest(matrix.checks) is not None
     badge = validity(matrix.checks) if spoilt else "COMPLETE" if complete else "INCOMPLETE"
     fastest = [doc.Item(_sentence(matrix, scope, cells), lead=label) for scope, label, cells in views(matrix)]
     panel = doc.Panel(
@@ -284,7 +284,7 @@ def _format(value: float | None, form: str) -> str:
 
 
 def _doubt(matrix: Matrix, winner: Winner) -> str:
-    if invalidating(matrix.checks):
+    if gravest(matrix.checks):
         return "not certain: see above"
     if winner.unbeaten in (None, winner.runner_up):
         return "not certain"

@@ -421,6 +421,11 @@ class ExperimentSettings(Settings):
     gpu_control: bool = _measurement(
         True, description="With a GPU, also run one arm on the CPU to prove that the GPU verification notices it."
     )
+    strict: bool = _measurement(
+        False,
+        description="Wait up to a minute for a quiet machine, and call a run that others disturbed INVALID. Without it "
+        "such a run is ROUGH: its intervals include what the others took, and its figures are not to be cited.",
+    )
     handicap_check: bool = _measurement(
         True,
         description="Compare each arm that abserve starts with the same server at its own defaults; a slower one makes "

@@ -154,6 +154,7 @@ class TuneSettings(Settings):
         0, ge=0, le=2**63 - 1, description="Seed of the search, the order of the blocks, the inputs and the arrivals."
     )
     margin: float = _shared("margin")
+    strict: bool = _shared("strict")
     gpu_control: bool = _shared("gpu_control")
 
     @property
@@ -207,6 +208,7 @@ def final_settings(
 _COMMON = (
     "model", "inputs", "sequence_length", "output_tokens", "arrivals", "connections", "processes", "weights",
     "precision", "tritonserver", "pad_to", "request_timeout", "seed", "margin",
+    "strict",
 )  # fmt: skip
 
 

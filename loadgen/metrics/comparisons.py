@@ -29,6 +29,7 @@ from loadgen.base.quantities import ratio as factor_words
 from loadgen.metrics.registry import (
     ACHIEVED_RATE,
     GOODPUT,
+    METRICS,
     TPOT,
     TTFT,
     Metric,
@@ -330,6 +331,9 @@ class Comparison(Record, frozen=True, kw_only=True):
     """95 % interval of `arm_value` by itself, if the metric is a percentile of all rounds together."""
     noise_floor: float | None = None
     """Difference that identical arms show on this machine, as a share; None if it is not known."""
+    lost: tuple[float, float] | None = None
+    """The share of its time that others may have taken from the baseline and from the arm, which the interval includes;
+    None where the run is not rough."""
 
     @property
     def pairing(self) -> Pairing:
@@ -599,6 +603,50 @@ def invalidate(comparisons: Sequence[Comparison], why_invalid: Callable[[str], s
         else comparison
         for comparison in comparisons
     )
+
+
+def roughen(
+    comparisons: Sequence[Comparison], lost: Mapping[str, Mapping[Label, float]], margin: float
+) -> tuple[Comparison, ...]:
+    """Widen the intervals of the rough workloads by what others may have taken from one arm and not from the other;
+    `lost` is the share of its time of each arm by workload. A winner that this difference could make is none."""
+    return tuple(
+        _widened(comparison, (of_arms.get(comparison.baseline, 0.0), of_arms.get(comparison.arm, 0.0)), margin)
+        if (of_arms := lost.get(comparison.workload)) is not None
+        else comparison
+        for comparison in comparisons
+    )
+
+
+def lost_in(comparisons: Sequence[Comparison]) -> dict[str, dict[Label, float]]:
+    """What `roughen` was given, from its comparisons."""
+    lost: dict[str, dict[Label, float]] = {}
+    for comparison in comparisons:
+        if comparison.lost is not None:
+            lost.setdefault(comparison.workload, {}).update(zip(comparison.pairing, comparison.lost, strict=True))
+    return lost
+
+
+def _widened(comparison: Comparison, lost: tuple[float, float], margin: float) -> Comparison:
+    """An arm would have done as well or better alone, so the far end of the interval moves by its own loss and the near
+    end by that of the baseline."""
+    rough = msgspec.structs.replace(comparison, lost=lost, error_log=None)
+    baseline, arm = (METRICS[comparison.metric].most_lost(share) for share in lost)
+    if comparison.ci95 is None or comparison.verdict == "invalid":
+        return rough
+    if baseline is None or arm is None:
+        return msgspec.structs.replace(rough, ci95=None, verdict="inconclusive", reason=UNBOUNDED)
+    up, down = (arm, baseline) if comparison.higher_is_better else (baseline, arm)
+    low, high = comparison.ci95[0] * math.exp(-down), comparison.ci95[1] * math.exp(up)
+    rough = msgspec.structs.replace(rough, ci95=(low, high))
+    verdict = judge((low, high), 0.0, margin, comparison.higher_is_better)
+    if comparison.verdict == "inconclusive" or verdict == comparison.verdict:
+        return rough
+    return msgspec.structs.replace(rough, verdict="inconclusive", reason=WITHIN_DISTURBANCE)
+
+
+UNBOUNDED = "others used the machine, and how far that moves a tail or a first token has no bound"
+WITHIN_DISTURBANCE = "others used the machine, and what they took could make the difference"
 
 
 def leading_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:

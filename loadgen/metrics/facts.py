@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -20,6 +21,10 @@ RUN = "run"
 """Scope of a check that covers every comparison."""
 PLAN = "plan"
 """Scope of a check that fails the run as planned; complete workloads keep their verdict."""
+TAKEN_LIMIT = 0.03
+"""Share of the cores, over an arm's blocks: a server that uses all cores loses at most about 3 %, below δ = 5 %."""
+LEAST_LEFT = 0.01
+"""Share of the cores that others leave at least: a reading of 100 % is the kernel's coarse step."""
 
 
 def workload_scope(workload: str) -> str:
@@ -47,6 +52,42 @@ class WorkloadFacts:
     @property
     def scope(self) -> str:
         return workload_scope(self.workload.name)
+
+    @property
+    def further_requests(self) -> dict[Label, float]:
+        """Requests that a server counted beyond those that were sent to it, as a share of these; empty where none
+        counts them."""
+        counted: dict[Label, list[tuple[int, int]]] = {}
+        for record in (block.record for block in self.stored if block.record.complete):
+            if record.stages is not None and record.stages.requests:
+                sent = record.requests + record.cool_down
+                counted.setdefault(record.label, []).append((record.stages.requests, sent))
+        return {
+            label: sum(of_all for of_all, _ in both) / sent - 1.0
+            for label, both in counted.items()
+            if (sent := sum(own for _, own in both))
+        }
+
+    def lost_to_others(self, by_url: Collection[Label]) -> dict[Label, float]:
+        """The share of its time that each arm may have lost: of the cores to the hypervisor and other programs, and of
+        a server at a URL to other clients. It is the mean over the blocks of the logarithm of what was left, since the
+        geometric mean of the blocks is reported. 0 where nothing was recorded."""
+        left: dict[Label, list[float]] = {}
+        for record in (block.record for block in self.stored if block.record.complete):
+            machine = record.machine
+            taken = 0.0
+            if machine is not None and machine.total_ns > 0:
+                taken = ((machine.steal_ns or 0) + (machine.others_ns or 0)) / machine.total_ns
+            left.setdefault(record.label, []).append(math.log(min(max(1.0 - taken, LEAST_LEFT), 1.0)))
+        more = {label: max(self.further_requests.get(label, 0.0), 0.0) for label in by_url}
+        return {
+            label: 1.0 - math.exp(math.fsum(logs) / len(logs)) / (1.0 + more.get(label, 0.0))
+            for label, logs in left.items()
+        }
+
+    def is_disturbed(self, by_url: Collection[Label]) -> bool:
+        """Whether others took more from an arm than what a check tolerates."""
+        return any(lost > TAKEN_LIMIT for lost in self.lost_to_others(by_url).values())
 
 
 @dataclass(frozen=True)
@@ -100,6 +141,11 @@ class Facts:
     def names(self) -> dict[Label, str]:
         """The arms as sentences call them."""
         return names_of(self.run.experiment.arms, self.run.arms)
+
+    @property
+    def by_url(self) -> tuple[Label, ...]:
+        """The arms whose servers abserve did not start, so that they may have other clients."""
+        return tuple(arm.label for arm in self.run.arms if not arm.launched)
 
     @property
     def item(self) -> str:

@@ -26,6 +26,7 @@ generator's, and a run with much of it is client-limited. `split_lag_ms` separat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
@@ -332,6 +333,9 @@ class Metric:
     """Whether the figure of an arm has an interval over its blocks also where answers are not streamed."""
     is_count: bool = False
     """Whether it is a sum, which has no interval."""
+    is_of_all_time: bool = False
+    """Whether it is a rate, or a mean or median of whole times, so that others who take a share of an arm's time move
+    it by a known factor at most. Tails and first tokens have no such bound: a single wait for a core decides them."""
     if_missing: str = "a block has no good response"
     """Why a complete block has no figure, unless `why_missing` knows."""
     why_missing: Callable[[Samples], str | None] | None = None
@@ -363,6 +367,14 @@ class Metric:
     def unit_for(self, item: str) -> str:
         """The unit for inputs that are called `item`."""
         return per_second(item) if self.unit == PER_SECOND else self.unit
+
+    def most_lost(self, lost: float) -> float | None:
+        """The logarithm of the factor by which the figure can be worse because others took this share of the time; None
+        if there is no bound. The time that is lost is on average LOST / (1 − LOST) of the time that was left, and at
+        most half of the requests lose twice as much, so that is what a median can lose (Markov's inequality)."""
+        if not self.is_of_all_time:
+            return 0.0 if lost == 0.0 else None
+        return math.log1p((1.0 if self.quantile is None else 1.0 / (1.0 - self.quantile)) * lost / (1.0 - lost))
 
     def statistic(self, values: Values) -> float | None:
         """The quantile or the mean of the values of requests; None with too few."""
@@ -433,6 +445,7 @@ def _latency(name: str, quantile: float | None, *, compared: bool) -> Metric:
             quantile=quantile,
             column=f"{name}_ms",
             is_averaged=name == "p50",
+            is_of_all_time=quantile in (None, 0.5),
         )
     )
 
@@ -470,7 +483,9 @@ _COLUMNS: dict[str, PerRequest] = {}
 def _of_probe(name: str, title: str, unit: str, scenario: Scenario, *, higher_is_better: bool) -> Metric:
     """A metric whose figures a probe measures without blocks."""
     measured_in = _in_scenario(scenario)
-    return register(Metric(name, title, unit, higher_is_better, measured_in, measured_in))
+    return register(
+        Metric(name, title, unit, higher_is_better, measured_in, measured_in, is_of_all_time=not higher_is_better)
+    )
 
 
 THROUGHPUT = register(
@@ -483,6 +498,7 @@ THROUGHPUT = register(
         of_block=items_per_s,
         column="throughput_per_s",
         is_averaged=True,
+        is_of_all_time=True,
     )
 )
 OUTPUT_TOKENS = register(
@@ -494,6 +510,7 @@ OUTPUT_TOKENS = register(
         kind=Kind.TOKENS,
         compared_in=lambda workload: is_closed_loop(workload) and not is_alone(workload),
         of_block=lambda samples, workload: tokens_per_s(samples, workload, "output_tokens"),
+        is_of_all_time=True,
     )
 )
 ANSWER_TIME = register(
@@ -505,6 +522,7 @@ ANSWER_TIME = register(
         kind=Kind.TOKENS,
         compared_in=is_alone,
         of_requests=latencies_ms,
+        is_of_all_time=True,
     )
 )
 """The mean time from the intended start of a request to the last token of its answer."""
@@ -532,6 +550,7 @@ ACHIEVED_RATE = register(
         compared_in=is_open_loop,
         of_block=items_per_s,
         column="throughput_per_s",
+        is_of_all_time=True,
     )
 )
 """The rate of the responses of an open loop: below the requested rate if an arm cannot sustain it."""

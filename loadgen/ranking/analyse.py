@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from loadgen.checks.registry import complaints, invalidating
+from loadgen.checks.registry import complaints, gravest, validity
 from loadgen.engines.analyse import has_copies
 from loadgen.experiment.schedule import request_shape
 from loadgen.findings.gpu.analysis import GpuFound
@@ -26,6 +26,7 @@ from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, THROUGHPUT, TPOT, T
 from loadgen.metrics.summaries import figure_of, interval_of
 from loadgen.metrics.tokens import per_million
 from loadgen.ranking.prices import prices_of
+from loadgen.records.checks import Check
 from loadgen.records.matrix import ConfigurationResult, Matrix, shape_text
 from loadgen.records.ranks import (
     TOKEN,
@@ -127,10 +128,16 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
+def _why_not(checks: Sequence[Check]) -> str:
+    """ "it is INVALID: …", "it is ROUGH: …" """
+    reasons = complaints(checks) or complaints(checks, "roughens")
+    return f"it is {validity(checks).partition(':')[0]}: {'; '.join(reasons) or 'see its report'}"
+
+
 def from_matrix(name: str, matrix: Matrix) -> RankInput:
     """One option per configuration and sequence length, with a point per batch size."""
-    if invalidating(matrix.checks):
-        left = LeftOut(result=name, what="its engines", reason=f"it is INVALID: {'; '.join(complaints(matrix.checks))}")
+    if gravest(matrix.checks):
+        left = LeftOut(result=name, what="its engines", reason=_why_not(matrix.checks))
         return RankInput(name, matrix.environment, (), (left,))
     machine = machine_of(matrix.environment).id
     candidates, left_out = [], []
@@ -200,7 +207,7 @@ def from_result(name: str, result: Result) -> RankInput:
     if result.experiment.screening:
         return nothing("it is a screening of `abserve tune`, which chose; rank the final of its tuning")
     if not result.valid:
-        return nothing(f"it is INVALID: {'; '.join(complaints(result.checks)) or 'see its report'}")
+        return nothing(_why_not(result.checks))
     if result.environment is None:
         return nothing("it does not describe its machine")
     machine = machine_of(result.environment).id

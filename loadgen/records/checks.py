@@ -6,7 +6,9 @@ from typing import Literal
 
 from loadgen.records.run import Label, Record
 
-Severity = Literal["invalidates", "warns", "informs"]
+Severity = Literal["invalidates", "roughens", "warns", "informs"]
+"""roughens: others used the machine or the servers, so intervals include what they may have taken, and the figures are
+not to be cited."""
 State = Literal["passed", "failed", "unknown"]
 Value = float | int | str | None
 

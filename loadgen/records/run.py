@@ -397,6 +397,8 @@ class Experiment(Record, frozen=True, kw_only=True):
     """Whether ablations test the causes of the differences after the load."""
     explain_seconds: float = 600.0
     """Time limit of the ablations."""
+    strict: bool = False
+    """Whether others that use the machine make a run INVALID instead of ROUGH."""
     handicap_check: bool = True
     """Whether every arm that abserve starts is compared with the same server at its own defaults."""
     ceiling: bool = False
@@ -606,6 +608,11 @@ class MachineLoad(Record, frozen=True, kw_only=True):
     """Threads that ran or waited for a core just before the window, when nothing was sent."""
     waited_ns: int | None
     """Time in which at least one thread waited for a core (pressure stall information)."""
+
+    @property
+    def others_ns(self) -> int | None:
+        """CPU time of processes other than the servers, the load generator and abserve."""
+        return None if self.known_ns is None else self.busy_ns - self.known_ns
 
 
 def programs_in_words(programs: Sequence[str]) -> str:

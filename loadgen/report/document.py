@@ -138,8 +138,8 @@ class Table(msgspec.Struct, frozen=True):
     """Rows of text, or of unrounded values for CSV.
 
     `name`: its name in CSV and JUnit. `grouped`: rows with the same first cell belong together. `total`: the last row
-    is a sum. `outcomes`: one per row, for JUnit, where the first cell is the name and the rest the text; `seconds` is
-    how long measuring them took.
+    is a sum. `outcomes`: one per row, for JUnit, where the first cell is the name and the rest the text (the kind of a
+    row that passed is a property); `seconds` is how long measuring them took.
     """
 
     columns: Sequence[Column]

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from loadgen.base.documents import is_stored, one_line, stored_path
+from loadgen.checks.registry import validity
 from loadgen.findings.gpu.analysis import GpuFound
 from loadgen.findings.rate_search import RatesFound
 from loadgen.metrics.registry import METRICS
@@ -79,12 +80,12 @@ def export_result(result: Result, uri: str, folder: Path) -> str:
         "workloads": ", ".join(workload.name for workload in experiment.workloads),
     }  # fmt: skip
     params |= {f"settings.{name}": value for name, value in (experiment.settings or {}).items()}
-    overall = [("valid", float(result.valid), 0)]
+    overall = [("valid", float(result.valid), 0), ("rough", float(result.rough), 0)]
     for row in result.comparisons:
         if row.ratio is not None:
             base = f"ratio.{row.metric}.{row.workload}.{row.arm}_over_{row.baseline}"
             overall += _bounds(base, row.ratio, *(row.ci95 or (None, None)))
-    tags = {"schema": result.schema, "verdict": result.verdict.sentence}
+    tags = {"schema": result.schema, "validity": validity(result.checks), "verdict": result.verdict.sentence}
     return _export(uri, "compare", folder, params, result.environment, tags, overall, list(_arms(result)))
 
 

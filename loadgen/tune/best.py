@@ -152,7 +152,7 @@ def most_at_once(planned: Experiment, *, gpu: bool) -> int:
 
 def choose(
     settings: ExperimentSettings, planned: Experiment, brief: Sequence[Workload], record: BestRecord, out: Path,
-    run_stage: RunStage, *, gpu: bool, anyway: bool = False,
+    run_stage: RunStage, *, gpu: bool,
 ) -> BestRecord:  # fmt: skip
     """Measure every configuration briefly and choose, in runs below `out`; one that is finished there is not repeated.
     `brief` are the workloads with few rounds. The record is stored before and after. Raises `KeyboardInterrupt`,
@@ -179,7 +179,7 @@ def choose(
             with readable(folder):
                 run = read_run(folder)
                 result = analyse_run(run)
-                out_here, faults = faults_of(run, result, anyway=anyway)
+                out_here, faults = faults_of(run, result)
             left_out |= out_here
             processes = max(processes, result.experiment.processes)
             problems += [_problem(scope, why) for scope, why in faults.items()]

@@ -70,7 +70,8 @@ def write_deployment(directory: Path, outcome: TuningOutcome, abserve: Sequence[
     if settings is not None and sha256 is not None:
         write_atomically(folder / EXPERIMENT_FILE, write_content(settings, sha256).encode())
     if not options:
-        return ("the final is not valid, so no file starts a server; repeat it with the experiment in deploy",)
+        what = "rough, because others used the machine" if outcome.final.rough else "not valid"
+        return (f"the final is {what}, so no file starts a server; repeat it with the experiment in deploy",)
     for target, command in best_commands(outcome).items():
         script = folder / f"{target}.sh"
         write_atomically(script, _script(target, command).encode())

@@ -18,7 +18,16 @@ from loadgen.base.quantities import Interval, join, number, ratio_with_interval,
 from loadgen.experiment.tuning import TuneSettings
 from loadgen.findings.gpu.analysis import GpuFound
 from loadgen.metrics.claims import claim, winner_in_words
-from loadgen.metrics.comparisons import Comparison, advantage, compare_all, judge, leading_comparisons, log_lead
+from loadgen.metrics.comparisons import (
+    Comparison,
+    advantage,
+    compare_all,
+    judge,
+    leading_comparisons,
+    log_lead,
+    lost_in,
+    roughen,
+)
 from loadgen.metrics.registry import METRICS, RATES, TPOT, Metric
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
 from loadgen.records.run import TARGETS, Kind, Label, item_of
@@ -371,6 +380,7 @@ def _beside(final: Result, metric: Metric, baseline: Label, arm: Label) -> Compa
     alone = msgspec.structs.replace(final.experiment, arms=(arms[baseline], arms[arm]))
     blocks = [block for block in final.blocks if block.label in (baseline, arm)]
     compared = compare_all(alone, blocks, item=item_of(final.environment))
+    compared = roughen(compared, lost_in(final.comparisons), final.experiment.equivalence_margin)
     comparison = next((c for c in compared if c.metric == metric.name), None)
     refused = next((c for c in leading_comparisons(final.comparisons) if c.verdict == "invalid"), None)
     if comparison is None or refused is None:

@@ -115,8 +115,6 @@ class Measuring:
     compare: Callable[[Experiment, Path], RunState | None]
     """Runs the final comparison with its reports; returns how it ended, None if nothing could be stored."""
     abserve: Sequence[str] = ABSERVE
-    anyway: bool = False
-    """Whether runs on a busy machine count."""
     gpu: bool = False
     """Whether the servers may run on a GPU."""
 
@@ -329,9 +327,8 @@ class _Race:
         )
         folder, began = self._free_folder(f"{number:02d}-{stage}"), monotonic()
         judged, state = screen(
-            experiment, folder, self.progress, self.settings, self.prepared,
-            abserve=self.measuring.abserve, anyway=self.measuring.anyway,
-        )  # fmt: skip
+            experiment, folder, self.progress, self.settings, self.prepared, abserve=self.measuring.abserve
+        )
         run = TuningRun(
             folder=folder.name, stage=stage, scores=judged.scores, out=judged.out, problem=judged.problem,
             anchor=self._named_anchor(judged), seconds=monotonic() - began, load_seconds=judged.load_seconds,

@@ -67,14 +67,13 @@ def screen(
     prepared: Prepared,
     *,
     abserve: Sequence[str] = ABSERVE,
-    anyway: bool = False,
 ) -> tuple[Judged, RunState]:
     """Run an experiment whose baseline is the anchor and whose other arms are contenders, into the folder; what it
-    shows and how it ended. `anyway`: a busy machine does not matter. Raises `StorageError`, `StoredRunError`."""
+    shows and how it ended. Raises `StorageError`, `StoredRunError`."""
     state = run_experiment(experiment, folder, progress, abserve=abserve, prepared=prepared)
     with readable(folder):
         run = read_run(folder)
-        return judge(run, analyse_run(run), settings, anyway=anyway), state
+        return judge(run, analyse_run(run), settings), state
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +87,9 @@ class Judged:
     load_seconds: float = 0.0
 
 
-def judge(run: StoredRun, result: Result, settings: TuneSettings, *, anyway: bool = False) -> Judged:
-    """Who is out, why the run counts for nothing, or else the scores, also of an interrupted run: by its whole rounds.
-    `anyway`: a busy machine does not matter."""
-    out, problems = faults_of(run, result, anyway=anyway)
+def judge(run: StoredRun, result: Result, settings: TuneSettings) -> Judged:
+    """Who is out, why the run counts for nothing, or else the scores: of an interrupted run by its whole rounds."""
+    out, problems = faults_of(run, result)
     if problems:
         return Judged((), out, next(iter(problems.values())))
     scores = score_run(run, result, settings)
@@ -107,7 +105,7 @@ def _is_whole(run: StoredRun) -> bool:
     return run.state is not None and run.state.state == "finished"
 
 
-def faults_of(run: StoredRun, result: Result, *, anyway: bool = False) -> tuple[dict[Label, str], dict[str, str]]:
+def faults_of(run: StoredRun, result: Result) -> tuple[dict[Label, str], dict[str, str]]:
     """The arms of a screening that are out, and what counts for nothing, by the scope of the check that says so: the
     run or one of its workloads. Why, in a sentence each."""
     anchor, state = run.experiment.baseline.label, run.state
@@ -121,7 +119,7 @@ def faults_of(run: StoredRun, result: Result, *, anyway: bool = False) -> tuple[
         return out, {RUN: sentence(one_line(why, _MOST_WORDS))}
     for check in invalidating(result.checks):
         fault, contenders = fault_of(check), set(check.arms) - {anchor}
-        if (fault in _TOLERATED and check.name not in _CACHES) or (anyway and fault == "busy machine"):
+        if fault in _TOLERATED and check.name not in _CACHES:
             continue
         if not _is_whole(run) and (fault == "incomplete run" or check.ok is None):
             continue  # what it did not get to, the finalists' runs and the final judge

@@ -19,6 +19,7 @@ from loadgen.metrics.registry import SERVED
 from loadgen.metrics.tokens import per_million
 from loadgen.records.run import Label
 from loadgen.records.tuning import ANCHOR
+from loadgen.report.sections.checks import standing_style
 from loadgen.report.sections.verdict import conditions_in_brief
 from loadgen.stats.estimates import Estimate, pareto_front
 from loadgen.stats.ratios import geometric_mean
@@ -107,7 +108,7 @@ def _answer(outcome: TuningOutcome) -> doc.Section | None:
         blocks += [doc.Text(line, "note") for line in conditions_in_brief(final)]
         blocks.append(doc.Text(SELECTION, "note", on=doc.PAGES))
         blocks.append(doc.Link("The final comparison in full", "final/report.html"))
-    style: doc.Style = "ok" if final is not None and final.valid else "failed"
+    style: doc.Style = "failed" if final is None else standing_style(final)
     return doc.section("", doc.Panel(badge, style, outcome.headline, tuple(blocks)))
 
 

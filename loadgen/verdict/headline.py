@@ -16,7 +16,7 @@ from itertools import product
 from msgspec.structs import replace
 
 from loadgen.base.quantities import capital, counted, join, number
-from loadgen.checks.registry import CHECKS, Fault, fault_of, in_sentence, invalidating, reached
+from loadgen.checks.registry import CHECKS, Fault, fault_of, in_sentence, invalidating, reached, roughening
 from loadgen.checks.run import same_payload
 from loadgen.metrics.claims import WorkloadRanking, names_of, neighbours, place, verdict_words, weight, winner_in_words
 from loadgen.metrics.comparisons import Comparison, leading_comparisons
@@ -74,6 +74,8 @@ def headline(
         before = ("Not valid; the complete loads show: ", "Not valid; otherwise ")
     elif experiment.is_at_best:
         before = ("Each server at its best: ", "At their best: ")
+    if rough := roughening(checks):
+        before = tuple(f"Rough: {text[:1].lower()}{text[1:]}" for text in before)
     main = main_comparison(comparisons, rankings, workloads)
     surface = surface_of(experiment, comparisons)
     if surface is not None and any(point.winner for point in surface.points):
@@ -87,7 +89,7 @@ def headline(
         ranking = next((r for r in rankings if r.workload == main.workload), None) if len(names) > 2 else None
         claims = _claims(main, names, place(workloads[main.workload]), ranking)
         parts = [claims, _shortened(cause), _leads(usable, rankings, main, names), _besides(comparisons, names)]
-    text = fit([before, *parts, (".",)])
+    text = fit([before, *parts, _rough_because(rough), (".",)])
     return capital(text)
 
 
@@ -143,6 +145,13 @@ def consequence(
             each = (f"{counted(count, 'server')} with {name}" for count, name in zip(servers, called, strict=True))
             parts.append(f"{goal:,} {main.unit} at this load take {' or '.join(each)}")
     return " ".join(f"{capital(part)}." for part in parts)
+
+
+def _rough_because(checks: Sequence[Check]) -> Alternatives:
+    """Why the figures are not to be cited; empty for a run that is not rough."""
+    if not checks:
+        return ("",)
+    return tuple(f". Do not cite it: {text}" for text in (checks[0].detail, in_sentence(CHECKS[checks[0].name].failed)))
 
 
 def _of_servers(ranking: WorkloadRanking, servers: Mapping[Label, Label]) -> WorkloadRanking:

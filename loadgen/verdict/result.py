@@ -27,13 +27,13 @@ from loadgen.base.documents import (
     stored_path,
 )
 from loadgen.checks.noise_floor import apply_floor, floor_sentence, floors_by_arm, is_self_comparison
-from loadgen.checks.registry import make_checks, reason_against
+from loadgen.checks.registry import lost_where_rough, make_checks, reason_against, roughening
 from loadgen.checks.run import COMPARISONS, VERDICT, analysed
 from loadgen.findings.registry import finding_types, probes
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.breakdown import LatencyBreakdown, break_down
 from loadgen.metrics.claims import names_of
-from loadgen.metrics.comparisons import Comparison, PooledRequests, compare_all, invalidate
+from loadgen.metrics.comparisons import Comparison, PooledRequests, compare_all, invalidate, roughen
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, sound, summarise_blocks, summarise_workload
 from loadgen.records.checks import Check
@@ -65,7 +65,8 @@ class Result(Record, frozen=True, kw_only=True):
 
     schema: Literal["abserve.result/3"] = "abserve.result/3"
     valid: bool
-    """Whether the verdict stands: no check that can remove it failed, and none that must be known is unknown."""
+    """Whether the verdict stands: no check that can remove it failed, and none that must be known is unknown. False
+    where it is `rough`."""
     state: RunState | None
     verdict: Verdict
     environment: Environment | None
@@ -86,6 +87,9 @@ class Result(Record, frozen=True, kw_only=True):
     """The machine's noise floors, as known when the run began."""
     noise_floor_sentence: str = ""
     thresholds: tuple[ThresholdOutcome, ...] = ()
+    rough: bool = False
+    """Whether the verdict stands for a machine that others used: the intervals include what these may have taken, and
+    the figures are not to be cited."""
 
     @property
     def titles(self) -> dict[Label, str]:
@@ -251,6 +255,7 @@ def analyse_run(run: StoredRun) -> Result:
     facts = replace(facts, comparisons=drafts)
     checks, before = make_checks(facts), len(failures)
     comparisons = invalidate(drafts, lambda scenario: reason_against(checks, scenario))
+    comparisons = roughen(comparisons, lost_where_rough(checks, facts), run.experiment.equivalence_margin)
     facts = replace(facts, comparisons=comparisons)
     concluded = {
         name: step(name, partial(probe.conclude, findings[name], facts), empty[name])
@@ -268,6 +273,7 @@ def analyse_run(run: StoredRun) -> Result:
         verdict = msgspec.structs.replace(verdict, caveats=(*verdict.caveats, stopping.sentence))
     return Result(
         valid=verdict.valid,
+        rough=bool(roughening(checks)),
         state=run.state,
         verdict=verdict,
         environment=run.environment,

@@ -314,7 +314,9 @@ def _caveats(old: Result, new: Result, binding: Sequence[PropertyDifference]) ->
         names = ", ".join(difference.name for difference in binding)
         caveats.append(f"The runs differ in more than the arms ({names}), so a change may have another cause.")
     for name, run in (("old", old), ("new", new)):
-        if not run.valid:
+        if run.rough:
+            caveats.append(f"Others used the machine in the {name} run; a change is claimed only beyond their share.")
+        elif not run.valid:
             caveats.append(f"The {name} run is not valid; the comparisons of its failed checks are left out.")
     if min(old.experiment.restarts, new.experiment.restarts) < 2:
         caveats.append(

@@ -8,7 +8,9 @@ are `b.METRIC` of an arm by its label, and `ratio(b).METRIC`, that arm over the 
 
 It is judged in one workload at a time: without a scenario in the most loaded one that measures all its quantities;
 `batched:` is every workload of that scenario and `all:` every workload. A condition whose quantities were not measured,
-or whose workload is invalid, is not kept.
+or whose workload is invalid, is not kept. In a rough workload it fails the run only if it is true at both ends of every
+interval, widened by what others may have taken from that arm; without an interval it is kept there, since nothing is
+shown.
 
 Point estimates are those of the comparisons with the baseline: geometric means over the pairs of blocks. A percentile
 for which single blocks have too few samples is that of all blocks of the arm together, and has no interval. An arm's
@@ -21,8 +23,9 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Literal
 
 import msgspec
@@ -31,6 +34,7 @@ from loadgen.base.quantities import join, number
 from loadgen.experiment.plan import PlanError
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.claims import weight
+from loadgen.metrics.comparisons import UNBOUNDED, WITHIN_DISTURBANCE, lost_in
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.registry import METRICS, Metric, metrics_of
 from loadgen.metrics.summaries import by_start, figure_of
@@ -85,6 +89,10 @@ class Bound:
     factor: float
     right: Quantity | None
 
+    def limit(self, values: Mapping[Quantity, float]) -> float:
+        """What `left` is compared with."""
+        return self.factor * (1.0 if self.right is None else values[self.right])
+
 
 @dataclass(frozen=True, slots=True)
 class Condition:
@@ -103,10 +111,7 @@ class Condition:
 
     def holds(self, values: Mapping[Quantity, float]) -> bool:
         """Whether it is true of the values, one per quantity."""
-        return all(
-            bound.compare(values[bound.left], bound.factor * (1.0 if bound.right is None else values[bound.right]))
-            for bound in self.bounds
-        )
+        return all(bound.compare(values[bound.left], bound.limit(values)) for bound in self.bounds)
 
 
 def parse_condition(text: str, labels: Sequence[Label]) -> Condition:
@@ -248,14 +253,19 @@ def _judge(condition: Condition, workload: Workload, facts: Facts) -> ThresholdO
     values = {quantity: value for quantity, value in measured.items() if not isinstance(value, str)}
     reasons = {str(quantity): value for quantity, value in measured.items() if isinstance(value, str)}
     invalid = [c.reason for c in facts.comparisons if c.workload == workload.name and c.verdict == "invalid"]
+    lost = lost_in(facts.comparisons).get(workload.name)
     state: Literal["kept", "broken", "not_measurable"] = "not_measurable"
-    if reasons:
+    if reasons and all(reason == UNBOUNDED for reason in reasons.values()) and not invalid:
+        state, detail = "kept", f"{', '.join(reasons)}: {UNBOUNDED}, so nothing is shown"
+    elif reasons:
         detail = f"{', '.join(reasons)} could not be measured: {'; '.join(dict.fromkeys(reasons.values()))}"
     elif invalid:
         detail = f"{workload.name} is invalid: {invalid[0]}"
     else:
         detail = ", ".join(f"{quantity} = {_shown(quantity, value, facts.item)}" for quantity, value in values.items())
         state = "broken" if condition.holds(values) else "kept"
+        if state == "broken" and lost and not _holds_at_all_ends(condition, workload.name, facts, lost):
+            state, detail = "kept", f"{detail}; {WITHIN_DISTURBANCE}"
     return ThresholdOutcome(
         condition=condition.text,
         workload=workload.name,
@@ -263,6 +273,31 @@ def _judge(condition: Condition, workload: Workload, facts: Facts) -> ThresholdO
         detail=detail,
         values={str(quantity): values.get(quantity) for quantity in condition.quantities},
     )
+
+
+def _holds_at_all_ends(condition: Condition, workload: str, facts: Facts, lost: Mapping[Label, float]) -> bool:
+    """Whether a condition is true whatever the others took; a difference (`!=`) on one side only."""
+    ends = [_ends(quantity, workload, facts, lost) for quantity in condition.quantities]
+    corners = [dict(zip(condition.quantities, corner, strict=True)) for corner in product(*ends)]
+    return all(map(condition.holds, corners)) and all(
+        len({values[bound.left] > bound.limit(values) for values in corners}) == 1 for bound in condition.bounds
+    )
+
+
+def _ends(quantity: Quantity, workload: str, facts: Facts, lost: Mapping[Label, float]) -> tuple[float, float]:
+    """The range of a quantity in a rough workload: its interval, for an arm's own figure with what the arm may have
+    lost; of a ratio without an interval everything."""
+    value = _measure(quantity, workload, facts)
+    assert not isinstance(value, str), "the caller has its value"
+    if quantity.bound is not None or quantity.metric.is_count:
+        return value, value
+    low, high = (_measure(replace(quantity, bound=bound), workload, facts) for bound in ("low", "high"))
+    if quantity.is_ratio:
+        return (0.0, math.inf) if isinstance(low, str) or isinstance(high, str) else (low, high)
+    log = quantity.metric.most_lost(lost.get(facts.run.experiment.arm_of(quantity.arm, workload), 0.0))
+    factor = math.inf if log is None else math.exp(log)
+    low, high = value if isinstance(low, str) else low, value if isinstance(high, str) else high
+    return (low, high * factor) if quantity.metric.higher_is_better else (low / factor, high)
 
 
 def _shown(quantity: Quantity, value: float, item: str) -> str:

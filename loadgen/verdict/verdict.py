@@ -76,6 +76,9 @@ class ScenarioVerdict(Record, frozen=True, kw_only=True):
     reasons: tuple[str, ...]
 
 
+NOT_TO_BE_CITED = "Others used the machine, so do not cite the figures."
+
+
 class Verdict(Record, frozen=True, kw_only=True):
     """The result as sentences. Reports show `caveats` first, then `sentence`."""
 
@@ -106,6 +109,7 @@ class Verdict(Record, frozen=True, kw_only=True):
 def reach_verdict(facts: Facts, checks: Sequence[Check]) -> Verdict:
     """The comparisons are those after the checks."""
     experiment, failed = facts.run.experiment, complaints(checks)
+    disturbed = complaints(checks, "roughens")
     against = [c for c in facts.comparisons if c.baseline == experiment.baseline_in(c.workload)]
     scenarios = tuple(_scenario(facts, leading) for leading in leading_comparisons(against))
     rankings = rank(facts.comparisons, experiment.baseline_in)
@@ -113,22 +117,25 @@ def reach_verdict(facts: Facts, checks: Sequence[Check]) -> Verdict:
     slowed = complaints([check for check in checks if check.name == handicap.name])
     surface = surface_of(experiment, facts.comparisons)
     text = _sentence(facts, rankings, surface, failed, slowed)
+    if disturbed and not failed:
+        text = f"Rough: {text} {NOT_TO_BE_CITED}"
     usable = {s.workload for s in scenarios if s.outcome != "invalid"} or {s.workload for s in scenarios}
     main = max((workload for workload in experiment.workloads if workload.name in usable), key=weight, default=None)
     workloads = _by_name(facts)
     decided = main_comparison(facts.comparisons, rankings, workloads)
     cause = "" if decided is None else explain_lead(facts, decided)
     return Verdict(
-        valid=not failed,
+        valid=not failed and not disturbed,
         headline=headline(experiment, facts.run.arms, facts.comparisons, rankings, checks, cause),
-        consequence="" if failed else consequence(experiment, facts.run.arms, facts.comparisons, rankings),
+        consequence="" if failed or disturbed else consequence(experiment, facts.run.arms, facts.comparisons, rankings),
         sentence=text if apart is None else f"No winner: {apart.detail}, so this does not compare servers.",
         main_scenario=None if main is None else main.name,
         scenarios=scenarios,
         rankings=rankings,
         surface=surface,
         failed=failed,
-        caveats=tuple(
+        caveats=disturbed
+        + tuple(
             sentence(check.detail)
             for check in (*(check for check in checks if check.state in CHECKS[check.name].caveat), *_tolerated(checks))
         )

@@ -39,7 +39,7 @@ def at_best(out: Path, arms: dict[str, str], **more: object) -> tuple[BestRecord
         return run_experiment(experiment, folder, RunProgress(), abserve=ABSERVE, prepared=prepared)
 
     record = BestRecord(servers=read_servers(planned, ABSERVE))
-    record = choose(settings, planned, brief, record, out, run_stage, gpu=False, anyway=True)
+    record = choose(settings, planned, brief, record, out, run_stage, gpu=False)
     state = run_experiment(final_experiment(planned, record), out, RunProgress(), abserve=ABSERVE)
     assert state.state == "finished", state.error
     assert descendants() <= before

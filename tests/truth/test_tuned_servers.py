@@ -64,7 +64,7 @@ def run(asked: TuneSettings, out: Path, progress: RaceProgress | None = None, re
 
     tuned = {name: values.split(",") for name, values in asked.tune.items()}
     spaces = read_spaces(asked.arms, {}, tune=tuned, fix=asked.fix, abserve=ABSERVE)
-    measuring = Measuring(plan, compare, ABSERVE, anyway=True)
+    measuring = Measuring(plan, compare, ABSERVE)
     tuning = tune(asked, spaces, out, progress or RaceProgress(), measuring, resume=resume)
     assert descendants() <= before
     assert read_tuning(out) == tuning

@@ -114,5 +114,8 @@ def _suite(root: ET.Element, name: str, table: doc.Table) -> ET.Element:
         elif state == "skipped":
             ET.SubElement(element, "skipped", message=text)
         else:
+            if kind:
+                properties = ET.SubElement(element, "properties")
+                ET.SubElement(properties, "property", name="standing", value=kind)
             ET.SubElement(element, "system-out").text = text
     return suite

@@ -33,7 +33,12 @@ def style_of_check(check: Check) -> doc.Style:
         return "failed"
     if check.ok is None:
         return "unknown"
-    return "warning" if check.severity == "warns" else "note"
+    return "warning" if check.severity in ("warns", "roughens") else "note"
+
+
+def standing_style(result: Result) -> doc.Style:
+    """VALID, ROUGH or INVALID as a style."""
+    return "ok" if result.valid else "warning" if result.rough else "failed"
 
 
 def check_rows(result: Result) -> list[Check]:
@@ -141,7 +146,7 @@ def _outcome(check: Check) -> doc.RowOutcome:
     """A failure where it takes the verdict away; skipped where it is not available and only warns; else passed."""
     if not check.ok and check.severity == "invalidates":
         return ("failure", "unknown" if check.ok is None else "failed")
-    return ("skipped" if check.ok is None else "passed"), ""
+    return ("skipped" if check.ok is None else "passed"), "" if check.ok or check.severity != "roughens" else "rough"
 
 
 def _before_load(checks: Sequence[Check]) -> list[Check]:

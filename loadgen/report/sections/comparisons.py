@@ -282,7 +282,7 @@ def _cases(result: Result) -> doc.Table:
             text = f"inconclusive: {comparison.reason}"
             outcomes.append(("skipped", ""))
         else:
-            outcomes.append(("passed", ""))
+            outcomes.append(("passed", "" if comparison.lost is None else "rough"))
         which = f" of {_arms(result, comparison)}" if several(result) else ""
         rows.append((f"{METRICS[comparison.metric].title}{which} [{comparison.workload}]", text))
     seconds = sum(block.duration_s for block in result.blocks)

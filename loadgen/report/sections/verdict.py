@@ -19,7 +19,7 @@ from loadgen.records.payloads import inputs_in_brief
 from loadgen.records.run import TRANSPORT_TITLES, ArmRecord, Experiment, Kind, shown
 from loadgen.report.charts import arm_style, base_and_arm, several
 from loadgen.report.sections.causes import causes_note, time_spent
-from loadgen.report.sections.checks import check_rows, counts, style_of_check
+from loadgen.report.sections.checks import check_rows, counts, standing_style, style_of_check
 from loadgen.report.sections.comparisons import against_baseline, comparison_table, threshold_sentence
 from loadgen.report.sections.gpu import ALL_SCENARIOS, findings
 from loadgen.report.sections.surface import surface_chart
@@ -50,7 +50,7 @@ def verdict(result: Result) -> doc.Section | None:
         "",
         doc.Panel(
             f"{validity(result.checks)}{warnings}",
-            "ok" if conclusion.valid else "failed",
+            standing_style(result),
             result.headline,
             (
                 doc.Text(conclusion.consequence),

@@ -100,7 +100,7 @@ def test_a_slow_arm_does_not_make_all_blocks_long(tmp_path: Path) -> None:
     assert state.state == "finished", state
     (workload,) = stored(tmp_path / "run" / "experiment.json", Experiment).workloads
     assert workload.seconds < 0.6
-    judged = judge(read_run(tmp_path / "run"), analyse(tmp_path / "run"), TuneSettings(), anyway=True)
+    judged = judge(read_run(tmp_path / "run"), analyse(tmp_path / "run"), TuneSettings())
     assert judged.problem is None
     scores = {score.contender: score.log_ratio for score in judged.scores}
     assert abs(scores["good"]) < 0.7
@@ -121,7 +121,7 @@ def test_what_an_interrupted_screening_measured_counts(tmp_path: Path) -> None:
     asked = screening(contender("good"))
     state = run_experiment(asked, tmp_path / "run", Interrupted(), abserve=FAKE_ABSERVE)
     assert state.state == "interrupted"
-    judged = judge(read_run(tmp_path / "run"), analyse(tmp_path / "run"), TuneSettings(), anyway=True)
+    judged = judge(read_run(tmp_path / "run"), analyse(tmp_path / "run"), TuneSettings())
     assert (judged.problem, [score.contender for score in judged.scores]) == (None, ["good"])
 
 

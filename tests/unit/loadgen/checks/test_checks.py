@@ -142,7 +142,7 @@ FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
     ("answers_depend_on_inputs", "invalidates", answer_alike, Plan(**SMALL)),
     ("inputs_are_known", "warns", made_up, Plan(**SMALL)),
     ("same_payload", "invalidates", sent_other_payloads, Plan(**SMALL)),
-    ("other_clients", "invalidates", used_by_others, Plan(**SMALL)),
+    ("other_clients", "roughens", used_by_others, Plan(**SMALL)),
     ("certificates", "warns", lambda d: reached_over_tls(d, 0, 1, insecure=True), Plan(**SMALL)),
     ("same_encryption", "warns", lambda d: reached_over_tls(d, 1), Plan(**SMALL)),
     ("request_errors", "invalidates", None, Plan(failing_block=3, **SMALL)),
@@ -211,7 +211,7 @@ def test_a_planted_fault_fails_its_check(
     assert failed.severity == severity
     assert failed.remedy
     assert failed.detail
-    assert result.valid == (severity != "invalidates")
+    assert (result.valid, result.rough) == (severity not in ("invalidates", "roughens"), severity == "roughens")
 
 
 def test_the_faults_above_are_the_whole_registry() -> None:

@@ -71,7 +71,7 @@ def test_a_failed_check_says_what_is_wrong(disturbed: Result, render: Callable[[
 @pytest.mark.parametrize("render", [on_terminal, render_markdown, render_html])
 def test_the_remedy_stands_under_the_headline(disturbed: Result, render: Callable[[Document], str]) -> None:
     text = " ".join(render(result_document(disturbed)).replace("│", " ").split())
-    badge, headline = text.index("INVALID: busy machine"), text.index("No verdict at 1 of")
+    badge, headline = text.index("ROUGH: busy machine"), text.index("Rough: ")
     remedy = text.index("→ Stop the programs named and run again")
     assert badge < remedy
     assert headline < remedy < text.index("random:0"), "before the conditions"
@@ -84,6 +84,8 @@ def test_the_remedy_stands_under_the_headline(disturbed: Result, render: Callabl
         ([outcome("parity")], "INVALID: wrong answers"),
         ([outcome("same_threads")], "INVALID: unfair configuration"),
         ([outcome("other_processes")], "INVALID: busy machine"),
+        ([outcome("other_processes", severity="roughens")], "ROUGH: busy machine"),
+        ([outcome("other_processes", severity="roughens"), outcome("parity")], "INVALID: wrong answers"),
         ([outcome("other_processes"), outcome("answers_under_load")], "INVALID: wrong answers"),
         ([outcome("send_lag")], "INVALID: overloaded load generator"),
         ([outcome("send_lag"), outcome("other_processes", severity="warns")], "INVALID: busy machine"),

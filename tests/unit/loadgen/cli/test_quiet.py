@@ -40,14 +40,14 @@ def test_on_a_quiet_machine_nothing_is_said(
     seen: OtherPrograms | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     machine = Machine(monkeypatch, seen)
-    quiet.await_quiet(anyway=False)
+    quiet.await_quiet(wait=True)
     assert len(machine.servers) == 1
     assert capfd.readouterr() == ("", "")
 
 
 def test_it_waits_until_the_others_are_done(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     machine = Machine(monkeypatch, BUSY, BUSY, CALM)
-    quiet.await_quiet(anyway=False)
+    quiet.await_quiet(wait=True)
     assert len(machine.servers) == 3
     first, last = capfd.readouterr().err.splitlines()
     assert first == (
@@ -61,16 +61,16 @@ def test_it_gives_up_with_their_names(monkeypatch: pytest.MonkeyPatch, capfd: py
     monkeypatch.setattr(quiet, "WAIT_SECONDS", 0.05)
     Machine(monkeypatch, BUSY)
     with pytest.raises(typer.Exit) as ended:
-        quiet.await_quiet(anyway=False)
+        quiet.await_quiet(wait=True)
     assert ended.value.exit_code == 1
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("error: busy machine: other programs use 49 % of 2 cores (PID 812 python3 train.py, 0.98 ")
-    assert last.endswith("--anyway")
+    assert last.endswith("leave --strict out")
 
 
 def test_anyway_looks_once_and_goes_on(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     machine = Machine(monkeypatch, BUSY)
-    quiet.await_quiet(anyway=True)
+    quiet.await_quiet(wait=False)
     assert len(machine.servers) == 1
     assert "PID 812 python3 train.py, 0.98 cores" in capfd.readouterr().err
 
@@ -127,6 +127,6 @@ def test_the_servers_of_the_arms_do_not_count(monkeypatch: pytest.MonkeyPatch) -
         port = re.search(r"port (\d+)", server.stdout.readline())
         assert port is not None
         arms = [ArmRequest(label="a", target="native"), ArmRequest(label="b", target=f"http://127.0.0.1:{port[1]}")]
-        quiet.await_quiet(anyway=False, arms=arms)
+        quiet.await_quiet(wait=True, arms=arms)
         server.terminate()
     assert machine.servers == [[server.pid]]

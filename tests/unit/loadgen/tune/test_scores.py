@@ -96,7 +96,7 @@ def test_an_interrupted_run_counts_by_its_whole_rounds(tmp_path: Path, rounds: i
     """So that a resumed tuning need not repeat it. The round under way does not count."""
     whole = of_a_tuning(tmp_path / "whole", Plan(workloads=(LOAD,)))
     part = of_a_tuning(tmp_path / "part", Plan(workloads=(LOAD,), state="interrupted", cut_after=2 * rounds + 1))
-    judged, at_end = (judge(run, analyse(run.directory), TuneSettings(), anyway=True) for run in (part, whole))
+    judged, at_end = (judge(run, analyse(run.directory), TuneSettings()) for run in (part, whole))
     assert (judged.problem is None, judged.out) == (is_used, {})
     assert [score.contender for score in judged.scores] == ["native-1"] * is_used
     for score, final in zip(judged.scores, at_end.scores, strict=False):

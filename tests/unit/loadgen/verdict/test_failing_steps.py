@@ -68,7 +68,7 @@ def test_a_check(monkeypatch: pytest.MonkeyPatch, run: StoredRun, result: Result
     monkeypatch.setitem(CHECKS, name, replace(definition, find=fail))
     without = analyse_run(run)
     (check,) = named(without)
-    takes = "invalidates" in (definition.severity, definition.unknown)
+    takes = not {"invalidates", "roughens"}.isdisjoint((definition.severity, definition.unknown))
     assert (check.name, check.state, check.severity) == (name, "unknown", "invalidates" if takes else "warns")
     assert without.valid == (result.valid and not takes)
     assert any(comparison.winner for comparison in without.comparisons) == (not takes)
