@@ -72,7 +72,7 @@ class CheckDefinition:
         for outcome in attempt(lambda: list(self.find(facts)), self._not_made):
             yield self.stated(outcome, strict=facts.run.experiment.strict)
 
-    def stated(self, outcome: Judgement, *, strict: bool) -> Check:
+    def stated(self, outcome: Judgement, *, strict: bool = False) -> Check:
         """The check with this outcome, also of what is no comparison. `strict`: what makes a run rough takes its
         verdict away."""
         severity = outcome.severity or (self.unknown if outcome.ok is None else self.severity)

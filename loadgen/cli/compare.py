@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -505,6 +506,7 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
     from loadgen.client.endpoint import EndpointError
     from loadgen.client.inputs import InputError
     from loadgen.launch.deployment import Deployment, DeploymentError, RemoteDeployment
+    from loadgen.launch.embedded import EmbeddedDeployment
     from loadgen.measure.language import model_info, prompt_plan
     from loadgen.measure.preparation import (
         make_deployment,
@@ -517,21 +519,34 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
 
     checked: dict[tuple[Label, str], Deployment] = {}
     decided = []
+
+    def check(arm: ArmRequest, deployments: Mapping[Label, Deployment], experiment: Experiment) -> None:
+        try:
+            deployments[arm.label].check(model_name(arm, experiment, deployments))
+        except (DeploymentError, EndpointError) as exc:
+            reason = str(exc).removeprefix(f"abserve serve {arm.target} cannot start: ")
+            raise PlanError(f"{option_of(arm.label)} {arm.target}: {reason}") from exc
+
     with TemporaryDirectory(prefix="abserve-check-") as folder:
         for experiment in experiments:
             deployments: dict[Label, Deployment] = {}
             unpadded = msgspec.structs.replace(experiment, pad_to=None)  # the servers first say whether they can
-            for arm in sorted(experiment.arms, key=lambda arm: not arm.embedded):  # these tell the model's name
-                key = (arm.label, experiment.payload_of(arm))
-                if key in checked:
-                    continue
+            left = [arm for arm in experiment.arms if (arm.label, experiment.payload_of(arm)) not in checked]
+            for arm in left:
                 try:
                     deployment = make_deployment(arm, unpadded, RunStore(Path(folder)), Path(folder))
-                    checked[key] = deployments[arm.label] = deployment
-                    deployment.check(model_name(arm, experiment, deployments))
                 except (DeploymentError, EndpointError) as exc:
-                    reason = str(exc).removeprefix(f"abserve serve {arm.target} cannot start: ")
-                    raise PlanError(f"{option_of(arm.label)} {arm.target}: {reason}") from exc
+                    raise PlanError(f"{option_of(arm.label)} {arm.target}: {exc}") from exc
+                checked[arm.label, experiment.payload_of(arm)] = deployments[arm.label] = deployment
+            to_start = [arm for arm in left if isinstance(deployments[arm.label], EmbeddedDeployment)]
+            if to_start:
+                said = ", ".join(f"{shown(arm.label)} ({arm.target})" for arm in to_start)
+                announce(f"asking whether the model can be served: {said}; each imports its engine for that")
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(partial(check, deployments=deployments, experiment=experiment), to_start))
+            for arm in sorted(left, key=lambda arm: not arm.embedded):  # those to start have told the model's name
+                if arm not in to_start:
+                    check(arm, deployments, experiment)
             by_label = {arm.label: checked[arm.label, experiment.payload_of(arm)] for arm in experiment.arms}
             reasons = {label: deployment.cannot_pad for label, deployment in by_label.items()}
             cannot_pad = {label: reason for label, reason in reasons.items() if reason is not None}

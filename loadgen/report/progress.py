@@ -1,7 +1,8 @@
 """What a command shows while it measures: the step, the time left, and the ratios so far with narrowing intervals.
 
 On a terminal one line is always moving, below a table of the workloads with their ratios so far. In a log or in CI only
-finished things are printed: of the load one line per round, with the ratios so far.
+finished things are printed: of the load the first ratio at once, and then one line per round, or per 10 s of a longer
+one, with the ratios so far.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from loadgen.report.sections.comparisons import better_of
 
 FIXED = "These intervals do not stop the run; the verdict follows after the checks."
 OPEN = "Pairs are added where the winner is uncertain; these intervals stay valid when checked after every pair."
+LOG_SECONDS = 10.0
+"""A log gets a line of the ratios at the end of every round, and within a longer one not more often than this."""
 MIN_TRACK, MAX_TRACK = 10, 40
 _MIN_SPAN = math.log(1.05)
 _HIGHER_IS_BETTER = {metric.title: metric.higher_is_better for metric in METRICS.values()}
@@ -98,6 +101,8 @@ class RichProgress(MovingLine, RunProgress):
         self._unprinted = False
         self._last_block = ""
         self._round: int | None = None
+        self._told_at = -math.inf
+        """When a log got its last line of ratios."""
         self._of_round: list[LiveRatio] = []
         """The ratios that the blocks of this round have changed, for the line of a log."""
         self._unit = per_second("item")
@@ -201,6 +206,9 @@ class RichProgress(MovingLine, RunProgress):
             self._live.refresh()
         else:
             self._of_round += ratios
+            if monotonic() - self._told_at >= LOG_SECONDS:
+                self._print_round()
+                self._round = record.round
 
     def _line(self) -> RenderableType:
         self._spinner.update(text=Text(f"{self._phase}: {self._now}  ({clock(self._elapsed())}{self._left()})"))
@@ -222,6 +230,7 @@ class RichProgress(MovingLine, RunProgress):
     def _print_round(self) -> None:
         if self._round is not None and self._of_round:
             self._say(round_line(self._round + 1, self._of_round))
+            self._told_at = monotonic()
         self._round, self._of_round = None, []
 
     def _say(self, text: str, style: str = "") -> None:

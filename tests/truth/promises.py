@@ -23,6 +23,7 @@ from loadgen.metrics.comparisons import (
     compare_all,
     estimate_pairs,
     judge,
+    roughen,
     seen_correlations,
 )
 from loadgen.metrics.registry import THROUGHPUT
@@ -87,6 +88,21 @@ def false_winners(
         simulate(plan, rng, noise, 1.0, "", restart_spread, resemblance, tails=trials >= MANY) for _ in range(trials)
     )
     return Share(sum(map(names_a_winner, runs)), trials)
+
+
+def winners_on_a_busy_machine(
+    trials: int, noise: Noise, effect: float, taken: float, lost: float
+) -> tuple[Share, Share]:
+    """Rough runs of seven workloads that name a winner, and those that name the wrong one. B is `effect` times as fast
+    as A, others took the share `taken` of the cores in every block, and B alone loses the share `lost` of its time."""
+    plan, rng, any_winner, wrong = experiment(7, 6, 0.05), np.random.default_rng(54), 0, 0
+    shares = {load.name: {"a": taken, "b": taken} for load in plan.workloads}
+    for _ in range(trials):
+        seen = roughen(simulate(plan, rng, noise, effect * (1.0 - lost)), shares, plan.equivalence_margin)
+        winners = {comparison.winner for comparison in seen} - {None}
+        any_winner += bool(winners)
+        wrong += bool(winners - ({"b"} if effect > 1.0 else set()))
+    return Share(any_winner, trials), Share(wrong, trials)
 
 
 def named_in_resembling_rounds(trials: int, effect: float, pairs: int, phi: float) -> Share:

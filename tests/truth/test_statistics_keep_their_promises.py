@@ -57,6 +57,18 @@ def test_nor_do_four_identical_arms(noise: Noise, trials: int) -> None:
     assert_at_most(promises.false_winners(trials, noise, 12, arms=4))
 
 
+@NOISES
+@trials(40, 1000)
+@pytest.mark.parametrize("lost", [0.0, 0.25, 0.5])
+def test_nor_where_others_have_half_of_the_machine(noise: Noise, lost: float, trials: int) -> None:
+    """One of two cores is busy, whatever part of it B loses and A does not; a B that is 20 % faster never loses."""
+    for effect in (1.0, 1.2):
+        _, wrong = promises.winners_on_a_busy_machine(trials, noise, effect, 0.5, lost)
+        assert_at_most(wrong)
+    named, _ = promises.winners_on_a_busy_machine(trials, noise, 5.0, 0.5, lost)
+    assert named.value > 0.95, "what others cannot have made is named"
+
+
 @trials(60, 600)
 def test_four_arms_are_ranked_and_like_neighbours_not_told_apart(trials: int) -> None:
     right, wrong = promises.rankings(trials, plain, 12)

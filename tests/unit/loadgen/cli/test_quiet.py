@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -68,7 +69,7 @@ def test_it_gives_up_with_their_names(monkeypatch: pytest.MonkeyPatch, capfd: py
     assert last.endswith("leave --strict out")
 
 
-def test_anyway_looks_once_and_goes_on(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_looks_once_and_goes_on(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     machine = Machine(monkeypatch, BUSY)
     quiet.await_quiet(wait=False)
     assert len(machine.servers) == 1
@@ -87,7 +88,7 @@ def test_nothing_starts_and_nothing_is_written_on_a_busy_machine(
     monkeypatch.setattr(compare, "check_run", lambda plan, *_: plan)
     monkeypatch.setattr(compare, "run_and_report", lambda *_: pytest.fail("it ran"))
     Machine(monkeypatch, BUSY)
-    done = CliRunner().invoke(build(), ["compare", "--out", str(tmp_path / "run")])
+    done = CliRunner().invoke(build(), ["compare", "--strict", "--out", str(tmp_path / "run")])
     assert done.exit_code == 1, done.output
     assert not (tmp_path / "run").exists()
 
@@ -98,21 +99,23 @@ def test_the_engines_have_no_folder_on_a_busy_machine(
 ) -> None:
     monkeypatch.delenv("ABSERVE_ANYWAY")
     monkeypatch.setattr(quiet, "WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(engines, "_new", lambda *_: (None, None))
+    monkeypatch.setattr(engines, "_new", lambda *_: (SimpleNamespace(settings={"strict": True}), None))
     monkeypatch.setattr(engines, "_run", lambda *_, **__: pytest.fail("it ran"))
     monkeypatch.chdir(tmp_path)
     Machine(monkeypatch, BUSY)
     done = CliRunner().invoke(build(), ["engines", *(["--out", "matrix"] if out else [])])
     assert done.exit_code == 1, done.output
+    assert "busy machine" in done.output
     assert list(tmp_path.iterdir()) == []
 
 
-def test_anyway_is_an_option_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [[], ["--strict", "--anyway"]])
+def test_a_busy_machine_is_measured(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ABSERVE_ANYWAY")
     monkeypatch.setattr(compare, "check_run", lambda plan, *_: plan)
     monkeypatch.setattr(compare, "run_and_report", lambda *_: (0, None))
     Machine(monkeypatch, BUSY)
-    done = CliRunner().invoke(build(), ["compare", "--anyway", "--out", str(tmp_path / "run")])
+    done = CliRunner().invoke(build(), ["compare", *options, "--out", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
 
 

@@ -104,7 +104,7 @@ def test_a_terminal_keeps_the_table_and_a_log_has_a_line_per_round(run: StoredRu
     lines = [line.split() for line in logged.getvalue().splitlines()]
     rounds = [line for line in lines if line[0] == "round"]
     runs = [key for key, _ in groupby(block.record.round for block in run.blocks)]
-    assert [line[1:4] for line in rounds] == [[str(place + 1), "of", "3:"] for place in runs]
+    assert [line[1:4] for line in rounds] == [[str(place + 1), "of", "3:"] for place in (0, *runs)], "a ratio at once"
     for workload in run.experiment.workloads[1:]:
         assert sum(workload.name in line for line in rounds) == 3
     assert len(lines) == len(rounds) + 3, "besides the rounds, the inputs and two phases"
