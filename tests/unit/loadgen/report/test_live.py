@@ -104,10 +104,23 @@ def test_a_terminal_keeps_the_table_and_a_log_has_a_line_per_round(run: StoredRu
     lines = [line.split() for line in logged.getvalue().splitlines()]
     rounds = [line for line in lines if line[0] == "round"]
     runs = [key for key, _ in groupby(block.record.round for block in run.blocks)]
-    assert [line[1:4] for line in rounds] == [[str(place + 1), "of", "3:"] for place in (0, *runs)], "a ratio at once"
+    assert [line[1:4] for line in rounds] == [[str(place + 1), "of", "3:"] for place in runs]
     for workload in run.experiment.workloads[1:]:
         assert sum(workload.name in line for line in rounds) == 3
     assert len(lines) == len(rounds) + 3, "besides the rounds, the inputs and two phases"
+
+
+def test_a_log_has_the_first_ratio_at_once_and_the_rest_of_its_round_in_one_line(run: StoredRun) -> None:
+    logged = io.StringIO()
+    told = []
+    first_round = [(b, s) for b, s in zip(run.blocks, summaries(run), strict=True) if b.record.round == 0]
+    with RichProgress(Console(file=logged, width=120), LiveRatios(run.experiment)) as progress:
+        for block, summary in first_round:
+            progress.block_done(block.record, summary)
+            told.append(logged.getvalue().count("round 1 of 3"))
+    assert told[:2] == [0, 1]
+    assert set(told[2:]) == {1}
+    assert logged.getvalue().count("round 1 of 3") == 2
 
 
 def test_a_log_names_a_block_with_errors(run: StoredRun) -> None:
