@@ -7,7 +7,6 @@ follow from it. Lists are separated by commas on the command line.
 from __future__ import annotations
 
 import re
-from copy import copy
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -17,10 +16,10 @@ from loadgen.experiment.settings import (
     MEASUREMENT,
     SEPARATED,
     TARGET,
-    ExperimentSettings,
     Settings,
     Sizes,
     in_panel,
+    shared,
 )
 from loadgen.records.payloads import DEFAULT_MODEL, is_language
 
@@ -91,7 +90,7 @@ class MatrixSettings(Settings):
         0.99, ge=0.0, le=1.0, description="A cell that agrees with FP32 on fewer highest classes is not ranked."
     )
     seed: int = _measurement(0, ge=0, le=2**63 - 1, description="Seed for the order of configurations and cells.")
-    strict: bool = copy(ExperimentSettings.model_fields["strict"])
+    strict: bool = shared("strict")
     profile: bool = _measurement(False, description="In the last round, also record the time per kernel.")
 
     @property

@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -495,3 +496,11 @@ class ExperimentSettings(Settings):
         if not 2 <= len(names) <= len(LETTERS):
             raise ValueError(f"a comparison has 2 to {len(LETTERS)} arms, not {len(names)}")
         return arms
+
+
+def shared(name: str, **changes: Any) -> Any:
+    """The declaration of a setting that a comparison has, for the settings of another command."""
+    field = copy(ExperimentSettings.model_fields[name])
+    for attribute, value in changes.items():
+        setattr(field, attribute, value)
+    return field

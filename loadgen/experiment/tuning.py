@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from copy import copy
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -28,6 +27,7 @@ from loadgen.experiment.settings import (
     in_panel,
     limits_of,
     read_limits,
+    shared,
 )
 from loadgen.records.payloads import Payload, is_language
 from loadgen.records.run import TARGET_NAMES, Kind, Label, TargetName, Transport
@@ -68,14 +68,6 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _shared(name: str, **changes: Any) -> Any:
-    """The declaration of a setting that a comparison has too."""
-    field = copy(ExperimentSettings.model_fields[name])
-    for attribute, value in changes.items():
-        setattr(field, attribute, value)
-    return field
-
-
 Targets = Annotated[tuple[TargetName, ...], BeforeValidator(_targets), Field(min_length=1)]
 LimitsText = Annotated[str, limits_of((*LIMITED,))]
 Chosen = Annotated[dict[str, str], BeforeValidator(_values)]
@@ -88,7 +80,7 @@ class TuneSettings(Settings):
         ("native", "triton"),
         description=f"Servers to tune: {TARGET_NAMES}; the first is named first.",
     )
-    model: str = _shared("model", description="Model: SOURCE:NAME (see `abserve models`), a file or a folder.")
+    model: str = shared("model", description="Model: SOURCE:NAME (see `abserve models`), a file or a folder.")
     concurrency: int | None = _main(
         None, ge=1, le=100_000, description=f"Load: this many users at once, each with one request (default: {USERS})."
     )
@@ -129,7 +121,7 @@ class TuneSettings(Settings):
     payload: Payload | None = _load(
         None, description="fp32, uint8 or jpeg for images (default: fp32), tensors for other models."
     )
-    inputs: str | None = _shared("inputs")
+    inputs: str | None = shared("inputs")
     sequence_length: Lengths | None = _load(
         None, description="Length of the inputs of a model of text: text (the default) or N."
     )
@@ -139,23 +131,23 @@ class TuneSettings(Settings):
     output_tokens: int | None = _load(
         None, ge=1, le=1_000_000, description="Tokens per answer of a language model (default: 64, on a GPU 256)."
     )
-    arrivals: Literal["poisson", "constant"] = _shared("arrivals")
-    connections: int = _shared("connections")
-    processes: int = _shared("processes")
+    arrivals: Literal["poisson", "constant"] = shared("arrivals")
+    connections: int = shared("connections")
+    processes: int = shared("processes")
     price: float | None = _load(
         None, gt=0.0, le=1e6, description="Price of the machine per hour, in any currency, for --goal cost."
     )
-    weights: str | None = _shared("weights")
-    precision: Literal["fp32", "tf32", "fp16"] | None = _shared("precision")
-    tritonserver: str | None = _shared("tritonserver")
-    pad_to: Buckets | None = _shared("pad_to")
-    request_timeout: float = _shared("request_timeout")
+    weights: str | None = shared("weights")
+    precision: Literal["fp32", "tf32", "fp16"] | None = shared("precision")
+    tritonserver: str | None = shared("tritonserver")
+    pad_to: Buckets | None = shared("pad_to")
+    request_timeout: float = shared("request_timeout")
     seed: int = _measurement(
         0, ge=0, le=2**63 - 1, description="Seed of the search, the order of the blocks, the inputs and the arrivals."
     )
-    margin: float = _shared("margin")
-    strict: bool = _shared("strict")
-    gpu_control: bool = _shared("gpu_control")
+    margin: float = shared("margin")
+    strict: bool = shared("strict")
+    gpu_control: bool = shared("gpu_control")
 
     @property
     def kind(self) -> Kind:

@@ -73,7 +73,7 @@ def busy_cores(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("busy_cores", "watched_machine")
-def test_other_processes_that_keep_the_cores_busy_take_the_verdict(tmp_path: Path) -> None:
+def test_other_processes_that_keep_the_cores_busy_make_the_run_rough(tmp_path: Path) -> None:
     """The attacker's case: the machine was looked at once, before the load, and 100 % busy passed as VALID."""
     out = tmp_path / "run"
     workload = Workload(
@@ -89,9 +89,9 @@ def test_other_processes_that_keep_the_cores_busy_take_the_verdict(tmp_path: Pat
         assert any("busy-neighbour, " in program for program in load.others)
     result = analyse(out)
     check = next(c for c in result.checks if c.name == "other_processes")
-    assert (check.ok, check.severity) == (False, "invalidates"), check.detail
+    assert (check.ok, check.severity) == (False, "roughens"), check.detail
     assert "busy-neighbour, " in check.detail
-    assert {c.verdict for c in result.comparisons if c.ratios} == {"invalid"}
+    assert all(c.lost is not None and min(c.lost) > 0.0 for c in result.comparisons if c.ratios)
 
 
 @pytest.mark.usefixtures("watched_machine")
