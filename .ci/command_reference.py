@@ -16,7 +16,7 @@ from loadgen.entry import build
 HEAD = """# Commands: `abserve COMMAND`
 
 Made from the code by `make reference`; `abserve COMMAND --help` (of some commands `--help-all`) shows the same.
-A switch `--NAME` that is on by default is switched off by `--no-NAME`.
+Brackets hold the default. A switch `--NAME` that is on by default is switched off by `--no-NAME`.
 """
 FIRST = ("compare", "tune", "serve", "report", "diff", "rank", "noise-floor", "doctor", "models")
 UNSAID = {"--help", "--help-all"}
@@ -56,6 +56,7 @@ def section(words: str, command: Any, above: dict[Option, str]) -> Iterator[str]
                 if variable.endswith(f"_{of_option}") and variable != "ABSERVE_ANYWAY":
                     variables.setdefault(variable.removesuffix(of_option), f"{variable} for {long}")
                     text = VARIABLE.sub("", text).replace(" []", "")
+            text = text.replace("[default: ", "[").replace("; default: ", "; ")
             groups.setdefault(getattr(parameter, "rich_help_panel", None) or "", []).append((name, text))
     every = [option for options in groups.values() for option in options]
     if variables:

@@ -19,14 +19,17 @@ def escaped(text: str) -> str:
 
 
 def case_list() -> str:
-    """One line per title; the cases of it that differ in the protocol alone share the line."""
+    """By theme, the cases of each expectation; those that differ in the protocol alone share an entry."""
     lines = []
     for theme in (*THEMES, LANGUAGE):
         lines += [f"### {theme.title}", "", theme.why, ""]
+        by_expectation: dict[str, list[str]] = {}
         for title, of in groupby(theme.cases, lambda case: case.title.partition(" (")[0]):
             cases = list(of)
             expected = "; ".join(dict.fromkeys(escaped(case.describe()) for case in cases))
-            lines.append(f"- {', '.join(case.number for case in cases)} {escaped(title)} → {expected}")
+            entry = f"{', '.join(case.number for case in cases)} {escaped(title)}"
+            by_expectation.setdefault(expected, []).append(entry)
+        lines += [f"- **{expected}**: {'; '.join(entries)}" for expected, entries in by_expectation.items()]
         lines.append("")
     return "\n".join(lines)
 
