@@ -21,6 +21,8 @@ Brackets hold the default. A switch `--NAME` that is on by default is switched o
 FIRST = ("compare", "tune", "serve", "report", "diff", "rank", "noise-floor", "doctor", "models")
 UNSAID = {"--help", "--help-all"}
 VARIABLE = re.compile(r"env var: (\w+)(?:; )?")
+MOST_LISTED = 20
+"""Names of options that are those of another command."""
 Option = tuple[str, str]
 """An option's names with the form of its value, and its help."""
 
@@ -74,7 +76,8 @@ def section(words: str, command: Any, above: dict[Option, str]) -> Iterator[str]
             yield f"\n{group or ('Other options' if len(groups) > 1 else 'Options')}:\n\n"
             yield from (f"- `{name}`: {escaped(text)}\n" for name, text in new)
     for of, names in said.items():
-        yield f"\nAs in [{of}](#{of.replace(' ', '-')}): {', '.join(names)}.\n"
+        listed = ", ".join(names) if len(names) <= MOST_LISTED else f"{len(names)} options, all that make sense here"
+        yield f"\nAs in [{of}](#{of.replace(' ', '-')}): {listed}.\n"
     above.update({option: above.get(option, words) for option in every})
 
 
