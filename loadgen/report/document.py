@@ -164,7 +164,8 @@ class View(msgspec.Struct, frozen=True):
 
 class Chart(msgspec.Struct, frozen=True):
     """`caption` says how to read it. `data` and `layout` are Plotly's; colours are names of CSS variables ("--arm-0"),
-    which the page resolves. A table holds the same figures."""
+    which the page resolves. A table holds the same figures. `marks` are what stands for an arm, in the list of arms,
+    too."""
 
     name: str
     title: str
@@ -173,6 +174,7 @@ class Chart(msgspec.Struct, frozen=True):
     layout: Figure
     views: list[View] = []
     on: Format = HTML
+    marks: Literal["bars", "points", "fields"] = "bars"
 
 
 class Fold(msgspec.Struct, frozen=True):
@@ -292,11 +294,11 @@ def _shown(blocks: tuple[Block, ...], on: Format) -> tuple[Block, ...]:
 
 
 def _columns(table: Table, on: Format) -> Table:
-    """The table without the columns of other formats and, for a reader, without columns that are empty in every row."""
+    """The table without the columns of other formats and, for a reader, without columns in which no row has a value."""
     places = [
         place
         for place, column in enumerate(table.columns)
-        if column.on & on and (not on & READ or any(row[place] not in ("", None) for row in table.rows))
+        if column.on & on and (not on & READ or any(text_of(row[place]) not in ("", "–") for row in table.rows))
     ]
     columns = tuple(table.columns[place] for place in places)
     return replace(table, columns=columns, rows=[[row[place] for place in places] for row in table.rows])

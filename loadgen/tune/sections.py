@@ -208,7 +208,11 @@ def _settings(outcome: TuningOutcome) -> doc.Section | None:
     for target in changed:
         defaults = {setting.name: setting.default for setting in target.space.settings}
         best = {} if target.chosen is None else target.chosen.settings
-        rows += [(_name(target), name, defaults[name], best[name], _worth(gain)) for name, gain in target.worth.items()]
+        told = any(target.worth.values())
+        rows += [
+            (_name(target), name, defaults[name], best[name], _worth(gain) if told else "")
+            for name, gain in target.worth.items()
+        ]
     equals = [
         _item(target, f"as good in the finalists' runs: {settings_in_words(contender)}")
         for target in changed

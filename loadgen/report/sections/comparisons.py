@@ -69,6 +69,7 @@ def comparison_table(
         which = (doc.Cell(shown(comparison.arm), arm_style(result, comparison.arm)),) if several(result) else ()
         better, interval, verdict = _outcome(result, comparison)
         of_baseline, of_arm = figures(comparison)
+        drawn: doc.Style = "note" if comparison.verdict == "invalid" else verdict.style or "note"
         hint = f"{better.text}, 95 % interval {interval.text}"
         rows.append(
             (
@@ -79,7 +80,7 @@ def comparison_table(
                 of_arm,
                 better,
                 interval,
-                _strip(comparison, result.experiment.equivalence_margin, span, verdict.style or "note", hint),
+                _strip(comparison, result.experiment.equivalence_margin, span, drawn, hint),
                 verdict,
                 *(describe(comparison) for describe in more.values()),
             )

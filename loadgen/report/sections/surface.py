@@ -66,6 +66,7 @@ def surface_chart(result: Result) -> doc.Chart | None:
             "xaxis": _axis(AXIS_TITLES[surface.across], sizes),
             "yaxis": _axis("users", users),
         },
+        marks="fields",
     )
 
 
@@ -82,8 +83,11 @@ def decision_surface(result: Result) -> doc.Section | None:
     margin = share(result.experiment.equivalence_margin)
     return doc.section(
         "Decision surface",
-        doc.Table(doc.names("load", *map(surface.at, sizes)), rows, on=doc.READ),
-        doc.Items([doc.Item(sentence(text)) for text in rows_in_words(surface)]),
+        # The map of a single column is the same list.
+        doc.Table(
+            doc.names("load", *map(surface.at, sizes)), rows, on=doc.READ if len(sizes) > 1 else doc.READ & ~doc.HTML
+        ),
+        doc.Items([doc.Item(sentence(text)) for text in rows_in_words(surface, result.names)]),
         doc.Text(
             f"The best arm and how many times better it is than the next, by {_measure(result)}. = means equal within "
             f"±{margin}, ? that nothing can be told, ✗ that a check failed. A crossing is interpolated between the "

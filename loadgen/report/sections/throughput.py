@@ -18,6 +18,11 @@ from loadgen.verdict.result import Result
 MOST_LOADS = 12
 """Most loads that the chart shows at once; more of them get a view per scenario."""
 
+FAINT = 0.25
+"""Opacity of the bars of a load without a verdict: they are no result."""
+BESIDE_POINT = "\N{NO-BREAK SPACE}" * 4
+"""Room for half a mark between its middle and its figure."""
+
 
 def throughput_chart(result: Result) -> doc.Chart | None:
     """A group of bars per load, and below the name of the load its verdict; points where the axis is logarithmic,
@@ -50,6 +55,7 @@ def throughput_chart(result: Result) -> doc.Chart | None:
         data,
         made[0].layout if len(made) == 1 else {"height": max(view.layout["height"] for view in made)},
         made if len(made) > 1 else [],
+        marks="points" if is_log else "bars",
     )
 
 
@@ -75,6 +81,7 @@ def _traces(result: Result, label: str, summaries: Sequence[WorkloadSummary], *,
         return []
     names, values, bounds = (list(column) for column in zip(*points, strict=True))
     texts = [measured(value) for _, value, interval in points]
+    without = {c.workload for c in leading_comparisons(result.comparisons) if c.verdict == "invalid"}
     marker: doc.Figure = {"color": charts.colour(result, label)}
     common: doc.Figure = {
         "orientation": "h",
@@ -92,10 +99,11 @@ def _traces(result: Result, label: str, summaries: Sequence[WorkloadSummary], *,
         "hovertemplate": hover,
     }
     if is_log:
-        marker |= {"symbol": charts.marker_of(result, label), "size": 10}
+        marker["size"] = 10
         drawn |= {"type": "scatter", "mode": "markers", "marker": marker}
     else:
         shape = charts.PATTERNS[charts.place_of(result, label)]
+        marker["opacity"] = [FAINT if name in without else 1.0 for name in names]
         marker["pattern"] = {"shape": shape, "fillmode": "overlay", "fgcolor": "--card", "size": 7}
         drawn |= {"type": "bar", "marker": marker}
     ends = [max(interval[1], value) if interval else value for _, value, interval in points]
@@ -104,7 +112,7 @@ def _traces(result: Result, label: str, summaries: Sequence[WorkloadSummary], *,
         "type": "scatter",
         "mode": "text",
         "x": [charts.rounded(end) for end in ends],
-        "text": [f" {shown(label)} {text}" for text in texts],
+        "text": [f"{BESIDE_POINT if is_log else ' '}{shown(label)} {text}" for text in texts],
         "textposition": "middle right",
         "hoverinfo": "skip",
         "cliponaxis": False,

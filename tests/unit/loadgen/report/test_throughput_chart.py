@@ -11,7 +11,7 @@ import pytest
 
 import loadgen.report.document as doc
 from loadgen.report.charts import SQUEEZED, squeezed, value_axis
-from loadgen.report.sections.throughput import MOST_LOADS, leader_words, throughput_chart
+from loadgen.report.sections.throughput import FAINT, MOST_LOADS, leader_words, throughput_chart
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 from tests.golden.test_golden_reports import PLANS
@@ -76,7 +76,8 @@ def test_a_slow_arm_is_not_squeezed_against_the_axis(tmp_path: Path) -> None:
     assert chart.layout["xaxis"]["type"] == "log"
     assert "log scale" in chart.layout["xaxis"]["title"]["text"]
     assert {trace["type"] for trace in drawn(chart)} == {"scatter"}, "the length of a bar on such an axis says nothing"
-    assert len({trace["marker"]["symbol"] for trace in drawn(chart)}) == 2
+    assert chart.marks == "points"
+    assert len({trace["marker"]["color"] for trace in drawn(chart)}) == 2
 
 
 def test_more_loads_than_fit_get_a_view_per_scenario(result: Result) -> None:
@@ -110,3 +111,8 @@ def test_an_axis_is_logarithmic_where_a_linear_one_squeezes(values: list[float],
     assert (axis.get("type") == "log") is is_log
     assert axis["title"]["text"] == ("ms, log scale" if is_log else "ms")
     assert (axis.get("rangemode") == "tozero") is not is_log
+
+
+def test_bars_of_loads_without_a_verdict_are_faint(tmp_path: Path) -> None:
+    invalid = chart_of(analyse(write_run(tmp_path, Plan(pairs=2, requests=40, parity_cosine=0.9))))
+    assert {opacity for trace in drawn(invalid) for opacity in trace["marker"]["opacity"]} == {FAINT}
