@@ -20,6 +20,8 @@ ANCHOR = re.compile(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 MAKE = re.compile(r"\bmake ([a-z][a-z-]+)\b")
 COMMAND = re.compile(r"\babserve((?: [a-z][a-z0-9-]*)+)([^\n`|]*)")
+MOST_WORDS = 60_000
+"""Of all pages but results. Cut the largest page before this number: `wc -w docs/*.md docs/adr/*.md | sort -n`."""
 NOT_TARGETS = {"it", "sure", "the", "up", "and", "them", "compare-and"}
 
 ROOT_COMMAND = typer.main.get_command(build())
@@ -96,6 +98,15 @@ def test_the_sites_navigation_has_every_page_once() -> None:
     listed = [page for part in parts for page in ([part] if isinstance(part, str) else part)]
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert sorted(listed) == sorted(page for page in pages if not re.match(r"results/\d{4}-", page))
+
+
+def test_the_pages_stay_short_enough_to_be_read() -> None:
+    docs = ROOT / "docs"
+    pages = {
+        str(path): len(path.read_text().split()) for path in docs.rglob("*.md") if docs / "results" not in path.parents
+    }
+    assert sum(pages.values()) <= MOST_WORDS, sorted(pages, key=lambda page: -pages[page])[:5]
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
 def code(path: Path) -> list[str]:
