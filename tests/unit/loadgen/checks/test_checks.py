@@ -505,9 +505,14 @@ def test_a_check_survives_the_round_trip(tmp_path: Path) -> None:
 
 
 def test_the_document_lists_every_check_with_its_effect() -> None:
+    """By effect, the gravest first; a failure shows the list that belongs into the document."""
     document = (Path(__file__).parents[4] / "docs" / "measurement.md").read_text()
-    declared = [f"| `{d.name}` | {d.title} | {d.severity} | {d.unknown} |" for d in CHECKS.values()]
-    assert "\n".join(declared) in document, "the table lists them in the order in which they are shown"
+    effects, gravest_first = {(d.severity, d.unknown) for d in CHECKS.values()}, "invalidates roughens warns informs"
+    listed = ""
+    for effect in sorted(effects, key=lambda effect: [gravest_first.index(word) for word in effect]):
+        listed += "\n**Fails: {}. Not available: {}.**\n\n".format(*effect)
+        listed += "".join(f"- `{d.name}`: {d.title}\n" for d in CHECKS.values() if (d.severity, d.unknown) == effect)
+    assert listed in document, listed
 
 
 @pytest.fixture
