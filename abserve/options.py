@@ -262,7 +262,7 @@ class CompareOptions(TypedDict, total=False):
     ceiling: bool | None
     """Measure each engine alone, without its server (default: with --preset full)."""
     fail_if: str | Sequence[str] | None
-    """Exit with status 3 if this holds, such as 'b.p99 > 1.05 * a.p99'; repeatable."""
+    """Exit with status 3 if this holds, such as 'ratio.p99.low > 1.05'; repeatable."""
     anyway: bool | None
     """With --strict: measure although other programs use the CPU, instead of waiting up to a minute for them and giving
     up."""

@@ -437,7 +437,7 @@ class ExperimentSettings(Settings):
         None, description="Measure each engine alone, without its server (default: with --preset full)."
     )
     fail_if: Lines = _measurement(
-        (), description="Exit with status 3 if this holds, such as 'b.p99 > 1.05 * a.p99'; repeatable."
+        (), description="Exit with status 3 if this holds, such as 'ratio.p99.low > 1.05'; repeatable."
     )
 
     @model_validator(mode="before")

@@ -45,6 +45,8 @@ def run_step(
         "PATH": f"{folder}:{os.environ['PATH']}",
         "RUNNER_TEMP": str(folder),
         "GITHUB_OUTPUT": str(folder / "outputs"),
+        "GITHUB_STEP_SUMMARY": str(folder / "page"),
+        "GITHUB_WORKFLOW": "speed",
         "GITHUB_ACTION_PATH": str(FOLDER),
         "RECORDED": str(folder / "recorded"),
         "STATUS": str(status),
@@ -114,6 +116,24 @@ def test_it_installs_the_tree_that_it_lies_in(tmp_path: Path) -> None:
 def test_a_client_needs_no_extra(tmp_path: Path) -> None:
     _, called, _ = run_step("Install abserve", tmp_path, {"extras": ""})
     assert called[-1] == str(ROOT)
+
+
+@pytest.mark.parametrize(("found", "status"), [("7", 0), ("7", 3), ("", 0)])
+def test_the_last_run_of_a_branch_is_fetched_and_compared_with(tmp_path: Path, found: str, status: int) -> None:
+    """A change against it is told and fails nothing: thresholds do that."""
+    (tmp_path / "gh").write_text(
+        f'#!/bin/sh\n[ "$2" = list ] && echo "{found}"\nprintf "%s\\n" "$@" >> "{tmp_path}/asked"\n'
+    )
+    (tmp_path / "gh").chmod(0o755)
+    name = "Compare with the stored run of a branch"
+    ended, called, _ = run_step(name, tmp_path, {"against": "main"}, status=status)
+    asked = (tmp_path / "asked").read_text().split()
+    assert (ended, asked[asked.index("--branch") + 1]) == (0, "main")
+    assert ("download" in asked) == bool(found)
+    assert called[:2] == (["diff", f"{tmp_path}/against/run"] if found else [])
+    page = (tmp_path / "page").read_text()
+    assert ("No successful run of speed on main" in page) == (not found)
+    assert (f"status {status}:" in page) == (status != 0)
 
 
 def test_the_records_are_kept_whatever_the_status() -> None:
