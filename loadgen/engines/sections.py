@@ -119,12 +119,13 @@ def overview(matrix: Matrix) -> doc.Section | None:
     notes[:0] = [
         doc.Text(f"{check.title}: {sentence(check.detail)} {check.remedy}", "warning") for check in failed_checks
     ]
-    complete, spoilt = finished and missing <= 0, gravest(matrix.checks) is not None
-    badge = validity(matrix.checks) if spoilt else "COMPLETE" if complete else "INCOMPLETE"
+    complete, blamed = finished and missing <= 0, gravest(matrix.checks)
+    badge = validity(matrix.checks) if blamed else "COMPLETE" if complete else "INCOMPLETE"
+    style: doc.Style = "ok" if blamed is None else "warning" if blamed.severity == "roughens" else "failed"
     fastest = [doc.Item(_sentence(matrix, scope, cells), lead=label) for scope, label, cells in views(matrix)]
     panel = doc.Panel(
         f"Engine matrix: {badge}",
-        "ok" if complete and not spoilt else "failed",
+        style if complete else "failed",
         f"{ran}, on {_machine(matrix)}",
         (doc.Items(fastest), *notes),
     )

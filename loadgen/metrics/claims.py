@@ -188,19 +188,23 @@ def winner_in_words(comparison: Comparison, names: Mapping[Label, str], where: s
     """How much better the winner is: "Triton handles 2.4 times the load of FastAPI with 64 users (2.2 to 2.5)", "Triton
     has 1.12 times lower p50 latency than FastAPI one request at a time (1.08 to 1.16)".
 
-    `where` follows the claim; `title` replaces that of the metric, if it is not a registered one.
+    A rough one is a range: "Triton handles 1.9 to 4.0 times the load of FastAPI". `where` follows the claim; `title`
+    replaces that of the metric, if it is not a registered one.
     """
     lead, winner, loser = advantage(comparison), comparison.winner, comparison.loser
     assert lead is not None
     assert winner is not None
     assert loser is not None
     factor, interval = times(lead.factor, lead.ci95)
+    after = f" ({interval or 'no interval'})"
+    if comparison.lost is not None:
+        factor, after = f"{interval} times", ""
     title = title or METRICS[comparison.metric].title
     where = f" {where}" if where else ""
     what = f"has {factor} the {title} of" if comparison.higher_is_better else f"has {factor} lower {title} than"
     if comparison.metric in (*SERVED, ACHIEVED_RATE.name):
         what = f"handles {factor} the load of"
-    return f"{names[winner]} {what} {names[loser]}{where} ({interval or 'no interval'})"
+    return f"{names[winner]} {what} {names[loser]}{where}{after}"
 
 
 def claim(

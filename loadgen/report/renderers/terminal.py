@@ -176,11 +176,11 @@ def _table(table: doc.Table, width: int) -> Iterator[RenderableType]:
 
 
 def _panel(panel: doc.Panel, width: int) -> RenderableType:
-    colour = "green" if panel.style == "ok" else "red"
+    colour = {"ok": "green", "warning": "yellow"}.get(panel.style, "red")
     parts = [part for block in panel.blocks for part in _parts(block, width)]
     return Frame(
         Group(Words(panel.headline, style="bold"), *parts),
-        title=Words(f" {panel.badge} ", style=f"bold white on {colour}"),
+        title=Words(f" {panel.badge} ", style=f"bold {'black' if colour == 'yellow' else 'white'} on {colour}"),
         title_align="left",
         border_style=colour,
         box=box.ROUNDED,
