@@ -23,6 +23,7 @@ from tests.scripted_trtexec import ScriptedTrtexec
 
 PROJECT = Path(__file__).resolve().parents[1]
 os.environ["ABSERVE_ANYWAY"] = "1"  # the tests themselves keep the cores busy
+os.environ["ABSERVE_NATIVE_CHOICES"] = "off"  # no start of a native server measures, but in the tests of choices
 fork_server.install()
 barrier.RAISES = True  # a fault of the program does not hide behind a sentence
 

@@ -307,13 +307,27 @@ _DECIDE_CHOICES = (
 )
 def same_choices(facts: Facts) -> Iterator[Judgement]:
     """Skipped where no two arms that report their choices have the same settings."""
-    alike: dict[tuple[object, ...], list[ArmRecord]] = {}
-    for arm in facts.run.arms:
-        if arm.in_effect.get("choices") is not None:
-            alike.setdefault(tuple(arm.in_effect.get(name) for name in _DECIDE_CHOICES), []).append(arm)
+    alike: dict[tuple[object, ...], dict[str, tuple[object, object]]] = {}
     experiment = facts.run.experiment
-    for arms in (arms for arms in alike.values() if len(arms) > 1):
-        choices = {arm.label: str(arm.in_effect["choices"]) for arm in arms}
+    for arm in facts.run.arms:
+        request, settings = experiment.arm(arm.label), dict(arm.in_effect)
+        engine, asked = None, [_asked_for(request, name) for name in ("engine", "mode", "choices")]
+        if request.target == "native" and _is_configured(experiment, request) and not any(asked[:2]):
+            engine = settings.get("engine")  # which the server chose, too
+            settings |= dict.fromkeys(("engine", "engine_version", "mode"))
+        digest = settings.get("choices")
+        if engine is not None or digest is not None:
+            key = (*(settings.get(name) for name in _DECIDE_CHOICES), asked[2])
+            alike.setdefault(key, {})[arm.label] = engine, digest
+    for arms in alike.values():
+        one_engine = len({engine for engine, _ in arms.values()}) == 1
+        choices = {
+            label: str(digest) if one_engine else f"{engine} {digest or ''}".rstrip()
+            for label, (engine, digest) in arms.items()
+            if digest is not None or not one_engine
+        }
+        if len(choices) < 2:
+            continue
         names = join(list(map(shown, choices)))
         text = ", ".join(f"{shown(label)} {choice}" for label, choice in choices.items())
         ok = len(set(choices.values())) == 1

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from servers.engines.choice import choices_folder, clear_stored_choices, stored_choices
 from servers.engines.factory import environment_of
 from servers.engines.settings import KINDS, EngineError, engine_kind, engine_names
 from servers.export.tensorrt import bindings_version, library_version, trtexec_version
@@ -112,6 +114,10 @@ def doctor(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the findings as JSON.", rich_help_panel="Output")
     ] = False,
+    clear_choices: Annotated[
+        bool,
+        typer.Option(help="First delete what servers chose at their starts; the next start of each chooses again."),
+    ] = False,
 ) -> None:
     """Check this machine: Python, packages, Triton, GPU, ports, disk. Exit status 1 if something required is missing.
 
@@ -119,6 +125,8 @@ def doctor(
     is missing, with what it is needed for.
     """
     checks: list[MachineCheck] = []
+    if clear_choices and (kept := clear_stored_choices()):
+        fail(kept)
     try:
         for check in machine_checks(tritonserver):
             if not (checks or as_json):
@@ -147,7 +155,7 @@ def machine_checks(tritonserver: Path | None = None) -> Iterator[MachineCheck]:
     )
     yield from [python, *_packages(), *_engines()]
     gpu: Mapping[str, Any] = gpu_info(None)
-    here = [_gpu(gpu), *_ports(), _disk(), _shared_memory(), _exposure()]
+    here = [_gpu(gpu), *_ports(), _disk(), _choices(), _shared_memory(), _exposure()]
     has_gpu = gpu["status"] == "ok" and bool(gpu["devices"])
     yield from here
     triton, installed = _triton(folder, "cuda:0" if has_gpu else "cpu")
@@ -231,6 +239,14 @@ def _disk() -> MachineCheck:
     free = shutil.disk_usage(Path.cwd()).free
     remedy = "free 2 GB here, or choose --artefacts and --out folders on another disk"
     return machine_check("disk", free >= MIN_FREE_BYTES, f"{free / 2**30:.1f} GiB free in this folder", remedy)
+
+
+def _choices() -> MachineCheck:
+    """What servers chose at their starts."""
+    stored = stored_choices()
+    models = ", ".join(f"{name} ({count})" for name, count in sorted(Counter(stored.values()).items()))
+    what = f"{counted(len(stored), 'stored choice')} of servers' starts in {choices_folder()}"
+    return MachineCheck("choices", True, f"{what}: {models}; --clear-choices deletes them" if stored else what)
 
 
 def _shared_memory() -> MachineCheck:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +14,13 @@ import typer
 from servers.commands.serving import PrintLaunch, PrintSpace, serve
 from servers.commands.spaces import generating_engines, language_context, tensor_context
 from servers.engines.factory import check_engine, enter, environment_of
+from servers.engines.interface import CHOICES
 from servers.engines.padding import pad_to_text, padding_of
 from servers.engines.settings import engine_kind
 from servers.language.engine import SLOTS, generating_environment
 from servers.language.specification import LanguageModel, is_language_model, language_model
 from servers.language.weights import FileWeights, pin_language_weights
+from servers.measuring.fastest import OWN, fastest_engine
 from servers.models.images import DecodingSettings
 from servers.models.registry import get_variants
 from servers.models.sources import module_file
@@ -42,6 +45,8 @@ CAUSES = (r"the model cannot be served.* reason=(?P<quote>['\"])(?P<cause>.+)(?P
 Artefact = tuple[Path, dict[str, object] | None]
 """An exported file and its manifest."""
 
+
+echo = partial(typer.echo, err=True)
 
 Models = tuple[ModelSpecification, ...] | LanguageModel
 """The variants of one model of tensors, or a language model."""
@@ -81,7 +86,7 @@ class NativeLaunch:
             examples = infer_commands(url, name, first.inputs)
         return LaunchPlan(
             argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
-            env={},
+            env={} if settings.choices == "stored" else {CHOICES: settings.choices},
             http_url=url,
             grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
             metrics_url=f"{url}/metrics",
@@ -118,8 +123,11 @@ def _resolved(requested: NativeSettings) -> tuple[NativeSettings, Models]:
     return settings, specifications
 
 
-def check(options: Mapping[str, Any]) -> NativeLaunch:
-    """Raises an error whose message is one sentence, at the first option that the server cannot honour."""
+def check(options: Mapping[str, Any], artefacts: Path = Path(ARTEFACTS)) -> NativeLaunch:
+    """Choose the engine if that is `auto`, for which files are exported to `artefacts`.
+
+    Raises an error whose message is one sentence, at the first option that the server cannot honour.
+    """
     requested = _requested(options)
     requested = with_tuning(requested, requested.tuning)
     settings, models = _resolved(requested)
@@ -135,6 +143,10 @@ def check(options: Mapping[str, Any]) -> NativeLaunch:
         weights = pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
         if settings.engine == "torch" and module_file.takes(first.reference):
             first.load_module(weights)  # runs two items: a module that is not as described starts no server
+        elif requested.engine == "auto" and settings.engine == OWN:
+            engine = settings.of_engines()[0].engine_settings()
+            chosen = fastest_engine(first.executed, weights, engine, artefacts, settings.choices, echo)
+            settings = settings.model_copy(update={"engine": chosen})
         # A path is absolute: a supervisor may start the server from another folder.
         reference = first.reference if first.reference.startswith("/") else settings.model
     settings = settings.model_copy(update={"weights": weights.text, "model": reference})
@@ -162,7 +174,9 @@ def space(options: Mapping[str, Any], given: Collection[str]) -> bytes:
         "pad_to": pad_to_text(settings.pad_sizes),
         **in_effect,
     }
-    return space_json("native", settings, here, in_effect, given, not_searched)
+    # Each contender names its engine, which `auto` chooses on a CPU.
+    stated = ["engine"] if requested.engine == "auto" and here.device == "cpu" and not here.language else []
+    return space_json("native", settings, here, in_effect, given, not_searched, stated)
 
 
 @takes_settings(NativeSettings)
@@ -186,7 +200,7 @@ def serve_native(
                 raise OptionError(NO_BATCHES)
             if name in (TENSORS_ONLY if language else TOKENS_ONLY):
                 raise OptionError(of_other_kind(name))
-        launch = check(options)
+        launch = check(options, artefacts)
         return launch.plan({model.name: _artefact(launch, model, artefacts) for model in launch.needs_artefacts})
 
     serve(
@@ -208,7 +222,7 @@ def _artefact(launch: NativeLaunch, specification: ModelSpecification, root: Pat
         specification,
         launch.weights,
         root,
-        progress=lambda step: typer.echo(step, err=True),
+        progress=echo,
         max_batch_size=launch.settings.max_batch_size,
     )
     return path.absolute(), None if manifest is None else manifest.to_dict()

@@ -23,7 +23,10 @@ from servers.models.weights import WeightsSource
 from servers.protocol.tensors import Array
 
 PLANS_FOLDER = "ABSERVE_PLANS_FOLDER"
-"""Environment variable: where the torch engine keeps the plans that it has chosen; default: the user's cache."""
+"""Environment variable: where what engines choose is stored; default: the user's cache."""
+CHOICES = "ABSERVE_CHOICES"
+"""Environment variable: `stored` reads what an earlier start chose, `fresh` chooses again, `off` leaves every model in
+its own form."""
 PROFILE_AT_START = "ABSERVE_PROFILE_AT_START"
 """Environment variable: 0 skips the kernel probe, for starts that are timed."""
 

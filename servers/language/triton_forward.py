@@ -21,8 +21,8 @@ import triton  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.nn import functional
 
+from servers.engines.choice import ChoiceCache, digest, machine_key, makes_choices
 from servers.engines.settings import EngineError
-from servers.engines.torch.choice import ChoiceCache, digest, machine_key
 from servers.language import decoder_kernels as kernels
 from servers.language.decoder import Affine, DecoderWeights, LayerWeights
 from servers.language.forward import StepPlan, TensorSlots
@@ -124,7 +124,7 @@ class TritonForward(TensorSlots):
         self.most_pieces = MOST_PIECES
         self._graphs_wanted = graphs
         self._row_buckets = (*(rows for rows in ROWS if rows < slots), slots)
-        self._measures_chunks = graphs and not chunk
+        self._measures_chunks = graphs and not chunk and makes_choices()
         *chunks, largest_chunk = (
             -(-size // QUERIES) * QUERIES for size in (*((chunk,) if chunk else CHUNKS), largest_chunk)
         )
@@ -214,8 +214,9 @@ class TritonForward(TensorSlots):
         key = {"decoder": repr(self.weights.shape), "dtype": str(self.dtype), "rows": str(self._row_buckets)}
         key |= {"chunks": str((self._chunks, self._largest_chunk)), "length": str(self.max_length)}
         cache = ChoiceCache(machine_key(self.device, Path(__file__).parent) | key)
-        with cache.held() if self._graphs_wanted else nullcontext():
-            self._warm_up(cache if self._graphs_wanted else None)
+        chooses = self._graphs_wanted and makes_choices()
+        with cache.held() if chooses else nullcontext():
+            self._warm_up(cache if chooses else None)
         self._trouble = cache.trouble
 
     def _warm_up(self, cache: ChoiceCache | None) -> None:
@@ -232,7 +233,8 @@ class TritonForward(TensorSlots):
         pool = torch.cuda.graph_pool_handle() if self._graphs_wanted else None
         durations: dict[StepSize, float] = {}
         for size in sorted(set(sizes), key=lambda size: size.tokens, reverse=True):
-            forms = [False, True] if self.can_fuse and not size.chunk and size.rows <= MOST_FUSED_ROWS else [False]
+            few = not size.chunk and size.rows <= MOST_FUSED_ROWS
+            forms = [False, True] if self.can_fuse and few and makes_choices() else [False]
             if not size.chunk and kept.get(size.rows) in forms:
                 forms = [kept[size.rows]]
             self._integers.zero_()  # sizes divide the array differently: a position of one is a slot of another

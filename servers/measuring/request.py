@@ -51,6 +51,7 @@ class MeasurementRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     mode: str = defaults.MODE
     device: str = defaults.DEVICE
     threads: int = 0
+    spinning: bool | None = None
     artefacts: str = defaults.ARTEFACTS
     references: str = ""
     """The file of the model's own answers; made if it is missing or another model's."""
@@ -87,6 +88,7 @@ class MeasurementRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             max_batch_size=max(self.batches),
             pad_to=tuple(sorted({length for length in self.lengths if length is not None})),
             buckets=tuple(sorted(set(self.batches))),
+            spinning=self.spinning,
         )
 
 

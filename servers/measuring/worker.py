@@ -3,6 +3,7 @@
     python -m servers.measuring.worker REQUEST    then on standard input {"batch": …, "length": …, "seconds": …}, or
                                                   {"profile": [[batch, length], …]} once all of them are measured
     python -m servers.measuring.worker --prepare REQUEST   makes the exported file and the model's own answers, and ends
+    python -m servers.measuring.worker --fastest REQUEST ENGINE …   the engine among these and torch that is fastest
     python -m servers.measuring.worker --check    requests on standard input, a JSON list; answers with one as long
     python -m servers.measuring.worker --offers DEVICE [generation]    the second form: of language models
 
@@ -32,6 +33,7 @@ from servers.engines.factory import enter, environment_of
 from servers.engines.interface import PLANS_FOLDER, Engine
 from servers.engines.settings import engine_kind
 from servers.language.engine import generating_environment
+from servers.measuring.fastest import chosen_engine
 from servers.measuring.measurement import (
     EngineTimes,
     MeasuredEngine,
@@ -62,7 +64,7 @@ Shape = tuple[int, int | None]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one of the four forms; the exit status is 1 when the last answer was an error."""
+    """Run one of the five forms; the exit status is 1 when the last answer was an error."""
     faulthandler.enable()  # a crash in a library writes the Python stack to the log
     request: MeasurementRequest | Exception | None
     try:
@@ -105,6 +107,8 @@ def _run(arguments: Sequence[str], request: MeasurementRequest | Exception | Non
                 serve_generation(request, sys.stdin.buffer, answer)
         case ["--prepare", _], MeasurementRequest():
             answer(_prepare(request))
+        case ["--fastest", _, *others], MeasurementRequest():
+            answer(chosen_engine(request, others))
         case [_], MeasurementRequest():
             with private_compile_cache():
                 _serve(request, sys.stdin.buffer, answer)
@@ -143,7 +147,7 @@ def _request(arguments: Sequence[str]) -> MeasurementRequest | None:
     match arguments:
         case ["--check"] | ["--offers", *_]:
             return None
-        case [text] | ["--prepare", text]:
+        case [text] | ["--prepare", text] | ["--fastest", text, *_]:
             request = msgspec.json.decode(text, type=MeasurementRequest)
             elsewhere = generating_environment if request.generates else environment_of
             enter(elsewhere(request.engine))

@@ -24,10 +24,10 @@ import torch
 
 from servers.engines.agreement import Disagreement, Proof, disagreement, proof_at_load, proof_batch
 from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, check_sizes, has_buckets
+from servers.engines.choice import ChoiceCache, cache_key, digest, makes_choices
 from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
 from servers.engines.processors import openmp_spinning, thread_count
 from servers.engines.settings import PARAMETER_TYPES
-from servers.engines.torch.choice import ChoiceCache, cache_key, digest
 from servers.engines.torch.device import (
     device_details,
     fp32_products,
@@ -107,7 +107,9 @@ class TorchEngine(RunnerEngine):
     def _prepare(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Build what this mode executes from the FP32 module on the CPU, and compare it with that module."""
         specification, mode, largest = self._specification, self._mode, self._settings.max_batch_size
-        proof = proof_at_load(specification, largest)
+        # What executes in its own form is compared with nothing but its description: one item does.
+        own = device.type == "cpu" and (mode == "eager" or (mode == "tuned" and not makes_choices()))
+        proof = proof_at_load(specification, 1 if own and specification.padded_axis is None else largest)
         with self.checking():  # the module's outputs too, before it is converted
             reference = executed_module(specification, module)
             expected = proof.expected(partial(expected_answers, specification, reference))
@@ -125,7 +127,7 @@ class TorchEngine(RunnerEngine):
             if device.type != "cpu":
                 self._start(None, bucket_sizes(largest, self._settings.buckets), device, call=form.call)
         self._form = form
-        if mode == "tuned":
+        if mode == "tuned" and makes_choices():
             self._form = form = self._tuned(form, proof, expected)
         if device.type == "cpu":
             memory = (*form.parameters, *module.buffers())

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from servers.engines.agreement import Proof, disagreement, proof_batch
 from servers.engines.batches import Bucket
-from servers.engines.torch.choice import ChoiceCache, cache_key, graph_times_ms
+from servers.engines.choice import ChoiceCache, cache_key, graph_times_ms, makes_choices
 from servers.engines.torch.convolutions import fused_convolutions
 from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, as_specified, converted, plain_form, reason_of
 from servers.engines.torch.fused_layers import HALVES, Product, dynamic_shapes, fused_layers
@@ -97,8 +97,10 @@ def planned_form(
 ) -> ModelForm | None:
     """The form of `module` (FP32, on the CPU, unchanged) that has the fastest plan for each batch of `rows`.
 
-    None for a model without plans, and where no plan gives the model's answers to every batch.
+    None for a model without plans, where no plan gives the model's answers to every batch, and where nothing is chosen.
     """
+    if not makes_choices():
+        return None
     convolutions = sum(isinstance(layer, nn.Conv2d) for layer in module.modules())
     with torch.no_grad():
         if convolutions >= LEAST_CONVOLUTIONS and specification.padded_axis is None:

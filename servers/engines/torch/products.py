@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from servers.engines.torch.choice import Call, digest, race
+from servers.engines.choice import Call, digest, race
 from servers.engines.torch.norms import folded_norms
 
 TYPICAL_ITEMS = 4

@@ -16,8 +16,8 @@ import triton
 from torch import Tensor, nn
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from servers.engines.choice import ChoiceCache, graph_times_ms, machine_key, makes_choices
 from servers.engines.torch import vit_kernels as kernels
-from servers.engines.torch.choice import ChoiceCache, graph_times_ms, machine_key
 from servers.engines.torch.vit_tower import LeanVisionTower, TowerShape, UnsupportedTowerError
 
 
@@ -441,6 +441,8 @@ class PlanChooser:
             plan = hopper_plan(images)
             if plan.fits(shape):
                 return plan, "table"
+        if not makes_choices():
+            return CUBLAS, "default"
         candidates = [plan for plan in portable_plans(images) if plan.fits(shape)]
         with self._cache.held():
             stored = self._cache.read()

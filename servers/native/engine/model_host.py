@@ -11,6 +11,7 @@ from functools import partial
 import structlog
 
 from servers.engines.batches import warm_up_sizes
+from servers.engines.choice import choices_folder
 from servers.engines.interface import Engine, EngineDescription, EngineError, profiled
 from servers.engines.padding import padding_of
 from servers.engines.settings import EngineSettings
@@ -206,6 +207,8 @@ def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) 
     description = profiled(engine) or description
     if trouble := description.details.get("choice_trouble"):
         log.warning(trouble, model=signature.name)
+    if chosen := description.details.get("choices"):
+        log.info("choices", model=signature.name, choices=chosen, stored_in=str(choices_folder()))
     log.info(
         "ready",
         model=signature.name,

@@ -67,8 +67,9 @@ class NativeSettings(GeneratingOptions):
     engine: Annotated[str, search.ENGINE] = Field(
         "auto",
         title="Engine",
-        description=f"{defaults.ENGINES}; of a language model: {', '.join(GENERATING_ENGINES)}. auto: torch, "
-        f"onnxruntime for a model that is an ONNX file, {DEFAULT_ENGINE} for a language model.",
+        description=f"{defaults.ENGINES}; of a language model: {', '.join(GENERATING_ENGINES)}. auto: torch; on a "
+        "CPU the fastest of torch, onnxruntime and openvino for a catalogue model; onnxruntime for an ONNX file; "
+        f"{DEFAULT_ENGINE} for a language model.",
     )
     precision: Annotated[str, search.PRECISION] = Field(
         defaults.PRECISION, title="Engine", description=defaults.PRECISIONS
@@ -93,6 +94,12 @@ class NativeSettings(GeneratingOptions):
     )
     spinning: Annotated[Literal["auto", "on", "off"], search.SPINNING] = Field(
         "auto", title="Engine", description=f"{defaults.SPINNING} Of a language model, auto is off."
+    )
+    choices: Literal["stored", "fresh", "off"] = Field(
+        "stored",
+        title="Engine",
+        description="What a start measures and chooses: on a CPU the engine and its products, on a GPU plans. stored: "
+        "once per model and machine, later starts read it; fresh: again; off: nothing, the model's own form executes.",
     )
     artefact: Annotated[Path | None, OptionTraits(offered=False)] = Field(
         None, title="Engine", description="The file of the model's own inputs, for engines that execute one."

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from servers.engines import choice
 from servers.engines.interface import PLANS_FOLDER
 from servers.engines.settings import EngineSettings
-from servers.engines.torch import choice, plans
+from servers.engines.torch import plans
 from servers.engines.torch.engine import TorchEngine
 from servers.engines.torch.plans import PLANS, ModulePlan, fastest, measuring_order
 from servers.models.registry import payload_variants

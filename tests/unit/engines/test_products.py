@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+from servers.engines import choice
 from servers.engines.interface import PLANS_FOLDER
 from servers.engines.settings import EngineSettings
-from servers.engines.torch import choice, products
+from servers.engines.torch import products
 from servers.engines.torch.engine import TorchEngine
 from servers.engines.torch.products import Product, TunedProducts, packed_linear
 from servers.models.specification import ModelSpecification

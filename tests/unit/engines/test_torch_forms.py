@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from servers.engines.batches import Bucket
+from servers.engines.choice import Call
 from servers.engines.interface import PLANS_FOLDER
 from servers.engines.torch import forms, vit_fused
-from servers.engines.torch.choice import Call
 from servers.engines.torch.forms import OWN_MODULE, fast_form, plain_form
 from servers.engines.torch.runner import Build
 from servers.engines.torch.vit_fused import CUBLAS, PlanChooser, TilePlan, hopper_plan, portable_plans

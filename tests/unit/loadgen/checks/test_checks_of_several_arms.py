@@ -177,6 +177,18 @@ def test_arms_with_the_same_settings_execute_the_same() -> None:
     assert [made[:2] for made in before(replace(run, experiment=by_url), "same_choices")] == [(False, "warns")]
 
 
+def test_arms_whose_engine_is_auto_have_the_same_engine() -> None:
+    """Unless one was asked for another engine, another mode, or other choices."""
+    other: dict[str, object] = {"engine": "onnxruntime", "engine_version": "1.31.1", "mode": "session"}
+    ((ok, effect, text),) = before(run_of(c=other), "same_choices")
+    assert (ok, effect) == (False, "invalidates")
+    assert "(A torch, B torch, C onnxruntime)" in text
+    for asked in ({"engine": "onnxruntime"}, {"choices": "off"}):
+        assert before(run_of(asked={"c": asked}, c=other), "same_choices") == []
+    assert before(run_of(a=other, b=other, c=other), "same_choices") == []
+    assert before(run_of(asked={"c": {"mode": "eager"}}, c={"mode": "eager"}), "same_choices") == []
+
+
 def test_what_was_asked_for_is_told_apart_from_what_was_not() -> None:
     """B was asked for FP16, C fell to TF32 by itself."""
     run = run_of(asked={"b": {"precision": "fp16"}}, b={"precision": "fp16"}, c={"precision": "tf32"})

@@ -2,6 +2,8 @@
 
 Two starts of a server with the same settings must execute the same, whatever other programs ran during either. So the
 first start measures and stores what it chose, starts at the same time wait for it, and later ones only compare answers.
+
+Imports torch only to measure: a command that reads a choice does not need it.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from importlib.metadata import version
 from math import inf, log
 from pathlib import Path
 from time import monotonic, process_time_ns, sleep, time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
-import torch
-from torch import nn
 
-from servers.engines.interface import PLANS_FOLDER
-from servers.engines.torch.copies import capture
-from servers.engines.torch.device import event_pair
+from servers.engines.interface import CHOICES, PLANS_FOLDER
 from servers.models.files import keep_file, user_cache
 from servers.models.specification import ModelSpecification
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 CLEAR_LEAD = 6
 """Rounds that one side must win more than the other: by chance, one of 32 races of six rounds ends so."""
@@ -40,6 +42,9 @@ TURNS, REPLAYS = 9, 3
 """Each graph is measured in that many turns, the first of which does not count, and is replayed that often in each."""
 WAIT_SECONDS = 180.0
 """The longest wait for another start that is choosing; then this one chooses for itself."""
+
+CLOCK_TICK_SECONDS = 0.02
+"""A file's time may be so much older than the moment at which it was written."""
 
 Call = Callable[[], object]
 
@@ -55,14 +60,23 @@ class Race(NamedTuple):
     """False: the machine was too busy for enough rounds."""
 
 
-def race(pairs: Sequence[tuple[Call, Call]], seconds: float, margin: float, most_loss: float) -> Race:
+def race(
+    pairs: Sequence[tuple[Call, Call]], seconds: float, margin: float, most_loss: float, pause_seconds: float = 0.0
+) -> Race:
     """Whether the second function of each pair, one pair per batch, is clearly faster than the first.
 
     Each round calls all of them, the two of a pair in turn, and is won where the second ones need at most `margin` of
     the time (the geometric mean of the pairs) and none needs more than `most_loss`. It must win `CLEAR_LEAD` rounds
     more than it loses, within `MOST_ROUNDS` and, once it had as many, `seconds` of CPU time: a program that takes the
-    cores decides nothing. The first call of each, which prepares what later ones use, does not count.
+    cores decides nothing. The first call of each, which prepares what later ones use, does not count. Before each call
+    is a pause, for threads that spin for a while after the call before it.
     """
+
+    def cpu_ns_after_pause(call: Call) -> int:
+        if pause_seconds:
+            sleep(pause_seconds)
+        return cpu_ns(call)
+
     deadline, ends_ns = monotonic() + MOST_SECONDS, process_time_ns() + round(seconds * 1e9)
     for call in (call for pair in pairs for call in pair):
         cpu_ns(call)
@@ -73,8 +87,8 @@ def race(pairs: Sequence[tuple[Call, Call]], seconds: float, margin: float, most
         first = len(rounds) % 2
         times = []
         for pair in pairs:
-            earlier = cpu_ns(pair[first])
-            later = cpu_ns(pair[1 - first])
+            earlier = cpu_ns_after_pause(pair[first])
+            later = cpu_ns_after_pause(pair[1 - first])
             times.append((later, earlier) if first else (earlier, later))
         ratios = [log(max(other, 1) / max(own, 1)) for own, other in times]
         lead += 1 if statistics.fmean(ratios) <= log(margin) and max(ratios) <= log(most_loss) else -1
@@ -93,6 +107,11 @@ def graph_times_ms(
 
     A call that cannot be captured has none; `note_failure` hears why.
     """
+    import torch
+
+    from servers.engines.torch.copies import capture
+    from servers.engines.torch.device import event_pair
+
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for title, call in calls:
         try:
@@ -142,21 +161,32 @@ def cache_key(
     }
 
 
-def machine_key(device: torch.device, code: Path = Path(__file__).parent) -> dict[str, str]:
-    """The device and the versions of all that executes on it, `code`'s folder among them."""
+def machine_key(device: torch.device, code: Path = Path(__file__).parent / "torch") -> dict[str, str]:
+    """The device, its driver and the versions of all that executes on it, `code`'s folder among them."""
+    import torch
+
     on_gpu = device.type == "cuda"
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "processor": "" if on_gpu else _processor(),
+        "driver": _first_line_of("/proc/driver/nvidia/version") if on_gpu else "",
+        "processor": "" if on_gpu else processor(),
         "threads": "" if on_gpu else str(torch.get_num_threads()),
         "torch": f"{torch.__version__} {torch.version.cuda}",
         "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
         "abserve": version("abserve"),
-        "code": _code_sha256(code),
+        "code": code_sha256(code),
     }
 
 
-def _processor() -> str:
+def _first_line_of(path: str) -> str:
+    try:
+        return Path(path).read_text().partition("\n")[0]
+    except OSError:
+        return ""
+
+
+def processor() -> str:
+    """The processor's name and instructions."""
     try:
         described = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -167,20 +197,60 @@ def _processor() -> str:
 
 
 @cache
-def _code_sha256(folder: Path) -> str:
+def code_sha256(folder: Path) -> str:
     """Of the files that say what is chosen among, and how."""
     files = [Path(__file__), *sorted(folder.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-class ChoiceCache:
-    """The choice that was made under one key, in a file of its own; without one that can be read, it is made again."""
+def choices_wanted(option: str = "stored") -> str:
+    """`stored`, `fresh` or `off`, of an option or, where that has its default, of the variable `CHOICES`."""
+    return option if option != "stored" else os.environ.get(CHOICES) or "stored"
 
-    def __init__(self, key: Mapping[str, str]) -> None:
+
+def makes_choices() -> bool:
+    """Whether choices are made; else every model executes in its own form."""
+    return choices_wanted() != "off"
+
+
+def choices_folder() -> Path:
+    """Where choices are stored, whether it exists or not."""
+    return Path(os.environ.get(PLANS_FOLDER) or user_cache() / "plans")
+
+
+def stored_choices() -> dict[Path, str]:
+    """The files with choices, and the model of each."""
+    found = {}
+    for path in sorted(choices_folder().glob("*.json")):
+        try:
+            key = orjson.loads(path.read_bytes())["key"]
+            found[path] = str(key.get("model") or "a model of the torch engine")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            found[path] = "damaged"
+    return found
+
+
+def clear_stored_choices() -> str | None:
+    """Delete the stored choices; why that failed, in one sentence. Starts that choose now are not disturbed."""
+    try:
+        for path in stored_choices():
+            path.unlink(missing_ok=True)
+    except OSError as exc:
+        return f"The choices in {choices_folder()} cannot be deleted ({exc.strerror}): make the folder writable."
+    return None
+
+
+class ChoiceCache:
+    """The choice that was made under one key, in a file of its own; without one that can be read, it is made again.
+
+    Where `fresh` is wanted, only one that was stored since this object was made is read.
+    """
+
+    def __init__(self, key: Mapping[str, str], wanted: str | None = None) -> None:
         self._key = dict(key)
         name = hashlib.sha256(orjson.dumps(self._key, option=orjson.OPT_SORT_KEYS)).hexdigest()
-        folder = os.environ.get(PLANS_FOLDER) or user_cache() / "plans"
-        self._path = Path(folder) / f"{name}.json"
+        self._path = choices_folder() / f"{name}.json"
+        self._oldest = time() - CLOCK_TICK_SECONDS if (wanted or choices_wanted()) == "fresh" else 0.0
         self.trouble = ""
         """Why the file could not be read or written, and what that means, in one sentence."""
 
@@ -205,6 +275,8 @@ class ChoiceCache:
     def read(self) -> Mapping[str, Any]:
         """The choice that is stored; empty if there is none, or none that can be read."""
         try:
+            if self._path.stat().st_mtime < self._oldest:
+                return {}
             document = orjson.loads(self._path.read_bytes())
             if document["key"] == self._key and isinstance(choice := document["choice"], dict):
                 return choice if time() < document.get("until", inf) else {}

@@ -1,0 +1,234 @@
+"""Which engine executes a model fastest on the CPU: torch, or one that executes its exported file.
+
+A start whose engine is `auto` asks, and the answer is stored like every other choice, so that later starts only read
+it. The engines are loaded and measured in a process of their own, which ends before the server starts: the server is
+the same at a first start and at a later one, and an engine that fails, or takes too long, costs only its own chance.
+
+Imports no library of an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from servers.engines.agreement import disagreement, proof_at_load, proof_batch
+from servers.engines.choice import ChoiceCache, Race, choices_folder, choices_wanted, code_sha256, processor, race
+from servers.engines.factory import build_engine, engines_here
+from servers.engines.interface import CHOICES, Engine, EngineError
+from servers.engines.processors import thread_count
+from servers.engines.settings import EngineSettings
+from servers.export.manifest import package_versions
+from servers.models.specification import ModelSpecification
+from servers.models.weights import WeightsError, WeightsSource
+from servers.options.defaults import MODE
+
+if TYPE_CHECKING:
+    from servers.measuring.request import MeasurementRequest
+
+OWN = "torch"
+OTHERS = ("onnxruntime", "openvino")
+"""Engines that are measured beside torch where they are installed."""
+MOST_SECONDS = 180.0
+"""The longest that a first start chooses its engine, exports included; then torch stays, for a day."""
+RACE_SECONDS = 12.0
+"""The most CPU time of one comparison of two engines."""
+MARGIN, MOST_LOSS = 0.97, 1.05
+"""Another engine is taken if it clearly needs at most this share of the CPU time (the geometric mean of one item and
+several), and neither takes more than the second share."""
+SEVERAL = 4
+"""Items of the larger batch: most batches on a CPU are small."""
+PAUSE_SECONDS = 0.01
+"""Before each measured call: the threads of one engine spin for some milliseconds after its own."""
+
+Say = Callable[[str], None]
+
+
+def fastest_engine(
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    settings: EngineSettings,
+    root: Path,
+    choices: str,
+    say: Say,
+) -> str:
+    """The engine that `auto` is for these settings, which name torch; exported files lie in `root`.
+
+    `choices` is that of the option: another value than `stored` counts instead of the variable's.
+
+    Torch on a GPU, in a mode or a precision that only it has, for a file of the user, which is imported only by what
+    serves it, and where no other engine is installed or nothing is to be chosen.
+    """
+    from_file = specification.file is not None or specification.definition_sha256 is not None
+    wanted = choices_wanted(choices)
+    if wanted == "off" or from_file or settings.mode != MODE or settings.device_here() != "cpu":
+        return OWN
+    others = [name for name in OTHERS if name in engines_here(specification, settings).installed]
+    if not others:
+        return OWN
+    cache = ChoiceCache(_key(specification, weights, settings, others), wanted)
+    with cache.held():
+        chosen = cache.read()
+        if not _is_whole(chosen, others):
+            if chosen:
+                cache.reject()
+            say(f"choosing an engine for this machine: {', '.join((OWN, *others))}; later starts read the choice")
+            chosen = _measured_elsewhere(specification, weights, settings, others, root, wanted)
+            cache.write(chosen, decided=bool(chosen["decided"]))
+    say(_sentence(chosen))
+    if cache.trouble:
+        say(cache.trouble)
+    return str(chosen["engine"])
+
+
+def _is_whole(chosen: Mapping[str, Any], others: list[str]) -> bool:
+    known = chosen.get("engine") in (OWN, *others)
+    return known and isinstance(chosen.get("races"), list) and isinstance(chosen.get("left_out"), dict)
+
+
+def _key(
+    specification: ModelSpecification, weights: WeightsSource, settings: EngineSettings, others: list[str]
+) -> dict[str, str]:
+    engines = Path(__file__).parents[1] / "engines"
+    return {
+        "choice": "engine",
+        "model": specification.label,
+        "inputs": str([(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in specification.inputs]),
+        "weights": weights.label,
+        "precision": settings.precision,
+        "threads": str(thread_count(settings.threads)),
+        "spinning": str(settings.spinning),
+        "rows": str(min(SEVERAL, settings.max_batch_size)),
+        "pad_to": str(settings.pad_to),
+        "engines": " ".join([OWN, *others]),
+        "versions": str(sorted({**package_versions(), **_versions(others)}.items())),
+        "processor": processor(),
+        "abserve": version("abserve"),
+        "code": "".join(map(code_sha256, (engines, engines / "torch", Path(__file__).parent))),
+    }
+
+
+def _versions(others: list[str]) -> dict[str, str]:
+    found = {}
+    for name in others:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # in another package, whose version the manifest's have
+            continue
+    return found
+
+
+def _measured_elsewhere(
+    specification: ModelSpecification,
+    weights: WeightsSource,
+    settings: EngineSettings,
+    others: list[str],
+    root: Path,
+    choices: str,
+) -> dict[str, Any]:
+    """What `chosen_engine` returns in another process; torch, for a day, if that fails or takes too long."""
+    request = {
+        "model": specification.reference,
+        "payload": specification.payload if specification.image is not None else "",
+        "weights": weights.text,
+        "engine": OWN,
+        "precision": settings.precision,
+        "device": "cpu",
+        "threads": settings.threads,
+        "spinning": settings.spinning,
+        "batches": sorted({1, min(SEVERAL, settings.max_batch_size)}),
+        "artefacts": str(root),
+    }
+    text = msgspec.json.encode(request).decode()
+    command = [sys.executable, "-P", "-m", "servers.measuring.worker", "--fastest", text, *others]
+    reason, environment = "", {**os.environ, CHOICES: choices}
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=MOST_SECONDS, env=environment
+        )
+        answer = msgspec.json.decode(done.stdout)
+        if isinstance(answer, dict) and "engine" in answer:
+            return answer
+        reason = f"the engines could not be measured: {answer['error']}"
+    except subprocess.TimeoutExpired:
+        reason = f"the engines could not be measured within {MOST_SECONDS:.0f} s"
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        reason = "the process that measures engines ended without an answer; its errors are above"
+    return {"engine": OWN, "decided": False, "races": [], "left_out": {" and ".join(others): reason}}
+
+
+def _sentence(chosen: Mapping[str, Any]) -> str:
+    """What was chosen, with what was measured, and where that is stored."""
+    facts = "; ".join((*chosen["races"], *(f"{name} left out: {why}" for name, why in chosen["left_out"].items())))
+    return f"engine {chosen['engine']}: {facts}; stored in {choices_folder()}, --choices fresh chooses again"
+
+
+def chosen_engine(request: MeasurementRequest, others: list[str]) -> dict[str, Any]:
+    """Load torch and the other engines in this process, and race them; an engine that fails, or whose answers are not
+    those of torch, is left out."""
+    from servers.measuring.measurement import artefact
+
+    specification = request.specification()
+    weights = request.weights_source(specification)
+    left_out, memory_mib, races = dict[str, str](), dict[str, int](), list[str]()
+    proof = proof_at_load(specification, max(request.batches))
+    batches = [proof_batch(specification, rows, 0).inputs for rows in request.batches]
+    with ExitStack() as loaded:
+
+        def load(name: str) -> Engine:
+            settings = msgspec.structs.replace(request, engine=name).settings()
+            path, _ = artefact(specification, weights, settings, Path(request.artefacts))
+            before = _resident_mib()
+            engine = build_engine(specification, weights, settings, path)
+            loaded.callback(engine.close)
+            engine.load()
+            for inputs in batches:
+                engine.infer(inputs)
+            memory_mib[name] = _resident_mib() - before
+            return engine
+
+        leader, leading = load(OWN), OWN
+        expected = proof.without_padding(leader.infer(proof.inputs))
+        decided = True
+        for name in others:
+            try:
+                engine = load(name)
+                answers = proof.without_padding(engine.infer(proof.inputs))
+            except (EngineError, WeightsError) as exc:
+                left_out[name] = str(exc)
+                continue
+            if fault := disagreement(specification, expected, answers, request.precision).fault:
+                left_out[name] = f"its answers are not torch's: {fault}"
+                continue
+            result = _raced(leader, engine, batches)
+            races.append(
+                f"{name} takes {_listed(result.other_ms)} ms of CPU time for {_listed(request.batches)} items and "
+                f"{memory_mib[name]} MiB, {leading} {_listed(result.own_ms)} ms and {memory_mib[leading]} MiB"
+            )
+            decided &= result.decided
+            if result.won:
+                leader, leading = engine, name
+    return {"engine": leading, "decided": decided, "races": races, "left_out": left_out}
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return " and ".join(f"{number:.4g}" for number in numbers)
+
+
+def _raced(leader: Engine, other: Engine, batches: list[Mapping[str, Any]]) -> Race:
+    pairs = [(partial(leader.infer, inputs), partial(other.infer, inputs)) for inputs in batches]
+    return race(pairs, RACE_SECONDS, MARGIN, MOST_LOSS, PAUSE_SECONDS)
+
+
+def _resident_mib() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 // 2**20

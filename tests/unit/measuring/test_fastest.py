@@ -1,0 +1,223 @@
+"""The engine `auto` on a CPU: measured once in another process, stored, and the same at every start."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from servers.commands import doctor, native
+from servers.engines import choice
+from servers.engines.factory import EnginesHere
+from servers.engines.interface import CHOICES, PLANS_FOLDER, EngineError
+from servers.engines.settings import EngineSettings
+from servers.measuring import fastest, measurement
+from servers.measuring.fastest import chosen_engine, fastest_engine
+from servers.measuring.request import MeasurementRequest
+from servers.models.registry import DEFAULT_MODEL, get_specification
+from servers.models.specification import ModelSpecification
+from servers.models.weights import RandomWeights
+
+SETTINGS = EngineSettings("torch", device="cpu", threads=2, max_batch_size=8)
+REQUEST = MeasurementRequest(model=DEFAULT_MODEL, engine="torch", batches=(1, 4), device="cpu", precision="fp32")
+MEASURED = {"engine": "onnxruntime", "decided": True, "races": ["onnxruntime takes 1 ms"], "left_out": {}}
+
+
+@pytest.fixture
+def specification() -> ModelSpecification:
+    return get_specification(DEFAULT_MODEL)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Of the choices. Both other engines are installed."""
+    monkeypatch.setenv(PLANS_FOLDER, str(tmp_path / "plans"))
+    monkeypatch.delenv(CHOICES, raising=False)
+    here = EnginesHere(("torch", *fastest.OTHERS), (), ())
+    monkeypatch.setattr(fastest, "engines_here", lambda *_: here)
+    return tmp_path / "plans"
+
+
+class Toy:
+    """An engine that answers with a part of what it gets."""
+
+    def __init__(self, name: str, factor: float) -> None:
+        self.name, self.factor = name, factor
+
+    def load(self) -> None:
+        if not self.factor:
+            raise EngineError(f"{self.name} cannot load")
+
+    def infer(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        (pixels,) = inputs.values()
+        return {"embedding": pixels.reshape(len(pixels), -1)[:, :512].astype(np.float32) * self.factor}
+
+    def close(self) -> None: ...
+
+
+def toys(monkeypatch: pytest.MonkeyPatch, factors: Mapping[str, float], time_ms: Callable[[str, int], float]) -> None:
+    """Engines with these factors in their answers, whose calls take `time_ms` of their name and their rows."""
+
+    def cpu_ns(call: Any) -> int:
+        (inputs,), toy = call.args, call.func.__self__
+        return round(time_ms(toy.name, len(next(iter(inputs.values())))) * 1e6)
+
+    monkeypatch.setattr(choice, "cpu_ns", cpu_ns)
+    monkeypatch.setattr(choice, "sleep", lambda _seconds: None)
+    monkeypatch.setattr(measurement, "artefact", lambda *_: (None, None))
+    monkeypatch.setattr(
+        fastest, "build_engine", lambda _m, _w, settings, _p: Toy(settings.kind, factors[settings.kind])
+    )
+
+
+ALIKE = {"torch": 1.0, "onnxruntime": 1.0, "openvino": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "engine"),
+    [
+        ({"torch": (130, 500), "onnxruntime": (110, 480), "openvino": (134, 430)}, "onnxruntime"),
+        ({"torch": (100, 400), "onnxruntime": (101, 402), "openvino": (80, 300)}, "openvino"),
+        ({"torch": (100, 400), "onnxruntime": (99, 398), "openvino": (102, 399)}, "torch"),
+        ({"torch": (100, 400), "onnxruntime": (70, 430), "openvino": (108, 200)}, "torch"),
+    ],
+)
+def test_ten_first_starts_choose_the_same_engine(
+    times_ms: dict[str, tuple[float, float]], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever other programs add to a call, here up to a twentieth."""
+    chosen = list[str]()
+    for seed in range(10):
+        random = np.random.default_rng(seed)
+        toys(monkeypatch, ALIKE, lambda name, rows, r=random: times_ms[name][rows > 1] * r.uniform(1, 1.05))
+        chosen.append(chosen_engine(REQUEST, list(fastest.OTHERS))["engine"])
+    assert chosen == [engine] * 10
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.1])
+def test_an_engine_that_fails_or_answers_otherwise_is_left_out(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    times_ms = {"torch": 3.0, "onnxruntime": 1.0, "openvino": 2.0}
+    toys(monkeypatch, {**ALIKE, "onnxruntime": factor}, lambda name, _rows: times_ms[name])
+    answer = chosen_engine(REQUEST, list(fastest.OTHERS))
+    assert answer["engine"] == "openvino"
+    assert list(answer["left_out"]) == ["onnxruntime"]
+
+
+def starts(
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[[], object], **options: str
+) -> tuple[Callable[[], str], list[str]]:
+    """A start whose other process gives this answer, and all that starts said."""
+    said = list[str]()
+
+    def run(command: list[str], **_others: object) -> object:
+        msgspec.json.decode(command[-3], type=MeasurementRequest)
+        said.append("measured")
+        return SimpleNamespace(stdout=msgspec.json.encode(answer()))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    specification, choices = get_specification(DEFAULT_MODEL), options.get("choices", "stored")
+    weights = RandomWeights(int(options.get("seed", 0)))
+    return lambda: fastest_engine(specification, weights, SETTINGS, Path("files"), choices, said.append), said
+
+
+def test_a_second_start_reads_what_the_first_one_measured(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    start, said = starts(monkeypatch, lambda: MEASURED)
+    assert [start(), start()] == ["onnxruntime"] * 2
+    assert said.count("measured") == 1
+    assert str(folder) in said[-1]
+    other, said = starts(monkeypatch, lambda: {**MEASURED, "engine": "torch"}, seed="1")
+    assert other() == "torch", "other weights are another choice"
+
+
+def test_fresh_measures_again_and_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = choice.time()
+    monkeypatch.setattr(choice, "time", lambda: clock + 60)  # the earlier choice is a minute old
+    assert starts(monkeypatch, lambda: MEASURED)[0]() == "onnxruntime"
+    fresh, said = starts(monkeypatch, lambda: {**MEASURED, "engine": "openvino"}, choices="fresh")
+    assert fresh() == "openvino"
+    assert "measured" in said
+    assert starts(monkeypatch, dict)[0]() == "openvino"
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", None])
+def test_a_damaged_choice_of_an_engine_is_a_first_start(
+    content: bytes | None, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    start, said = starts(monkeypatch, lambda: MEASURED)
+    start()
+    (path,) = folder.glob("*.json")
+    stored = msgspec.json.decode(path.read_bytes())
+    path.write_bytes(msgspec.json.encode({**stored, "choice": {"engine": 3}}) if content is None else content)
+    assert start() == "onnxruntime"
+    assert said.count("measured") == 2
+    assert str(path) in said[-1]
+    assert msgspec.json.decode(path.read_bytes()) == stored
+
+
+def test_a_start_that_cannot_store_chooses_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(PLANS_FOLDER, str(tmp_path / "file"))
+    start, said = starts(monkeypatch, lambda: MEASURED)
+    assert start() == "onnxruntime"
+    assert PLANS_FOLDER in said[-1]
+
+
+def late() -> object:
+    raise subprocess.TimeoutExpired("worker", 1)
+
+
+@pytest.mark.parametrize("answer", [late, lambda: {"error": "no memory"}, lambda: 3])
+def test_what_cannot_be_measured_leaves_torch_for_a_day(
+    answer: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, said = starts(monkeypatch, answer)
+    assert [start(), start()] == ["torch"] * 2
+    assert said.count("measured") == 1
+    clock = choice.time()
+    monkeypatch.setattr(choice, "time", lambda: clock + choice.UNDECIDED_SECONDS + 1)
+    assert starts(monkeypatch, lambda: MEASURED)[0]() == "onnxruntime"
+
+
+def test_nothing_is_measured_where_only_torch_executes_the_model_as_asked(
+    specification: ModelSpecification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts(monkeypatch, lambda: pytest.fail("measured"))
+    start = (RandomWeights(0), SETTINGS, Path("files"))
+    of_file = replace(specification, definition_sha256="0")
+    assert fastest_engine(of_file, *start, "stored", print) == "torch"
+    assert fastest_engine(specification, *start, "off", print) == "torch"
+    eager = replace(SETTINGS, mode="eager")
+    assert fastest_engine(specification, start[0], eager, start[2], "stored", print) == "torch"
+    monkeypatch.setattr(fastest, "engines_here", lambda *_: EnginesHere(("torch",), (), ("openvino",)))
+    assert fastest_engine(specification, *start, "stored", print) == "torch"
+
+
+def test_a_launch_has_the_engine_that_was_chosen_in_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(native, "fastest_engine", lambda *_: "onnxruntime")
+    monkeypatch.setattr(native, "bind", lambda *_: socket.socket())  # no port is needed
+    monkeypatch.setattr(native, "check_free", lambda *_: None)
+    launch = native.check({"device": "cpu", "choices": "fresh"}, tmp_path)
+    plan = launch.plan({"openclip_vit_b32": (tmp_path / "model.onnx", None)})
+    assert plan.title == "native onnxruntime fp32"
+    assert plan.env == {CHOICES: "fresh"}
+    assert native.check({"device": "cpu", "engine": "null"}, tmp_path).settings.engine == "null"
+
+
+def test_the_doctor_shows_choices_and_clears_them(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    starts(monkeypatch, lambda: MEASURED)[0]()
+    (folder / "other.json").write_bytes(b"{")
+    detail = doctor._choices().detail
+    assert str(folder) in detail
+    assert "damaged" in detail
+    assert len(choice.stored_choices()) == 2
+    assert choice.clear_stored_choices() is None
+    assert choice.stored_choices() == {}
+    assert starts(monkeypatch, lambda: {**MEASURED, "engine": "torch"})[0]() == "torch"
