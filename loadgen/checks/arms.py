@@ -312,7 +312,8 @@ def same_choices(facts: Facts) -> Iterator[Judgement]:
     for arm in facts.run.arms:
         request, settings = experiment.arm(arm.label), dict(arm.in_effect)
         engine, asked = None, [_asked_for(request, name) for name in ("engine", "mode", "choices")]
-        if request.target == "native" and _is_configured(experiment, request) and not any(asked[:2]):
+        automatic = all(value in (None, "auto") for value in asked[:2])
+        if arm.target == "native" and _is_configured(experiment, request) and automatic:
             engine = settings.get("engine")  # which the server chose, too
             settings |= dict.fromkeys(("engine", "engine_version", "mode"))
         digest = settings.get("choices")

@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,7 +39,7 @@ OWN = "torch"
 OTHERS = ("onnxruntime", "openvino")
 """Engines that are measured beside torch where they are installed."""
 MOST_SECONDS = 180.0
-"""The longest that a first start chooses its engine, exports included; then torch stays, for a day."""
+"""The longest that a first start chooses its engine, exports included; what was found until then holds for a day."""
 RACE_SECONDS = 12.0
 """The most CPU time of one comparison of two engines."""
 MARGIN, MOST_LOSS = 0.97, 1.05
@@ -135,7 +135,7 @@ def _measured_elsewhere(
     root: Path,
     choices: str,
 ) -> dict[str, Any]:
-    """What `chosen_engine` returns in another process; torch, for a day, if that fails or takes too long."""
+    """What `chosen_engine` says in another process; if that fails or takes too long, what it had found until then."""
     request = {
         "model": specification.reference,
         "payload": specification.payload if specification.image is not None else "",
@@ -150,20 +150,29 @@ def _measured_elsewhere(
     }
     text = msgspec.json.encode(request).decode()
     command = [sys.executable, "-P", "-m", "servers.measuring.worker", "--fastest", text, *others]
-    reason, environment = "", {**os.environ, CHOICES: choices}
+    said, reason = b"", f"not measured within {MOST_SECONDS:.0f} s"
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=MOST_SECONDS, env=environment
-        )
-        answer = msgspec.json.decode(done.stdout)
-        if isinstance(answer, dict) and "engine" in answer:
-            return answer
-        reason = f"the engines could not be measured: {answer['error']}"
-    except subprocess.TimeoutExpired:
-        reason = f"the engines could not be measured within {MOST_SECONDS:.0f} s"
-    except (OSError, msgspec.DecodeError, KeyError, TypeError):
-        reason = "the process that measures engines ended without an answer; its errors are above"
-    return {"engine": OWN, "decided": False, "races": [], "left_out": {" and ".join(others): reason}}
+        said = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            timeout=MOST_SECONDS,
+            env={**os.environ, CHOICES: choices},
+        ).stdout
+        reason = "the process that measures engines ended early; its errors are above"
+    except subprocess.TimeoutExpired as exc:
+        said = exc.stdout or b""
+    answers: list[Any] = [{"engine": OWN, "decided": False, "races": [], "left_out": dict.fromkeys(others, reason)}]
+    for line in said.splitlines(keepends=True):
+        with suppress(msgspec.DecodeError):  # of a line that is not whole
+            answers.append(msgspec.json.decode(line))
+    whole = [answer for answer in answers if isinstance(answer, dict) and "engine" in answer]
+    if isinstance(answers[-1], dict) and "error" in answers[-1]:
+        reason = str(answers[-1]["error"])
+    chosen: dict[str, Any] = whole[-1]
+    if not chosen["decided"]:
+        chosen["left_out"] = {name: why or reason for name, why in chosen["left_out"].items()}
+    return chosen
 
 
 def _sentence(chosen: Mapping[str, Any]) -> str:
@@ -172,14 +181,16 @@ def _sentence(chosen: Mapping[str, Any]) -> str:
     return f"engine {chosen['engine']}: {facts}; stored in {choices_folder()}, --choices fresh chooses again"
 
 
-def chosen_engine(request: MeasurementRequest, others: list[str]) -> dict[str, Any]:
-    """Load torch and the other engines in this process, and race them; an engine that fails, or whose answers are not
-    those of torch, is left out."""
+def chosen_engine(request: MeasurementRequest, others: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Load torch and the other engines in this process, and race them: what is chosen so far, after each of them.
+
+    An engine that fails, or whose answers are not those of torch, is left out.
+    """
     from servers.measuring.measurement import artefact
 
     specification = request.specification()
     weights = request.weights_source(specification)
-    left_out, memory_mib, races = dict[str, str](), dict[str, int](), list[str]()
+    left_out, memory_mib, races = dict.fromkeys(others, ""), dict[str, int](), list[str]()
     proof = proof_at_load(specification, max(request.batches))
     batches = [proof_batch(specification, rows, 0).inputs for rows in request.batches]
     with ExitStack() as loaded:
@@ -214,10 +225,12 @@ def chosen_engine(request: MeasurementRequest, others: list[str]) -> dict[str, A
                 f"{name} takes {_listed(result.other_ms)} ms of CPU time for {_listed(request.batches)} items and "
                 f"{memory_mib[name]} MiB, {leading} {_listed(result.own_ms)} ms and {memory_mib[leading]} MiB"
             )
+            del left_out[name]
             decided &= result.decided
             if result.won:
                 leader, leading = engine, name
-    return {"engine": leading, "decided": decided, "races": races, "left_out": left_out}
+            yield {"engine": leading, "decided": False, "races": races, "left_out": left_out}
+    yield {"engine": leading, "decided": decided, "races": races, "left_out": left_out}
 
 
 def _listed(numbers: Iterable[float]) -> str:

@@ -108,7 +108,8 @@ def _run(arguments: Sequence[str], request: MeasurementRequest | Exception | Non
         case ["--prepare", _], MeasurementRequest():
             answer(_prepare(request))
         case ["--fastest", _, *others], MeasurementRequest():
-            answer(chosen_engine(request, others))
+            for chosen in chosen_engine(request, others):
+                answer(chosen)
         case [_], MeasurementRequest():
             with private_compile_cache():
                 _serve(request, sys.stdin.buffer, answer)

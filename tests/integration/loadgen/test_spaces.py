@@ -132,7 +132,8 @@ def test_printing_a_space_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv("ABSERVE_NATIVE_THREADS", "1")
         printed = CliRunner().invoke(serve, ["native", *options, "--print-space"])
     space = msgspec.json.decode(printed.stdout, type=Space)
-    assert space.fixed == {"threads": "1"}  # set by a variable, as by an option
+    # The engine is what `auto` stands for; the threads are set by a variable, as by an option.
+    assert space.fixed == {"engine": "torch", "threads": "1"}
 
 
 @pytest.mark.parametrize("model", [DEFAULT, TEXT, LANGUAGE])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +78,10 @@ def toys(monkeypatch: pytest.MonkeyPatch, factors: Mapping[str, float], time_ms:
     )
 
 
+def last(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return list(answers)[-1]
+
+
 ALIKE = {"torch": 1.0, "onnxruntime": 1.0, "openvino": 1.0}
 
 
@@ -98,7 +102,7 @@ def test_ten_first_starts_choose_the_same_engine(
     for seed in range(10):
         random = np.random.default_rng(seed)
         toys(monkeypatch, ALIKE, lambda name, rows, r=random: times_ms[name][rows > 1] * r.uniform(1, 1.05))
-        chosen.append(chosen_engine(REQUEST, list(fastest.OTHERS))["engine"])
+        chosen.append(last(chosen_engine(REQUEST, fastest.OTHERS))["engine"])
     assert chosen == [engine] * 10
 
 
@@ -106,7 +110,7 @@ def test_ten_first_starts_choose_the_same_engine(
 def test_an_engine_that_fails_or_answers_otherwise_is_left_out(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     times_ms = {"torch": 3.0, "onnxruntime": 1.0, "openvino": 2.0}
     toys(monkeypatch, {**ALIKE, "onnxruntime": factor}, lambda name, _rows: times_ms[name])
-    answer = chosen_engine(REQUEST, list(fastest.OTHERS))
+    answer = last(chosen_engine(REQUEST, fastest.OTHERS))
     assert answer["engine"] == "openvino"
     assert list(answer["left_out"]) == ["onnxruntime"]
 
@@ -170,8 +174,8 @@ def test_a_start_that_cannot_store_chooses_and_says_so(monkeypatch: pytest.Monke
     assert PLANS_FOLDER in said[-1]
 
 
-def late() -> object:
-    raise subprocess.TimeoutExpired("worker", 1)
+def late(said: bytes = b"") -> object:
+    raise subprocess.TimeoutExpired("worker", 1, said)
 
 
 @pytest.mark.parametrize("answer", [late, lambda: {"error": "no memory"}, lambda: 3])
@@ -184,6 +188,16 @@ def test_what_cannot_be_measured_leaves_torch_for_a_day(
     clock = choice.time()
     monkeypatch.setattr(choice, "time", lambda: clock + choice.UNDECIDED_SECONDS + 1)
     assert starts(monkeypatch, lambda: MEASURED)[0]() == "onnxruntime"
+
+
+def test_what_was_found_until_the_time_was_over_holds_for_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {**MEASURED, "decided": False, "left_out": {"openvino": ""}}
+    start, said = starts(monkeypatch, lambda: late(msgspec.json.encode(found) + b'\n{"engine": "open'))
+    assert [start(), start()] == ["onnxruntime"] * 2
+    assert "openvino left out: not measured within" in said[-1]
+    clock = choice.time()
+    monkeypatch.setattr(choice, "time", lambda: clock + choice.UNDECIDED_SECONDS + 1)
+    assert starts(monkeypatch, lambda: {**MEASURED, "engine": "openvino"})[0]() == "openvino"
 
 
 def test_nothing_is_measured_where_only_torch_executes_the_model_as_asked(
