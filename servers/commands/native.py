@@ -124,7 +124,7 @@ def _resolved(requested: NativeSettings) -> tuple[NativeSettings, Models]:
 
 
 def check(options: Mapping[str, Any], artefacts: Path = Path(ARTEFACTS)) -> NativeLaunch:
-    """Choose the engine if that is `auto`, for which files are exported to `artefacts`.
+    """Choose the engine if that is `auto`, among those whose files lie in `artefacts`.
 
     Raises an error whose message is one sentence, at the first option that the server cannot honour.
     """

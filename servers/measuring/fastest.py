@@ -27,7 +27,7 @@ from servers.engines.factory import build_engine, engines_here
 from servers.engines.interface import CHOICES, Engine, EngineError
 from servers.engines.processors import thread_count
 from servers.engines.settings import EngineSettings
-from servers.export.manifest import package_versions
+from servers.export.manifest import FILE_NAME, FUSED, FileForm, executed_form, package_versions
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource
 from servers.options.defaults import MODE
@@ -66,13 +66,19 @@ def fastest_engine(
     `choices` is that of the option: another value than `stored` counts instead of the variable's.
 
     Torch on a GPU, in a mode or a precision that only it has, for a file of the user, which is imported only by what
-    serves it, and where no other engine is installed or nothing is to be chosen.
+    serves it, and where no other engine is installed, has an exported file, or is to be chosen. Only a `fresh` choice
+    exports files first: that takes longer than a start.
     """
     from_file = specification.file is not None or specification.definition_sha256 is not None
     wanted = choices_wanted(choices)
     if wanted == "off" or from_file or settings.mode != MODE or settings.device_here() != "cpu":
         return OWN
-    others = [name for name in OTHERS if name in engines_here(specification, settings).installed]
+    installed = engines_here(specification, settings).installed
+    others = [
+        name
+        for name in OTHERS
+        if name in installed and (wanted == "fresh" or _has_file(name, specification, weights, settings, root))
+    ]
     if not others:
         return OWN
     cache = ChoiceCache(_key(specification, weights, settings, others), wanted)
@@ -88,6 +94,17 @@ def fastest_engine(
     if cache.trouble:
         say(cache.trouble)
     return str(chosen["engine"])
+
+
+def _has_file(
+    engine: str, specification: ModelSpecification, weights: WeightsSource, settings: EngineSettings, root: Path
+) -> bool:
+    from servers.export.artefacts import artefact_folder  # not above: it imports an engine
+
+    form = executed_form(engine, settings.precision)
+    if form.operators == FUSED and not specification.fused_tower:
+        form = FileForm(settings.precision)
+    return (artefact_folder(root, specification, weights, form) / FILE_NAME).is_file()
 
 
 def _is_whole(chosen: Mapping[str, Any], others: list[str]) -> bool:

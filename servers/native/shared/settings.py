@@ -68,7 +68,7 @@ class NativeSettings(GeneratingOptions):
         "auto",
         title="Engine",
         description=f"{defaults.ENGINES}; of a language model: {', '.join(GENERATING_ENGINES)}. auto: torch; on a "
-        "CPU the fastest of torch, onnxruntime and openvino for a catalogue model; onnxruntime for an ONNX file; "
+        "CPU the fastest of those that have an exported file, for a catalogue model; onnxruntime for an ONNX file; "
         f"{DEFAULT_ENGINE} for a language model.",
     )
     precision: Annotated[str, search.PRECISION] = Field(

@@ -19,6 +19,7 @@ from servers.engines import choice
 from servers.engines.factory import EnginesHere
 from servers.engines.interface import CHOICES, PLANS_FOLDER, EngineError
 from servers.engines.settings import EngineSettings
+from servers.export.manifest import FILE_NAME
 from servers.measuring import fastest, measurement
 from servers.measuring.fastest import chosen_engine, fastest_engine
 from servers.measuring.request import MeasurementRequest
@@ -38,11 +39,15 @@ def specification() -> ModelSpecification:
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Of the choices. Both other engines are installed."""
+    """Of the choices. Both other engines are installed and have a file in the folder `files`."""
     monkeypatch.setenv(PLANS_FOLDER, str(tmp_path / "plans"))
     monkeypatch.delenv(CHOICES, raising=False)
     here = EnginesHere(("torch", *fastest.OTHERS), (), ())
     monkeypatch.setattr(fastest, "engines_here", lambda *_: here)
+    monkeypatch.chdir(tmp_path)
+    for form in ("random-0", "random-0-fused", "random-1", "random-1-fused"):
+        (tmp_path / "files" / "openclip_vit_b32" / form).mkdir(parents=True)
+        (tmp_path / "files" / "openclip_vit_b32" / form / FILE_NAME).touch()
     return tmp_path / "plans"
 
 
@@ -122,8 +127,8 @@ def starts(
     said = list[str]()
 
     def run(command: list[str], **_others: object) -> object:
-        msgspec.json.decode(command[-3], type=MeasurementRequest)
-        said.append("measured")
+        msgspec.json.decode(command[5], type=MeasurementRequest)
+        said.extend(["measured", " ".join(command[6:])])
         return SimpleNamespace(stdout=msgspec.json.encode(answer()))
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -208,10 +213,19 @@ def test_nothing_is_measured_where_only_torch_executes_the_model_as_asked(
     of_file = replace(specification, definition_sha256="0")
     assert fastest_engine(of_file, *start, "stored", print) == "torch"
     assert fastest_engine(specification, *start, "off", print) == "torch"
+    assert fastest_engine(specification, *start[:2], Path("empty"), "stored", print) == "torch"
     eager = replace(SETTINGS, mode="eager")
     assert fastest_engine(specification, start[0], eager, start[2], "stored", print) == "torch"
     monkeypatch.setattr(fastest, "engines_here", lambda *_: EnginesHere(("torch",), (), ("openvino",)))
     assert fastest_engine(specification, *start, "stored", print) == "torch"
+
+
+def test_only_a_fresh_choice_exports_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("files/openclip_vit_b32/random-0", FILE_NAME).unlink()  # OpenVINO's
+    for choices, engines in (("stored", "onnxruntime"), ("fresh", "onnxruntime openvino")):
+        start, said = starts(monkeypatch, lambda: MEASURED, choices=choices)
+        start()
+        assert engines in said
 
 
 def test_a_launch_has_the_engine_that_was_chosen_in_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
