@@ -206,7 +206,9 @@ def test_a_mistake_is_one_sentence_with_status_2_and_nothing_is_written(
     before = sorted(tmp_path.rglob("*"))
     done = called(*line.split(), columns=300)
     assert done.exit_code == 2, done.output
-    sentences = [text for text in done.output.splitlines() if text and not text.startswith(("checking ", "reading "))]
+    sentences = [
+        text for text in done.output.splitlines() if text and not text.startswith(("asking ", "checking ", "reading "))
+    ]
     assert len(sentences) == 1, done.output
     assert any(one in sentences[0] for one in words.split("|")), done.output
     assert sorted(tmp_path.rglob("*")) == before
