@@ -298,6 +298,7 @@ def winner_chart(matrix: Matrix) -> doc.Chart | None:
 def _heat_map(matrix: Matrix, winners: Mapping[Shape, Winner]) -> tuple[list[doc.Figure], doc.Figure]:
     batches = sorted({batch for batch, _ in winners})
     lengths = sorted({length for _, length in winners}, key=lambda length: length or 0)
+    has_lengths = lengths != [None]
     grid = [[winners.get((batch, length)) for batch in batches] for length in lengths]
     styles = sorted({style_place(matrix, winner.configuration) for winner in winners.values()})
     z = [
@@ -320,7 +321,7 @@ def _heat_map(matrix: Matrix, winners: Mapping[Shape, Winner]) -> tuple[list[doc
         "text": text,
         "texttemplate": "%{text}",
         "textfont": {"color": "--card"},
-        "hovertemplate": "batch %{x}, length %{y}<br>%{text}<extra></extra>",
+        "hovertemplate": f"batch %{{x}}{', length %{y}' if has_lengths else ''}<br>%{{text}}<extra></extra>",
         "colorscale": steps,
         "showscale": False,
         "xgap": 3,
@@ -329,7 +330,7 @@ def _heat_map(matrix: Matrix, winners: Mapping[Shape, Winner]) -> tuple[list[doc
     layout = {
         "height": 120 + 74 * len(lengths),
         "xaxis": charts.axis("batch size", type="category"),
-        "yaxis": charts.axis("length", type="category"),
+        "yaxis": charts.axis("length", type="category", visible=has_lengths),
     }
     return [trace], layout
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import loadgen.report.document as doc
-from loadgen.base.quantities import Interval, detectable, inverse, measured, ratio_interval, share
+from loadgen.base.quantities import Interval, counted, detectable, inverse, measured, ratio_interval, share
 from loadgen.metrics.claims import claim, figures, neighbours, verdict_words
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, better_arm
 from loadgen.metrics.registry import METRICS
@@ -144,7 +144,7 @@ def comparisons(result: Result) -> doc.Section | None:
     """Every arm beside the baseline; comparisons that could not be made are listed with their reasons."""
     made = [comparison for comparison in result.comparisons if comparison.ratio is not None]
     missing = [comparison for comparison in result.comparisons if comparison.ratio is None]
-    counted = {
+    more = {
         "pairs": lambda comparison: str(comparison.pairs),
         "detectable": lambda comparison: detectable(comparison.minimal_detectable_effect),
     }
@@ -173,11 +173,11 @@ def comparisons(result: Result) -> doc.Section | None:
     ]
     return doc.section(
         "Comparisons",
-        comparison_table(result, against_baseline(result), counted),
+        comparison_table(result, against_baseline(result), more),
         *notes,
         _cpu_table(result),
         doc.Fold(
-            f"{len(missing)} comparisons could not be made",
+            f"{counted(len(missing), 'comparison')} could not be made",
             (doc.Table((*doc.names("scenario", "metric", "arms"), *doc.texts("reason")), reasons),),
             on=doc.HTML,
         ),

@@ -84,6 +84,9 @@ def test_a_run_over_tls_with_a_header_and_a_version_keeps_the_secrets(
     result = json.loads((tmp_path / "run/result.json").read_bytes())
     assert json.loads((tmp_path / "run/run.json").read_bytes())["state"] == "finished", output
     assert all(not json.loads(path.read_bytes())["errors"] for path in (tmp_path / "run/blocks").glob("*.json"))
+    assert [words in output for words in ("connecting", "done", "starting the servers", "stopping the servers")] == [
+        True, True, False, False,
+    ]  # fmt: skip
     assert "loadgen.client.worker" in arguments
     assert "s3cret" not in arguments
     assert "s3cret" not in output
