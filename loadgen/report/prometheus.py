@@ -37,6 +37,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "abserve_run_running": ("1 while the run goes on.", ("run", "phase")),
     "abserve_run_start_timestamp_seconds": ("When the run began.", ("run",)),
     "abserve_run_valid": ("1 if the result is valid.", ("run", "sentence")),
+    "abserve_run_rough": ("1 if the result stands for a machine that others used; it is not valid then.", ("run",)),
     "abserve_run_arm_info": ("The arms of the run; always 1.", ("run", "arm", "title")),
     "abserve_comparison_ratio": ("Arm divided by baseline.", _COMPARED),
     "abserve_comparison_ratio_low": ("Lower end of the 95 % interval.", _COMPARED),
@@ -49,7 +50,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 """Help and labels by name; the label `run` is the run's folder."""
 SHOWN = {
     "run.json": ("state", "phase"),
-    "result.json": ("valid", "verdict", "arms", "comparisons"),
+    "result.json": ("valid", "rough", "verdict", "arms", "comparisons"),
     "evidence.json": ("records",),
 }
 """The parts of each file that are shown; no others are kept."""
@@ -83,6 +84,8 @@ class RunsCollector(Collector):
             result = self._read(folder, "result.json")
             if isinstance(valid := result.get("valid"), bool):
                 show(float(valid), "abserve_run_valid", run, *_texts(result.get("verdict"), "sentence"))
+            if isinstance(rough := result.get("rough"), bool):
+                show(float(rough), "abserve_run_rough", run)
             for arm in listed(result.get("arms")):
                 show(1.0, "abserve_run_arm_info", run, *_texts(arm, "label", "title"))
             for row in listed(result.get("comparisons")):

@@ -51,7 +51,7 @@ def test_a_run_is_followed_from_its_start_to_its_verdict(tmp_path: Path) -> None
     store(
         run,
         run={"state": "finished", "phase": "finished"},
-        result={"valid": True, "verdict": {"sentence": "B wins"}, "comparisons": [COMPARISON, OTHER], "arms": []},
+        result={"valid": True, "rough": False, "verdict": {"sentence": "B wins"}, "comparisons": [COMPARISON, OTHER], "arms": []},
         evidence={"records": [
             {"label": "a", "workload": None, "finding": "GPU_VERIFIED", "code": None},
             {"label": "a", "workload": None, "finding": "CPU_FALLBACK", "code": None, "control": True},
@@ -60,6 +60,7 @@ def test_a_run_is_followed_from_its_start_to_its_verdict(tmp_path: Path) -> None
     found = scraped(collector)
     assert list(found["abserve_run_running"].values()) == [0.0]
     assert found["abserve_run_valid"] == {(("run", "r1"), ("sentence", "B wins")): 1.0}
+    assert list(found["abserve_run_rough"].values()) == [0.0]
     ratios = [(dict(key), value) for key, value in found["abserve_comparison_ratio"].items()]
     assert [(key["baseline"], key["arm"], value) for key, value in ratios] == [("a", "b", 1.2), ("a", "torch", 0.9)]
     assert list(found["abserve_comparison_ratio_high"].values()) == [1.3, 1.3]
