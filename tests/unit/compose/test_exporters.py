@@ -51,7 +51,10 @@ def test_a_run_is_followed_from_its_start_to_its_verdict(tmp_path: Path) -> None
     store(
         run,
         run={"state": "finished", "phase": "finished"},
-        result={"valid": True, "rough": False, "verdict": {"sentence": "B wins"}, "comparisons": [COMPARISON, OTHER], "arms": []},
+        result={
+            "valid": True, "rough": False, "verdict": {"sentence": "B wins"}, "comparisons": [COMPARISON, OTHER],
+            "arms": [],
+        },
         evidence={"records": [
             {"label": "a", "workload": None, "finding": "GPU_VERIFIED", "code": None},
             {"label": "a", "workload": None, "finding": "CPU_FALLBACK", "code": None, "control": True},
