@@ -41,12 +41,15 @@ GROUPS = {
             "servers.native", "tests/fake_server.py", "tests/toy_language_server.py", "tests/truth/planted_server.py",
             "tests/truth/tuned_server.py", "tests/conformance/toy_server.py",
             "tests/integration/native/controlled_server.py", "tests/integration/native/echo_server.py",
+            "tests.integration.native.health_probe",
         ],
     ),
     "abserve": (
         [
-            "servers.native.*", "servers.engines.null", "servers.measuring.*", "servers.commands.*", "torch",
-            "servers.plain.fastapi_server", "loadgen.cli.compare", "loadgen.measure.runner", "loadgen.verdict.result",
+            "servers.native.*", "servers.engines.null", "servers.measuring.*", "servers.commands.*", "torch._dynamo",
+            "servers.plain.fastapi_server", "servers.plain.generate_server", "loadgen.cli.compare",
+            "loadgen.measure.runner", "loadgen.verdict.result", "loadgen.report.*", "scipy.optimize",
+            "transformers.models.llama.modeling_llama",
         ],
         [
             "loadgen.entry", "tests/unwatched_abserve.py", "servers.measuring.worker", "servers.plain.fastapi_server",
@@ -56,7 +59,7 @@ GROUPS = {
 }  # fmt: skip
 """Group → what its process imports (`.*`: all modules below a package), and the programs, as `python -m` or as files,
 that it starts."""
-READ_AT_START = ("LD_", "PYTHON", "OMP_", "GOMP_")
+READ_AT_START = ("LD_", "PYTHON", "OMP_", "GOMP_", "TORCH", "TRITON_", "HF_", "TRANSFORMERS_")
 """Beginnings of variables that the loader, the interpreter and libraries read once: a program with other values than
 the fork server had starts as usual."""
 STARTERS = ("loadgen.entry", "tests/unwatched_abserve.py")
@@ -81,7 +84,9 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+    """Without the folder of the tests in PYTHONPATH, which every fork server has there."""
+    found = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+    return {name: value for name, value in found.items() if (name, value) != ("PYTHONPATH", str(TESTS.parent))}
 
 
 @dataclass

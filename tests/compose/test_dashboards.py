@@ -100,7 +100,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://{address}"
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=60)
         exporter.close()
         stand_ins.shutdown()
         stand_ins.server_close()

@@ -48,7 +48,7 @@ def compare(tmp_path: Path) -> Iterator[Compare]:
             "transport": "http", "workloads": workloads, "preset": "quick", "seed": 3, "equivalence_margin": margin,
             "threads": 0, "inputs": None if samples else "random",
         }  # fmt: skip
-        out = tmp_path / "run"
+        out = tmp_path / f"run{len(running)}"
         abserve = (sys.executable, str(SERVER.with_name(samples))) if samples else NO_SAMPLES
         run_experiment(Experiment(**(fields | changes)), out, RunProgress(), abserve=abserve)  # type: ignore[arg-type]
         return analyse(out)

@@ -20,6 +20,7 @@ from loadgen.findings.tokens import TokensFound
 from loadgen.measure import load_runner
 from loadgen.records.run import TokenLimits
 from loadgen.verdict.result import Result
+from tests.again import Repeatable, again
 from tests.truth.streams import compare_streams, failed, poisson, users, value, winner_of
 
 BUSY_MS = 0.2
@@ -28,7 +29,7 @@ SOUND = "--first-ms 8 --step-ms 2"
 
 
 @pytest.fixture(scope="module")
-def timed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+def timed(tmp_path_factory: pytest.TempPathFactory) -> Repeatable:
     """Truths about time: nothing but how and when the tokens come differs."""
     arms = (
         SOUND,
@@ -40,7 +41,8 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Result:
         f"{SOUND} --early-empty-ms 6",  # g
         f"{SOUND} --gap-share 0.01 --gap-ms 300",  # h
     )
-    return compare_streams(tmp_path_factory.mktemp("timed") / "run", arms, users(8, 64, 2))
+    folder = tmp_path_factory.mktemp("timed")
+    return Repeatable(lambda time: compare_streams(folder / f"run{time}", arms, users(8, 64, 2)))
 
 
 @pytest.fixture(scope="module")
@@ -60,21 +62,25 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Result:
         return compare_streams(tmp_path_factory.mktemp("wrong") / "run", arms, users(8, 64, 2))
 
 
+@again
 def test_the_same_server_twice_has_no_winner(timed: Result) -> None:
     for metric in ("output_tokens_per_s", "tpot", "ttft"):
         assert winner_of(timed, metric, "b") is None
 
 
+@again
 def test_a_millisecond_per_token_is_in_the_pace_alone(timed: Result) -> None:
     assert value(timed, "tpot_p50", "c") - value(timed, "tpot_p50", "a") == pytest.approx(1.0, abs=BUSY_MS)
     assert value(timed, "ttft", "c") == pytest.approx(value(timed, "ttft", "a"), abs=3.0)
 
 
+@again
 def test_a_wait_before_the_first_token_is_in_the_ttft_alone(timed: Result) -> None:
     assert value(timed, "ttft", "d") - value(timed, "ttft", "a") == pytest.approx(20.0, abs=3.0)
     assert value(timed, "tpot_p50", "d") == pytest.approx(value(timed, "tpot_p50", "a"), abs=BUSY_MS)
 
 
+@again
 def test_chunks_of_four_tokens_change_the_gaps_and_nothing_else(timed: Result) -> None:
     assert value(timed, "tokens_per_chunk", "e") == pytest.approx(32 / 9, abs=0.01)
     assert value(timed, "tpot_p50", "e") == pytest.approx(value(timed, "tpot_p50", "a"), abs=BUSY_MS)
@@ -84,15 +90,18 @@ def test_chunks_of_four_tokens_change_the_gaps_and_nothing_else(timed: Result) -
     assert "E 3.56" in failed(timed, "chunk_sizes").detail
 
 
+@again
 def test_tokens_of_the_first_chunk_leave_the_pace_alone(timed: Result) -> None:
     assert value(timed, "tpot_p50", "f") == pytest.approx(value(timed, "tpot_p50", "a"), abs=BUSY_MS)
     assert value(timed, "output_tokens_per_s", "f") > 1.05 * value(timed, "output_tokens_per_s", "a")
 
 
+@again
 def test_a_chunk_without_tokens_is_no_first_token(timed: Result) -> None:
     assert value(timed, "ttft", "g") == pytest.approx(value(timed, "ttft", "a"), abs=3.0)
 
 
+@again
 def test_the_worst_gap_finds_stalls_that_the_typical_pace_hides(timed: Result) -> None:
     worst = {total.label: total.worst_gap_ms or 0.0 for total in timed.of(TokensFound).totals}
     assert worst["h"] > 290.0
@@ -101,6 +110,7 @@ def test_the_worst_gap_finds_stalls_that_the_typical_pace_hides(timed: Result) -
     assert "of H stalled" in failed(timed, "stalled_answers").detail
 
 
+@again
 def test_all_of_these_are_valid(timed: Result) -> None:
     busy = ("generator_cpu", "generator_scheduled", "other_processes", "warm_up")
     against = [made for made in timed.checks if made.severity == "invalidates" and made.ok is not True]

@@ -57,7 +57,7 @@ class EventStream:
     _received: bytearray = field(default_factory=bytearray)
 
     def __enter__(self) -> EventStream:
-        self.socket = socket.create_connection(("127.0.0.1", self.server.port), timeout=20)
+        self.socket = socket.create_connection(("127.0.0.1", self.server.port), timeout=60)
         body = json.dumps(self.document).encode()
         lines = f"POST {self.path} HTTP/{self.version}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         self.socket.sendall(lines.encode() + body)

@@ -54,7 +54,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
     finally:
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_an_openai_client_that_stops_in_the_middle_frees_the_slot(tiny: Server) 
 
 def test_httpx_reads_tritons_events(tiny: Server, answer: list[int]) -> None:
     url = f"http://127.0.0.1:{tiny.port}/v2/models/tiny/generate_stream"
-    with httpx.stream("POST", url, json={"input_ids": PROMPT, "max_tokens": COUNT}, timeout=20) as response:
+    with httpx.stream("POST", url, json={"input_ids": PROMPT, "max_tokens": COUNT}, timeout=60) as response:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line]
     assert [event["token_ids"] for event in events] == answer

@@ -337,7 +337,7 @@ def test_accepted_work_is_finished_at_the_end(gated: StartGated, fronts: str) ->
         answer = client.answer(1)
     assert tokens(responses(answer.data)) == scripted_answer([5], 20)
     assert answer.status == 14
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
 
 
 @pytest.mark.slow
@@ -352,7 +352,7 @@ def test_work_that_takes_too_long_ends_with_unavailable(gated: StartGated, front
         answer = client.answer(1)
     assert answer.status == 14
     assert "shutting down" in answer.headers["grpc-message"]
-    assert server.process.wait(20) in (0, 1)
+    assert server.process.wait(60) in (0, 1)
 
 
 @pytest.mark.slow
@@ -366,7 +366,7 @@ def test_the_death_of_the_engines_process_is_an_error_of_each_request(gated: Sta
         messages = responses(client.answer(1).data)
     errors = {answer.infer_response.id: answer.error_message for answer in messages if answer.error_message}
     assert errors == dict.fromkeys("ab", "the engine has ended, send the request again later")
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_it_is_ready_only_once_the_engine_is_warm(gated: StartGated, fronts: str
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_reason(gated: StartGated, fronts: str) -> None:
     server = gated("--fronts", fronts)
     (server.folder / "load").write_text("fail")
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
     log = (server.folder / f"log-{server.port}").read_text()
     assert "the model cannot be served" in log
     assert "the weights are missing: fetch them" in log
@@ -198,7 +198,7 @@ def test_what_the_systems_buffers_hold_is_unread_too(gated: StartGated, fronts: 
         cut_off = 'abserve_native_requests_failure_total{model="scripted",reason="slow_client"'
         wait_until(lambda: server.metric(cut_off) == 3, "all but the reader are cut off")
         release(server)
-        drain.join(20)
+        drain.join(60)
         assert len(reader.events()) == 2010
     wait_until(lambda: server.metric("abserve_native_slots_in_use{") == 0, "the slots are free")
 
@@ -246,7 +246,7 @@ def test_a_client_has_only_so_many_requests_where_that_is_limited(gated: StartGa
 
 def elsewhere(server: Server, document: dict[str, Any]) -> socket.socket:
     """The same request from another address."""
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=20, source_address=("127.0.0.2", 0))
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60, source_address=("127.0.0.2", 0))
     body = json.dumps(document).encode()
     client.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (STREAM.encode(), len(body)) + body)
     return client
@@ -265,7 +265,7 @@ def test_accepted_work_is_finished_at_the_end(gated: StartGated, fronts: str) ->
         events = stream.events()
     assert len(events) == 20
     assert events[-1]["finish_reason"] == "length"
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
 
 
 @FRONTS
@@ -277,7 +277,7 @@ def test_work_that_takes_too_long_ends_with_an_error_event(gated: StartGated, fr
         server.process.send_signal(signal.SIGTERM)
         events = stream.events()
     assert "shutting down" in events[-1]["error"]
-    assert server.process.wait(20) in (0, 1)
+    assert server.process.wait(60) in (0, 1)
 
 
 @FRONTS
@@ -295,7 +295,7 @@ def test_whole_answers_that_take_too_long_end_with_503(gated: StartGated, fronts
         for stream in (first, second):
             assert stream.read_head() == 503
             assert b"shutting down" in stream.read_until(b"}")
-    assert server.process.wait(20) in (0, 1)
+    assert server.process.wait(60) in (0, 1)
 
 
 def test_a_whole_answer_that_finds_no_memory_is_refused(gated: StartGated) -> None:
@@ -318,7 +318,7 @@ def test_an_engine_that_fails_ends_streams_with_an_error_event_and_the_server(ga
     assert chunks
     assert done == "[DONE]"
     assert error["error"]["message"] == "the engine has ended, send the request again later"
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
     assert "the device is lost" in (server.folder / f"log-{server.port}").read_text()
 
 
@@ -330,7 +330,7 @@ def test_the_death_of_the_engines_process_is_an_error_event_and_the_end(gated: S
         os.kill(number(server, "pid"), signal.SIGKILL)
         events = stream.events()
     assert events[-1] == {"error": "the engine has ended, send the request again later"}
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
 
 
 def test_a_front_end_that_dies_frees_its_slots_and_is_started_again(gated: StartGated) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import psutil
 import pytest
 
+from loadgen.checks import tokens
 from loadgen.client.endpoint import Endpoint
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import write_synthetic
@@ -26,7 +27,7 @@ from tests import fork_server
 
 FAKE = Path(__file__).parents[2] / "fake_server.py"
 FAKE_ABSERVE = (sys.executable, str(FAKE))
-DEADLINE_S = 30.0
+DEADLINE_S = 100.0
 RUNNER = """
 import sys
 from pathlib import Path
@@ -162,6 +163,7 @@ def machine_to_itself(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """What else the machine of the tests does must decide no other test: a run is told that it cannot be read."""
     if "watched_machine" not in request.fixturenames:
         monkeypatch.setattr(read_processors, "__defaults__", NO_MACHINE)
+        monkeypatch.setattr(tokens, "WAITED_LIMIT", 1.0)
 
 
 @pytest.fixture
@@ -169,7 +171,7 @@ def no_process_left() -> Iterator[None]:
     """Fails when the test leaves a server or a generator behind."""
     before = descendants()
     yield
-    await_true(lambda: descendants() <= before, f"processes left: {descendants() - before}", 5.0)
+    await_true(lambda: descendants() <= before, f"processes left: {descendants() - before}")
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def test_ctrl_c_in_a_cold_start_keeps_the_blocks_and_the_starts_and_leaves_nobod
     children = psutil.Process(process.pid).children(recursive=True)
     kept = len(starts())
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130
+    assert process.wait(60) == 130
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     assert msgspec.json.decode((out / "run.json").read_bytes(), type=RunState).state == "interrupted"
     result = reported(out)

@@ -47,7 +47,7 @@ def test_a_killed_generator_fails_the_run_and_its_samples_are_counted(tmp_path: 
     process = run_until_samples(make_experiment(workloads=(LONG,)), out, "0000.npy.part")
     (generator,) = children_of(process, "loadgen.client.worker")
     generator.send_signal(signal.SIGKILL)
-    assert process.wait(30) == 1
+    assert process.wait(60) == 1
     state = stored(out / "run.json", RunState)
     assert state.error is not None
     assert "the load generator was killed by SIGKILL" in state.error
@@ -65,7 +65,7 @@ def test_a_lost_worker_fails_the_run_and_everything_measured_is_in_one_file(tmp_
     process = run_until_samples(make_experiment(workloads=(LONG,), processes=2), out, "0000.worker1.npy.part")
     worker = max(children_of(process, "loadgen.client.worker"), key=lambda child: child.create_time())
     worker.send_signal(signal.SIGKILL)
-    assert process.wait(30) == 1
+    assert process.wait(60) == 1
     (record,) = blocks(out)
     assert not record.complete
     assert record.note is not None

@@ -11,6 +11,7 @@ from loadgen.measure.progress import RunProgress
 from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRequest
 from loadgen.verdict.result import Result, analyse
+from tests.again import again
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -20,7 +21,8 @@ SLOW = "10"
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loadgen.measure.probes.handicap.SECONDS", 0.2)
+    monkeypatch.setattr("loadgen.measure.probes.handicap.SECONDS", 0.1)
+    monkeypatch.setattr("loadgen.measure.probes.handicap.ROUNDS", 6)
 
 
 def run(out: Path, *, b: dict[str, str], **more: object) -> Result:
@@ -30,6 +32,7 @@ def run(out: Path, *, b: dict[str, str], **more: object) -> Result:
     return analyse(out)
 
 
+@again
 def test_a_planted_handicap_is_found_and_its_setting_named_in_the_headline(tmp_path: Path) -> None:
     result = run(tmp_path / "run", b={"handicap-ms": SLOW, "harmless": "yes"})
     assert not result.valid
@@ -45,6 +48,7 @@ def test_a_planted_handicap_is_found_and_its_setting_named_in_the_headline(tmp_p
     assert (tmp_path / "run/handicap/plain/logs" / next((tmp_path / "run").glob("logs/b-*.log")).name).exists()
 
 
+@again
 def test_a_single_setting_that_fails_is_stored_with_its_reason(tmp_path: Path) -> None:
     """Its arm was compared with its plain server all the same."""
     result = run(tmp_path / "run", b={"handicap-ms": SLOW, "harmless": "die-alone"})
@@ -55,6 +59,7 @@ def test_a_single_setting_that_fails_is_stored_with_its_reason(tmp_path: Path) -
     assert {name for one in result.of(HandicapsFound).loads for name, _ in one.explained_by} == {"handicap-ms"}
 
 
+@again
 def test_settings_that_cost_nothing_leave_the_verdict(tmp_path: Path) -> None:
     result = run(tmp_path / "run", b={"harmless": "yes"}, equivalence_margin=1.0)
     (harmless,) = (probe for probe in stored(tmp_path / "run" / "handicap.json", HandicapRecord).probes)

@@ -95,7 +95,7 @@ def test_a_master_and_workers_started_apart_work_the_same(
     workers = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(2)]
     _, errors = master.communicate(timeout=90)
     assert master.returncode == 0, errors
-    assert [worker.wait(20) for worker in workers] == [0, 0]
+    assert [worker.wait(60) for worker in workers] == [0, 0]
     samples, about = merged(out)
     assert about["complete"]
     assert {worker["pid"] for worker in about["workers"]} == {worker.pid for worker in workers}

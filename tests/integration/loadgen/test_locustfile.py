@@ -285,7 +285,7 @@ def page() -> Iterator[int]:
 
 
 def answers(port: int, method: str = "GET", path: str = "/", **headers: str) -> int | None:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     body = "user_count=1&spawn_rate=1&host=http://127.0.0.1:1" if method == "POST" else None
     form = {"Content-Type": "application/x-www-form-urlencoded"} if body else {}
     sent = form | {name.replace("_", "-"): value for name, value in headers.items()}

@@ -23,6 +23,7 @@ from loadgen.tune.space import every_contender, for_load, narrowed, size
 from servers.commands.native import space as native_space
 from servers.commands.serve import serve
 from servers.models.registry import DEFAULT_MODEL
+from tests.integration.native.conftest import free_port
 
 DEFAULT, TEXT, LANGUAGE = DEFAULT_MODEL, "transformers:distilbert-base-uncased", "language:demo"
 SMALLEST, LARGEST = 20, 700
@@ -43,16 +44,15 @@ def sample(space: Space) -> Iterator[Mapping[str, str]]:
         yield best
 
 
-def free_ports(target: str) -> Iterable[str]:
+def port_options(target: str) -> Iterable[str]:
     for name in ("http", "grpc", "metrics")[: {"native": 2, "triton": 3}.get(target, 1)]:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            yield f"--{name}-port={listener.getsockname()[1]}"
+        yield f"--{name}-port={free_port()}"
 
 
 def plan(target: str, options: Mapping[str, str], folder: Path) -> tuple[int, str]:
     """The exit status of `abserve serve TARGET … --print-launch`, and what it printed."""
     work = [f"--work-dir={folder}"] if target == "triton" else []
-    arguments = [target, *to_arguments(options), *free_ports(target), *work, "--print-launch"]
+    arguments = [target, *to_arguments(options), *port_options(target), *work, "--print-launch"]
     result = CliRunner().invoke(serve, arguments, catch_exceptions=False)
     return result.exit_code, result.output
 

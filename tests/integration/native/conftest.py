@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import socket
+import random
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from loadgen.launch.embedded import PortReservation, port_range
 from servers.native.shared.settings import NativeSettings
 
 CONTROLLED = Path(__file__).with_name("controlled_server.py")
@@ -27,14 +29,24 @@ ECHO = Path(__file__).with_name("echo_server.py")
 RUNNER = "tests.integration.native.runner_server"
 
 
+_PORTS = deque[PortReservation](maxlen=60)
+_CANDIDATES = 200
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Ports for servers that start later: no outgoing connection gets one of them, and no other test for a while."""
+    if len(_PORTS) == _PORTS.maxlen:
+        _PORTS.popleft().release()
+    first = random.SystemRandom().choice(port_range()[:-_CANDIDATES])
+    _PORTS.append(PortReservation(count, range(first, first + _CANDIDATES)))
+    return _PORTS[-1].ports
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(1)[0]
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 100) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -84,7 +96,7 @@ class Server:
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request(method, path, body, headers or {})
             response = connection.getresponse()
@@ -101,7 +113,6 @@ class Server:
             return None
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Fails after half a minute."""
         wait_until(condition, what)
 
     def infer(self, *rows: list[float]) -> Answer:
@@ -134,7 +145,7 @@ class Server:
         def ready() -> bool:
             with contextlib.ExitStack() as stack:
                 for _ in range(2 * FRONTS or 1):
-                    connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+                    connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
                     stack.callback(connection.close)
                     connection.request("GET", "/v2/health/ready")
                     response = connection.getresponse()
@@ -174,7 +185,7 @@ def _stop(servers: list[Server]) -> None:
     for server in servers:
         if server.process.poll() is None:
             server.process.kill()
-        server.process.wait(10)
+        server.process.wait(60)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def golden() -> bytes:
 
 @contextlib.contextmanager
 def connected(server) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         yield connection
 
 

@@ -35,7 +35,7 @@ class WatchedEngine(NullEngine):
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         self.reached.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
         self.inputs.append(inputs["x"])
         return super().infer(inputs)
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tritonclient.grpc import service_pb2
 
+from tests.again import again
 from tests.integration.native.conftest import Server
 from tests.integration.native.health_probe import probed
 from tests.integration.native.raw_client import MIB, PIXELS, check_well, connected, head
@@ -108,6 +109,7 @@ def packed_zeros(count: int) -> bytes:
     return b"\x0a" + varint(len(model)) + model + b"\x2a" + varint(len(item)) + item
 
 
+@again
 def test_packed_values_cost_no_more_than_their_bytes(server) -> None:
     """Six messages of 63 kB: 62 MiB each when inflated, and 7.1 GB together as the values that protobuf made."""
     packed = gzip.compress(packed_zeros(62 * MIB))
@@ -259,6 +261,7 @@ def metadata_calls(flood: Flood) -> bytes:
 
 
 @pytest.mark.parametrize("frames", [many_windows, many_fields, many_table_sizes, statistics_calls, metadata_calls])
+@again
 def test_frames_that_cost_much_keep_nobody_waiting(server, frames) -> None:
     count = 4 * fronts_of(server)
     floods = [Flood(server) for _ in range(count)]
@@ -284,6 +287,7 @@ def test_remembered_header_blocks_take_little_and_are_forgotten(server) -> None:
     assert server.memory_bytes - before < 32 * MIB
 
 
+@again
 def test_messages_that_wait_for_unread_answers_are_bounded_per_connection(server) -> None:
     """Two connections with 250 messages of one byte on each of 511 streams, 1.6 MB in all, took 300 MiB."""
     call, messages = block("ModelStreamInfer"), prefixed(b"\x0a") * 250

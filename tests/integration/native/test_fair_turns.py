@@ -19,6 +19,7 @@ from servers.native.http.connection import PIECES_PER_TURN
 from servers.native.http.parser import HttpRequest, RequestHead, RequestParser
 from servers.native.shared.limits import MAX_INFLATING
 from servers.native.shared.settings import NativeSettings
+from tests.again import again
 from tests.integration.native.conftest import FRONTS
 from tests.integration.native.health_probe import probed
 from tests.integration.native.raw_client import (
@@ -64,6 +65,7 @@ def slowest_health_s(server, requests: int = 10) -> float:
     ],
     ids=["empty lines", "tiny chunks"],
 )
+@again
 def test_a_flood_is_refused_and_others_are_answered_at_once(null_server, data, connections, message) -> None:
     def flood(_: int) -> None:
         for _ in range(3):
@@ -79,6 +81,7 @@ def test_a_flood_is_refused_and_others_are_answered_at_once(null_server, data, c
     check_well(null_server)
 
 
+@again
 def test_a_scrape_costs_little_more_than_any_other_answer(null_server) -> None:
     """It cost many times as much, on the event loop: clients that scrape and never read held it for seconds."""
 
@@ -102,6 +105,7 @@ def test_a_scrape_costs_little_more_than_any_other_answer(null_server) -> None:
 
 
 @pytest.mark.parametrize("fronts", [0, pytest.param(2, marks=pytest.mark.slow)])
+@again
 def test_pipelined_scrapes_keep_nobody_waiting(tmp_path, native_starter, fronts) -> None:
     """Each of 200 clients per front end asks 100 times at once and does not read."""
     server = native_starter(tmp_path, "--engine", "null", "--fronts", str(fronts))

@@ -70,7 +70,7 @@ def test_infers_asynchronously_and_keeps_answers_apart(client):
         )
     seen = set()
     for _ in range(12):
-        result, error = answers.get(timeout=20)
+        result, error = answers.get(timeout=60)
         assert error is None
         index = int(result.get_response().id)
         np.testing.assert_array_equal(result.as_numpy("embedding"), first_values(images(1, index)))
@@ -84,7 +84,7 @@ def test_streams_in_order_and_survives_a_bad_request(client):
     client.async_stream_infer(MODEL, [image_input(images(1, 1))], request_id="1")
     client.async_stream_infer(MODEL, [image_input(np.zeros((1, 3, 224, 225), np.float32))], request_id="2")
     client.async_stream_infer(MODEL, [image_input(images(1, 3))], request_id="3")
-    first, bad, last = (answers.get(timeout=20) for _ in range(3))
+    first, bad, last = (answers.get(timeout=60) for _ in range(3))
     client.stop_stream()
     assert first[1] is None
     assert first[0].get_response().id == "1"
@@ -217,9 +217,9 @@ def test_requests_that_contradict_themselves_are_refused(stub):
         (many, "at most 1024"),
     ):
         with pytest.raises(grpc.RpcError, match=message) as caught:
-            stub.ModelInfer(request, timeout=20)
+            stub.ModelInfer(request, timeout=60)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert stub.ModelInfer(raw_request(raw_input_contents=[image]), timeout=20).raw_output_contents
+    assert stub.ModelInfer(raw_request(raw_input_contents=[image]), timeout=60).raw_output_contents
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_bytes_that_are_no_message_are_refused(open_server, message):
     with grpc.insecure_channel(open_server.grpc_address) as channel:
         call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         with pytest.raises(grpc.RpcError) as caught:
-            call(message, timeout=20)
+            call(message, timeout=60)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -242,7 +242,7 @@ def test_other_methods_refuse_what_is_no_message_without_internals(open_server, 
         call = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
         for message, words in ((b"\xff" * 40, f"not a {method}Request"), (b"\x7a\x00" * 40_000, "at most 65536 bytes")):
             with pytest.raises(grpc.RpcError) as caught:
-                call(message, timeout=20)
+                call(message, timeout=60)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert words in caught.value.details()
 
@@ -252,7 +252,7 @@ def test_idle_connections_leave_descriptors_to_health_checks(native):
     server.wait_ready()
     with contextlib.ExitStack() as stack:
         for _ in range(300):
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20))
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.grpc_port), timeout=60))
         for _ in range(20):
             assert server.request("GET", "/v2/health/live").status == 200
     with triton.InferenceServerClient(server.grpc_address) as client:  # and those that have left make room
@@ -269,7 +269,7 @@ def is_live(client: triton.InferenceServerClient) -> bool:
 def test_an_idle_connection_is_closed(native):
     server = native("--keep-alive-timeout-s", "1", grpc=True)
     server.wait_ready()
-    with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=60) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
         while connection.recv(65536):
             pass
@@ -315,7 +315,7 @@ def peak_bytes(server) -> int:
 
 def test_a_taken_port_is_told_in_one_sentence(native, open_server):
     server = native("--grpc-port", str(open_server.grpc_port))
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
     log = (server.folder / f"log-{server.port}").read_text()
     assert "choose another with --grpc-port" in log
     assert len(log.splitlines()) == 1

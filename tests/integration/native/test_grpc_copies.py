@@ -105,7 +105,7 @@ class WaitingEngine(NullEngine):
         self.gate = threading.Event()
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
         return super().infer(inputs)
 
 

@@ -43,7 +43,7 @@ def test_a_cancelled_call_leaves_the_queue(controlled):
         server.wait_until(lambda: server.metric(PENDING) == 1, "it waits")
         call.cancel()
         server.wait_until(lambda: server.metric(PENDING) == 0, "it has left the queue")
-        assert "CANCELLED" in str(answers.get(timeout=10)[1]).upper()
+        assert "CANCELLED" in str(answers.get(timeout=60)[1]).upper()
         server.open("infer")
         assert first.result().status == 200
     assert server.model_stats()["inference_count"] == 1
@@ -78,7 +78,7 @@ def test_a_full_queue_is_unavailable_and_health_answers(controlled):
         assert status_of(caught) == "UNAVAILABLE"
         assert client.is_server_ready()
         server.open("infer")
-        assert answers.get(timeout=10)[1] is None
+        assert answers.get(timeout=60)[1] is None
         assert first.result().status == 200
 
 
@@ -115,11 +115,11 @@ def test_sigterm_finishes_calls_of_both_doors(controlled):
         server.wait_until(lambda: server.status("/v2/health/live") is None, "new connections are refused")
         assert answers.empty()
         server.open("infer")
-        results = [answers.get(timeout=10) for _ in range(5)]
+        results = [answers.get(timeout=60) for _ in range(5)]
         assert [error for _, error in results] == [None] * 5
         assert {result.as_numpy("y")[0, 0] for result, _ in results} == {20, 21, 22, 23, 24}
     assert first.result().status == 200
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
 
 
 def test_messages_count_among_the_bytes_that_are_held(controlled):
@@ -134,6 +134,6 @@ def test_messages_count_among_the_bytes_that_are_held(controlled):
         assert status_of(caught) == "UNAVAILABLE"
         server.open("infer")
         assert first.result().status == 200
-        result, error = answers.get(timeout=10)
+        result, error = answers.get(timeout=60)
         assert (error, result.as_numpy("y").tolist()) == (None, [[2.0] * 4])
         assert client.infer("rows", row(3), parameters=padding).as_numpy("y").tolist() == [[3.0] * 4]

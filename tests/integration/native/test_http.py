@@ -135,7 +135,7 @@ def test_every_cut_of_a_pipelined_stream_gives_the_same_answers(null_server):
         [size + 5, size + len(head) + 7],
         [16384, 16385],
     ):
-        with socket.create_connection(("127.0.0.1", null_server.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", null_server.port), timeout=60) as connection:
             start = 0
             for cut in [*cuts, len(stream)]:
                 connection.sendall(stream[start:cut])
@@ -155,7 +155,7 @@ def test_small_pipelined_requests_in_one_read_are_answered_in_order(null_server)
         stream += f"POST {MODEL}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
     stream += b"GET /v2 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     for step in (len(stream), 7):
-        with socket.create_connection(("127.0.0.1", null_server.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", null_server.port), timeout=60) as connection:
             for start in range(0, len(stream), step):
                 connection.sendall(stream[start : start + step])
             received = b""
@@ -170,7 +170,7 @@ def test_small_pipelined_requests_in_one_read_are_answered_in_order(null_server)
 
 def test_a_client_that_expects_100_continue_gets_it(null_server):
     body, length = binary_body()
-    with socket.create_connection(("127.0.0.1", null_server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", null_server.port), timeout=60) as connection:
         connection.sendall(
             f"POST {MODEL}/infer HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nConnection: close\r\n"
             f"Content-Length: {len(body)}\r\nInference-Header-Content-Length: {length}\r\n\r\n".encode()
@@ -224,7 +224,7 @@ def test_more_clients_can_connect_than_the_usual_limit_of_descriptors_allows(nat
     server.wait_ready()
     with contextlib.ExitStack() as stack:
         for _ in range(200):
-            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
             stack.callback(connection.close)
             connection.request("GET", "/v2/health/live")
             assert connection.getresponse().read() == b""

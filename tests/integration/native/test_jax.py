@@ -64,7 +64,7 @@ def serve(tmp_path: Path, model: str) -> Iterator[Callable[..., tuple[subprocess
     for process in started:
         if process.poll() is None:
             process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def asked(port: int, method: str, path: str, body: object = None) -> tuple[int, bytes]:

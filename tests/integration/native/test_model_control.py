@@ -139,7 +139,7 @@ def test_loads_that_wait_keep_nobody_from_the_server_s_metadata(controlled, fron
             server.wait_until((server.folder / "load-reached").exists, "the first one loads")
             for _ in range(4):
                 assert server.request("GET", "/v2").body == metadata
-                assert client.get_server_metadata(client_timeout=20).name == "abserve-native"
+                assert client.get_server_metadata(client_timeout=60).name == "abserve-native"
             assert not any(future.done() for future in loading)
         finally:
             server.open("load")

@@ -55,4 +55,4 @@ def test_openvino_is_served(precision: str, tolerance: float, tmp_path: Path) ->
             assert np.linalg.norm(got - wanted) < tolerance * np.linalg.norm(wanted)
     finally:
         server.process.kill()
-        server.process.wait(10)
+        server.process.wait(60)

@@ -52,7 +52,7 @@ def test_no_model_waits_for_a_length_of_another_one(server: Server) -> None:
             assert answer.status == 400
             assert f"start the server with --pad-to {PREPARED},{length}" in json.loads(answer.body)["error"]
         done.set()
-        going_on.result(20)
+        going_on.result(60)
     assert slowest_s < PREPARED_S / 2
     assert infer(server, "lengths", PREPARED).status == 200
     assert "Traceback" not in (server.folder / f"log-{server.port}").read_text()

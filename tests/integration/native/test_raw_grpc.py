@@ -280,4 +280,4 @@ def test_at_the_end_calls_are_finished_and_new_ones_refused(own_server) -> None:
         own_server.open("infer")
         assert client.answer(3).rows == [1, 2, 3, 4]
         client.read_until_closed()
-    assert own_server.process.wait(10) == 0
+    assert own_server.process.wait(60) == 0

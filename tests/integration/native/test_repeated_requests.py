@@ -52,7 +52,7 @@ def test_many_clients_get_their_own_rows(controlled) -> None:
     server = ready(controlled, "--max-queue-delay-us", "0")
 
     def client(number: int) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         random = np.random.default_rng(number)
         for index in range(150):
             values = [1000.0 * number + 1 + index % 17 + row for row in range(int(random.integers(1, 5)))]
@@ -79,7 +79,7 @@ def test_pipelined_requests_are_answered_in_order(controlled) -> None:
     values = [float(value) for value in range(20, 60)]
     stream = b"".join(raw([value]) for value in values)
     for step in (len(stream), 1000, 97):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             for start in range(0, len(stream), step):
                 connection.sendall(stream[start : start + step])
             received = b""
@@ -129,7 +129,7 @@ def test_a_full_queue_refuses_at_once_and_the_connection_goes_on(controlled) -> 
         server.wait_until(lambda: (server.folder / "infer-reached").exists(), "the engine is busy")
         accepted.append(pool.submit(posted, server, 2.0))
         server.wait_until(lambda: server.metric(PENDING) == 1, "the queue is full")
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         for _ in range(3):
             connection.request("POST", PATH, *request([3.0]))
             refused = connection.getresponse()
@@ -164,7 +164,7 @@ def test_sigterm_answers_what_is_executed(controlled) -> None:
             answer = future.result()
             assert answer.status == 200
             assert first_column(answer.body, answer.headers) == [float(value)]
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
 
 
 def take(server, values: list[float]) -> tuple[bytes, dict[str, str]]:

@@ -304,10 +304,10 @@ def test_memory_is_read_when_a_request_is_accepted_and_truncating_it_later_chang
         server.wait_until(lambda: server.metric("abserve_native_pending_requests") == 1, "the second waits")
         os.truncate(FILE, 8)
         start()
-        assert "has been truncated" in str(answers.get(timeout=20)[1])  # refused while the engine is still busy
+        assert "has been truncated" in str(answers.get(timeout=60)[1])  # refused while the engine is still busy
         server.open("infer")
         for _ in range(2):
-            np.testing.assert_array_equal(answers.get(timeout=20)[0].as_numpy("y"), [values])
+            np.testing.assert_array_equal(answers.get(timeout=60)[0].as_numpy("y"), [values])
         assert server.infer([3.0] * 4).status == 200
 
 
@@ -326,7 +326,7 @@ def test_memory_that_is_truncated_while_the_engine_has_it_ends_nobody(controlled
         server.wait_until(lambda: (server.folder / "infer-reached").exists(), "the engine has it")
         os.truncate(FILE, 0)
         server.open("infer")
-        np.testing.assert_array_equal(answers.get(timeout=20)[0].as_numpy("y"), [values])
+        np.testing.assert_array_equal(answers.get(timeout=60)[0].as_numpy("y"), [values])
     assert server.infer([3.0] * 4).status == 200
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.again import again
 from tests.integration.native.raw_client import (
     MIB,
     PATH,
@@ -32,6 +33,7 @@ from tests.integration.native.test_held_memory import PENDING, row_request
     [b"", head()[:-4] + b"\r\nX-Slow: ", head("Content-Length: 1000000"), head("Transfer-Encoding: chunked")],
     ids=["nothing", "head", "body", "chunks"],
 )
+@again
 def test_slow_clients_are_cut_off_and_others_do_not_notice(native, start) -> None:
     server = native("--read-timeout-s", "1", "--keep-alive-timeout-s", "1")
     server.wait_ready()
@@ -168,23 +170,22 @@ def test_what_all_requests_hold_together_is_bounded_and_given_back(native) -> No
     check_well(server)
 
 
+@again
 def test_a_long_body_in_json_delays_nobody_for_long(null_server) -> None:
     data = np.random.default_rng(0).random(8 * PIXELS.size).astype("f4").tolist()
     tensor = {"name": "pixel_values", "datatype": "FP32", "shape": [8, 3, 224, 224], "data": data}
     body = json.dumps({"inputs": [tensor]}).encode()
-    shares = []
-    for _ in range(3):  # one stretch of the parser, or of another process, may be long; not each time
-        with ThreadPoolExecutor(1) as pool:
-            long = pool.submit(null_server.request, "POST", PATH, body)
-            waited, began = [], time.perf_counter()
-            while not long.done():
-                asked = time.perf_counter()
-                assert null_server.request("GET", "/v2/health/live").status == 200
-                waited.append(time.perf_counter() - asked)
-            shares.append(max(waited) / (time.perf_counter() - began))
-        assert long.result().status == 200
-        assert len(waited) > 10
-    assert min(shares) < 0.5, "on the event loop, one answer would have waited for most of it"
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(null_server.request, "POST", PATH, body)
+        waited, began = [], time.perf_counter()
+        while not long.done():
+            asked = time.perf_counter()
+            assert null_server.request("GET", "/v2/health/live").status == 200
+            waited.append(time.perf_counter() - asked)
+        took = time.perf_counter() - began
+    assert long.result().status == 200
+    assert len(waited) > 10
+    assert max(waited) < 0.5 * took, "on the event loop, one answer would have waited for most of it"
 
 
 @pytest.mark.parametrize("fronts", [0, 2])
@@ -228,5 +229,5 @@ def test_a_body_that_never_ends_does_not_hold_up_the_end(native) -> None:
         server.wait_until(lambda: server.status("/v2/health/live") is None, "new connections are refused")
         finishing.sendall(golden()[5000:])  # it had begun before the signal
         assert read_answer(finishing)[0] == 200
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
     assert time.monotonic() - began < 15

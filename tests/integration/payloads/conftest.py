@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from servers.triton.launch import prepare
 from servers.triton.process import TritonProcess
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
+from tests.integration.native.conftest import free_ports
 
 MODEL = "openclip_vit_b32"
 VARIANTS = {variant.payload: variant for variant in payload_variants(get_specification(MODEL))}
@@ -133,14 +133,9 @@ def caller(port: int) -> Callable[[str, str, bytes, dict[str, str]], Answer]:
     return call
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
-
-
 @contextmanager
 def native(folder: Path, *options: str) -> Iterator[Server]:
-    (port, grpc_port) = free_ports(2)
+    port, grpc_port = free_ports(2)
     settings = {"http_port": port, "grpc_port": grpc_port, "payloads": "fp32,uint8,jpeg", "decode_threads": 2}
     settings |= {name[2:].replace("-", "_"): value for name, value in zip(options[::2], options[1::2], strict=True)}
     argv = [sys.executable, "-m", "servers.native", json.dumps(settings)]
@@ -160,7 +155,7 @@ def native(folder: Path, *options: str) -> Iterator[Server]:
         yield server
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 @contextmanager

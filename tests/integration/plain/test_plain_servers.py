@@ -73,13 +73,13 @@ class Plain:
         headers = {} if length is None else {"Inference-Header-Content-Length": length}
         request = urllib.request.Request(f"{self.url}/v2/models/{self.model}/infer", body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
 
     def document(self, path: str) -> Any:
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=20) as answer:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as answer:
             return json.loads(answer.read() or b"{}")
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from servers.triton.launch import prepare
 from servers.triton.process import TritonProcess, region_prefixes
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
+from tests.integration.native.conftest import free_ports
 
 READY_SECONDS = 120
 Serve = Callable[..., subprocess.CompletedProcess[str]]
@@ -56,15 +55,8 @@ class Running:
         return list(Path("/dev/shm").glob(f"{prefix}*"))
 
 
-def free_ports() -> tuple[int, int, int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
-        http, grpc, metrics = (probe.getsockname()[1] for probe in probes)
-    return http, grpc, metrics
-
-
 def settings(folder: Path, **options: Any) -> TritonSettings:
-    http, grpc, metrics = free_ports()
+    http, grpc, metrics = free_ports(3)
     return TritonSettings(http_port=http, grpc_port=grpc, metrics_port=metrics, work_dir=folder / "work", **options)
 
 
@@ -78,7 +70,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
     def serve(*options: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
         if folder is not None:
             monkeypatch.chdir(folder)
-        ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(), strict=True)]
+        ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(3), strict=True)]
         capfd.readouterr()
         status = command.main([*ports, *options], standalone_mode=False)
         return subprocess.CompletedProcess(options, status or 0, *capfd.readouterr())

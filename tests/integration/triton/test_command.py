@@ -163,7 +163,7 @@ def test_a_signal_ends_it_in_order(own_settings: TritonSettings, number: signal.
         server = tritonserver_of(process)
         children = server.children()
         process.send_signal(number)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     assert not server.is_running()
     assert not any(child.is_running() for child in children)
 
@@ -171,7 +171,7 @@ def test_a_signal_ends_it_in_order(own_settings: TritonSettings, number: signal.
 def test_a_dying_server_ends_it_with_the_reason(own_settings: TritonSettings) -> None:
     with start(own_settings) as process:
         tritonserver_of(process).kill()
-        assert process.wait(30) == 1
+        assert process.wait(60) == 1
         assert process.stderr is not None
         assert "error: tritonserver ended by SIGKILL" in process.stderr.read()
 
@@ -182,7 +182,7 @@ def test_a_killed_supervisor_takes_its_server_with_it(own_settings: TritonSettin
         children = server.children()
         process.kill()
         process.wait()
-    _, alive = psutil.wait_procs([server, *children], timeout=15)
+    _, alive = psutil.wait_procs([server, *children], timeout=60)
     for left in alive:
         left.kill()
     assert alive == []

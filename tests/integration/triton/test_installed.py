@@ -35,7 +35,8 @@ from servers.triton.installation import STUB
 from servers.triton.process import TritonProcess
 from servers.triton.wheel import find_wheel
 from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
-from tests.integration.triton.conftest import Serve, free_ports
+from tests.integration.native.conftest import free_ports
+from tests.integration.triton.conftest import Serve
 from tests.tiny_bert import write_tiny_bert
 
 pytestmark = pytest.mark.triton
@@ -127,7 +128,7 @@ def start(
 
         def start(*options: str) -> LaunchPlan:
             folder = tmp_path_factory.mktemp("triton")
-            ports = zip(("http", "grpc", "metrics"), free_ports(), strict=True)
+            ports = zip(("http", "grpc", "metrics"), free_ports(3), strict=True)
             command = [
                 *(sys.executable, "-P", "-m", "loadgen.entry", "serve", "triton", "--print-launch"),
                 *(
@@ -267,7 +268,7 @@ def test_your_own_ensembles_are_read_to_their_models(own_repository: LaunchPlan,
     for _ in range(3):
         answer = infer(plan, "values", "FP32", np.array([[1, 2, 3]], np.float32), "doubled")
         assert answer.tolist() == [[2**calls * value for value in (1, 2, 3)]]
-    deadline = monotonic() + 10
+    deadline = monotonic() + 60
     while (after := source.read()) is None or not source.settled(before, after, 3):
         assert monotonic() < deadline
     totals = source.totals(before, after)

@@ -19,6 +19,7 @@ from servers.gpu.info import engine_in_log, triton_info
 from servers.options.defaults import OptionError
 from servers.triton.launch import find_installation, prepare_language
 from servers.triton.process import TritonProcess
+from tests.again import again
 from tests.integration.plain.test_generate_server import MODEL, PROMPTS, all_generated, events_of, generated
 from tests.integration.triton.conftest import READY_SECONDS, Running, settings
 
@@ -75,6 +76,7 @@ def test_requests_at_once_get_their_own_tokens(client: httpx.Client) -> None:
                 assert events[0]["prompt_tokens"] == len(prompt)
 
 
+@again
 def test_tokens_arrive_as_they_are_generated(client: httpx.Client) -> None:
     begun = time.monotonic()
     with stream(client, PROMPTS[1], LONG) as answer:
@@ -95,6 +97,7 @@ def test_an_answer_stops_at_eos_only_where_it_is_not_ignored(client: httpx.Clien
     assert [event["token_ids"] for event in generate(client, prompt, 24)] == expected
 
 
+@again
 def test_clients_that_leave_free_their_slots(client: httpx.Client) -> None:
     def seconds(stay: bool) -> float:
         """Until a short answer that waits behind long ones for a slot."""

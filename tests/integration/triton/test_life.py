@@ -38,7 +38,7 @@ def infer(url: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         client.close()
 
 
-def await_true(condition: Callable[[], bool], seconds: float = 10) -> None:
+def await_true(condition: Callable[[], bool], seconds: float = 100) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -23,6 +23,7 @@ from servers.export.artefacts import Artefact
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import Array
+from tests.again import again
 
 pytestmark = pytest.mark.triton
 MODEL = "openclip_vit_b32"
@@ -164,7 +165,7 @@ def test_without_a_queue_limit_nothing_is_refused(triton: Any, client: Any) -> N
     tensor.set_data_from_numpy(pixels(1))
     with ThreadPoolExecutor(1) as pool:
         occupied = pool.submit(infer_at_once, triton.url, [pixels(16)] * 4)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while pending(triton) < 2:
             assert time.monotonic() < deadline
         assert client.infer(MODEL, [tensor], timeout=50_000).as_numpy("embedding").shape == (1, 512)  # in µs
@@ -172,7 +173,7 @@ def test_without_a_queue_limit_nothing_is_refused(triton: Any, client: Any) -> N
 
 
 def pending(triton: Any) -> float:
-    with urllib.request.urlopen(triton.plan.metrics_url, timeout=10) as answer:
+    with urllib.request.urlopen(triton.plan.metrics_url, timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return float(next(line for line in lines if line.startswith("nv_inference_pending_request_count")).split()[-1])
 
@@ -194,6 +195,7 @@ def test_it_listens_on_loopback_only(triton: Any) -> None:
     assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
 
 
+@again
 def test_it_is_idle_when_nobody_asks(triton: Any) -> None:
     def cpu_seconds() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in triton.processes())

@@ -8,6 +8,7 @@ import pytest
 
 from loadgen.metrics.comparisons import judge
 from loadgen.records.run import Workload
+from tests.again import again
 from tests.truth.conftest import Compare
 
 
@@ -18,6 +19,7 @@ def users(number: int, requests: int, pairs: int) -> Workload:
     )  # fmt: skip
 
 
+@again
 def test_a_slow_first_answer_of_a_connection_is_in_no_percentile(compare: Compare) -> None:
     """Every block has new connections: with 12 requests on each, 60 ms for the first would halve B's throughput and be
     its p99. δ is a factor of 1.5, which noise is not."""
@@ -32,6 +34,7 @@ def test_a_slow_first_answer_of_a_connection_is_in_no_percentile(compare: Compar
     assert p90["b"] < 60.0
 
 
+@again
 def test_of_three_arms_the_slow_one_is_named_and_the_like_ones_are_not_told_apart(compare: Compare) -> None:
     """An interval of 95 % misses 1 once in 20 runs of equal servers, so the rule judges it, with a δ beyond all
     noise. Neither a check that fails nor the number of comparisons excuses a winner here."""

@@ -98,7 +98,7 @@ class Sampler:
 
     def stop(self) -> int:
         self.command("stop")
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=60)
 
     def close(self) -> None:
         self.process.kill()

@@ -58,7 +58,7 @@ def export() -> Iterator[Callable[[GpuPolling], GpuExporter]]:
 
 
 def scrape(port: int) -> Samples:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -209,7 +209,7 @@ def test_the_command(stub_library: Path, library_environment: Any, with_library:
             document = json.load(answer)
         assert [device["uuid"] for device in document["devices"]] == (["GPU-stub"] if with_library else [])
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
         process.wait()

@@ -69,14 +69,14 @@ def test_sigusr1_is_an_edge(start_sampler: Start, stub_library: Path) -> None:
 def test_signals_stop_it(start_sampler: Start, stub_library: Path, number: signal.Signals) -> None:
     sampler = start_sampler(stub_library)
     sampler.process.send_signal(number)
-    assert sampler.process.wait(timeout=20) == 0
+    assert sampler.process.wait(timeout=60) == 0
     assert sampler.lines()[-1]["reason"] == number.name
 
 
 def test_it_ends_with_its_supervisor(start_sampler: Start, stub_library: Path) -> None:
     sampler = start_sampler(stub_library)
     sampler.process.stdin.close()
-    assert sampler.process.wait(timeout=20) == 0
+    assert sampler.process.wait(timeout=60) == 0
     assert sampler.lines()[-1] == sampler.lines("end")[0]
     assert sampler.lines()[-1]["reason"] == "end of input"
 

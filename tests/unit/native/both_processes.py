@@ -126,7 +126,7 @@ class BothProcesses:
 
     def stop(self) -> None:
         self.supervisor.close()
-        self.thread.join(20)
+        self.thread.join(60)
         self.server._supervisor.close()
         assert self.client._transport is not None
         self.client._transport.close()

@@ -116,7 +116,7 @@ class GatedEngine(Engine):
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         self.reached.release()
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         batch = inputs["x"].copy()
         self.given.append(inputs["x"])
         self.batches.append(batch)
@@ -178,7 +178,7 @@ class Harness:
 
     def answer(self, entry: QueuedRequest) -> list[float]:
         waiter: Any = entry.waiter
-        assert waiter.wait(10)
+        assert waiter.wait(60)
         if entry.error is not None:
             raise entry.error
         assert entry.outputs is not None
@@ -187,7 +187,7 @@ class Harness:
     def occupy(self) -> QueuedRequest:
         """Send one request and wait until the engine has it and waits at the gate."""
         entry = self.submit([0])
-        assert self.engine.reached.acquire(timeout=10)
+        assert self.engine.reached.acquire(timeout=60)
         return entry
 
     def sizes(self) -> list[int]:

@@ -101,7 +101,7 @@ def open_block(generator: GeneratorProcess, arm: ParityTarget, samples: Path, pa
 
 def registered(url: str) -> object:
     """The server's list of regions, an array and so no document of `Endpoint`."""
-    with urlopen(f"{url}/v2/systemsharedmemory/status", timeout=10) as answer:
+    with urlopen(f"{url}/v2/systemsharedmemory/status", timeout=60) as answer:
         return json.load(answer)
 
 
@@ -278,7 +278,7 @@ def test_the_generator_ends_with_its_input_while_a_block_is_open(
     process = generator._workers[0].child.popen
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     assert registered(server.url) == before
     generator.stop()
 

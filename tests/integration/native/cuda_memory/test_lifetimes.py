@@ -28,8 +28,8 @@ def test_a_region_that_is_being_read_is_closed_afterwards(both, device, gpu_serv
         assert device.log() == ["open"]
         assert not unregistered.done()
         (device.folder / "hold-read").unlink()
-        np.testing.assert_array_equal(answer.result(20).as_numpy("embedding"), data.reshape(1, -1)[:, :512])
-        unregistered.result(20)
+        np.testing.assert_array_equal(answer.result(60).as_numpy("embedding"), data.reshape(1, -1)[:, :512])
+        unregistered.result(60)
     assert device.log() == ["open", "close"]
     after_ns = gpu_server.model_stats()["inference_stats"]["compute_input"]["ns"]
     assert after_ns > before_ns  # a copy from the device is part of what the input took
@@ -50,9 +50,9 @@ def test_a_request_that_waits_when_its_region_is_unregistered_is_told_so(both, d
         both.client.unregister_cuda_shared_memory("second")  # nothing uses it yet: at once
         assert device.log() == ["open", "open", "close"]
         (device.folder / "hold-read").unlink()
-        first.result(20)
+        first.result(60)
         with pytest.raises(InferenceServerException, match="unregistered before its input was read"):
-            second.result(20)
+            second.result(60)
 
 
 def test_outputs_are_written_beside_the_event_loop_and_not_after_the_region(both, device, gpu_server):
@@ -65,7 +65,7 @@ def test_outputs_are_written_beside_the_event_loop_and_not_after_the_region(both
         assert gpu_server.status("/v2/health/ready") == 200
         assert not answer.done()
         (device.folder / "hold-write").unlink()
-        answer.result(20)
+        answer.result(60)
     np.testing.assert_array_equal(device.allocations[0].read(1), data.reshape(1, -1)[:, :512])
 
 

@@ -23,7 +23,7 @@ time.sleep(600)
 
 
 def await_true(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -53,7 +53,7 @@ def test_a_dead_process_tells_how_and_what_it_said(tmp_path: Path) -> None:
 def test_what_an_earlier_process_said_is_not_its_successors_last_word(tmp_path: Path) -> None:
     for words in ("port taken", ""):
         process = ChildProcess([sys.executable, "-c", f"print({words!r}, end='')"], log_path=tmp_path / "log")
-        process.popen.wait(10)
+        process.popen.wait(60)
     assert "port taken" in (tmp_path / "log").read_text()
     assert "wrote nothing" in process.last_words()
 
@@ -64,7 +64,7 @@ NATIVE_SAYS = "20:33:28 [error    ] the model cannot be served     reason='Engin
 def test_a_server_that_loads_no_model_says_why(tmp_path: Path) -> None:
     script = f"print({NATIVE_SAYS!r}); print('\\n'.join(['stopping'] * 9)); raise SystemExit(1)"
     process = ChildProcess([sys.executable, "-c", script], log_path=tmp_path / "t.log", causes=CAUSES)
-    process.popen.wait(10)
+    process.popen.wait(60)
     assert (process.failure() or "").endswith("which says: EngineError: no GPU here")
     assert process.cpu_ns() is None or process.cpu_ns() == 0
     process.stop()

@@ -53,7 +53,7 @@ def serving(script: Script) -> Iterator[tuple[str, int]]:
     thread = threading.Thread(target=serve)
     thread.start()
     yield listener.getsockname()
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -86,7 +86,7 @@ def scripted() -> Iterator[Callable[[Script], GrpcConnection]]:
     for connection in made:
         connection.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     assert failures == []
 

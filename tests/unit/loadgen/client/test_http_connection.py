@@ -53,7 +53,7 @@ def serving(*handlers: Handler) -> Iterator[Address]:
     thread.start()
     try:
         yield Address("127.0.0.1", listener.getsockname()[1])
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive(), "the server still waits for a connection or a request"
     finally:
         listener.close()
@@ -163,7 +163,7 @@ def test_a_connection_closed_while_idle_is_made_again_before_sending() -> None:
     with serving(close_after_one, answering(GOOD)) as address:
         connection = HttpConnection(address)
         assert connection.send(get(address)).status == 200
-        assert closed.wait(5)
+        assert closed.wait(60)
         assert connection.send(get(address)).status == 200
         assert connection.reconnects == 1
         connection.close()

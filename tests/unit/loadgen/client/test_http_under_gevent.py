@@ -118,7 +118,7 @@ job = gevent.spawn(waits.send, PreparedRequest(request_head("GET", "/stands", ad
 while len(waits._stream.moments) < 2 or not waits._stream.start:
     gevent.sleep(0.001)
 waits._socket.close()
-assert job.get(timeout=5).failure.startswith("connection failed")
+assert job.get(timeout=60).failure.startswith("connection failed")
 """
 
 

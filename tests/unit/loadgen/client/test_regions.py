@@ -40,7 +40,7 @@ def test_only_the_objects_of_the_killed_process_are_swept() -> None:
         "region = named_memory(10); region.__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.Popen([sys.executable, "-P", "-c", program])
-    killed.wait(30)
+    killed.wait(60)
     with named_memory(10) as (name, _):
         assert len(sweep(killed.pid)) == 1
         assert not list(FOLDER.glob(f"{prefix(killed.pid)}*"))

@@ -51,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.regions.pop(name).close()
         else:
             if self.server.at_once is not None:
-                self.server.at_once.wait(10)
+                self.server.at_once.wait(60)
             request = json.loads(body)
             place = request["inputs"][0]["parameters"]
             memory, start = self.server.regions[place["shared_memory_region"]], place.get("shared_memory_offset", 0)
@@ -210,13 +210,13 @@ def drain():
 reader.kill()
 drained = gevent.spawn(drain)
 own.sendall(big)
-drained.get(timeout=10)
+drained.get(timeout=60)
 waits = gevent.spawn(own.recv_into, buffer)
 gevent.sleep(0.01)
 own.close()
 own.close()
 with pytest.raises(OSError):
-    waits.get(timeout=5)
+    waits.get(timeout=60)
 peer.close()
 """
 

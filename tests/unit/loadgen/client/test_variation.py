@@ -162,7 +162,7 @@ def test_a_large_body_in_many_pieces_arrives_whole() -> None:
         exchange = connection.send(request, patches)
     finally:
         connection.close()
-        thread.join(20)
+        thread.join(60)
         listener.close()
     assert exchange.status == 200, exchange.failure
     assert received == expected

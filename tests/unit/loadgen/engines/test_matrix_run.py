@@ -258,7 +258,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     worker = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.communicate()
-    psutil.wait_procs([worker], timeout=20)
+    psutil.wait_procs([worker], timeout=60)
     assert not worker.is_running()
 
 

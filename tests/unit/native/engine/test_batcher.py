@@ -144,7 +144,7 @@ def test_an_engine_that_can_execute_nothing_any_more_is_told_once(harness):
     for _ in range(2):
         with pytest.raises(InternalError):
             harness.answer(harness.submit([666]))
-    assert harness.broken.acquire(timeout=10)
+    assert harness.broken.acquire(timeout=60)
     assert harness.batcher.stop(10)  # what else there was to tell has been told
     assert not harness.broken.acquire(blocking=False)
 
@@ -225,7 +225,7 @@ def test_an_engine_with_room_for_two_has_the_next_batch_before_the_first_has_end
     monkeypatch.setattr(harness.engine, "ready", harness.engine.gate.is_set)
     entries = [harness.submit([value] * 2) for value in (1, 2, 3)]
     for _ in range(2):
-        assert started.acquire(timeout=10)
+        assert started.acquire(timeout=60)
     assert harness.batcher.waiting == 1
     assert not started.acquire(blocking=False)
     harness.engine.gate.set()
@@ -258,7 +258,7 @@ def test_an_engine_s_thread_that_fails_leaves_no_request_waiting(harness, monkey
     for entry in entries:
         with pytest.raises(InternalError):
             harness.answer(entry)
-    assert harness.broken.acquire(timeout=10)
+    assert harness.broken.acquire(timeout=60)
     assert harness.batcher.waiting == 0
     with pytest.raises(RefusedError, match="shutting down"):
         harness.submit([4])

@@ -57,7 +57,7 @@ class Driver:
     def read(self, device, address, destination, size):
         self.users += 1
         self.copying.set()
-        assert self.proceed.wait(10)
+        assert self.proceed.wait(60)
         assert not self.closed
         self.users -= 1
 
@@ -104,18 +104,18 @@ def window(region, size=8):
 def test_a_handle_is_closed_once_and_after_its_last_use(driver, region):
     with ThreadPoolExecutor(4) as pool:
         reading = pool.submit(window(region).read)
-        assert driver.copying.wait(10)
+        assert driver.copying.wait(60)
         closing = [pool.submit(region.close) for _ in range(2)]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not region.is_closing:
             assert time.monotonic() < deadline
         with pytest.raises(InvalidRequestError, match="unregistered before its input was read"):
             window(region).read()
         assert not driver.closed
         driver.proceed.set()
-        reading.result(10)
+        reading.result(60)
         for ended in closing:
-            ended.result(10)
+            ended.result(60)
     region.close()
     assert driver.closed == 1
 
@@ -170,7 +170,7 @@ def test_a_name_is_taken_while_its_region_is_opened_and_a_client_that_leaves_los
 
     def open_slowly(_driver, _opening, _own):
         opening.set()
-        assert proceed.wait(10)
+        assert proceed.wait(60)
         return region
 
     monkeypatch.setattr(region_register, "open_region", open_slowly)

@@ -134,7 +134,7 @@ def test_images_of_several_requests_take_turns(decoder: RequestDecoder, gate: th
             image.add_done_callback(noted)
     gate.set()
     assert decodings[0].result().shape == (3, 224, 224, 3)
-    assert "".join(order.get(timeout=10) for _ in range(4)) == "abaa"
+    assert "".join(order.get(timeout=60) for _ in range(4)) == "abaa"
 
 
 def test_what_has_not_begun_when_the_threads_end_is_dropped(decoder: RequestDecoder, gate: threading.Event) -> None:

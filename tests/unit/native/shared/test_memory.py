@@ -363,7 +363,7 @@ def test_the_heap_gives_back_what_many_answers_took() -> None:
     del pieces
     partition.budget.release(count * size)
     assert not partition.trim_heap()
-    ends_s = time.monotonic() + 10
+    ends_s = time.monotonic() + 60
     while process.memory_info().rss - before > count * size // 4:
         assert time.monotonic() < ends_s
     assert len(kept) == count // 50
