@@ -46,10 +46,9 @@ GROUPS = {
     ),
     "abserve": (
         [
-            "servers.native.*", "servers.engines.null", "servers.measuring.*", "servers.commands.*", "torch._dynamo",
-            "servers.plain.fastapi_server", "servers.plain.generate_server", "loadgen.cli.compare",
-            "loadgen.measure.runner", "loadgen.verdict.result", "loadgen.report.*", "scipy.optimize",
-            "transformers.models.llama.modeling_llama",
+            "servers.native.*", "servers.engines.null", "servers.measuring.*", "servers.commands.*", "torch",
+            "servers.plain.fastapi_server", "loadgen.cli.compare", "loadgen.measure.runner", "loadgen.verdict.result",
+            "loadgen.report.*", "scipy.optimize",
         ],
         [
             "loadgen.entry", "tests/unwatched_abserve.py", "servers.measuring.worker", "servers.plain.fastapi_server",

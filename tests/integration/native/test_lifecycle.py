@@ -265,7 +265,7 @@ def test_the_command_becomes_the_server_and_dies_by_its_signals(tmp_path):
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            if b"ready" in line:
+            if b"] ready " in line:
                 break
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
