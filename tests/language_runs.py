@@ -24,10 +24,10 @@ from loadgen.records.run import (
     RunState,
     StageTotals,
     TokenLimits,
-    TokenTransport,
     Workload,
 )
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
+from loadgen.records.targets import TokenTransport
 from loadgen.records.tokens import ANSWER_DTYPE, BY_IDS, EVENT_DTYPE, IDS, LENGTH, STOP, TokenRows, store_tokens
 from tests.golden.synthetic_run import machine, order_of
 

@@ -112,14 +112,14 @@ def floors_by_arm(
     return {label: [floor for floor in floors if floor.arm == key] for label, key in keys.items()}
 
 
-def find_floor(floors: Sequence[NoiseFloor], scenario: str, metric: str) -> float | None:
+def find_floor(floors: Sequence[NoiseFloor], workload: str, metric: str) -> float | None:
     """The largest of these floors in a workload, as a share; None without any."""
     return max(
         (
             entry.difference
             for floor in floors
             for entry in floor.entries
-            if (entry.workload, entry.metric) == (scenario, metric)
+            if (entry.workload, entry.metric) == (workload, metric)
         ),
         default=None,
     )

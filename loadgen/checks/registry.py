@@ -236,9 +236,9 @@ def validity(checks: Sequence[Check]) -> str:
     return f"{word}: {fault}" if fault else word
 
 
-def reason_against(checks: Sequence[Check], scenario: str) -> str | None:
-    """Why the comparisons of a scenario are invalid; None if they are valid."""
-    covering = [check for check in invalidating(checks) if check.scope in (RUN, workload_scope(scenario))]
+def reason_against(checks: Sequence[Check], workload: str) -> str | None:
+    """Why the comparisons of a workload are invalid; None if they are valid."""
+    covering = [check for check in invalidating(checks) if check.scope in (RUN, workload_scope(workload))]
     return "; ".join(_message(check) for check in covering) or None
 
 

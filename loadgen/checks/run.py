@@ -24,6 +24,7 @@ from loadgen.records.payloads import GUESSED
 from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart, TokensCompared
 from loadgen.records.run import Kind, Label, ParityRecord, Workload, shown
 from loadgen.records.store import StoredRun
+from loadgen.records.targets import ROUTES
 
 LEAST_ALIKE = 0.5
 """Share of the probe's prompts to which all arms give the same first token, below which a check warns: rounding changes
@@ -411,7 +412,7 @@ def same_encryption(facts: Facts) -> Iterator[Judgement]:
     encrypted = [
         shown(arm.label)
         for arm in experiment.arms
-        if (arm.grpc if experiment.transport == "grpc" else arm.target) in arm.tls_addresses
+        if (arm.grpc if ROUTES[experiment.transport].is_grpc else arm.target) in arm.tls_addresses
     ]
     if encrypted:
         alike = len(encrypted) == len(experiment.arms)

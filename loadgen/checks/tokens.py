@@ -32,7 +32,8 @@ from loadgen.metrics.tokens import MOST_HELD_BACK, MOST_UNKNOWN
 from loadgen.records.checks import Severity
 from loadgen.records.payloads import is_language
 from loadgen.records.probes import TokensCompared
-from loadgen.records.run import TEXT_TRANSPORTS, Label, shown
+from loadgen.records.run import Label, shown
+from loadgen.records.targets import ROUTES
 
 CHUNKS_ALIKE = 1.1
 """Ratio of the tokens per chunk of two arms up to which their gaps compare."""
@@ -244,7 +245,7 @@ def tokens_agree(facts: Facts) -> Iterator[Judgement]:
     mixture of experts by the mean deficit.
     Without a record the model is not known to abserve, so there is no reference: that only warns."""
     run = facts.run
-    texts = {arm.label for arm in run.experiment.arms if run.experiment.transport_of(arm) in TEXT_TRANSPORTS}
+    texts = {arm.label for arm in run.experiment.arms if ROUTES[run.experiment.transport_of(arm)].is_text}
     loads = [(workload, loaded) for workload in run.experiment.workloads if (loaded := loaded_arms(run, workload))]
     if loads and not (run.has_records_of(TokensCompared) and is_language(run.experiment.model)):
         yield Judgement(None, "abserve does not know the model, so it has no reference", severity="warns")

@@ -13,7 +13,7 @@ from loadgen.cli.output import announce, check_files, fail, write_json
 from loadgen.experiment.plan import unknown
 from loadgen.experiment.settings import LOAD, MEASUREMENT, OUTPUT
 from loadgen.records.payloads import IMAGE_PAYLOADS
-from loadgen.records.run import TRANSPORTS
+from loadgen.records.targets import TRANSPORTS
 
 HELP_GROUP = "Machine"
 

@@ -63,20 +63,16 @@ from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, Experimen
 from loadgen.records.payloads import TOKENS, implied_payload, served_name
 from loadgen.records.run import (
     MODEL_WEIGHTS,
-    PLAIN,
-    TARGETS,
-    TOKEN_TRANSPORTS,
     ArmRequest,
     Experiment,
     Kind,
     Label,
     RunState,
-    Transport,
     body_in_words,
-    is_token_transport,
     option_of,
     shown,
 )
+from loadgen.records.targets import ROUTES, TARGETS, TOKEN_TRANSPORTS, Transport, is_token_transport
 
 if TYPE_CHECKING:
     from loadgen.report.published import Published
@@ -454,9 +450,13 @@ def check_reachable(arm: ArmRequest, transport: Transport) -> None:
     from loadgen.client.grpc import parse_grpc_address
     from loadgen.client.tls import TlsError, tls_context
 
-    if arm.target in PLAIN and transport in ("grpc", "shm"):
-        raise PlanError(f"{option_of(arm.label)} {arm.target} serves HTTP only; use --transport http")
     if arm.embedded:
+        offered = TARGETS[arm.target].transports
+        if offered and not is_token_transport(transport) and transport not in offered:
+            titles = " and ".join(ROUTES[name].title for name in offered)
+            raise PlanError(
+                f"{option_of(arm.label)} {arm.target} serves {titles} only; use --transport {','.join(offered)}"
+            )
         return
     option = option_of(arm.label)
     try:
@@ -466,9 +466,10 @@ def check_reachable(arm: ArmRequest, transport: Transport) -> None:
         tls_context(arm.access, "h2")
     except (AddressError, TlsError) as exc:
         raise PlanError(f"{option}: {exc}") from None
-    if transport == "grpc" and arm.grpc is None:
-        raise PlanError(f"{option} {arm.target} has no gRPC address; add {option_of(arm.label, 'grpc')} HOST:PORT")
-    if transport == "shm" and not address.is_local:
+    if ROUTES[transport].is_grpc and arm.grpc is None:
+        address_option = f"{option_of(arm.label, 'grpc')} HOST:PORT"
+        raise PlanError(f"{option} {arm.target} has no {ROUTES[transport].title} address; add {address_option}")
+    if ROUTES[transport].shares_memory and not address.is_local:
         raise PlanError(f"{option} {arm.target} is on another machine, which shares no memory; use --transport http")
 
 

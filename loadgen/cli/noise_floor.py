@@ -16,7 +16,7 @@ from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.experiment.options import effective_settings, given_options, takes_settings
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, ExperimentSettings
-from loadgen.records.run import TARGETS
+from loadgen.records.targets import TARGETS
 
 if TYPE_CHECKING:
     from loadgen.records.machine import NoiseFloor

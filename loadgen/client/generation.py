@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise, repeat
 from operator import attrgetter
@@ -34,7 +34,8 @@ from loadgen.client.connection import (
 from loadgen.client.event_stream import ReceivedStream, StreamEvent
 from loadgen.client.http import request_head
 from loadgen.experiment.prompts import MOST_ID, Ids, PromptPlan, PromptShape, Trace
-from loadgen.records.run import TEXT_TRANSPORTS, TOKENS_PLACE, TokenTransport
+from loadgen.records.run import TOKENS_PLACE
+from loadgen.records.targets import ROUTES, TokenTransport
 from loadgen.records.tokens import (
     BY_EVENTS,
     BY_IDS,
@@ -82,25 +83,55 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
 # Requests
 
 
+def _openai_fields(model: str) -> dict[str, object]:
+    return {
+        "model": model,
+        "max_tokens": TOKENS_PLACE,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """How one transport asks for tokens. A prompt stands before `closing` at the end of `document`."""
+
+    document: Mapping[str, object]
+    closing: bytes
+    path: Callable[[Address, str], str] = lambda address, _: address.openai_path("completions")
+    """The route, given the server and the model."""
+    fields: Callable[[str], dict[str, object]] = _openai_fields
+    """The usual fields beside the prompt and the salt, given the model."""
+    takes_salt: bool = False
+    """Whether requests may have a salt."""
+
+
+PROMPT_FORMS: Mapping[TokenTransport, PromptForm] = {
+    "completions": PromptForm({"prompt": []}, b"]", takes_salt=True),
+    "generate_stream": PromptForm(
+        {"input_ids": []}, b"]", lambda address, model: f"{address.model_path(model)}/generate_stream",
+        lambda _: {"max_tokens": TOKENS_PLACE, "ignore_eos": True},
+    ),
+    "text": PromptForm({"prompt": ""}, b'"', takes_salt=True),
+    "chat": PromptForm(
+        {"messages": [{"role": "user", "content": ""}]}, b'"}]',
+        lambda address, _: address.openai_path("chat/completions"),
+    ),
+}  # fmt: skip
+
+
 def request_fields(transport: TokenTransport, model: str, body: RequestBody) -> dict[str, object]:
     """The fields of a request beside its prompt and its salt, with those of `body`."""
-    fields: dict[str, object] = {"max_tokens": TOKENS_PLACE, "ignore_eos": True}
-    if transport != "generate_stream":
-        fields = {
-            "model": model,
-            "max_tokens": TOKENS_PLACE,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
-    return {name: value for name, value in (fields | dict(body)).items() if value is not None}
+    fields = PROMPT_FORMS[transport].fields(model) | dict(body)
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def takes_salt(transport: TokenTransport, body: RequestBody) -> bool:
-    """Whether a request has a salt, which only completions know."""
-    return transport in ("completions", "text") and "cache_salt" not in body
+    """Whether a request has a salt."""
+    return PROMPT_FORMS[transport].takes_salt and "cache_salt" not in body
 
 
 def prompt_request(
@@ -109,18 +140,13 @@ def prompt_request(
 ) -> PreparedRequest:  # fmt: skip
     """One request without a head. `prompt` is the encoded prompt in three pieces, of which the middle one varies. With
     a salt, which varies too, the prompt is never found in a cache."""
-    document: dict[str, object] = {"prompt": "" if transport == "text" else []}
-    closing = b'"' if transport == "text" else b"]"
-    if transport == "chat":
-        document, closing = {"messages": [{"role": "user", "content": ""}]}, b'"}]'
-    if transport == "generate_stream":
-        document = {"input_ids": []}
+    form = PROMPT_FORMS[transport]
     if not takes_salt(transport, body):
         salt = None
-    head = msgspec.json.encode(document)[: -len(closing) - 1]
+    head = msgspec.json.encode(form.document)[: -len(form.closing) - 1]
     fields = msgspec.json.encode(request_fields(transport, model, body))
     fields = fields.replace(b'"%b"' % TOKENS_PLACE.encode(), b"%d" % max_tokens)
-    tail = closing + b"," * (fields != b"{}") + fields[1:-1]
+    tail = form.closing + b"," * (fields != b"{}") + fields[1:-1]
     before, varying, after = prompt
     pieces: tuple[bytes, ...] = (head + before, varying, after + tail + b"}")
     if salt is not None:
@@ -130,9 +156,7 @@ def prompt_request(
 
 def stream_path(transport: TokenTransport, address: Address, model: str) -> str:
     """The route to which prompts go."""
-    if transport == "generate_stream":
-        return f"{address.model_path(model)}/generate_stream"
-    return address.openai_path("chat/completions" if transport == "chat" else "completions")
+    return PROMPT_FORMS[transport].path(address, model)
 
 
 def for_stream(request: PreparedRequest, transport: TokenTransport, address: Address, model: str) -> PreparedRequest:
@@ -172,7 +196,7 @@ class PreparedPrompts:
 
 def in_form_of(transport: TokenTransport, plan: PromptPlan) -> PromptPlan:
     """The plan with prompts as the transport takes them: ids, or words."""
-    return msgspec.structs.replace(plan, text=transport in TEXT_TRANSPORTS)
+    return msgspec.structs.replace(plan, text=ROUTES[transport].is_text)
 
 
 def prepare_prompts(

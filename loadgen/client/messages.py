@@ -18,7 +18,8 @@ from loadgen.client.endpoint import Signature
 from loadgen.client.event_stream import answer_limit_s
 from loadgen.experiment.prompts import SETTLING, PromptPlan, PromptShape, Trace
 from loadgen.experiment.schedule import Offsets, arrival_count, due_offsets_ns
-from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, Transport, WorkerRecord
+from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, WorkerRecord
+from loadgen.records.targets import Transport
 
 CONNECT_SECONDS = 30.0
 """How long the users of a block may take to connect."""

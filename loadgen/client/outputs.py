@@ -27,7 +27,7 @@ from loadgen.client.inputs import (
     exact_array,
     read_elements,
 )
-from loadgen.records.run import Transport
+from loadgen.records.targets import ROUTES, Transport
 
 HEADER_LENGTH = "inference-header-content-length"
 _MOST_JSON_BYTES = 2**26
@@ -218,7 +218,7 @@ class ExpectedOutputs:
             )
             for output in signature.outputs
         }
-        self._transport = transport
+        self._route = ROUTES[transport]
         self._good_heads: set[tuple[bytes, int]] = set()
         """The bytes before the tensors of good responses, with the number of bytes of the tensors (over gRPC: before
         them)."""
@@ -235,7 +235,7 @@ class ExpectedOutputs:
     def fault(self, exchange: Exchange) -> str | None:
         """How a response of good status differs from the metadata; None if it does not."""
         try:
-            wrong = self._grpc_fault(exchange) if self._transport == "grpc" else self._http_fault(exchange)
+            wrong = self._grpc_fault(exchange) if self._route.is_grpc else self._http_fault(exchange)
         except (ValueError, DecodeError) as exc:
             wrong = f"it cannot be read ({one_line(str(exc))})"
         return None if wrong is None else f"the response does not match the model's metadata: {wrong}"
@@ -249,7 +249,7 @@ class ExpectedOutputs:
         outputs, left = read_document(key[0]), key[1]
         wrong = self._shapes_fault([(output.name, output.datatype, tuple(output.shape)) for output in outputs])
         for output in outputs if wrong is None else ():
-            if self._transport == "shm":
+            if self._route.shares_memory:
                 if output.data is not None:
                     return f"output {output.name} is not in the shared memory"
                 continue

@@ -31,8 +31,8 @@ from loadgen.client.outputs import AnswerError
 from loadgen.client.traffic import GOOD, KeptAnswers, SentRequest, Traffic
 from loadgen.client.transports import InferenceTarget, Request
 from loadgen.experiment.prompts import SETTLING, PromptPlan
-from loadgen.records.run import TEXT_TRANSPORTS, is_token_transport
 from loadgen.records.samples import Samples, SampleWriter
+from loadgen.records.targets import ROUTES, is_token_transport
 from loadgen.records.tokens import (
     ANSWER_DTYPE,
     CUT,
@@ -78,7 +78,7 @@ class TokenTraffic(Traffic):
             body_step=body_step,
         )  # fmt: skip
         self._prompts = prompts
-        self._reads_text = target.transport in TEXT_TRANSPORTS
+        self._reads_text = ROUTES[target.transport].is_text
         """Whether the server makes ids of its own from the prompt."""
         self._samples = samples
         self._held: list[_HeldAnswer] = []

@@ -25,13 +25,14 @@ from loadgen.client.connection import (
 )
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.event_stream import StreamConnection
-from loadgen.client.generation import RequestBody, for_stream
+from loadgen.client.generation import PROMPT_FORMS, RequestBody, for_stream
 from loadgen.client.grpc import GrpcConnection, grpc_request
 from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import Array, InputError, SampleInputs
 from loadgen.client.outputs import HEADER_LENGTH, AnswerError, byte_size, read_body, read_message
 from loadgen.client.shared_memory import CopiedOutputs, SharedMemoryConnection, SharedMemoryRequest, SlotPool
-from loadgen.records.run import DEFAULT_ACCESS, Access, Transport, is_token_transport
+from loadgen.records.run import DEFAULT_ACCESS, Access
+from loadgen.records.targets import ROUTES, Transport, is_token_transport
 
 _ELEMENT_BYTES = 1024
 _VARIABLE_SIZE = 1024
@@ -56,15 +57,11 @@ class InferenceTarget:
 
     def sendable(self, request: Request) -> Request:
         """A prepared request for this server; the bytes are shared."""
-        if isinstance(request, PreparedRequest) and self.transport == "http":
-            return for_server(request, Address.parse(self.url, self.access), self.model)
-        if isinstance(request, PreparedRequest) and is_token_transport(self.transport):
-            return for_stream(request, self.transport, Address.parse(self.url, self.access), self.model)
-        return request
+        return WIRES[self.transport].addressed(self, request) if isinstance(request, PreparedRequest) else request
 
     def memory(self, requests: Sequence[Request]) -> SlotPool | None:
         """Shared memory for these requests, if the transport has it. Raises `AddressError`."""
-        if self.transport != "shm":
+        if not ROUTES[self.transport].shares_memory:
             return None
         through_memory = (request for request in requests if isinstance(request, SharedMemoryRequest))
         return SlotPool(Address.parse(self.url, self.access), self.model, through_memory)
@@ -74,13 +71,9 @@ class InferenceTarget:
     ) -> ClientConnection:
         """A connection, not yet open. Over shared memory it can send only these requests, through `memory` if several
         users share it. Raises `AddressError`."""
-        if self.transport == "grpc":
-            return GrpcConnection(self.grpc_address or "", timeout_s=timeout_s, access=self.access)
         if (pool := memory or self.memory(requests)) is not None:
             return SharedMemoryConnection(pool, timeout_s=timeout_s)
-        if is_token_transport(self.transport):
-            return StreamConnection(Address.parse(self.url, self.access), timeout_s=timeout_s)
-        return HttpConnection(Address.parse(self.url, self.access), timeout_s=timeout_s)
+        return WIRES[self.transport].connection(self, timeout_s)
 
 
 def prepare(
@@ -92,12 +85,13 @@ def prepare(
 ) -> Request:
     """One request for these items, cut at the places that vary. Raises `InputError` when the samples do not fit the
     model."""
-    if transport == "http":
-        return prepare_body(inputs, signature, items, variation)
+    return WIRES[transport].prepare(inputs, signature, items, variation)
+
+
+def _prepare_grpc(
+    inputs: SampleInputs, signature: Signature, items: Sequence[int], variation: Variation | None = None
+) -> Request:
     tensors = raw_tensors(inputs, signature, items, variation)
-    if transport == "shm":
-        sizes = {output.name: _output_bytes(output, tensors, signature, len(items)) for output in signature.outputs}
-        return SharedMemoryRequest(tensors, sizes)
     message = service_pb2.ModelInferRequest(model_name=signature.model, model_version=signature.version or "")
     for tensor in tensors:
         message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
@@ -107,6 +101,55 @@ def prepare(
     serialised = message.SerializeToString()
     pieces = () if variation is None else split_at(serialised, _places(serialised, tensors), variation.byte_size)
     return grpc_request(serialised, sum(len(tensor.data) for tensor in tensors), pieces)
+
+
+def _prepare_in_memory(
+    inputs: SampleInputs, signature: Signature, items: Sequence[int], variation: Variation | None = None
+) -> Request:
+    tensors = raw_tensors(inputs, signature, items, variation)
+    sizes = {output.name: _output_bytes(output, tensors, signature, len(items)) for output in signature.outputs}
+    return SharedMemoryRequest(tensors, sizes)
+
+
+def _http_connection(target: InferenceTarget, timeout_s: float) -> ClientConnection:
+    return HttpConnection(Address.parse(target.url, target.access), timeout_s=timeout_s)
+
+
+def _grpc_connection(target: InferenceTarget, timeout_s: float) -> ClientConnection:
+    return GrpcConnection(target.grpc_address or "", timeout_s=timeout_s, access=target.access)
+
+
+def _stream_connection(target: InferenceTarget, timeout_s: float) -> ClientConnection:
+    return StreamConnection(Address.parse(target.url, target.access), timeout_s=timeout_s)
+
+
+def _for_server(target: InferenceTarget, request: PreparedRequest) -> PreparedRequest:
+    return for_server(request, Address.parse(target.url, target.access), target.model)
+
+
+def _for_stream(target: InferenceTarget, request: PreparedRequest) -> PreparedRequest:
+    assert is_token_transport(target.transport)
+    return for_stream(request, target.transport, Address.parse(target.url, target.access), target.model)
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How one transport encodes a request and which connection sends it; `read_answer` reads what comes back."""
+
+    prepare: Callable[[SampleInputs, Signature, Sequence[int], Variation | None], Request]
+    """Encodes tensors; prompts are those of `loadgen.client.generation`."""
+    connection: Callable[[InferenceTarget, float], ClientConnection]
+    """To a server, with the time limit of a request in seconds."""
+    addressed: Callable[[InferenceTarget, PreparedRequest], PreparedRequest] = lambda _, request: request
+    """The request with what it says of the server."""
+
+
+WIRES: Mapping[Transport, Wire] = {
+    "http": Wire(prepare_body, _http_connection, _for_server),
+    "grpc": Wire(_prepare_grpc, _grpc_connection),
+    "shm": Wire(_prepare_in_memory, _http_connection),
+    **dict.fromkeys(PROMPT_FORMS, Wire(prepare_body, _stream_connection, _for_stream)),
+}
 
 
 def _places(message: bytes, tensors: Sequence[RawTensor]) -> list[int]:

@@ -52,8 +52,8 @@ from loadgen.client.token_traffic import TokenTraffic
 from loadgen.client.traffic import Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.experiment.prompts import SETTLING, PromptShape, Trace
-from loadgen.records.run import TOKEN_TRANSPORTS, is_token_transport
 from loadgen.records.samples import NS_PER_S, SampleWriter
+from loadgen.records.targets import TOKEN_TRANSPORTS, is_token_transport
 
 _FLUSH_SECONDS = 0.5
 

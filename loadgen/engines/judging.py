@@ -10,9 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from loadgen.measure.errors import RunError
 from loadgen.measure.token_answers import ReferenceDocument, ask_reference
 from loadgen.records.matrix import GeneratedAnswer, JudgedCell, JudgedMatrix, MatrixPlan, Shape, Visit
-from loadgen.records.store import RunError
 
 
 class _Given(NamedTuple):

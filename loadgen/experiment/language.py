@@ -20,6 +20,7 @@ from loadgen.experiment.plan import (
     SPAN,
     PlanError,
     base_workload,
+    cold_start,
     surface_base,
     surface_users,
     unique_names,
@@ -34,21 +35,17 @@ from loadgen.experiment.settings import (
     read_limits,
 )
 from loadgen.records.run import (
-    TARGETS,
-    TEXT_TRANSPORTS,
-    TOKEN_TRANSPORTS,
-    TRANSPORT_TITLES,
     ArmRequest,
     Experiment,
     Kind,
     Label,
-    Scenario,
     TokenLimits,
-    TokenTransport,
     Workload,
     option_of,
     shown,
 )
+from loadgen.records.scenarios import SCENARIOS, Scenario
+from loadgen.records.targets import ROUTES, TARGETS, TOKEN_TRANSPORTS, TokenTransport
 from loadgen.stats.percentiles import queries_needed
 
 SHORT, LONG = (32, 64), (128, 128)
@@ -78,9 +75,6 @@ _MEANT_FOR_TENSORS = (
     ("handicap_check", "it does not exist for language models"),
     ("matrix", "language models have one payload"),
 )
-_SCENARIOS: tuple[Scenario, ...] = (
-    "cold-start", "single", "concurrent", "long-prompt", "long-answer", "open", "goodput", "shared-prefix", "surface"
-)  # fmt: skip
 
 
 def check_language(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> None:
@@ -96,8 +90,9 @@ def check_language(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> 
             raise PlanError(f"{option} has no effect on a language model: {reason}; leave it out")
     if settings.deployment == "compose":
         raise PlanError("--deployment compose serves no language models; leave it out")
-    if other := next((name for name in settings.scenarios if name not in _SCENARIOS), None):
-        raise PlanError(f"the scenario {other} is not for language models; choose from {', '.join(_SCENARIOS)}")
+    if other := next((name for name in settings.scenarios if not SCENARIOS[name].of_tokens), None):
+        able = ", ".join(name for name, entry in SCENARIOS.items() if entry.of_tokens)
+        raise PlanError(f"the scenario {other} is not for language models; choose from {able}")
     if "cold-start" in settings.scenarios and not all(arm.embedded for arm in arms):
         raise PlanError("cold starts need servers that abserve starts; leave cold-start out of --scenarios with a URL")
     asked = settings.transport or TOKEN_TRANSPORTS[:1]
@@ -118,17 +113,15 @@ def _check_tensors(settings: ExperimentSettings) -> None:
                 f"--{name.replace('_', '-')} is for language models, and {settings.model} is not one; name one as in "
                 "--model language:demo"
             )
-    if other := next(
-        (name for name in settings.scenarios if name in _SCENARIOS[3:] and name not in ("open", "surface")), None
-    ):
+    if other := next((name for name in settings.scenarios if not SCENARIOS[name].of_tensors), None):
         raise PlanError(
             f"the scenario {other} is for language models, and {settings.model} is not one; name one as in --model "
             "language:demo"
         )
     for label, arm in settings.arms.items():
-        if arm.target == "vllm":
+        if arm.target in TARGETS and not TARGETS[arm.target].transports:
             raise PlanError(
-                f"{option_of(label)} vllm serves language models only; name one as in --model language:demo"
+                f"{option_of(label)} {arm.target} serves language models only; name one as in --model language:demo"
             )
 
 
@@ -172,9 +165,9 @@ def _spoken_by(arm: ArmRequest) -> tuple[TokenTransport, ...]:
 
 def protocol_in_words(experiment: Experiment) -> str:
     """Which protocol the arms get, for the first screen."""
-    spoken = {shown(arm.label): TRANSPORT_TITLES[experiment.transport_of(arm)] for arm in experiment.arms}
+    spoken = {shown(arm.label): ROUTES[experiment.transport_of(arm)].title for arm in experiment.arms}
     if len(titles := set(spoken.values())) == 1:
-        kind = "text" if experiment.transport in TEXT_TRANSPORTS else "token ids"
+        kind = "text" if ROUTES[experiment.transport].is_text else "token ids"
         return f"all arms get prompts as {kind} over {titles.pop().removesuffix(' of text')}"
     each = ", ".join(f"{label} over {title}" for label, title in spoken.items())
     return f"the arms have no protocol in common, so each gets its own: {each}"
@@ -210,9 +203,7 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
     users = sorted({*settings.concurrency, *((GPU_USERS,) if gpu and settings.concurrency == LANGUAGE_USERS else ())})
     workloads: list[Workload] = []
     if "cold-start" in scenarios:
-        workloads.append(
-            like("cold-start", alone, requests=1, seconds=0.0, max_seconds=300.0, rounds=preset.cold_starts)
-        )
+        workloads.append(cold_start(settings, like("single", alone)))
     if "single" in scenarios:
         workloads.append(like("single", alone))
     if "concurrent" in scenarios:

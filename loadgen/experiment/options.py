@@ -39,7 +39,7 @@ from loadgen.experiment.settings import (
     Settings,
     gather_arms,
 )
-from loadgen.records.run import TARGET_NAMES
+from loadgen.records.targets import TARGET_NAMES
 
 _LAST_SHOWN = "c"
 """The last arm in the help, which shows no options for it but says that there are more arms."""

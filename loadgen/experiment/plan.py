@@ -7,7 +7,7 @@ Whatever cannot run is refused here, before anything starts or is written.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -19,21 +19,19 @@ import msgspec
 from loadgen.experiment.settings import DEFAULT_SCENARIOS, SURFACE_SCENARIOS, ArmSettings, ExperimentSettings
 from loadgen.records.payloads import BACKEND_ENDINGS, IMAGE_PAYLOADS, implied_payload, served_name, takes_images
 from loadgen.records.run import (
-    TARGETS,
-    TRANSPORTS,
     Access,
     ArmRequest,
     Experiment,
     Kind,
     Label,
-    Scenario,
-    Transport,
     Workload,
     asked_for,
     option_of,
     setting_key,
     shown,
 )
+from loadgen.records.scenarios import SCENARIOS, Scenario
+from loadgen.records.targets import ROUTES, TARGETS, TRANSPORTS, Transport
 from loadgen.stats.percentiles import queries_needed
 
 GPU_WINDOW_S = 11.0
@@ -296,7 +294,7 @@ def check_stack(settings: ExperimentSettings, arms: Sequence[ArmRequest], combin
         if changed:
             raise PlanError(f"{option} has no effect with --deployment compose: {remedy}")
     transports = {combination.transport for combination in combinations}
-    if "shm" in transports:
+    if any(ROUTES[transport].shares_memory for transport in transports):
         raise PlanError("containers share no memory with this process; use --transport http or grpc")
     if "cold-start" in settings.scenarios and transports != {"http"}:
         raise PlanError(
@@ -403,60 +401,94 @@ def make_workloads(
     How long a block must last is known after a first request (`sized`). With `gpu`, the blocks of an arm together last
     long enough for the GPU verification. Raises `PlanError`.
     """
-    scenarios, preset = scenarios or settings.scenarios, PRESETS[settings.preset]
-    for scenario, option, values, example in (
-        ("batched", "--batch-sizes", settings.batch_sizes, "8,32"),
-        ("surface", "--batch-sizes", settings.batch_sizes, "1,8"),
-        ("concurrent", "--concurrency", settings.concurrency, "16"),
-        ("surface", "--concurrency", settings.concurrency, "16"),
-        ("open", "--rates", settings.rates, "20,50"),
-        ("slo", "--slo-p99-ms", settings.slo_p99_ms, "50"),
-    ):
-        if scenario in scenarios and not values:
-            raise PlanError(f"the scenario {scenario} needs {option}, as in {option} {example}")
+    scenarios = scenarios or settings.scenarios
+    for scenario in scenarios:
+        for name, example in SCENARIOS[scenario].settings.items():
+            if not getattr(settings, name):
+                option = f"--{name.replace('_', '-')}"
+                raise PlanError(f"the scenario {scenario} needs {option}, as in {option} {example}")
+    asked = (make for name, make in LOADS.items() if name in scenarios or name in ASKED_BY_SETTING)
     single = base_workload(settings, gpu=gpu)
-    seconds, requests = single.seconds, single.requests
-    like_single = partial(msgspec.structs.replace, single)
-    workloads: list[Workload] = []
-    if "cold-start" in scenarios:
-        workloads.append(
-            like_single(scenario="cold-start", requests=1, seconds=0.0, max_seconds=300.0, rounds=preset.cold_starts)
-        )
-    if "single" in scenarios:
-        workloads.append(single)
-    if "batched" in scenarios:
-        workloads += [like_single(scenario="batched", batch_size=size) for size in sorted(set(settings.batch_sizes))]
-    if "concurrent" in scenarios:
-        most = max(settings.requests, requests)
-        workloads += [
-            like_single(scenario="concurrent", concurrency=users, requests=most)
-            for users in sorted(set(settings.concurrency))
-        ]
-    if "surface" in scenarios:
-        first = surface_base(settings, gpu=gpu)
-        most = max(settings.requests, first.requests)
-        workloads += [
-            msgspec.structs.replace(
-                first, scenario="surface", concurrency=users, batch_size=size, requests=most, sequence_length=length
-            )
-            for size in settings.batch_sizes
-            for length in sweep(settings) or (None,)
-            for users in surface_users(settings)
-        ]
-    due = max(settings.open_seconds, seconds)
-    workloads += [
-        like_single(
-            scenario="open",
-            concurrency=settings.connections,
-            seconds=due,
-            max_seconds=max(due, preset.max_seconds),
-            arrivals=settings.arrivals,
-            rate_per_s=float(rate),
-        )
-        for rate in sorted(set(settings.rates))
+    return unique_names([workload for make in asked for workload in make(settings, single, gpu)])
+
+
+def _concurrent(settings: ExperimentSettings, single: Workload, _: bool) -> list[Workload]:
+    most = max(settings.requests, single.requests)
+    return [
+        msgspec.structs.replace(single, scenario="concurrent", concurrency=users, requests=most)
+        for users in sorted(set(settings.concurrency))
     ]
-    workloads += _search_workloads(settings, preset)
-    return unique_names(workloads)
+
+
+def _surface(settings: ExperimentSettings, _: Workload, gpu: bool) -> list[Workload]:
+    first = surface_base(settings, gpu=gpu)
+    most = max(settings.requests, first.requests)
+    return [
+        msgspec.structs.replace(
+            first, scenario="surface", concurrency=users, batch_size=size, requests=most, sequence_length=length
+        )
+        for size in settings.batch_sizes
+        for length in sweep(settings) or (None,)
+        for users in surface_users(settings)
+    ]
+
+
+def _open(settings: ExperimentSettings, single: Workload, _: bool) -> list[Workload]:
+    due = max(settings.open_seconds, single.seconds)
+    loop = partial(
+        msgspec.structs.replace, single, scenario="open", concurrency=settings.connections, seconds=due,
+        max_seconds=max(due, PRESETS[settings.preset].max_seconds), arrivals=settings.arrivals,
+    )  # fmt: skip
+    return [loop(rate_per_s=float(rate)) for rate in sorted(set(settings.rates))]
+
+
+def _searches(settings: ExperimentSettings, _: Workload, __: bool) -> list[Workload]:
+    """A search per latency bound."""
+    preset = PRESETS[settings.preset]
+    queries = settings.slo_queries or preset.queries
+    workloads = []
+    for bound in sorted(set(settings.slo_p99_ms)):
+        least = BOUNDS_PER_TRIAL * bound / 1000.0
+        workloads.append(
+            Workload(
+                scenario="slo",
+                batch_size=1,
+                concurrency=settings.connections,
+                requests=queries,
+                seconds=max(preset.trial_seconds, least),
+                max_seconds=max(preset.longest_trial_seconds * max(1.0, queries / preset.queries), 2.0 * least),
+                rounds=settings.rounds or preset.search_rounds,
+                arrivals="poisson",
+                latency_bound_ms=float(bound),
+            )
+        )
+    return workloads
+
+
+def cold_start(settings: ExperimentSettings, alone: Workload) -> Workload:
+    """Starts of the servers, each with one request like those of this workload."""
+    rounds = PRESETS[settings.preset].cold_starts
+    return msgspec.structs.replace(
+        alone, scenario="cold-start", requests=1, seconds=0.0, max_seconds=300.0, rounds=rounds
+    )
+
+
+LOADS: Mapping[Scenario, Callable[[ExperimentSettings, Workload, bool], list[Workload]]] = {
+    "cold-start": lambda settings, single, _: [cold_start(settings, single)],
+    "single": lambda _, single, __: [single],
+    "batched": lambda settings, single, _: [
+        msgspec.structs.replace(single, scenario="batched", batch_size=size)
+        for size in sorted(set(settings.batch_sizes))
+    ],
+    "concurrent": _concurrent,
+    "surface": _surface,
+    "open": _open,
+    "slo": _searches,
+}
+"""The workloads of a scenario for models that take tensors, in the order of the report: from the settings, the workload
+of one user, and whether an arm may run on a GPU."""
+ASKED_BY_SETTING: tuple[Scenario, ...] = ("open", "slo")
+"""Scenarios whose setting asks for them without their name."""
 
 
 def check_best(settings: ExperimentSettings) -> None:
@@ -560,28 +592,6 @@ def unique_names(workloads: Sequence[Workload]) -> tuple[Workload, ...]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise PlanError(f"two workloads would both be called {twice}; give values that differ in six digits")
     return tuple(workloads)
-
-
-def _search_workloads(settings: ExperimentSettings, preset: Preset) -> list[Workload]:
-    """A search per latency bound."""
-    queries = settings.slo_queries or preset.queries
-    workloads = []
-    for bound in sorted(set(settings.slo_p99_ms)):
-        least = BOUNDS_PER_TRIAL * bound / 1000.0
-        workloads.append(
-            Workload(
-                scenario="slo",
-                batch_size=1,
-                concurrency=settings.connections,
-                requests=queries,
-                seconds=max(preset.trial_seconds, least),
-                max_seconds=max(preset.longest_trial_seconds * max(1.0, queries / preset.queries), 2.0 * least),
-                rounds=settings.rounds or preset.search_rounds,
-                arrivals="poisson",
-                latency_bound_ms=float(bound),
-            )
-        )
-    return workloads
 
 
 def sized(

@@ -33,12 +33,14 @@ from loadgen.experiment.schedule import RATE_LIMIT_PER_S
 from loadgen.records.payloads import DEFAULT_MODEL, Payload, is_language
 from loadgen.records.run import (
     REQUEST_TIMEOUT_S,
-    TARGET_NAMES,
-    TOKEN_TRANSPORTS,
     DeploymentKind,
     Kind,
     Record,
-    Scenario,
+)
+from loadgen.records.scenarios import SCENARIOS, Scenario
+from loadgen.records.targets import (
+    TARGET_NAMES,
+    TOKEN_TRANSPORTS,
     TokenTransport,
     Transport,
 )
@@ -58,6 +60,17 @@ DEFAULT_PROJECT = "abserve"
 _MOST_LIMIT_MS = 3_600_000.0
 TOKEN_LIMITS = ("ttft", "tpot", "gap")
 """The limits of a good answer of a language model, see `TokenLimits`."""
+
+
+def _choices(*, of_tokens: bool) -> str:
+    """The scenarios that --scenarios takes, with the option of those that have one of their own."""
+    own = {"rates": " (see --rates)", "slo_p99_ms": " (see --slo-p99-ms)"}
+    *names, last = (
+        name + ("" if of_tokens else own.get(next(iter(entry.settings), ""), ""))
+        for name, entry in SCENARIOS.items()
+        if (entry.of_tokens if of_tokens else entry.of_tensors) and (name,) != SURFACE_SCENARIOS
+    )
+    return f"{', '.join(names)} and {last}"
 
 
 def in_panel(panel: str) -> Callable[..., Any]:
@@ -283,9 +296,8 @@ class ExperimentSettings(Settings):
     )
     scenarios: Scenarios = _main(
         DEFAULT_SCENARIOS,
-        description="Choose from cold-start, single, batched, concurrent, open (see --rates) and slo "
-        "(see --slo-p99-ms); of a language model from cold-start, single, concurrent, long-prompt, long-answer, open, "
-        "goodput and shared-prefix (default: single, concurrent).",
+        description=f"Choose from {_choices(of_tokens=False)}; of a language model from {_choices(of_tokens=True)} "
+        "(default: single, concurrent).",
     )
     preset: Literal["smoke", "quick", "full"] = _main(
         "quick",

@@ -30,7 +30,8 @@ from loadgen.experiment.settings import (
     shared,
 )
 from loadgen.records.payloads import Payload, is_language
-from loadgen.records.run import TARGET_NAMES, Kind, Label, TargetName, Transport
+from loadgen.records.run import Kind, Label
+from loadgen.records.targets import TARGET_NAMES, TargetName, Transport
 
 Goal = Literal["throughput", "latency", "cost", "energy"]
 USERS = 16

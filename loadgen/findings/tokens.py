@@ -20,9 +20,10 @@ from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.tokens import gaps_ms, in_one_piece, samples_of, values_of
 from loadgen.records.probes import JudgedAnswers, ReferenceAnswer
-from loadgen.records.run import TEXT_TRANSPORTS, Found, Label, Record, shown
+from loadgen.records.run import Found, Label, Record, shown
 from loadgen.records.samples import NS_PER_MS, Samples, good
 from loadgen.records.store import StoredBlock
+from loadgen.records.targets import ROUTES
 from loadgen.records.tokens import COUNTED_BY, CUT, ECHO, ECHO_DIFFERS, IDS, OTHER, STOP, UNKNOWN
 from loadgen.stats.agreement import tolerance_of
 from loadgen.stats.percentiles import Pool, distribution
@@ -164,7 +165,7 @@ def total(blocks: Sequence[StoredBlock]) -> TokenTotals | None:
         samples, answers, events = samples_of(block), block.answers, block.events
         if samples is None or answers is None or events is None or len(answers) != len(samples):
             continue
-        reads_text = block.record.transport in TEXT_TRANSPORTS
+        reads_text = ROUTES[block.record.transport].is_text
         counts.update(_count(samples, answers, events, reads_text=reads_text))
         counted.update(COUNTED_BY[code] for code in answers["counted"][answers["output_tokens"] > 0].tolist())
         answered, index = good(samples), block.record.index

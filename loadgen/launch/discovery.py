@@ -41,7 +41,8 @@ from loadgen.launch.deployment import (
     access_remedy,
     tls_remedy,
 )
-from loadgen.records.run import TOKENS_PLACE, ArmRequest, Label, TokenTransport, body_in_words, option_of, shown
+from loadgen.records.run import TOKENS_PLACE, ArmRequest, Label, body_in_words, option_of, shown
+from loadgen.records.targets import TokenTransport
 
 _MOST_COMMANDS = 8
 _LIVE = "/v2/health/live"

@@ -21,7 +21,8 @@ import msgspec
 
 from loadgen.base.child_process import ABSERVE, ChildProcess, ProcessError, printed, usable_cores
 from loadgen.launch.deployment import Deployment, DeploymentError, batch_sentence
-from loadgen.records.run import PLAIN, asked_for
+from loadgen.records.run import asked_for
+from loadgen.records.targets import TARGETS
 
 PLAN_SECONDS = 1800.0
 """Includes an export and the building of a TensorRT plan."""
@@ -65,7 +66,7 @@ class EmbeddedDeployment(Deployment):
         self._kind = kind
         self.plan_seconds = PLAN_SECONDS
         """Time limit of planning a launch."""
-        self.completions_only = kind == "vllm"
+        self.completions_only = not TARGETS[kind].describes_models
         self._options = dict(options)
         self._log_path = log_path
         self.environment: dict[str, str] = {}
@@ -138,17 +139,13 @@ class EmbeddedDeployment(Deployment):
     def _make_plan(self) -> PrintedLaunchPlan:
         """The plan of a server that accepts the largest batch of the load."""
         try:
-            self._ports = PortReservation(3)
+            self._ports = PortReservation(len(TARGETS[self._kind].ports))
         except OSError as exc:
             raise DeploymentError(
                 f"no free ports for abserve serve {self._kind}: {exc}; stop programs that listen there"
             ) from exc
-        http, grpc, metrics = self._ports.ports
-        options = {**self._options, "http-port": str(http)}
-        if self._kind not in PLAIN:
-            options["grpc-port"] = str(grpc)
-        if self._kind == "triton":
-            options["metrics-port"] = str(metrics)
+        ports = zip(TARGETS[self._kind].ports, map(str, self._ports.ports), strict=True)
+        options = {**self._options, **dict(ports)}
         plan = ask_server(
             "--print-launch", self._kind, options, PrintedLaunchPlan, self.plan_seconds, abserve=self._abserve
         )

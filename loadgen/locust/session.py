@@ -46,8 +46,9 @@ from loadgen.records.payloads import (
     served_name,
     variant_name,
 )
-from loadgen.records.run import TRANSPORTS, Access, Arrivals, Transport
+from loadgen.records.run import Access, Arrivals
 from loadgen.records.samples import SampleWriter
+from loadgen.records.targets import ROUTES, TRANSPORTS, Transport
 
 logger = logging.getLogger("abserve")
 
@@ -154,11 +155,11 @@ class LoadOptions(msgspec.Struct, frozen=True):
     def target(self, address: Address, model: str) -> InferenceTarget:
         """The server for inference. Raises `AddressError`."""
         grpc = self.grpc or f"{address.authority.rpartition(':')[0]}:{address.port + 1}"
-        if self.protocol == "grpc":
+        if ROUTES[self.protocol].is_grpc:
             parse_grpc_address(grpc)
-        if self.protocol == "shm" and not address.is_local:
+        if ROUTES[self.protocol].shares_memory and not address.is_local:
             raise AddressError(
-                f"--protocol shm needs a server on this machine, and {address.url} is not; use http or grpc"
+                f"--protocol {self.protocol} needs a server on this machine, and {address.url} is not; use http or grpc"
             )
         return InferenceTarget(self.protocol, address.url, model, grpc, self.access)
 

@@ -45,10 +45,10 @@ from loadgen.records.run import (
     StageTotals,
     StepRecord,
     StepTotals,
-    Transport,
     Workload,
 )
 from loadgen.records.samples import NS_PER_MS
+from loadgen.records.targets import Transport
 
 OWN_STAGES = "abserve_stages"
 """The native server's own object in its statistics: receive, decode, queue, compute, encode."""

@@ -29,8 +29,8 @@ from loadgen.measure.machine import MachineRecordError, command_line, fingerprin
 from loadgen.metrics.registry import throughput_per_s
 from loadgen.records.machine import Calibration, CalibrationWorkload, TimingError, TokenCeiling
 from loadgen.records.payloads import IMAGE_PAYLOADS
-from loadgen.records.run import ID_TRANSPORTS, TRANSPORTS, Transport
 from loadgen.records.samples import good, latencies_ms, read_samples
+from loadgen.records.targets import ROUTES, TOKEN_TRANSPORTS, TRANSPORTS, Transport
 from loadgen.records.tokens import read_tokens
 from loadgen.stats.percentiles import percentile
 
@@ -130,7 +130,7 @@ def calibrate(
             except GeneratorError as exc:
                 problems.append(f"{transport}, {payload}: {exc}")
         tokens: list[TokenCeiling] = []
-        for token_transport in ID_TRANSPORTS:
+        for token_transport in (name for name in TOKEN_TRANSPORTS if not ROUTES[name].is_text):
             say(f"{token_transport}, streamed tokens")
             measurement = _Measurement(generator, sinks, folder, token_transport, "tokens")
             try:

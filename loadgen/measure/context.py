@@ -29,6 +29,7 @@ from loadgen.experiment.schedule import ScheduledBlock, closed_loop, interleave,
 from loadgen.launch.deployment import DeploymentError
 from loadgen.measure.answers import AnswersUnderLoad
 from loadgen.measure.arms import Arm
+from loadgen.measure.errors import RunError
 from loadgen.measure.gpu_recording import GpuRecording
 from loadgen.measure.load_runner import ArmFaults, LoadRunner
 from loadgen.measure.preparation import READY_SECONDS, Inputs, Prepared, make_deployment
@@ -36,7 +37,7 @@ from loadgen.measure.progress import Forecast, RunProgress
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s
 from loadgen.records.probes import Variant
 from loadgen.records.run import ArmRecord, Experiment, Kind, Label, RunState, Workload, shown
-from loadgen.records.store import RunError, RunStore, StoredBlock
+from loadgen.records.store import RunStore, StoredBlock
 
 OBSTACLES = (
     AddressError, DeploymentError, EndpointError, GeneratorError, InputError, ProcessError, RunError,

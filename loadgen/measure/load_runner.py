@@ -22,6 +22,7 @@ from loadgen.experiment.schedule import (
 )
 from loadgen.measure.answers import AnswersUnderLoad
 from loadgen.measure.arms import Arm, Snapshot
+from loadgen.measure.errors import RunError
 from loadgen.measure.gpu_recording import GpuRecording
 from loadgen.measure.machine import utc_now
 from loadgen.measure.machine_watch import machine_load, read_processors, server_processes
@@ -29,15 +30,7 @@ from loadgen.measure.progress import Forecast, RunProgress
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.summaries import sound, summarise_blocks
 from loadgen.records.run import BlockRecord, Kind, Label, Record, StageTotals, Workload, shown
-from loadgen.records.store import (
-    RunError,
-    RunStore,
-    StorageError,
-    StoredBlock,
-    read_block,
-    storage_sentence,
-    store_empty,
-)
+from loadgen.records.store import RunStore, StorageError, StoredBlock, read_block, storage_sentence, store_empty
 
 GAP_EVERY_SECONDS = 90.0
 """Interval between measurements of the idle GPU; each takes six seconds."""

@@ -31,9 +31,11 @@ from loadgen.experiment.plan import care_of, default_sizes, has_mixed_lengths
 from loadgen.launch.compose import PROJECT, ComposeDeployment
 from loadgen.launch.deployment import Deployment, RemoteDeployment, RemoteLanguageDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.measure.errors import RunError
 from loadgen.records.payloads import OWN_TENSORS, reference
-from loadgen.records.run import MODEL_WEIGHTS, PLAIN, ArmRequest, Experiment, Kind, Label, asked_for, option_of
-from loadgen.records.store import RunError, RunStore
+from loadgen.records.run import MODEL_WEIGHTS, ArmRequest, Experiment, Kind, Label, asked_for, option_of
+from loadgen.records.store import RunStore
+from loadgen.records.targets import ROUTES, TARGETS
 
 READY_SECONDS = 300.0
 """Time limit for a launched server to start."""
@@ -75,14 +77,14 @@ def _deployment(
     if not arm.embedded:
         if experiment.kind is Kind.TOKENS:
             return RemoteLanguageDeployment(arm.target, None, arm.access, model_option=option_of(arm.label, "model"))
-        grpc = arm.grpc if experiment.transport == "grpc" else None
+        grpc = arm.grpc if ROUTES[experiment.transport].is_grpc else None
         return RemoteDeployment(arm.target, grpc, arm.access, model_option=option_of(arm.label, "model"))
     if experiment.deployment == "compose":
         return ComposeDeployment(arm.target, experiment.compose_project or PROJECT, asked_for(arm.settings, "backend"))
     log_path = store.log_path(f"{arm.label}-{arm.target}")
     options = serve_options(arm, experiment)
-    if arm.target == "triton":
-        options["work-dir"] = str(work / f"triton-{arm.label}")
+    if TARGETS[arm.target].has_folder:
+        options["work-dir"] = str(work / f"{arm.target}-{arm.label}")
     return EmbeddedDeployment(arm.target, {**options, **arm.settings}, log_path, abserve=abserve)
 
 
@@ -101,11 +103,9 @@ def serve_options(arm: ArmRequest, experiment: Experiment) -> dict[str, str]:
         options["slots"] = str(max((load.concurrency for load in experiment.workloads), default=1))
     if experiment.payload_of(arm) not in OWN_TENSORS:
         options["payloads"] = experiment.payload_of(arm)
-    if experiment.pad_to and arm.target not in PLAIN and asked_for(arm.settings, "pad_to") is None:
+    if experiment.pad_to and not TARGETS[arm.target].is_plain and asked_for(arm.settings, "pad_to") is None:
         options["pad-to"] = ",".join(map(str, experiment.pad_to))
-    if experiment.transport == "shm" and arm.target == "native":  # Triton always offers it
-        options["allow-shared-memory"] = "true"
-    return options
+    return {**options, **TARGETS[arm.target].for_transports.get(experiment.transport, {})}
 
 
 def model_name(arm: ArmRequest, experiment: Experiment, deployments: Mapping[Label, Deployment]) -> str:

@@ -34,6 +34,7 @@ from loadgen.launch.work_folder import work_folder
 from loadgen.measure.answers import AnswersUnderLoad, ParityTarget, check_parity
 from loadgen.measure.arms import Arm
 from loadgen.measure.context import OBSTACLES, RunContext, size_generator
+from loadgen.measure.errors import RunError
 from loadgen.measure.gpu_recording import SAMPLER
 from loadgen.measure.interruption import interruptible, uninterrupted
 from loadgen.measure.language import describe_prompts, model_info, prompt_plan
@@ -64,7 +65,7 @@ from loadgen.records.run import (
     option_of,
     shown,
 )
-from loadgen.records.store import RunError, RunStore, StorageError, running
+from loadgen.records.store import RunStore, StorageError, running
 from loadgen.stats.agreement import Tolerance, tolerance_of
 
 SLOWEST_START = 3.0

@@ -33,13 +33,12 @@ from loadgen.client.traffic import unpacked
 from loadgen.experiment.prompts import SETTLING, PromptPlan, PromptShape
 from loadgen.measure.answers import AnswersUnderLoad
 from loadgen.measure.arms import Arm
+from loadgen.measure.errors import RunError
 from loadgen.measure.language import probe_prompts
 from loadgen.records.payloads import is_language
 from loadgen.records.probes import ReferenceAnswer, TokensCompared
 from loadgen.records.run import (
-    ID_TRANSPORTS,
     MODEL_WEIGHTS,
-    TEXT_TRANSPORTS,
     Experiment,
     Label,
     Workload,
@@ -47,7 +46,7 @@ from loadgen.records.run import (
     option_of,
     shown,
 )
-from loadgen.records.store import RunError
+from loadgen.records.targets import ROUTES
 
 PROBE_PROMPTS = 4
 PROBE_TOKENS = 16
@@ -234,7 +233,7 @@ def agreement(
     many are equal. Arms that read text and arms that read ids get other prompts, which are not compared."""
     baseline = experiment.baseline
     transports = {arm.label: experiment.transport_of(arm) for arm in experiment.arms}
-    forms = {label: "ids" if name in ID_TRANSPORTS else name for label, name in transports.items()}
+    forms = {label: name if ROUTES[name].is_text else "ids" for label, name in transports.items()}
     of_baseline = {(each.restart, each.request): each for each in beginnings if each.label == baseline.label}
     counts = {
         (PROBE, arm.label, restart): (0, 0)
@@ -367,7 +366,7 @@ def _answers_of(
                 label,
             ) from exc
         same = answer.prompt_ids == list(prompt)
-        reads_text = arm.transport in TEXT_TRANSPORTS  # and makes its own tokens of it
+        reads_text = ROUTES[arm.transport].is_text  # and makes its own tokens of it
         if answer.prompt_ids is not None and not same and not reads_text:
             raise RunError(
                 f"{shown(label)} answers another prompt than the one that was sent: it reads {len(answer.prompt_ids)} "

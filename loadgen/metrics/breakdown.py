@@ -53,7 +53,7 @@ STAGES = (
     "unattributed",
 )
 CLIENT_STAGES = ("send_delay", "read_answer")
-TITLES = {
+STAGE_TITLES = {
     "send_delay": "waiting to be sent",
     "receive": "receiving the request",
     "decode": "decoding the input",

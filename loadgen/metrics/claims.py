@@ -28,10 +28,8 @@ from loadgen.base.quantities import (
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons, winner_of
 from loadgen.metrics.registry import ACHIEVED_RATE, METRICS, SERVED
 from loadgen.records.run import (
-    TARGETS,
     ArmRecord,
     ArmRequest,
-    Kind,
     Label,
     Pairing,
     Record,
@@ -39,49 +37,20 @@ from loadgen.records.run import (
     setting_key,
     shown,
 )
+from loadgen.records.scenarios import SCENARIOS
+from loadgen.records.targets import TARGETS
 
 ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")
 """The order in which outcomes are listed."""
 
 
-_NAMED_LOADS = {
-    "long-prompt": "with long prompts",
-    "long-answer": "with long answers",
-    "shared-prefix": "with a shared prefix",
-}
-
-
 def place(workload: Workload) -> str:
     """A workload inside a sentence: "with 16 users", "at 50 requests/s"."""
-    return _at_load(workload) + _at_length(workload)
+    return SCENARIOS[workload.scenario].place(workload) + _at_length(workload)
 
 
 def _at_length(workload: Workload) -> str:
     return f" (length {workload.sequence_length})" if workload.sequence_length is not None else ""
-
-
-def _at_load(workload: Workload) -> str:
-    if workload.latency_bound_ms is not None:
-        return f"within p99 ≤ {workload.latency_bound_ms:g} ms"
-    if workload.scenario == "goodput":
-        return f"within {workload.limits}"
-    if (named := _NAMED_LOADS.get(workload.scenario)) is not None:
-        return named
-    if workload.trace is not None:
-        return f"in the replay of {workload.name}"
-    if workload.is_open:
-        return f"at {workload.rate_per_s or 0.0:g} requests/s"
-    if workload.scenario == "batched":
-        return f"at batch {workload.batch_size}"
-    if workload.scenario == "surface":
-        size = f"batch {workload.batch_size}"
-        if workload.kind is Kind.TOKENS:
-            size = f"{workload.prompt_tokens}-token prompts"
-        return f"at {counted(workload.concurrency, 'user')}, {size}"
-    if workload.scenario == "concurrent":
-        size = f", batch {workload.batch_size}" if workload.batch_size > 1 else ""
-        return f"with {counted(workload.concurrency, 'user')}{size}"
-    return "one request at a time" if workload.scenario == "single" else "from a cold start"
 
 
 def places(workloads: Sequence[Workload]) -> str:
@@ -334,15 +303,15 @@ class WorkloadRanking(Record, frozen=True, kw_only=True):
 
 def rank(comparisons: Sequence[Comparison], baseline_in: Callable[[str], Label]) -> tuple[WorkloadRanking, ...]:
     """The ranking of each workload that has a valid comparison with its baseline, in their order."""
-    by_scenario: dict[str, list[Comparison]] = {}
+    by_workload: dict[str, list[Comparison]] = {}
     for comparison in comparisons:
         if comparison.verdict != "invalid" and comparison.ratio is not None:
-            by_scenario.setdefault(comparison.workload, []).append(comparison)
-    rankings = (_rank(scenario, compared, baseline_in(scenario)) for scenario, compared in by_scenario.items())
+            by_workload.setdefault(comparison.workload, []).append(comparison)
+    rankings = (_rank(workload, compared, baseline_in(workload)) for workload, compared in by_workload.items())
     return tuple(ranking for ranking in rankings if ranking is not None)
 
 
-def _rank(scenario: str, comparisons: Sequence[Comparison], baseline: Label) -> WorkloadRanking | None:
+def _rank(workload: str, comparisons: Sequence[Comparison], baseline: Label) -> WorkloadRanking | None:
     """Rank one workload. If an arm cannot sustain an open loop, by the achieved rate, which all arms have."""
     leading = {comparison.metric for comparison in leading_comparisons(comparisons)}
     metric = ACHIEVED_RATE.name if ACHIEVED_RATE.name in leading else min(leading, default=None)
@@ -358,7 +327,7 @@ def _rank(scenario: str, comparisons: Sequence[Comparison], baseline: Label) -> 
     labels = tuple(label for label, _ in order)
     won = {(comparison.winner, comparison.loser) for comparison in by_metric}
     apart = tuple(two for two in combinations(labels, 2) if two not in won)
-    return WorkloadRanking(workload=scenario, metric=metric, order=labels, not_separated=apart)
+    return WorkloadRanking(workload=workload, metric=metric, order=labels, not_separated=apart)
 
 
 def neighbours(comparisons: Sequence[Comparison], ranking: WorkloadRanking) -> list[Comparison]:

@@ -45,8 +45,9 @@ from loadgen.metrics.tokens import (
     values_of,
     why_unknown,
 )
-from loadgen.records.run import Kind, Record, Scenario, Workload
+from loadgen.records.run import Kind, Record, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencies_ms
+from loadgen.records.scenarios import Scenario
 from loadgen.stats.percentiles import Values, percentile, samples_needed
 
 FIRST_SHARE = 0.2
@@ -329,6 +330,8 @@ class Metric:
     """Quantile of the values of the requests; None: their mean."""
     column: str = ""
     """Its name in CSV and in exports, if that is not its own."""
+    heading: tuple[int, str] | None = None
+    """Its place and its heading in the table of a language model's figures, if it is shown there."""
     is_averaged: bool = False
     """Whether the figure of an arm has an interval over its blocks also where answers are not streamed."""
     is_count: bool = False
@@ -456,6 +459,7 @@ def _of_tokens(
     column: str,
     quantile: float | None = None,
     compared_in: Callable[[Workload], bool] | None = None,
+    heading: tuple[int, str] | None = None,
 ) -> Metric:
     """A time in ms of each streamed answer, from its column in `TOKEN_SAMPLE_DTYPE`; without a quantile their mean.
 
@@ -472,6 +476,7 @@ def _of_tokens(
             of_requests=_COLUMNS.setdefault(column, values_of(column)),
             quantile=quantile,
             why_missing=why_unknown(column),
+            heading=heading,
         )
     )
 
@@ -523,6 +528,7 @@ ANSWER_TIME = register(
         compared_in=is_alone,
         of_requests=latencies_ms,
         is_of_all_time=True,
+        heading=(0, "time per answer, ms"),
     )
 )
 """The mean time from the intended start of a request to the last token of its answer."""
@@ -559,15 +565,15 @@ RATES: Mapping[Kind, Metric] = {Kind.TENSORS: THROUGHPUT, Kind.TOKENS: OUTPUT_TO
 """What several users at once get per second."""
 SERVED = tuple(metric.name for metric in RATES.values())
 """The metrics of several users at once, with which a verdict begins."""
-TPOT = _of_tokens("tpot", "TPOT", "tpot_ms", compared_in=has_blocks)
+TPOT = _of_tokens("tpot", "TPOT", "tpot_ms", compared_in=has_blocks, heading=(3, "TPOT, ms"))
 """Time per output token after the first chunk: the mean over the answers."""
-TTFT = _of_tokens("ttft", "TTFT", "ttft_ms", compared_in=has_blocks)
+TTFT = _of_tokens("ttft", "TTFT", "ttft_ms", compared_in=has_blocks, heading=(1, "TTFT, ms"))
 """Time to the first token, from the intended start: the mean over the answers."""
 TTFT_TAILS = (
     _of_tokens("ttft_p90", "p90 TTFT", "ttft_ms", 0.9, is_open_loop),
-    _of_tokens("ttft_p99", "p99 TTFT", "ttft_ms", 0.99, has_blocks),
+    _of_tokens("ttft_p99", "p99 TTFT", "ttft_ms", 0.99, has_blocks, (2, "p99 TTFT, ms")),
 )
-WORST_GAP = _of_tokens("worst_gap_p90", "p90 worst gap", "worst_gap_ms", 0.9, has_blocks)
+WORST_GAP = _of_tokens("worst_gap_p90", "p90 worst gap", "worst_gap_ms", 0.9, has_blocks, (4, "p90 worst gap, ms"))
 """Of the largest gaps between two chunks of each answer."""
 TIME_TO_READY = _of_probe("time_to_ready", "time to ready", "s", "cold-start", higher_is_better=False)
 TIME_TO_FIRST_ANSWER = _of_probe(
@@ -592,6 +598,7 @@ for _percent in (50, 99):
             of_requests=gaps_ms,
             quantile=_percent / 100,
             why_missing=why_unknown("worst_gap_ms"),
+            heading=(5, "p99 gap, ms") if _percent == 99 else None,
         )
     )
 CHUNK_SIZE = register(
@@ -602,6 +609,7 @@ CHUNK_SIZE = register(
         higher_is_better=True,
         kind=Kind.TOKENS,
         of_requests=tokens_per_chunk,
+        heading=(6, "tokens per chunk"),
     )
 )
 register(

@@ -36,6 +36,7 @@ from loadgen.metrics.tokens import samples_of
 from loadgen.records.run import BlockRecord, Kind, Label, Record, Workload, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, Samples, good, latencies_ms
 from loadgen.records.store import StoredBlock, StoredRunError
+from loadgen.records.targets import ROUTES
 from loadgen.stats.percentiles import Pool, distribution, percentile
 from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 
@@ -396,7 +397,7 @@ def _pool(
         if samples is None:
             continue
         answered, body_bytes = good(samples), np.array(record.body_payload_bytes, dtype=np.float64)
-        on_wire = record.transport != "shm" and len(set(record.body_payload_bytes)) > 1
+        on_wire = not ROUTES[record.transport].shares_memory and len(set(record.body_payload_bytes)) > 1
         varies |= on_wire
         wire = answered["request_bytes"].astype(np.float64)
         requests.add(record.index, wire - body_bytes[answered["body"]] if on_wire else wire)

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from loadgen.records.run import TEXT_TRANSPORTS, Record, Transport
+from loadgen.records.run import Record
+from loadgen.records.targets import ROUTES, Transport
 
 SCHEMA: Literal["abserve.calibration/1"] = "abserve.calibration/1"
 CEILING_SHARE_LIMIT = 0.5
@@ -117,10 +118,10 @@ def ceiling_images_per_s(
     return processes * nearest / seconds
 
 
-def ceiling_tokens_per_s(calibration: Calibration, transport: str, processes: int = 1) -> float | None:
+def ceiling_tokens_per_s(calibration: Calibration, transport: Transport, processes: int = 1) -> float | None:
     """The most streamed tokens per second that the generator can receive; None if the calibration lacks the transport.
     Generator processes add up. Chunks of text are those of completions."""
-    like = "completions" if transport in TEXT_TRANSPORTS else transport
+    like = "completions" if ROUTES[transport].is_text else transport
     measured = (ceiling.tokens_per_s for ceiling in calibration.tokens if ceiling.transport == like)
     return max((processes * tokens_per_s for tokens_per_s in measured), default=None)
 

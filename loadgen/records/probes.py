@@ -14,7 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from loadgen.records.run import ArmRequest, Experiment, Label, Record, Transport, setting_key
+from loadgen.records.run import ArmRequest, Experiment, Label, Record, setting_key
+from loadgen.records.targets import Transport
 
 Caches = Literal["cached", "uncached"]
 

@@ -21,33 +21,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from itertools import combinations
-from pathlib import PurePath
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeGuard, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import msgspec
 
 from loadgen.records.payloads import served_name
+from loadgen.records.scenarios import SCENARIOS, Scenario
+from loadgen.records.targets import TARGETS, TOKEN_TRANSPORTS, TokenTransport, Transport
 
 Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 """The name of an arm: a, b, c, …, or a name from an experiment file."""
-LanguageScenario = Literal["long-prompt", "long-answer", "shared-prefix", "goodput"]
-"""Scenarios of language models alone."""
-Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "surface", LanguageScenario]
 Arrivals = Literal["closed", "constant", "poisson", "trace"]
-TensorTransport = Literal["http", "grpc", "shm"]
-TRANSPORTS: tuple[TensorTransport, ...] = get_args(TensorTransport)
-"""How tensors travel."""
-TokenTransport = Literal["completions", "generate_stream", "text", "chat"]
-TOKEN_TRANSPORTS: tuple[TokenTransport, ...] = get_args(TokenTransport)
-"""How prompts and streamed tokens travel, all over HTTP: OpenAI's completions, Triton's generate extension; with
-prompts as text instead of ids OpenAI's completions again, and its chat."""
-TEXT_TRANSPORTS: tuple[TokenTransport, ...] = ("text", "chat")
-ID_TRANSPORTS: tuple[TokenTransport, ...] = ("completions", "generate_stream")
-Transport = Literal[TensorTransport, TokenTransport]
-TRANSPORT_TITLES: Mapping[Transport, str] = {
-    "http": "HTTP", "grpc": "gRPC", "shm": "shared memory", "completions": "OpenAI's completions",
-    "generate_stream": "Triton's generate_stream", "text": "OpenAI's completions of text", "chat": "OpenAI's chat",
-}  # fmt: skip
 
 
 class Kind(Enum):
@@ -58,37 +42,7 @@ class Kind(Enum):
     """Of language models: prompts go to the arms, and streamed tokens come back."""
 
 
-def is_token_transport(transport: Transport) -> TypeGuard[TokenTransport]:
-    """Whether prompts travel over it."""
-    return transport in TOKEN_TRANSPORTS
-
-
 DeploymentKind = Literal["embedded", "compose"]
-
-TargetName = Literal["native", "triton", "fastapi", "litserve", "vllm"]
-
-
-class Target(NamedTuple):
-    """A server that abserve starts itself."""
-
-    title: str
-    """Its name in a sentence."""
-    protocols: tuple[TokenTransport, ...]
-    """Of its language models, the preferred one first; a server at a URL is asked (`loadgen.launch.discovery`)."""
-    is_plain: bool
-    """Whether it speaks HTTP alone and cannot pad batches."""
-
-
-TARGETS: Mapping[str, Target] = {
-    "native": Target("native", ("completions", "generate_stream", "text"), is_plain=False),
-    "triton": Target("Triton", ("generate_stream",), is_plain=False),
-    "fastapi": Target("FastAPI", ("completions", "generate_stream", "text"), is_plain=True),
-    "litserve": Target("LitServe", (), is_plain=True),
-    "vllm": Target("vLLM", ("completions", "text"), is_plain=True),
-}
-"""By the name of an arm's target; every other target is the URL of a running server."""
-TARGET_NAMES = ", ".join(TARGETS)
-PLAIN = frozenset(name for name, target in TARGETS.items() if target.is_plain)
 MODEL_WEIGHTS = "the model's default"
 """Recorded as the weights when none were asked for."""
 
@@ -308,12 +262,12 @@ class Workload(Record, frozen=True, kw_only=True):
     @property
     def has_blocks(self) -> bool:
         """Whether it consists of blocks at a planned load; cold starts and searches do not."""
-        return self.scenario not in ("cold-start", "slo", "goodput")
+        return SCENARIOS[self.scenario].has_blocks
 
     @property
     def is_search(self) -> bool:
         """Whether it searches for the highest rate that holds a bound, or the limits of good answers."""
-        return self.scenario in ("slo", "goodput")
+        return SCENARIOS[self.scenario].is_search
 
     @property
     def is_open(self) -> bool:
@@ -329,25 +283,11 @@ class Workload(Record, frozen=True, kw_only=True):
     def name(self) -> str:
         """Its name: cold-start, single, batched(8), concurrent(16, length 128), poisson(50/s), slo(p99≤50ms);
         poisson(50 %) of the slower arm's rate; surface(16, batch 8) with 16 users."""
-        if self.latency_bound_ms is not None:
-            return f"slo(p99≤{self.latency_bound_ms:g}ms)"
-        if self.scenario == "goodput":
-            return f"goodput({self.limits or 'whole'})"
-        if self.trace is not None:
-            return f"trace({PurePath(self.trace).stem})"
-        if self.rate_share is not None:
-            return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_share:.0%})"
-        if self.is_open:
-            batch = f", batch {self.batch_size}" if self.batch_size > 1 else ""
-            return f"{'poisson' if self.arrivals == 'poisson' else 'open'}({self.rate_per_s or 0.0:g}/s{batch})"
-        users = self.concurrency
-        size = {"batched": self.batch_size, "concurrent": users, "surface": users}.get(self.scenario)
-        other = None
-        if self.scenario == "surface":
-            other = f"prompt {self.prompt_tokens}" if self.kind is Kind.TOKENS else f"batch {self.batch_size}"
+        entry = SCENARIOS[self.scenario]
+        word = self.scenario if entry.word is None else entry.word(self)
         length = None if self.sequence_length is None else f"length {self.sequence_length}"
-        details = ", ".join(str(detail) for detail in (size, other, length) if detail is not None)
-        return f"{self.scenario}({details})" if details else self.scenario
+        details = ", ".join(str(detail) for detail in (*entry.details(self), length) if detail is not None)
+        return f"{word}({details})" if details else word
 
 
 REQUEST_TIMEOUT_S = 60.0
@@ -478,15 +418,15 @@ class Experiment(Record, frozen=True, kw_only=True):
         """By arm the one that the user named, of which it is a configuration: by default itself."""
         return {arm.label: arm.server or arm.label for arm in self.arms}
 
-    def arm_of(self, server: Label, scenario: str) -> Label:
+    def arm_of(self, server: Label, workload: str) -> Label:
         """The arm that stands for the one which the user named in the workload of this name."""
         servers = self.servers
-        arms = (label for load in self.workloads if load.name == scenario for label in load.arms)
+        arms = (label for load in self.workloads if load.name == workload for label in load.arms)
         return next((label for label in arms if servers[label] == server), server)
 
-    def baseline_in(self, scenario: str) -> Label:
+    def baseline_in(self, workload: str) -> Label:
         """The baseline in the workload of this name."""
-        return self.arm_of(self.baseline.server or self.baseline.label, scenario)
+        return self.arm_of(self.baseline.server or self.baseline.label, workload)
 
     @property
     def payloads(self) -> tuple[str, ...]:

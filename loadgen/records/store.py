@@ -28,7 +28,6 @@ from loadgen.records.run import (
     BlockRecord,
     Environment,
     Experiment,
-    Label,
     ParityRecord,
     Record,
     RunState,
@@ -55,15 +54,6 @@ T = TypeVar("T")
 
 class StorageError(Exception):
     """A record cannot be stored; the message names the place and the reason."""
-
-
-class RunError(Exception):
-    """A step of a run failed, or its load was cut short; everything before it is stored."""
-
-    def __init__(self, message: str, arm: Label | None = None) -> None:
-        """`arm` is the one that failed, if it is known."""
-        super().__init__(message)
-        self.arm = arm
 
 
 class RunStore:

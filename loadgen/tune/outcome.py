@@ -30,7 +30,8 @@ from loadgen.metrics.comparisons import (
 )
 from loadgen.metrics.registry import METRICS, RATES, TPOT, Metric
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
-from loadgen.records.run import TARGETS, Kind, Label, item_of
+from loadgen.records.run import Kind, Label, item_of
+from loadgen.records.targets import TARGETS
 from loadgen.records.tuning import Contender, Space, Tuning
 from loadgen.stats.estimates import SIGNIFICANCE, Estimate, critical_t, t_estimate
 from loadgen.tune.search import Choice, RaceLead, Search

@@ -230,7 +230,7 @@ class _Race:
         finalists = [contender for contender in finalists if contender.name != self.search.anchor]
         later_s = self.shares.settings + self.final_s
         for number in range(MOST_PASSES):
-            left = [c for c in finalists if self._times("finalists", c) <= number and self._may_run(c)]
+            left = [c for c in finalists if self._times("finalists", c) <= number and self._is_contender(c)]
             needed_s = sum(self._expected_s(len(group)) for group in self._groups(left))
             if not left or (number and needed_s > self.left_s - later_s):
                 return
@@ -251,7 +251,7 @@ class _Race:
         runs: list[list[Contender]] = []
         for name in self.tuning.winners if self.at_once > 1 else ():
             winner = self._named(name)
-            others = [c for c in self.search.put_back(winner).values() if self._may_run(c)]
+            others = [c for c in self.search.put_back(winner).values() if self._is_contender(c)]
             left = [c for c in others if not self._times("settings", c)]
             for group in self._groups(left, beside=1):
                 if runs and len(runs[-1]) + 1 + len(group) <= self.at_once:
@@ -307,7 +307,7 @@ class _Race:
         """Measure the contenders until each was measured so often in this stage or is out, but not without end. Raises
         `TuningError`."""
         for _ in range(TRIES):
-            waiting = [c for c in contenders if self._times(stage, c) < times and self._may_run(c)]
+            waiting = [c for c in contenders if self._times(stage, c) < times and self._is_contender(c)]
             if not waiting:
                 return
             self._measure(stage, waiting)
@@ -375,8 +375,8 @@ class _Race:
     def _is_out(self, contender: Contender) -> bool:
         return any(contender.name in run.out for run in self.tuning.runs)
 
-    def _may_run(self, contender: Contender) -> bool:
-        """As a contender beside the anchor."""
+    def _is_contender(self, contender: Contender) -> bool:
+        """Whether it may run beside the anchor: it is not the anchor and was not ruled out."""
         return contender.name != self.search.anchor and not self._is_out(contender)
 
     def _named(self, name: Label) -> Contender:

@@ -36,7 +36,7 @@ from loadgen.checks.run import same_payload
 from loadgen.experiment.schedule import load_workloads
 from loadgen.findings.causes import CauseEffect, CausesFound
 from loadgen.findings.tokens import TokensFound, explain_tokens
-from loadgen.metrics.breakdown import TITLES, ArmStages, LatencyBreakdown, find_stalls
+from loadgen.metrics.breakdown import STAGE_TITLES, ArmStages, LatencyBreakdown, find_stalls
 from loadgen.metrics.claims import (
     WorkloadRanking,
     claim,
@@ -316,7 +316,8 @@ def explain_stages(breakdown: LatencyBreakdown, names: Mapping[Label, str]) -> l
     if abs(total) < 0.01 * larger:
         return [f"Requests take the same time on both arms ({means})."]
     parts = [
-        f"{TITLES[d.stage]} {signed_ms(d.difference_ms)}" + (f" ({_percent(d.share)})" if d.share is not None else "")
+        f"{STAGE_TITLES[d.stage]} {signed_ms(d.difference_ms)}"
+        + (f" ({_percent(d.share)})" if d.share is not None else "")
         for d in breakdown.differences[:MAX_STAGES]
         if abs(d.difference_ms) >= MIN_STAGE_SHARE * abs(total)
     ]

@@ -20,7 +20,7 @@ from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.transports import InferenceTarget
 from loadgen.experiment.prompts import PromptPlan
 from loadgen.measure import load_runner
-from loadgen.records.run import Transport
+from loadgen.records.targets import Transport
 from loadgen.verdict.result import Result
 from tests.again import Repeatable, again
 from tests.integration.loadgen.test_language_run import compare

@@ -27,19 +27,17 @@ from loadgen.records.model_config import whole
 from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.probes import Variant
 from loadgen.records.run import (
-    PLAIN,
-    TARGETS,
     ArmRecord,
     ArmRequest,
     Experiment,
     Kind,
     Label,
-    TokenTransport,
     Workload,
     asked_for,
     setting_key,
     shown,
 )
+from loadgen.records.targets import ROUTES, TARGETS, TokenTransport
 
 MIN_PAIRS, MAX_PAIRS = 3, 6
 """Pairs of blocks per ablation and workload: as many as the workload has, within these limits."""
@@ -200,9 +198,9 @@ def _transfer(experiment: Experiment, request: ArmRequest, payload: str) -> Abla
     from loadgen.client.connection import Address
 
     untested = partial(Untested, cause="transfer", label=request.label)
-    if experiment.transport == "shm":
+    if ROUTES[experiment.transport].shares_memory:
         return untested(reason="its tensors go through shared memory already", moot=True)
-    if request.target in PLAIN:
+    if request.embedded and "shm" not in TARGETS[request.target].transports:
         return untested(reason=f"the {request.target} server takes tensors over HTTP only")
     if experiment.deployment == "compose" and request.embedded:
         where = f"{shown(request.label)} runs in a container"
@@ -220,7 +218,7 @@ def _compute(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Abl
         return untested(reason="its engine, null, computes nothing", moot=True)
     if (reason := _fixed_settings(experiment, request)) is not None:
         return untested(reason=reason)
-    if request.target in PLAIN:
+    if request.embedded and TARGETS[request.target].is_plain:
         return untested(reason=f"the {request.target} server cannot leave it out")
     if (backend := arm.in_effect.get("backend")) in BACKEND_ENDINGS:
         return untested(reason=f"Triton's {backend} backend cannot leave it out")
@@ -317,7 +315,7 @@ def _server(arm: _TokenArm, _: Sequence[_TokenArm]) -> Ablation | Untested:
     target = arm.request.target
     if target == "native":
         return arm.without("server", "it is the native server")
-    if target in PLAIN:
+    if arm.request.embedded and TARGETS[target].is_plain:
         return arm.without("server", f"only the {target} server runs {_engine_title(arm)}")
     changed = f"{target} → native, with the same engine {arm.engine}"
     return arm.ablation("server", changed, target="native", settings=arm.on_native(arm.engine))

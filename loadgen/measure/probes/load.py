@@ -1,4 +1,4 @@
-"""Load: rounds of blocks on every arm, and the batches that the servers executed.
+"""Load: rounds of blocks on every arm.
 
 The load is a fixed number of rounds, rounds for as long as the time lasts, or rounds until all is decided.
 
@@ -21,7 +21,7 @@ from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from loadgen.base.quantities import counted, number
+from loadgen.base.quantities import counted
 from loadgen.experiment.schedule import (
     ScheduledBlock,
     endless_passes,
@@ -30,19 +30,17 @@ from loadgen.experiment.schedule import (
     passes_in_balance,
     schedule,
 )
+from loadgen.findings.load import LoadFound, analyse
 from loadgen.findings.registry import Probe
 from loadgen.metrics.barrier import attempt
-from loadgen.metrics.claims import claim, place
+from loadgen.metrics.claims import claim
 from loadgen.metrics.comparisons import PooledRequests, compare_all
-from loadgen.metrics.facts import Facts
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import (
-    FORMED_FACTOR,
-    WorkloadSummary,
     summarise_blocks,
 )
 from loadgen.metrics.surface import counts_in_words, surface_of, uncertain
-from loadgen.records.run import Found, Kind, Label, Record, Workload, shown
+from loadgen.records.run import Workload, shown
 from loadgen.records.store import StoredBlock
 
 if TYPE_CHECKING:
@@ -53,30 +51,6 @@ FOR_ALL = 0.6
 """Share of the time in which every round includes every scenario."""
 NEEDY = 0.7
 """Scenarios with more than this share of the largest standard error get further rounds."""
-
-
-class ExecutedBatches(Record, frozen=True, kw_only=True):
-    """The batches of one arm in one workload."""
-
-    workload: str
-    label: Label
-    request_items: int
-    """Items per request."""
-    executions: dict[int, int]
-    """Items executed at once → number of executions, in ascending order."""
-    mean: float | None
-    """Items per execution; None if the server does not report it."""
-    formed: bool | None
-    """Whether requests were merged; None if the server does not report its executions."""
-    sentence: str
-
-
-class LoadFound(Found, frozen=True, kw_only=True):
-    """Findings of the load in addition to the comparisons."""
-
-    STUDY = "load"
-    executed_batches: tuple[ExecutedBatches, ...] = ()
-    """One entry per arm and workload."""
 
 
 def measure(context: RunContext) -> None:
@@ -95,44 +69,6 @@ def measure(context: RunContext) -> None:
     planned = schedule(experiment)
     blocks = [block for block in planned if block.restart == context.restart]
     context.load_runner().run(blocks, context.forecast, planned=len(planned))
-
-
-def analyse(facts: Facts) -> LoadFound:
-    """The executed batches of every arm and workload with requests."""
-    loads = {
-        workload.name: workload
-        for workload in facts.run.experiment.workloads
-        if workload.has_blocks and workload.kind is Kind.TENSORS  # its executions are steps of many requests each
-    }
-    return LoadFound(
-        executed_batches=tuple(
-            _judge(loads[summary.workload], summary)
-            for summary in facts.summaries
-            if summary.requests and summary.workload in loads
-        )
-    )
-
-
-def _judge(workload: Workload, summary: WorkloadSummary) -> ExecutedBatches:
-    mean, executions = summary.executed_batch_mean, summary.executed_batches
-    formed = None if mean is None else mean >= FORMED_FACTOR * workload.batch_size
-    if mean is None:
-        sentence = "unknown: the server does not report its executions"
-    elif formed:
-        sentence = f"requests were merged: mean {number(mean)}" + (f", largest {max(executions)}" if executions else "")
-    elif workload.concurrency == 1:
-        sentence = "requests were not merged: one at a time"
-    else:
-        sentence = f"requests were not merged {place(workload)}: mean {number(mean)}"
-    return ExecutedBatches(
-        workload=workload.name,
-        label=summary.label,
-        request_items=workload.batch_size,
-        executions=executions,
-        mean=mean,
-        formed=formed,
-        sentence=sentence,
-    )
 
 
 class Rounds:
@@ -189,7 +125,7 @@ class Rounds:
                 self._open = {name: w for name, w in self._open.items() if not context.faults.ends(name)}
             chosen = [blocks for blocks in offered if blocks[0].workload.name in self._open]
             if pass_number > self._least:
-                chosen = self._that_fit(chosen)
+                chosen = self._fitting(chosen)
             if not chosen:
                 break
             began = monotonic()
@@ -222,7 +158,7 @@ class Rounds:
         self._context.progress.now(f"no decision after this round: {why}")
         return self._open
 
-    def _that_fit(self, chosen: list[list[ScheduledBlock]]) -> list[list[ScheduledBlock]]:
+    def _fitting(self, chosen: list[list[ScheduledBlock]]) -> list[list[ScheduledBlock]]:
         """The rounds that the time allows; until decided all or none, but of a surface as many as there are."""
         left = self._deadline - monotonic() - self._beside
         fitting: list[list[ScheduledBlock]] = []

@@ -22,12 +22,12 @@ from loadgen.experiment.language import GOOD_SHARE
 from loadgen.experiment.schedule import ScheduledBlock, arrival_count, closed_loop, schedule_seed, search_schedule
 from loadgen.findings.rate_search import RatesFound, Trial, analyse, search_from
 from loadgen.findings.registry import Probe
+from loadgen.measure.errors import RunError
 from loadgen.measure.machine import utc_now
 from loadgen.metrics.registry import measured_answers
 from loadgen.metrics.tokens import meets_limits, with_tokens
 from loadgen.records.run import Experiment, Label, Workload, shown
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, latencies_ms, read_samples
-from loadgen.records.store import RunError
 from loadgen.records.tokens import read_tokens
 from loadgen.stats.percentiles import late_allowed, percentile, queries_needed
 

@@ -18,7 +18,7 @@ from loadgen.findings.causes import (
     per_token,
     percent,
 )
-from loadgen.metrics.breakdown import STAGES, TITLES, ArmStages, LatencyBreakdown
+from loadgen.metrics.breakdown import STAGE_TITLES, STAGES, ArmStages, LatencyBreakdown
 from loadgen.metrics.claims import verdict_words
 from loadgen.metrics.comparisons import winner_of
 from loadgen.records.run import Kind, Pairing, shown
@@ -238,7 +238,7 @@ def _spent(arm: ArmStages | None, mean_ms: float) -> str:
         return f"{number(mean_ms)} ms per request; its server's stages do not add up to that"
     shares = {stage: (ms or 0.0) / arm.client_total_ms for stage, ms in arm.stages_ms.items()}
     largest = sorted((stage for stage in STAGES if shares.get(stage, 0.0) >= LEAST_SHARE), key=lambda s: -shares[s])
-    parts = [f"{share(shares[stage])} {TITLES[stage]}" for stage in largest[:MOST_STAGES]]
+    parts = [f"{share(shares[stage])} {STAGE_TITLES[stage]}" for stage in largest[:MOST_STAGES]]
     return f"{number(arm.client_total_ms)} ms per request: {', '.join(parts)}"
 
 
@@ -320,7 +320,7 @@ def stage_table(result: Result, breakdown: LatencyBreakdown, on: doc.Format = do
 def _folded_note(rows: Sequence[tuple[str, ...]]) -> str:
     """Where the time of folded stages is counted; empty if none is folded."""
     folded = [row[0] for row in rows if FOLDED in row]
-    decoding = "decoding in preparing the batch, " if TITLES["decode"] in folded else ""
+    decoding = "decoding in preparing the batch, " if STAGE_TITLES["decode"] in folded else ""
     return f"{FOLDED_NOTE}: {decoding}receiving and encoding in network and client." if folded else ""
 
 
@@ -347,7 +347,7 @@ def stage_rows(breakdown: LatencyBreakdown) -> list[tuple[str, ...]]:
         difference = differences.get(stage)
         rows.append(
             (
-                TITLES[stage],
+                STAGE_TITLES[stage],
                 *("–" if value is None else f"{value:.{decimals}f} ms" for value in values),
                 _signed(difference.difference_ms, decimals) if difference else FOLDED if differences else "–",
                 percent(difference.share if difference else None),
@@ -374,11 +374,11 @@ def stages_chart(result: Result) -> doc.Chart | None:
         arms = [arm for arm in by_label.values() if not arm.contradictions]
         return [
             charts.bars_across(
-                TITLES[stage],
+                STAGE_TITLES[stage],
                 [charts.arm_name(result, arm.label) for arm in arms],
                 [arm.stages_ms.get(stage) or 0.0 for arm in arms],
                 {"color": f"--stage{place}", "line": {"color": "--card", "width": 1}},
-                hovertemplate=TITLES[stage] + ": %{x:.3~g} ms<extra></extra>",
+                hovertemplate=STAGE_TITLES[stage] + ": %{x:.3~g} ms<extra></extra>",
             )
             for place, stage in enumerate(STAGES)
             if any(arm.stages_ms.get(stage) for arm in arms)

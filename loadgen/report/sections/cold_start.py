@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.base.quantities import number
-from loadgen.measure.probes.cold_start import ColdStartsFound
+from loadgen.findings.cold_start import ColdStartsFound
 from loadgen.records.probes import ContainerStart
 from loadgen.records.run import shown
 from loadgen.verdict.result import Result

@@ -11,6 +11,7 @@ from loadgen.base.quantities import join, share
 from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.run import ArmRecord, Environment, Experiment, setting_key, shown
+from loadgen.records.targets import ROUTES
 from loadgen.report.charts import several
 from loadgen.verdict.result import Result
 
@@ -45,7 +46,7 @@ def _in_effect(result: Result, arm: ArmRecord) -> dict[str, str]:
     values |= {"payload": experiment.payload_of(experiment.arm(arm.label)), "transport": experiment.transport}
     sizes = [s.payload_bytes for s in result.summaries if s.label == arm.label and s.payload_bytes is not None]
     if sizes:
-        way = "through shared memory" if experiment.transport == "shm" else "over the wire"
+        way = "through shared memory" if ROUTES[experiment.transport].shares_memory else "over the wire"
         values["payload_bytes"] = f"{min(sizes):,.0f} per request {way}"
     return values
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.base.quantities import items, join, measured, number, share
-from loadgen.measure.probes.load import LoadFound
+from loadgen.findings.load import LoadFound
 from loadgen.metrics.registry import METRICS, THROUGHPUT
 from loadgen.metrics.summaries import (
     WorkloadSummary,

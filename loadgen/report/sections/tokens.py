@@ -17,11 +17,6 @@ from loadgen.records.run import Kind, Label, Workload, shown
 from loadgen.stats.ratios import geometric_mean
 from loadgen.verdict.result import Result
 
-SHOWN = {
-    "answer_time": "time per answer, ms", "ttft": "TTFT, ms", "ttft_p99": "p99 TTFT, ms", "tpot": "TPOT, ms",
-    "worst_gap_p90": "p90 worst gap, ms", "gap_p99": "p99 gap, ms", "tokens_per_chunk": "tokens per chunk",
-}  # fmt: skip
-"""Metrics of the table with their columns, after tokens/s and goodput."""
 USERS = ("single", "concurrent")
 """Scenarios that differ in the number of users alone."""
 
@@ -29,6 +24,12 @@ USERS = ("single", "concurrent")
 def _streamed(result: Result) -> dict[str, Workload]:
     """The workloads with streamed answers, in the order of the report."""
     return {w.name: w for w in result.experiment.workloads if w.has_blocks and w.kind is Kind.TOKENS}
+
+
+def _shown() -> list[tuple[Metric, str]]:
+    """The metrics of the table with their headings, after tokens/s and goodput."""
+    shown = sorted((m.heading, m.name) for m in METRICS.values() if m.heading is not None)
+    return [(METRICS[name], heading) for (_, heading), name in shown]
 
 
 def token_table(result: Result) -> doc.Section | None:
@@ -43,7 +44,7 @@ def token_table(result: Result) -> doc.Section | None:
             shown(s.label),
             measured(figure_of(s, OUTPUT_TOKENS)),
             *_goodput(s),
-            *(measured(figure_of(s, METRICS[name])) for name in SHOWN),
+            *(measured(figure_of(s, metric)) for metric, _ in _shown()),
             counted[s.workload, s.label],
         )
         for s in summaries
@@ -54,7 +55,7 @@ def token_table(result: Result) -> doc.Section | None:
         *doc.numbers("good requests/s", "good"),
         *(
             doc.Column(title, "number", title.removesuffix(", ms"), roomy=place > 2)
-            for place, title in enumerate(SHOWN.values())
+            for place, (_, title) in enumerate(_shown())
         ),
         *doc.names("tokens counted by"),
     )
@@ -75,9 +76,9 @@ def _reasons(result: Result, workloads: Iterable[str]) -> list[str]:
     """Why figures are missing, with the workload where an arm has them elsewhere: "TTFT, TPOT of B: its answers …"."""
     titles: dict[str, dict[str, None]] = {}
     for workload in workloads:
-        for name, title in SHOWN.items():
+        for metric, title in _shown():
             blocks = (block for block in result.blocks if block.workload == workload)
-            if (reason := why_missing(blocks, METRICS[name])) is not None:
+            if (reason := why_missing(blocks, metric)) is not None:
                 titles.setdefault(reason, {})[title.removesuffix(", ms")] = None
     return [f"{', '.join(names)} of {reason}" for reason, names in titles.items()]
 

@@ -16,7 +16,8 @@ from loadgen.records.checks import Check
 from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.model_config import padding_in_effect
 from loadgen.records.payloads import inputs_in_brief
-from loadgen.records.run import TRANSPORT_TITLES, ArmRecord, Experiment, Kind, shown
+from loadgen.records.run import ArmRecord, Experiment, Kind, shown
+from loadgen.records.targets import ROUTES
 from loadgen.report.charts import arm_style, base_and_arm, several
 from loadgen.report.sections.causes import causes_note, time_spent
 from loadgen.report.sections.checks import check_rows, counts, standing_style, style_of_check
@@ -80,7 +81,7 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
     described = result.environment.inputs if result.environment else {}
     swept = [workload.sequence_length for workload in experiment.workloads if workload.sequence_length is not None]
     sent = f"{inputs_in_brief(described, swept)} as {' and '.join(experiment.payloads)}".removeprefix(" as ")
-    second = [f"{sent} over {TRANSPORT_TITLES[experiment.transport]}"]
+    second = [f"{sent} over {ROUTES[experiment.transport].title}"]
     if experiment.kind is Kind.TOKENS:
         second = [_prompts_in_brief(experiment)]
     elif sizes:
@@ -101,7 +102,7 @@ def _prompts_in_brief(experiment: Experiment) -> str:
     """ "prompts of 32 tokens and answers of 64 over OpenAI's completions" """
     streamed = [workload for workload in experiment.workloads if workload.kind is Kind.TOKENS]
     lengths = {(w.prompt_tokens or 0, w.output_tokens or 0) for w in streamed if w.trace is None}
-    protocols = {TRANSPORT_TITLES[experiment.transport_of(arm)]: None for arm in experiment.arms}
+    protocols = {ROUTES[experiment.transport_of(arm)].title: None for arm in experiment.arms}
     sizes = [f"prompts of {prompt:,} tokens and answers of {output:,}" for prompt, output in sorted(lengths)]
     sizes += [f"the prompts of {PurePath(w.trace).name}" for w in streamed if w.trace is not None]
     return f"{', '.join(sizes) or 'prompts'} over {join(list(protocols))}"

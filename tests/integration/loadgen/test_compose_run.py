@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 import loadgen.launch.compose as compose
+from loadgen.findings.cold_start import ColdStartsFound
 from loadgen.launch.compose import LogLine
 from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.embedded import PortReservation
-from loadgen.measure.probes.cold_start import ColdStartsFound
 from loadgen.measure.progress import RunProgress
 from loadgen.measure.runner import run_experiment
 from loadgen.records.probes import ContainerStart, ServerStart

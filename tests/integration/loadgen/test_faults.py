@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from loadgen.checks.registry import invalidating
+from loadgen.findings.cold_start import ColdStartsFound
 from loadgen.findings.gpu.analysis import GpuFound
-from loadgen.measure.probes.cold_start import ColdStartsFound
 from loadgen.measure.progress import RunProgress
 from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRequest, RunState, Workload

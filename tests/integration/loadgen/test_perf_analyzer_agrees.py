@@ -23,8 +23,8 @@ from loadgen.client.inputs import write_synthetic
 from loadgen.client.messages import Open, Prepare
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.metrics.registry import throughput_per_s
-from loadgen.records.run import Transport
 from loadgen.records.samples import latencies_ms
+from loadgen.records.targets import Transport
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(600)]
 

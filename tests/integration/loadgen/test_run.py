@@ -15,12 +15,13 @@ from loadgen.checks.registry import invalidating
 from loadgen.experiment.schedule import schedule
 from loadgen.launch import deployment
 from loadgen.measure import runner
+from loadgen.measure.errors import RunError
 from loadgen.measure.preparation import export_artefacts
 from loadgen.measure.progress import RunProgress
 from loadgen.measure.runner import run_experiment
 from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, ParityRecord, RunState, Workload
-from loadgen.records.store import RunError, RunStore, StorageError
+from loadgen.records.store import RunStore, StorageError
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, FAULTY_GENERATOR, blocks, make_experiment, stored
 

@@ -18,8 +18,8 @@ from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.traffic import unpacked
 from loadgen.client.transports import InferenceTarget
 from loadgen.experiment.prompts import PromptPlan, PromptShape, Trace
-from loadgen.records.run import TOKEN_TRANSPORTS, Transport
 from loadgen.records.samples import Samples, good, read_samples
+from loadgen.records.targets import TOKEN_TRANSPORTS, Transport
 from loadgen.records.tokens import (
     BY_IDS,
     BY_LENGTH,

@@ -25,7 +25,7 @@ from loadgen.experiment.schedule import due_offsets_ns
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.measure.answers import ParityTarget, check_parity
 from loadgen.records.payloads import IMAGE_PAYLOADS, variant_name
-from loadgen.records.run import TRANSPORTS, Transport
+from loadgen.records.targets import TRANSPORTS, Transport
 from loadgen.stats.agreement import tolerance_of
 from tests.integration.loadgen.conftest import await_true, regions_of_load
 

@@ -23,7 +23,8 @@ from loadgen.client.shared_memory import SharedMemoryConnection, SharedMemoryReq
 from loadgen.client.transports import prepare, read_answer
 from loadgen.launch.deployment import DeploymentError, RemoteDeployment
 from loadgen.measure.arms import Arm
-from loadgen.records.run import TRANSPORTS, ArmRequest, Transport
+from loadgen.records.run import ArmRequest
+from loadgen.records.targets import TRANSPORTS, Transport
 from tests.hostile_server import hostile_server
 
 FIELDS = {

@@ -25,7 +25,8 @@ from loadgen.client.inputs import (
 )
 from loadgen.client.outputs import AnswerError
 from loadgen.client.transports import prepare, read_answer
-from loadgen.records.run import Transport, body_count
+from loadgen.records.run import body_count
+from loadgen.records.targets import Transport
 from tests.hostile_server import hostile_server
 
 SIGNATURE = Signature(

@@ -17,7 +17,7 @@ from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import SampleInputs
 from loadgen.client.shared_memory import SharedMemoryRequest
 from loadgen.client.transports import PreparedBodies, prepare
-from loadgen.records.run import TRANSPORTS
+from loadgen.records.targets import TRANSPORTS
 from servers.models.items import jpeg_paths
 
 Image = pytest.importorskip("PIL.Image")  # comes with the extra `servers`

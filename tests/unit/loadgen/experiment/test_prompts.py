@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loadgen.client.connection import Address, assemble
 from loadgen.client.generation import for_stream, prepare_prompts, prepare_trace
 from loadgen.experiment.prompts import PromptError, PromptPlan, PromptShape, Trace
-from loadgen.records.run import TEXT_TRANSPORTS, TOKEN_TRANSPORTS, TokenTransport
+from loadgen.records.targets import ROUTES, TOKEN_TRANSPORTS, TokenTransport
 
 PLAN = PromptPlan(low=3, high=1023, seed=11)
 NUMBERS = st.integers(0, 2**41)
@@ -52,7 +52,7 @@ def test_a_patched_body_carries_the_prompt_of_its_numbers(transport: TokenTransp
             (message,) = document["messages"]
             assert message["role"] == "user"
             sent = message["content"]
-        ids = [int(word[1:]) for word in sent.split()] if transport in TEXT_TRANSPORTS else sent
+        ids = [int(word[1:]) for word in sent.split()] if ROUTES[transport].is_text else sent
         assert ids == prompts.prompt(body, number).tolist() == PLAN.prompt(shape, body, number).tolist()
         assert len(ids) == shape.prompt_tokens
         assert document["max_tokens"] == shape.output_tokens

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.measure.probes.load import ExecutedBatches, LoadFound, analyse
+from loadgen.findings.load import ExecutedBatches, LoadFound, analyse
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import WorkloadSummary
 from loadgen.records.store import read_run

@@ -15,7 +15,8 @@ from loadgen.client.endpoint import CompletionsEndpoint, Endpoint, EndpointError
 from loadgen.launch import discovery
 from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.discovery import Refusal, ServedTokens, find_language_models, fitting_body
-from loadgen.records.run import TOKEN_TRANSPORTS, TOKENS_PLACE, Access, ArmRequest, Label, TokenTransport
+from loadgen.records.run import TOKENS_PLACE, Access, ArmRequest, Label
+from loadgen.records.targets import TOKEN_TRANSPORTS, TokenTransport
 from tests.hostile_server import HostileServer, hostile_server
 from tests.toy_language_server import toy_server
 

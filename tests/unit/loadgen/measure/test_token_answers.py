@@ -11,6 +11,7 @@ import pytest
 
 from loadgen.client.inputs import InputError
 from loadgen.experiment.prompts import UNKNOWN_IDS, PromptShape
+from loadgen.measure.errors import RunError
 from loadgen.measure.language import describe_model, describe_prompts, model_info, probe_prompts, prompt_plan
 from loadgen.measure.token_answers import (
     AnswerBeginning,
@@ -21,8 +22,8 @@ from loadgen.measure.token_answers import (
     within_limit,
 )
 from loadgen.records.payloads import inputs_in_brief
-from loadgen.records.run import ArmRequest, Experiment, TokenTransport, Workload
-from loadgen.records.store import RunError
+from loadgen.records.run import ArmRequest, Experiment, Workload
+from loadgen.records.targets import TokenTransport
 from tests.integration.loadgen.conftest import make_experiment
 
 INFO = {

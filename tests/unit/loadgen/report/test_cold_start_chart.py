@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.measure.probes.cold_start import ColdStartsFound
+from loadgen.findings.cold_start import ColdStartsFound
 from loadgen.records.probes import ServerStart
 from loadgen.report.document import Chart
 from loadgen.report.sections.cold_start import cold_starts

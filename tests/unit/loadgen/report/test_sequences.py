@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from loadgen.records.run import Scenario, Workload
+from loadgen.records.run import Workload
+from loadgen.records.scenarios import Scenario
 from loadgen.report.contents import result_document
 from loadgen.report.document import Document, Table, text_of
 from loadgen.report.renderers.markdown import render_markdown

@@ -10,7 +10,8 @@ from loadgen.experiment.language import token_workloads
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.findings.causes import Ablation, Untested
 from loadgen.measure.probes.causes_plan import plan_ablations
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, TokenTransport
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label
+from loadgen.records.targets import TokenTransport
 
 ARMS = {"a": "native", "b": "triton"}
 IN_EFFECT: dict[str, dict[str, object]] = {

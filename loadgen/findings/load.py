@@ -1,0 +1,71 @@
+"""Load: the batches that the servers executed."""
+
+from __future__ import annotations
+
+from loadgen.base.quantities import number
+from loadgen.metrics.claims import place
+from loadgen.metrics.facts import Facts
+from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary
+from loadgen.records.run import Found, Kind, Label, Record, Workload
+
+
+class ExecutedBatches(Record, frozen=True, kw_only=True):
+    """The batches of one arm in one workload."""
+
+    workload: str
+    label: Label
+    request_items: int
+    """Items per request."""
+    executions: dict[int, int]
+    """Items executed at once → number of executions, in ascending order."""
+    mean: float | None
+    """Items per execution; None if the server does not report it."""
+    formed: bool | None
+    """Whether requests were merged; None if the server does not report its executions."""
+    sentence: str
+
+
+class LoadFound(Found, frozen=True, kw_only=True):
+    """Findings of the load in addition to the comparisons."""
+
+    STUDY = "load"
+    executed_batches: tuple[ExecutedBatches, ...] = ()
+    """One entry per arm and workload."""
+
+
+def analyse(facts: Facts) -> LoadFound:
+    """The executed batches of every arm and workload with requests."""
+    loads = {
+        workload.name: workload
+        for workload in facts.run.experiment.workloads
+        if workload.has_blocks and workload.kind is Kind.TENSORS  # its executions are steps of many requests each
+    }
+    return LoadFound(
+        executed_batches=tuple(
+            _judge(loads[summary.workload], summary)
+            for summary in facts.summaries
+            if summary.requests and summary.workload in loads
+        )
+    )
+
+
+def _judge(workload: Workload, summary: WorkloadSummary) -> ExecutedBatches:
+    mean, executions = summary.executed_batch_mean, summary.executed_batches
+    formed = None if mean is None else mean >= FORMED_FACTOR * workload.batch_size
+    if mean is None:
+        sentence = "unknown: the server does not report its executions"
+    elif formed:
+        sentence = f"requests were merged: mean {number(mean)}" + (f", largest {max(executions)}" if executions else "")
+    elif workload.concurrency == 1:
+        sentence = "requests were not merged: one at a time"
+    else:
+        sentence = f"requests were not merged {place(workload)}: mean {number(mean)}"
+    return ExecutedBatches(
+        workload=workload.name,
+        label=summary.label,
+        request_items=workload.batch_size,
+        executions=executions,
+        mean=mean,
+        formed=formed,
+        sentence=sentence,
+    )

@@ -1,0 +1,100 @@
+"""The scenarios: what each is called, and in which words a figure was measured in it.
+
+A new one is its name and its entry here, and the function that makes its workloads (`LOADS` of
+`loadgen.experiment.plan`, or `token_workloads` of `loadgen.experiment.language`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any, Literal, NamedTuple
+
+from loadgen.base.quantities import counted
+
+LanguageScenario = Literal["long-prompt", "long-answer", "shared-prefix", "goodput"]
+"""Scenarios of language models alone."""
+Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "surface", LanguageScenario]
+
+
+class ScenarioEntry(NamedTuple):
+    """One scenario. `Any` stands for a `Workload`, which is above this module."""
+
+    place: Callable[[Any], str]
+    """A workload of it inside a sentence: "with 16 users"."""
+    details: Callable[[Any], tuple[object, ...]] = lambda _: ()
+    """What tells its workloads apart, in the parentheses of their names; None: left out."""
+    word: Callable[[Any], str] | None = None
+    """What stands before the parentheses, if that is not its name."""
+    has_blocks: bool = True
+    """Whether it consists of blocks at a planned load; cold starts and searches do not."""
+    is_search: bool = False
+    """Whether it searches for the highest rate that holds a bound, or the limits of good answers."""
+    of_tensors: bool = True
+    of_tokens: bool = True
+    settings: Mapping[str, str] = {}
+    """The settings of which it needs values, for models that take tensors, with an example."""
+
+
+def _across(workload: Any) -> str:
+    return f"batch {workload.batch_size}" if workload.output_tokens is None else f"prompt {workload.prompt_tokens}"
+
+
+def _surface_place(workload: Any) -> str:
+    size = _across(workload) if workload.output_tokens is None else f"{workload.prompt_tokens}-token prompts"
+    return f"at {counted(workload.concurrency, 'user')}, {size}"
+
+
+def _concurrent_place(workload: Any) -> str:
+    size = f", batch {workload.batch_size}" if workload.batch_size > 1 else ""
+    return f"with {counted(workload.concurrency, 'user')}{size}"
+
+
+def _open_word(workload: Any) -> str:
+    return workload.arrivals if workload.arrivals in ("trace", "poisson") else "open"
+
+
+def _open_details(workload: Any) -> tuple[object, ...]:
+    if workload.trace is not None:
+        return (PurePath(workload.trace).stem,)
+    if workload.rate_share is not None:
+        return (f"{workload.rate_share:.0%}",)
+    batch = f"batch {workload.batch_size}" if workload.batch_size > 1 else None
+    return f"{workload.rate_per_s or 0.0:g}/s", batch
+
+
+def _open_place(workload: Any) -> str:
+    if workload.trace is not None:
+        return f"in the replay of {workload.name}"
+    return f"at {workload.rate_per_s or 0.0:g} requests/s"
+
+
+SCENARIOS: Mapping[Scenario, ScenarioEntry] = {
+    "cold-start": ScenarioEntry(lambda _: "from a cold start", has_blocks=False),
+    "single": ScenarioEntry(lambda _: "one request at a time"),
+    "batched": ScenarioEntry(
+        lambda workload: f"at batch {workload.batch_size}", lambda workload: (workload.batch_size,), of_tokens=False,
+        settings={"batch_sizes": "8,32"},
+    ),
+    "concurrent": ScenarioEntry(
+        _concurrent_place, lambda workload: (workload.concurrency,), settings={"concurrency": "16"}
+    ),
+    "long-prompt": ScenarioEntry(lambda _: "with long prompts", of_tensors=False),
+    "long-answer": ScenarioEntry(lambda _: "with long answers", of_tensors=False),
+    "open": ScenarioEntry(_open_place, _open_details, _open_word, settings={"rates": "20,50"}),
+    "slo": ScenarioEntry(
+        lambda workload: f"within p99 ≤ {workload.latency_bound_ms:g} ms",
+        lambda workload: (f"p99≤{workload.latency_bound_ms:g}ms",), has_blocks=False, is_search=True, of_tokens=False,
+        settings={"slo_p99_ms": "50"},
+    ),
+    "goodput": ScenarioEntry(
+        lambda workload: f"within {workload.limits}", lambda workload: (workload.limits or "whole",),
+        has_blocks=False, is_search=True, of_tensors=False,
+    ),
+    "shared-prefix": ScenarioEntry(lambda _: "with a shared prefix", of_tensors=False),
+    "surface": ScenarioEntry(
+        _surface_place, lambda workload: (workload.concurrency, _across(workload)),
+        settings={"batch_sizes": "1,8", "concurrency": "16"},
+    ),
+}  # fmt: skip
+"""All scenarios, in the order in which the help lists them."""
