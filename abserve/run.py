@@ -137,6 +137,8 @@ class Run:
                 if name.endswith("ci95"):
                     low, high = value or (None, None)
                     row |= {f"{name}_low": low, f"{name}_high": high}
+                elif name == "lost":  # of a rough run: a share for each of the two
+                    row |= zip(("baseline_lost", "arm_lost"), value or (None, None), strict=True)
                 elif name != "ratios":
                     row[name] = value
             rows.append(row | {"winner": comparison.winner})
