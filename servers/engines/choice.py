@@ -57,7 +57,7 @@ class Race(NamedTuple):
     other_ms: list[float]
     rounds: int
     decided: bool = True
-    """False: the machine was too busy for enough rounds."""
+    """False: the machine was so busy that the time ended the race."""
 
 
 def race(
@@ -80,9 +80,10 @@ def race(
     deadline, ends_ns = monotonic() + MOST_SECONDS, process_time_ns() + round(seconds * 1e9)
     for call in (call for pair in pairs for call in pair):
         cpu_ns(call)
-    rounds, lead = list[list[tuple[int, int]]](), 0
+    rounds, lead, late = list[list[tuple[int, int]]](), 0, False
     while abs(lead) < CLEAR_LEAD and len(rounds) < MOST_ROUNDS:
-        if rounds and (monotonic() > deadline or (len(rounds) >= CLEAR_LEAD and process_time_ns() > ends_ns)):
+        late = bool(rounds) and monotonic() > deadline
+        if late or (len(rounds) >= CLEAR_LEAD and process_time_ns() > ends_ns):
             break
         first = len(rounds) % 2
         times = []
@@ -97,7 +98,7 @@ def race(
         [round(statistics.median(times[batch][side] for times in rounds) / 1e6, 4) for batch in range(len(pairs))]
         for side in range(2)
     )
-    return Race(lead >= CLEAR_LEAD, own_ms, other_ms, len(rounds), len(rounds) >= CLEAR_LEAD)
+    return Race(lead >= CLEAR_LEAD, own_ms, other_ms, len(rounds), len(rounds) >= CLEAR_LEAD and not late)
 
 
 def graph_times_ms(

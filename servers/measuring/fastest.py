@@ -40,7 +40,7 @@ OTHERS = ("onnxruntime", "openvino")
 """Engines that are measured beside torch where they are installed."""
 MOST_SECONDS = 180.0
 """The longest that a first start chooses its engine, exports included; what was found until then holds for a day."""
-RACE_SECONDS = 12.0
+RACE_SECONDS = 30.0
 """The most CPU time of one comparison of two engines."""
 MARGIN, MOST_LOSS = 0.97, 1.05
 """Another engine is taken if it clearly needs at most this share of the CPU time (the geometric mean of one item and

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,11 @@ def test_a_race_alternates_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> No
     assert order[:8] == [0, 1, 0, 1, 1, 0, 0, 1]
     assert (race.won, race.rounds) == (False, choice.CLEAR_LEAD)
     assert choice.race(pairs, 60, 0.97, 1.05).rounds > choice.CLEAR_LEAD
+    seconds, in_turn = iter(range(0, 999, 11)), chain([1, 1], cycle([1, 2]))
+    with monkeypatch.context() as patched:  # the minute is over after six rounds, of which each side won half
+        patched.setattr(choice, "monotonic", lambda: next(seconds))
+        patched.setattr(choice, "cpu_ns", lambda _call: next(in_turn))
+        assert choice.race(pairs, 60, 0.97, 1.05)[3:] == (choice.CLEAR_LEAD, False)
     monkeypatch.setattr(choice, "MOST_SECONDS", 0)
     race = choice.race(pairs, 60, 0.97, 1.05)
     assert (race.won, race.rounds, race.decided) == (False, 1, False)
