@@ -71,13 +71,15 @@ lint: setup ## run ruff and mypy --strict, and check the compose files (with doc
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/compose/test_files.py
 
-reference: setup ## regenerate the JSON Schema of result.json and docs/commands.md and abserve/options.py from the code
+reference: setup ## regenerate what is made from the code: result.json's schema, docs/commands.md, options, known models
 	@$(BIN)/python -m loadgen.verdict.result_schema > docs/result.schema.json.new
 	@mv docs/result.schema.json.new docs/result.schema.json
 	@$(BIN)/python .ci/command_reference.py > docs/commands.md.new
 	@mv docs/commands.md.new docs/commands.md
 	@$(BIN)/python .ci/python_options.py > abserve/options.py.new
 	@mv abserve/options.py.new abserve/options.py
+	@$(BIN)/python .ci/model_catalogue.py > servers/models/catalogue.json.new
+	@mv servers/models/catalogue.json.new servers/models/catalogue.json
 
 picture: setup ## draw the pictures of the README and the docs again from published runs (needs Chromium)
 	@$(BIN)/python .ci/terminal_picture.py $(RUN) docs/images/terminal.svg

@@ -1,7 +1,8 @@
 """`abserve models` describes models; `abserve samples` writes sample inputs for a load generator.
 
-Importing the libraries of models and counting operations takes a quarter of a minute, so what `abserve models` has once
-said of them is kept in $XDG_CACHE_HOME/abserve, for the versions of these libraries.
+Importing the libraries of models and counting operations takes a quarter of a minute, so the well-known models are
+described by `servers.models.descriptions`. The names of each library, and what is not described there, are kept in
+$XDG_CACHE_HOME/abserve, for the versions of these libraries.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from rich.console import Console
 
 from servers.language.module import describe_language_model
 from servers.language.specification import PREFIX, is_language_model, language_model, language_names
+from servers.models import descriptions
 from servers.models.files import keep_file, user_cache
+from servers.models.modules import measure_size
 from servers.models.registry import (
     DEFAULT_MODEL,
     SOURCES,
@@ -30,7 +33,7 @@ from servers.models.registry import (
     payload_variants,
 )
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsError
+from servers.models.weights import WeightsError, parse_weights
 from servers.options.command_line import fail
 
 HELP_GROUP = "Explore"
@@ -131,8 +134,11 @@ class KnownModels:
     def describe(self, reference: str) -> dict[str, Any]:
         """What `abserve models` says of one model. Raises `UnknownModelError`."""
         if reference not in self._kept:
+            specification = get_base(reference)
+            if (shipped := descriptions.shipped(reference)) is not None and shipped.size is not None:
+                return _described(specification, *shipped.size)
             self._announce()
-            described = _described(get_base(reference))
+            described = _described(specification, *measure_size(specification))
             if reference not in set(known_references()):
                 return described
             self._keep(reference, described)
@@ -158,12 +164,8 @@ def _versions() -> dict[str, str]:
     return versions | {"changed": str(changed)}
 
 
-def _described(specification: ModelSpecification) -> dict[str, Any]:
-    from servers.models.modules import measure_size
-    from servers.models.weights import parse_weights
-
+def _described(specification: ModelSpecification, parameters: int, flops_per_item: int | None) -> dict[str, Any]:
     try:
-        parameters, flops_per_item = measure_size(specification)
         label = parse_weights(specification.default_weights).label
     except WeightsError as exc:
         fail(str(exc), exc, status=2)

@@ -141,9 +141,8 @@ def check(options: Mapping[str, Any], artefacts: Path = Path(ARTEFACTS)) -> Nati
     else:
         first = models[0]
         weights = pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
-        if settings.engine == "torch" and module_file.takes(first.reference):
-            first.load_module(weights)  # runs two items: a module that is not as described starts no server
-        elif requested.engine == "auto" and settings.engine == OWN:
+        # A user's own module is tried in no other engine.
+        if requested.engine == "auto" and settings.engine == OWN and not module_file.takes(first.reference):
             engine = settings.of_engines()[0].engine_settings()
             chosen = fastest_engine(first.executed, weights, engine, artefacts, settings.choices, echo)
             settings = settings.model_copy(update={"engine": chosen})

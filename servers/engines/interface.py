@@ -20,6 +20,7 @@ from servers.engines.settings import EngineError as EngineError
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
+from servers.options.stages import stage
 from servers.protocol.tensors import Array
 
 PLANS_FOLDER = "ABSERVE_PLANS_FOLDER"
@@ -132,7 +133,8 @@ class Engine(ABC):
         """Count the time of this block to `check_seconds`."""
         started_ns = perf_counter_ns()
         try:
-            yield
+            with stage("verify"):
+                yield
         finally:
             self.check_seconds += (perf_counter_ns() - started_ns) / 1e9
 

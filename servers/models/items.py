@@ -12,11 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from servers.models.specification import ModelSpecification
+from servers.models.specification import ModelDescription, ModelSpecification
 from servers.protocol.tensors import Array, TensorSpec
 
-Values = Mapping[str, tuple[int, int]]
-"""By input, the least value and the one above the largest."""
 CORPUS = Path(__file__).resolve().parent / "corpus"
 QUANTILES = {0.0: 5, 0.05: 10, 0.1: 13, 0.25: 22, 0.5: 38, 0.75: 69, 0.9: 108, 0.95: 148, 0.99: 265, 1.0: 2213}
 """Share of the paragraphs of real text with at most so many tokens; between them lengths are interpolated.
@@ -53,12 +51,12 @@ def random_array(
 
 
 def random_tensor(
-    specification: ModelSpecification, tensor: TensorSpec, generator: np.random.Generator, shape: tuple[int, ...]
+    specification: ModelDescription, tensor: TensorSpec, generator: np.random.Generator, shape: tuple[int, ...]
 ) -> Array:
-    """Values for an input: a text's integers where the specification knows them, else as `random_array` draws them."""
-    if tensor.name not in specification.text_values:
+    """Values for an input: of its range where the description knows it, else as `random_array` draws them."""
+    if tensor.name not in specification.values:
         return random_array(generator, shape, tensor.dtype)
-    values = specification.text_values[tensor.name]
+    values = specification.values[tensor.name]
     if values is None:
         return np.broadcast_to(np.arange(shape[-1]), shape).astype(tensor.dtype)
     return random_array(generator, shape, tensor.dtype, values)
@@ -74,9 +72,7 @@ def valid_items(specification: ModelSpecification, seed: int, lengths: Sequence[
     return (specification.make_items or partial(random_items, specification))(seed, lengths)
 
 
-def random_items(
-    specification: ModelSpecification, seed: int, lengths: Sequence[int], values: Values | None = None
-) -> dict[str, Array]:
+def random_items(specification: ModelDescription, seed: int, lengths: Sequence[int]) -> dict[str, Array]:
     """One item per length, the size along the first axis; where that is padded, items end with their padding.
 
     Lengths may differ only on a padded axis. Other axes have their default size.
@@ -85,10 +81,7 @@ def random_items(
     items = {}
     for tensor in specification.inputs:
         shape = (len(lengths), *specification.item_shape(tensor, sizes))
-        if tensor.name in (values or {}):
-            array = random_array(generator, shape, tensor.dtype, (values or {})[tensor.name])
-        else:
-            array = random_tensor(specification, tensor, generator, shape)
+        array = random_tensor(specification, tensor, generator, shape)
         if axis is not None:
             axis.pad(tensor.name, array, lengths)
         items[tensor.name] = array

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
-from servers.models import sources
+from servers.models import descriptions, sources
 from servers.models.sources import open_clip
 from servers.models.specification import PAYLOADS, ModelSpecification, choose_from, closest
 from servers.models.specification import UnknownModelError as UnknownModelError
@@ -67,6 +68,44 @@ def _variants(reference: str) -> Mapping[str, ModelSpecification]:
     """The variants of a model by payload. Raises `UnknownModelError`."""
     if reference in _SERVED:
         return _variants(DEFAULT_MODEL)
+    identity = _identity(reference)
+    known = None if identity is None else descriptions.known(identity)
+    if identity is None or known is None:
+        specification = describe(reference)
+        if identity is not None:
+            descriptions.keep(identity, specification)
+    else:
+        specification = known.specification(identity, partial(describe, reference))
+        maker = getattr(_source_of(reference)[0], "item_maker", None)
+        specification = replace(specification, make_items=maker(known.description) if maker else None)
+    return MappingProxyType({variant.payload: variant for variant in payload_variants(specification)})
+
+
+def _source_of(reference: str) -> tuple[ModuleType | None, str]:
+    """The source that takes a reference, and the name that it takes. Raises `OSError` for a path that nobody may read,
+    or that is too long."""
+    source, separator, name = reference.partition(":")
+    if separator and source in SOURCES:
+        return source_module(source), name
+    taking = (module for module in map(source_module, SOURCES) if hasattr(module, "takes"))
+    return next((module for module in taking if module.takes(reference)), None), reference
+
+
+def _identity(reference: str) -> descriptions.Identity | None:
+    """By what a model's description is kept; None for one that is described every time, which takes no library of
+    models."""
+    with suppress(OSError):
+        module, name = _source_of(reference)
+        if hasattr(module, "identity") and (identity := module.identity(name)) is not None:
+            return identity  # type: ignore[no-any-return]
+        if hasattr(module, "names"):
+            return descriptions.Identity(reference)
+    return None
+
+
+@cache
+def describe(reference: str) -> ModelSpecification:
+    """The model as its library describes it now. Raises `UnknownModelError`."""
     source, separator, name = reference.partition(":")
     if source == "language":
         raise UnknownModelError(
@@ -78,9 +117,9 @@ def _variants(reference: str) -> Mapping[str, ModelSpecification]:
         if specification is None:
             _refuse(reference, name, {name: f"{source}:{name}" for name in all_names(source)}, f" {source}")
     else:
-        taking = (module for module in map(source_module, SOURCES) if hasattr(module, "takes"))
         try:
-            specification = next((module.specify(reference) for module in taking if module.takes(reference)), None)
+            module, name = _source_of(reference)
+            specification = None if module is None else module.specify(name)
         except OSError as exc:  # a path that nobody may read, or that is too long
             raise UnknownModelError(f"{reference:.200}: {exc.strerror or exc}") from exc
         if specification is None and "/" in reference:
@@ -92,7 +131,7 @@ def _variants(reference: str) -> Mapping[str, ModelSpecification]:
             references = [*_SERVED, *known_references()]
             by_name = {name.partition(":")[2]: name for name in references}
             _refuse(reference, reference, by_name | {name: name for name in references})
-    return MappingProxyType({variant.payload: variant for variant in payload_variants(specification)})
+    return specification
 
 
 def _refuse(reference: str, name: str, references: Mapping[str, str], source: str = "") -> NoReturn:

@@ -133,7 +133,7 @@ def _write_items(specification: ModelSpecification, folder: Path, sequence_lengt
             tensor.name
             for tensor in specification.inputs
             if specification.file is not None and tensor.dtype.kind in "iub" and tensor.datatype != "UINT8"
-            if tensor.name not in specification.text_values
+            if tensor.name not in specification.values
         ]
         kind += f", 0 or 1 for {', '.join(guessed)}" if guessed else ""
         arrays = valid_items(specification, seed, lengths)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
@@ -87,8 +87,9 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSpecification:
-    """One model as it is served, with the payload that reaches it (see `servers.models.registry`)."""
+class ModelDescription:
+    """What is known of a model without its library: everything that a server's command, its front ends and its clients
+    need. `servers.models.descriptions` keeps it."""
 
     name: str
     """The name on a server."""
@@ -97,10 +98,6 @@ class ModelSpecification:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int
-    load_module: Callable[[WeightsSource], torch.nn.Module]
-    """Build the FP32 module in eval mode on the CPU. It takes the inputs in order, for images the FP32 variant's,
-    and returns the output, or a tuple of the outputs in order. Imports torch itself, so that reading a specification
-    stays cheap. Raises `WeightsError`, always for a model that is only a `file`."""
     reference: str = ""
     """The value of `--model`: open_clip:ViT-B-32, or an absolute path. `label` has no folders."""
     kinds: Mapping[str, OutputKind] = field(default_factory=dict)
@@ -114,22 +111,11 @@ class ModelSpecification:
     """Floating-point operations per item at the axes' default sizes, a multiply-add counted as two; None: unknown."""
     definition_sha256: str | None = None
     """SHA-256 of the user's file that defines the model: other content means another model, even with equal weights."""
-    file: Path | None = None
-    """The ONNX file of a model without a module; engines that execute files take it unchanged."""
-    make_items: Callable[[int, Sequence[int]], Mapping[str, Array]] | None = None
-    """`make_items(seed, lengths)` returns one item per length, padded to the longest, by input. A model without axes
-    uses only the number of lengths. None: photographs for a model of images, else random values."""
-    text_values: Mapping[str, tuple[int, int] | None] = field(default_factory=dict)
-    """By input that holds a text's integers, by its name: from the first, below the second; None: counted from 0."""
-    samples: Mapping[str, Array] | None = field(default=None, compare=False)
-    """Items that the model's author supplies, by input, padded to the longest; None: items are generated."""
+    values: Mapping[str, tuple[int, int] | None] = field(default_factory=dict)
+    """By input whose generated values have a range, that: from the first, below the second; None: counted from 0."""
     image: Preprocessing | None = None
     """How an image becomes the only input; None for a model that takes no image."""
     default_weights: str = "random:0"
-    pretrained_tags: Callable[[], tuple[str, ...]] = tuple
-    """The tags that `--weights` accepts for this model."""
-    find_pretrained: FindPretrained | None = None
-    """Finds the file of a tag; None for a model without tags."""
     fused_tower: bool = False
     """Whether the module is a vision transformer that the fused kernels and operators may replace."""
     payload: Payload = "tensors"
@@ -137,8 +123,6 @@ class ModelSpecification:
     file."""
     base_name: str | None = None
     """For a variant, the name of the model itself."""
-    decodes_to: ModelSpecification | None = None
-    """For JPEG, the variant that gets the decoded pixels."""
 
     @property
     def label(self) -> str:
@@ -151,11 +135,6 @@ class ModelSpecification:
     def base(self) -> str:
         """The name that all payload variants of one model share."""
         return self.base_name or self.name
-
-    @property
-    def executed(self) -> ModelSpecification:
-        """The variant whose inputs the engine takes: the UINT8 one for JPEG, which no engine decodes."""
-        return self.decodes_to or self
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -195,6 +174,40 @@ class ModelSpecification:
                 shape[place - 1] = (sizes or {}).get(axis.name, axis.default)
         return tuple(shape)
 
+    @property
+    def described(self) -> ModelDescription:
+        """The description alone."""
+        return ModelDescription(**{known.name: getattr(self, known.name) for known in fields(ModelDescription)})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpecification(ModelDescription):
+    """One model as it is served, with the payload that reaches it (see `servers.models.registry`)."""
+
+    _: KW_ONLY
+    load_module: Callable[[WeightsSource], torch.nn.Module]
+    """Build the FP32 module in eval mode on the CPU. It takes the inputs in order, for images the FP32 variant's,
+    and returns the output, or a tuple of the outputs in order. Imports torch itself, so that reading a specification
+    stays cheap. Raises `WeightsError`, always for a model that is only a `file`."""
+    file: Path | None = None
+    """The ONNX file of a model without a module; engines that execute files take it unchanged."""
+    make_items: Callable[[int, Sequence[int]], Mapping[str, Array]] | None = None
+    """`make_items(seed, lengths)` returns one item per length, padded to the longest, by input. A model without axes
+    uses only the number of lengths. None: photographs for a model of images, else random values."""
+    samples: Mapping[str, Array] | None = field(default=None, compare=False)
+    """Items that the model's author supplies, by input, padded to the longest; None: items are generated."""
+    pretrained_tags: Callable[[], tuple[str, ...]] = tuple
+    """The tags that `--weights` accepts for this model."""
+    find_pretrained: FindPretrained | None = None
+    """Finds the file of a tag; None for a model without tags."""
+    decodes_to: ModelSpecification | None = None
+    """For JPEG, the variant that gets the decoded pixels."""
+
+    @property
+    def executed(self) -> ModelSpecification:
+        """The variant whose inputs the engine takes: the UINT8 one for JPEG, which no engine decodes."""
+        return self.decodes_to or self
+
 
 def image_specification(
     reference: str,
@@ -202,9 +215,9 @@ def image_specification(
     output: TensorSpec,
     kind: OutputKind,
     load_module: Callable[[WeightsSource], torch.nn.Module],
-    **fields: Any,
+    **others: Any,
 ) -> ModelSpecification:
-    """The specification of a model with one image as input; `fields` add to the usual ones or replace them."""
+    """The specification of a model with one image as input; `others` add to the usual fields or replace them."""
     source, _, name = reference.partition(":")
     usual: dict[str, Any] = {
         "name": served_name(reference),
@@ -217,7 +230,7 @@ def image_specification(
         "payload": "fp32",
     }
     return ModelSpecification(
-        reference=reference, outputs=(output,), image=preprocessing, load_module=load_module, **(usual | fields)
+        reference=reference, outputs=(output,), image=preprocessing, load_module=load_module, **(usual | others)
     )
 
 

@@ -24,6 +24,7 @@ def main() -> int:
     from servers.options.command_line import from_argument, validation_sentence
     from servers.options.defaults import OptionError
     from servers.options.launch import bind
+    from servers.options.stages import stage
 
     model: LanguageModel | None = None
     try:
@@ -35,7 +36,8 @@ def main() -> int:
         else:
             requested.check_for_tensors()
             os.environ.update(wait_policy(parse_spinning(requested.spinning)))
-            specifications = get_variants(requested.model, requested.payloads)
+            with stage("describe"):
+                specifications = get_variants(requested.model, requested.payloads)
             settings = requested.resolved(specifications[0])
             settings.engine_settings().check()
             padding_of(specifications[0], settings.pad_sizes)

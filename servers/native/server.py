@@ -26,6 +26,7 @@ from servers.native.shared.settings import NativeSettings, artefact_field
 from servers.native.shared.statistics import Statistics
 from servers.native.supervisor import Children, Supervisor, exit_status, keep_early_signals
 from servers.options.launch import host_in_url
+from servers.options.stages import stage
 
 if TYPE_CHECKING:
     from servers.native.engine.model_host import Offer
@@ -192,7 +193,7 @@ def _offer(settings: NativeSettings, specification: ModelSpecification, weights:
         from servers.engines.factory import build_engine  # in the engine thread, after the port answers
 
         for library in imported_first(settings.engine, executed):
-            with suppress(ImportError):  # loading the engine says what to install
+            with stage("import"), suppress(ImportError):  # loading the engine says what to install
                 importlib.import_module(library)
         return build_engine(executed, weights, engine, getattr(settings, artefact_field(executed)))
 

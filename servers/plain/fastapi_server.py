@@ -8,18 +8,22 @@ import asyncio
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-import torch
-import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
+from servers.options.stages import stage, stages
+
+with stage("import"):
+    import numpy as np
+    import torch
+    import uvicorn
+    from fastapi import FastAPI, Request, Response
+    from fastapi.responses import JSONResponse
+    from starlette.exceptions import HTTPException
 
 from servers.gpu.info import Runtime
 from servers.models.specification import ModelSpecification
@@ -37,9 +41,15 @@ class PlainModel:
 
     def __init__(self, settings: PlainSettings) -> None:
         self.spec, self.device, self.dtype = settings.specification(), settings.device, DTYPES[settings.precision]
-        self.module = module_of(settings).to(self.device)
-        for rows in (1, self.spec.max_batch_size, 1):
-            self.infer([[np.zeros((rows, *self.spec.item_shape(tensor)), tensor.dtype) for tensor in self.spec.inputs]])
+        with stage("build"):
+            module = module_of(settings)
+        with stage("load"):
+            self.module = module.to(self.device)
+        with stage("warm_up"):
+            for rows in (1, self.spec.max_batch_size, 1):
+                shapes = {tensor: (rows, *self.spec.item_shape(tensor)) for tensor in self.spec.inputs}
+                self.infer([[np.zeros(shape, tensor.dtype) for tensor, shape in shapes.items()]])
+        print("start", *(f"{name}_s={seconds}" for name, seconds in stages().items()), file=sys.stderr)  # noqa: T201
 
     @torch.inference_mode()
     def infer(self, requests: Sequence[list[Array]]) -> list[list[Array]]:

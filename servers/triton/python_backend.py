@@ -31,6 +31,7 @@ from servers.models.files import for_python
 from servers.models.images import ImageDecoder, ImageError
 from servers.models.registry import get_variant
 from servers.models.weights import parse_weights
+from servers.options.stages import stage, stages
 from servers.protocol.errors import ContractError
 from servers.protocol.tensors import Array
 from servers.triton.batch_executor import BatchExecutor
@@ -169,7 +170,8 @@ class EngineModel:
         parameters = parameters_of_instance(parameters, args["model_instance_device_id"])
         max_batch_size = int(config["max_batch_size"])
         private = json.loads((folder / "engine.json").read_bytes())
-        specification = get_variant(for_python(private["model"]), parameters["payload"])
+        with stage("describe"):
+            specification = get_variant(for_python(private["model"]), parameters["payload"])
         settings = settings_from_parameters(parameters, max_batch_size)
         if any(tensor.dtype.hasobject for tensor in (*specification.inputs, *specification.outputs)):
             repair_bytes()
@@ -183,12 +185,14 @@ class EngineModel:
             settings,
             Path(for_python(private["artefact"])) if private["artefact"] is not None else None,
         )
-        self._engine.load()
+        with stage("load"):
+            self._engine.load()
         in_effect = self._engine.describe()
         if differences := contradictions(parameters, max_batch_size, in_effect):
             raise EngineError(f"the engine differs from the model's config: {'; '.join(differences)}")
         loaded_ns = time.perf_counter_ns()
-        self._engine.warm_up(warm_up_sizes(max_batch_size))
+        with stage("warm_up"):
+            self._engine.warm_up(warm_up_sizes(max_batch_size))
         warm_ns = time.perf_counter_ns()
         in_effect = profiled(self._engine) or in_effect
 
@@ -199,6 +203,8 @@ class EngineModel:
             "load_ns": loaded_ns - started_ns,
             "warm_up_ns": warm_ns - loaded_ns,
         }
+        seconds = " ".join(f"{name}_s={seconds}" for name, seconds in stages().items())
+        pb_utils.Logger.log_info(f"start {seconds}")
         pb_utils.Logger.log_info(f"engine ready: {json.dumps(report, default=str)}")
 
     def execute(self, requests: list[Any]) -> list[Any]:

@@ -26,7 +26,12 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize(
-    ("program", "document"), [("command_reference", "docs/commands.md"), ("python_options", "abserve/options.py")]
+    ("program", "document"),
+    [
+        ("command_reference", "docs/commands.md"),
+        ("python_options", "abserve/options.py"),
+        ("model_catalogue", "servers/models/catalogue.json"),
+    ],
 )
 def test_the_references_are_those_of_the_code(program: str, document: str) -> None:
     made = subprocess.run(

@@ -50,6 +50,7 @@ from servers.engines.torch.runner import RunnerEngine
 from servers.models.files import for_library
 from servers.models.uint8_module import executed_module
 from servers.models.weights import WeightsError
+from servers.options.stages import stage
 from servers.protocol.tensors import Array
 
 GRAPH_MODES = ("graph", "compile")
@@ -75,7 +76,8 @@ class TorchEngine(RunnerEngine):
         device = self._enter_device(settings.device)
         assert self._weights is not None
         try:
-            module = specification.load_module(self._weights)
+            with stage("build"):
+                module = specification.load_module(self._weights)
         except WeightsError as exc:
             raise EngineError(str(exc)) from exc
         try:
@@ -145,7 +147,7 @@ class TorchEngine(RunnerEngine):
         assert isinstance(form.module, torch.nn.Module)  # see plain_form
         cache = ChoiceCache(cache_key(form.module, specification, self._device, "fp32") | {"items": str(several)})
         try:
-            with cache.held():
+            with stage("choose"), cache.held():
                 products = _products(form.module, examples, cache)
         except FAILURES as exc:
             return replace(form, kernels=f"{form.kernels}, untuned: {reason_of(exc)}")

@@ -41,6 +41,7 @@ from servers.engines.torch.norms import folded_norms, with_layers
 from servers.engines.torch.runner import TORCH_TYPES
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images, executed_module
+from servers.options.stages import stage
 from servers.protocol.tensors import Array
 
 MEASURING_SECONDS = 30.0
@@ -139,7 +140,7 @@ class PlannedModule(ABC):
     def form(self, rows: Sequence[int]) -> ModelForm | None:
         """Choose for each batch of `rows`; None if no plan gives the model's answers to one of them."""
         cache = ChoiceCache(cache_key(self._module, self._specification, self._device, self._answers.precision))
-        with cache.held():
+        with stage("choose"), cache.held():
             kept = self._kept(cache)
             for count in measuring_order(rows):
                 if (plan := kept.get(count)) is not None and self._agrees(plan, count):

@@ -23,6 +23,7 @@ from servers.engines.torch.copies import CudaCopies, cut_copy
 from servers.engines.torch.device import event_pair, probe_kernels
 from servers.gpu.cuda_library import CudaError
 from servers.models.specification import Axis, ModelSpecification
+from servers.options.stages import stage
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import Array, TensorSpec
 
@@ -343,6 +344,7 @@ class GraphRunner:
         for memory in memories:
             memory.reserve(largest.shape_of(self._specification, memory.tensor))
 
+    @stage("capture")
     def _capture(self, bucket: Bucket, enqueue: Enqueue) -> None:
         specification = self._specification
         inputs, outputs = (

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from servers.engines.choice import ChoiceCache, graph_times_ms, machine_key, makes_choices
 from servers.engines.torch import vit_kernels as kernels
 from servers.engines.torch.vit_tower import LeanVisionTower, TowerShape, UnsupportedTowerError
+from servers.options.stages import stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +445,7 @@ class PlanChooser:
         if not makes_choices():
             return CUBLAS, "default"
         candidates = [plan for plan in portable_plans(images) if plan.fits(shape)]
-        with self._cache.held():
+        with stage("choose"), self._cache.held():
             stored = self._cache.read()
             try:
                 place, origin = stored[str(images)]

@@ -27,12 +27,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard, get_args
 
 import numpy as np
 
+from servers.models.descriptions import Identity
 from servers.models.files import file_sha256, named_path
 from servers.models.items import random_items, valid_items
 from servers.models.modules import load_strictly, option_of, read_state, ready
 from servers.models.specification import (
     Axis,
     Input,
+    ModelDescription,
     ModelSpecification,
     Output,
     OutputKind,
@@ -58,6 +60,15 @@ def takes(reference: str) -> bool:
     return _REFERENCE.fullmatch(reference) is not None
 
 
+def identity(reference: str) -> Identity | None:
+    """The function and its file."""
+    if (match := _REFERENCE.fullmatch(reference)) is None:
+        return None
+    path, sample = named_path(match["file"]), match["sample"]
+    files = (path,) if sample is None else (path, Path(sample).expanduser().absolute())
+    return Identity(":".join(["module_file", str(match["function"]), *map(str, files)]), files)
+
+
 def specify(reference: str) -> ModelSpecification | None:
     """The specification of the module that the function describes. Raises `UnknownModelError`."""
     match = _REFERENCE.fullmatch(reference)
@@ -70,11 +81,17 @@ def specify(reference: str) -> ModelSpecification | None:
     try:
         if not isinstance(model, UserModel):
             return _of_bare_module(path, match["function"], make, model, match["sample"])
-        return _specification(path, match["function"], make, model)
+        specification = _specification(path, match["function"], make, model)
     except ValueError as exc:
         raise UnknownModelError(f"{label}: {exc}") from exc
     except (TypeError, AttributeError) as exc:
         raise UnknownModelError(f"{label}: a field of its UserModel has the wrong type: {exc}") from exc
+    if _is_module(model.module):  # else loading it says what it is
+        try:
+            _checked(model.module, specification, label)
+        except WeightsError as exc:
+            raise UnknownModelError(str(exc)) from exc
+    return specification
 
 
 def _function(path: Path, name: str | None) -> Callable[[], object]:
@@ -310,13 +327,13 @@ def _specification(path: Path, function: str, make: Callable[[], object], model:
         definition_sha256=file_sha256(path),
         image=model.image,
         payload="tensors" if model.image is None else "fp32",
+        values={tensor.name: tensor.values for tensor in model.inputs if tensor.values is not None},
     )
     if model.image is not None and [(spec.datatype, spec.item_shape) for spec in specification.inputs] != [
         ("FP32", (3, model.image.size, model.image.size))
     ]:
         raise ValueError(f"a model with image takes one FP32 input of {model.image.size} × {model.image.size} pixels")
-    values = {tensor.name: tensor.values for tensor in model.inputs if tensor.values is not None}
-    return _with_items(specification, values, model.samples)
+    return _with_items(specification, model.samples)
 
 
 def _check_values(tensor: Input) -> None:
@@ -393,26 +410,27 @@ def _id_counts(model: UserModel) -> dict[str, int]:
     }
 
 
-def _with_items(
-    specification: ModelSpecification, values: Mapping[str, tuple[int, int]], samples: Mapping[str, Any] | None
-) -> ModelSpecification:
-    """Add the user's items to the specification, and a function that makes random ones of every length."""
-    items = None
+def item_maker(described: ModelDescription) -> Callable[[int, Sequence[int]], Mapping[str, Array]] | None:
+    """Makes random items of every length. None for images, and for items whose variable sizes only the caller knows."""
+    fixed = not described.axes or described.padded_axis is not None
+    return partial(random_items, described) if fixed and described.image is None else None
+
+
+def _with_items(specification: ModelSpecification, samples: Mapping[str, Any] | None) -> ModelSpecification:
+    """Add the user's items to the specification, or a function that makes random ones."""
+    make_items, items = item_maker(specification), None
     if samples is not None:
         items = {tensor.name: _sample(tensor, samples.get(tensor.name)) for tensor in specification.inputs}
         if len({len(array) for array in items.values()}) != 1:
             raise ValueError("samples must have equally many items for every input")
+        if make_items is not None and not specification.axes:
+            make_items = partial(_in_turn, items)
+    return replace(specification, samples=items, make_items=make_items)
 
-    def make_items(seed: int, lengths: Sequence[int]) -> Mapping[str, Array]:
-        if items is not None and not specification.axes:
-            rows = np.arange(seed, seed + len(lengths))
-            return {name: array.take(rows, axis=0, mode="wrap") for name, array in items.items()}
-        return random_items(specification, seed, lengths, values)
 
-    # For other items of variable size the caller knows the sizes.
-    fixed = not specification.axes or specification.padded_axis is not None
-    makes = fixed and specification.image is None
-    return replace(specification, samples=items, make_items=make_items if makes else None)
+def _in_turn(items: Mapping[str, Array], seed: int, lengths: Sequence[int]) -> Mapping[str, Array]:
+    rows = np.arange(seed, seed + len(lengths))
+    return {name: array.take(rows, axis=0, mode="wrap") for name, array in items.items()}
 
 
 def _sample(tensor: TensorSpec, values: Any) -> Array:

@@ -64,7 +64,7 @@ def specify(reference: str) -> ModelSpecification | None:
             if taken & by_tensor.keys()
         ),
         max_batch_size=32,
-        text_values=_text_values(integers, counts),
+        values=_text_values(integers, counts),
         load_module=partial(refuse_module, path),
         file=path,
         definition_sha256=_sha256(path, model),

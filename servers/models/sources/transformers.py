@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from servers.models.descriptions import Identity
 from servers.models.files import file_sha256, named_path
 from servers.models.items import text_ids
 from servers.models.modules import (
@@ -27,7 +30,14 @@ from servers.models.modules import (
     ready,
     refuse_misfits,
 )
-from servers.models.specification import Axis, ModelSpecification, UnknownModelError, choose_from, served_name
+from servers.models.specification import (
+    Axis,
+    ModelDescription,
+    ModelSpecification,
+    UnknownModelError,
+    choose_from,
+    served_name,
+)
 from servers.models.weights import (
     PretrainedWeights,
     RandomWeights,
@@ -35,6 +45,7 @@ from servers.models.weights import (
     WeightsSource,
     seeded,
 )
+from servers.options.stages import stage
 from servers.protocol.tensors import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -69,6 +80,15 @@ def takes(reference: str) -> bool:
     """Whether the reference is a folder with a config.json, or a configuration itself."""
     path = Path(reference).expanduser()
     return (path / "config.json").is_file() or (path.suffix == ".json" and path.is_file())
+
+
+def identity(name: str) -> Identity | None:
+    """A folder or a configuration; None for a name."""
+    if name in _KNOWN or not takes(name):
+        return None
+    path = named_path(name)
+    file = path / "config.json" if path.is_dir() else path
+    return Identity(f"transformers:{file}", (file,))
 
 
 def specify(name: str) -> ModelSpecification | None:
@@ -151,7 +171,7 @@ def _specification(config: Any, **fields: Any) -> ModelSpecification:
         output = TensorSpec("last_hidden_state", "FP32", (-1, -1, config.hidden_size))
     places = dict.fromkeys(inputs if classifier else [*inputs, output.name], 1)
     padding = {"input_ids": pad, "attention_mask": 0, "token_type_ids": 0}
-    return ModelSpecification(
+    specification = ModelSpecification(
         version="1",
         inputs=tuple(TensorSpec(name, "INT64", (-1, -1)) for name in inputs),
         outputs=(output,),
@@ -164,10 +184,16 @@ def _specification(config: Any, **fields: Any) -> ModelSpecification:
         item="sequence",
         max_batch_size=32,
         id_counts=id_counts,
-        make_items=partial(_token_ids, config.vocab_size, pad, tuple(inputs)),
         load_module=partial(_load, config, classifier, title, fields.get("find_pretrained")),
         **fields,
     )
+    return replace(specification, make_items=item_maker(specification))
+
+
+def item_maker(described: ModelDescription) -> Callable[[int, Sequence[int]], Mapping[str, Array]]:
+    """Makes items of uniform token ids."""
+    pad = described.axes[0].padding["input_ids"]
+    return partial(_token_ids, described.id_counts["input_ids"], pad, [tensor.name for tensor in described.inputs])
 
 
 def _check_padding(config: Any, title: str) -> None:
@@ -211,6 +237,8 @@ def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsS
     import transformers
 
     auto: Any = transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModel
+    with stage("import"), _for_inference():
+        _class(auto, config)
     if isinstance(source, RandomWeights):
         with seeded(source.seed), quiet_transformers():
             model = auto.from_config(
@@ -236,6 +264,23 @@ def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsS
     # A file with more than the encoder, such as the head of pre-training, is fine.
     refuse_misfits(option, title, missing, set(), set(report["mismatched_keys"]))
     return _first_output(ready(model))
+
+
+@contextmanager
+def _for_inference() -> Iterator[None]:
+    """Import modules of models without SciPy and scikit-learn, which transformers takes where they are installed, for
+    losses of training and for assisted generation."""
+    import transformers
+
+    utils: Any = transformers.utils
+    asked = {name: getattr(utils, name) for name in ("is_scipy_available", "is_sklearn_available")}
+    try:
+        for name in asked:
+            setattr(utils, name, lambda: False)
+        yield
+    finally:
+        for name, available in asked.items():
+            setattr(utils, name, available)
 
 
 def _class(auto: Any, config: Any) -> Any:

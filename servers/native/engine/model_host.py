@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -21,6 +22,7 @@ from servers.native.shared.interface import ModelState, QueuedRequest, check_rea
 from servers.native.shared.memory import Arena
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
+from servers.options.stages import stage, stages
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
 from servers.protocol.records import ModelSignature
 
@@ -194,16 +196,20 @@ class ModelHost:
 def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) -> tuple[Engine, EngineDescription]:
     """A loaded and warm engine; blocks, in the thread that will use it. Raises `EngineError` and whatever it raises."""
     started_ns = time.perf_counter_ns()
-    engine = build_engine()
+    with stage("build"):
+        engine = build_engine()
     log.info("engine imported", model=signature.name)  # a step of a cold start, as is "weights loaded"
-    engine.load()
+    with stage("load"):
+        engine.load()
     log.info("weights loaded", model=signature.name)
     description = engine.describe()
     if description.max_batch_size < signature.max_batch_size:
         most = description.max_batch_size
         raise EngineError(f"the engine executes at most {most} items at once: set --max-batch-size {most} or less")
     loaded_ns = time.perf_counter_ns()
-    engine.warm_up(warm_up_sizes(signature.max_batch_size))
+    with stage("warm_up"):
+        engine.warm_up(warm_up_sizes(signature.max_batch_size))
+    start = stages()
     description = profiled(engine) or description
     if trouble := description.details.get("choice_trouble"):
         log.warning(trouble, model=signature.name)
@@ -220,4 +226,5 @@ def _load_engine(build_engine: Callable[[], Engine], signature: ModelSignature) 
         warm_up_s=round((time.perf_counter_ns() - loaded_ns) / 1e9, 2),
         **({} if (plans_s := description.details.get("plan_seconds")) is None else {"plans_s": plans_s}),
     )
-    return engine, description
+    log.info("start", model=signature.name, **{f"{name}_s": seconds for name, seconds in start.items()})
+    return engine, replace(description, details={**description.details, "start": start})

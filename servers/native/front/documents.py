@@ -191,10 +191,13 @@ def repository_index(services: Iterable[ModelService], ready_only: bool) -> list
 
 
 def statistics(services: Iterable[ModelService]) -> Document:
-    """Triton's statistics of some models."""
+    """Triton's statistics of some models, with the seconds of the stages of each one's start."""
     return {
         "model_stats": [
-            service.statistics.snapshot().as_model_stats(service.signature.name, service.signature.version)
+            {
+                **service.statistics.snapshot().as_model_stats(service.signature.name, service.signature.version),
+                "abserve_start": service.description.details.get("start", {}) if service.description else {},
+            }
             for service in services
         ]
     }

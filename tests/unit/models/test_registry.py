@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from loadgen.entry import PanelledCommand
 from servers.commands import models as command
 from servers.commands.models import models
-from servers.models import sources
+from servers.models import descriptions, sources
 from servers.models.registry import DEFAULT_MODEL, known_references
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,7 +49,7 @@ def specify(name):
 USE = """
 import sys
 import numpy as np
-from servers.models import sources
+from servers.models import descriptions, sources
 sources.__path__.append(sys.argv[1])
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
@@ -148,7 +148,9 @@ class Library:
         self.versions = {"torch": "1"}
         monkeypatch.setattr(command, "known_references", lambda: (DEFAULT_MODEL,))
         monkeypatch.setattr(command, "_versions", lambda: dict(self.versions))
-        monkeypatch.setattr(command, "_described", lambda specification: self.count(specification.reference))
+        monkeypatch.setattr(command, "_described", lambda specification, *_: self.count(specification.reference))
+        monkeypatch.setattr(command, "measure_size", lambda _: (7, None))
+        monkeypatch.setattr(descriptions, "shipped", lambda _: None)
 
     def count(self, reference: str) -> dict[str, object]:
         self.read.append(reference)

@@ -104,6 +104,7 @@ def test_values_are_limits_only_where_they_end_with_an_embedding(file: Callable[
         "def f():\n    x = [Input(str(count), kind, ('batch', 1), values=(0, count), padding=None) for count, kind in"
         " ((5, 'INT64'), (6, 'INT64'), (7, 'FP32'))]\n"
         "    both = torch.nn.ModuleList([torch.nn.Embedding(5, 2), torch.nn.Embedding(7, 2)])\n"
+        "    both.forward = lambda *x: torch.zeros(len(x[0]), 4)\n"
         "    return UserModel(both, x, [Output('y', 'FP32', ('batch', 4))])"
     )
     assert get_base(f"{path}:f").id_counts == {"5": 5}
@@ -228,7 +229,6 @@ def test_a_neighbour_with_the_name_of_an_installed_package_hides_nothing_and_is_
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (model(), "the module is a NoneType"),
         (model("torch.nn.Linear(3, 2)"), r"y is float32 \[2, 2\]; .* float32 \[2, 3\]"),
         (model("torch.nn.Linear(4, 2)"), "fails on inputs of its description: RuntimeError"),
         (model("torch.nn.Identity()", outputs=f"{Y}, {Y.replace('y', 'z')}"), "1 tensors; described outputs: 2"),
@@ -240,13 +240,15 @@ def test_a_neighbour_with_the_name_of_an_installed_package_hides_nothing_and_is_
         ),
     ],
 )
-def test_a_module_that_is_not_as_described_is_refused_when_it_is_loaded(
-    text: str, message: str, file: Callable[[str], str]
-) -> None:
-    specification = get_base(f"{file(text)}:f")
-    with pytest.raises(WeightsError, match=message) as caught:
-        specification.load_module(RandomWeights(0))
+def test_a_module_that_is_not_as_described_is_refused(text: str, message: str, file: Callable[[str], str]) -> None:
+    with pytest.raises(UnknownModelError, match=message) as caught:
+        get_base(f"{file(text)}:f")
     assert "\n" not in str(caught.value)
+
+
+def test_a_description_without_a_module_is_refused_when_it_is_loaded(file: Callable[[str], str]) -> None:
+    with pytest.raises(WeightsError, match="the module is a NoneType"):
+        get_base(f"{file(model())}:f").load_module(RandomWeights(0))
 
 
 @pytest.mark.parametrize(
