@@ -96,8 +96,9 @@ def _identity(reference: str) -> descriptions.Identity | None:
     models."""
     with suppress(OSError):
         module, name = _source_of(reference)
-        if hasattr(module, "identity") and (identity := module.identity(name)) is not None:
-            return identity  # type: ignore[no-any-return]
+        identity: descriptions.Identity | None = getattr(module, "identity", lambda _: None)(name)
+        if identity is not None:
+            return identity
         if hasattr(module, "names"):
             return descriptions.Identity(reference)
     return None
@@ -131,7 +132,7 @@ def describe(reference: str) -> ModelSpecification:
             references = [*_SERVED, *known_references()]
             by_name = {name.partition(":")[2]: name for name in references}
             _refuse(reference, reference, by_name | {name: name for name in references})
-    return specification
+    return specification  # type: ignore[no-any-return]
 
 
 def _refuse(reference: str, name: str, references: Mapping[str, str], source: str = "") -> NoReturn:

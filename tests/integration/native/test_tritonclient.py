@@ -95,6 +95,7 @@ def test_config_and_statistics_are_those_of_tritons_own_protobuf(null_server, cl
     statistics = json.loads(null_server.request("GET", f"/v2/models/{MODEL}/stats").body)
     for model in statistics["model_stats"]:
         assert set(model.pop("abserve_stages")) == {"receive", "decode", "queue", "compute", "encode"}
+        assert {"build", "load", "warm_up"} <= set(model.pop("abserve_start"))
     json_format.ParseDict(statistics, service_pb2.ModelStatisticsResponse())
 
 

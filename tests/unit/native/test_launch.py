@@ -16,7 +16,8 @@ from servers.engines.factory import check_engine
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
 from servers.models.registry import DEFAULT_MODEL, get_specification
-from servers.models.weights import RandomWeights, WeightsError
+from servers.models.specification import UnknownModelError
+from servers.models.weights import RandomWeights
 from servers.native.server import imported_first
 from servers.native.shared.settings import NativeSettings
 from servers.triton.settings import TritonSettings
@@ -169,7 +170,7 @@ def f():
     return UserModel(torch.nn.Identity(), [Input("x", "FP32", ("batch", 3))], [Output("y", "FP32", ("batch", 4))])
 """
     (tmp_path / "wrong.py").write_text(text)
-    with pytest.raises(WeightsError, match=r"wrong\.py:f: the module's y is float32 \[2, 3\]"):
+    with pytest.raises(UnknownModelError, match=r"wrong\.py:f: the module's y is float32 \[2, 3\]"):
         check({"model": f"{tmp_path}/wrong.py:f"})
 
 
