@@ -16,7 +16,10 @@ from threading import RLock
 from types import ModuleType
 
 NAMES = ("loadgen", "servers")
-_FOLDER = Path(__file__).resolve().parents[1]
+_INSTALLED = Path(__file__).resolve().with_name("_packages")
+FOLDER = str(_INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1])
+"""The folder that holds both packages: a checkout, or one inside this package, because other packages may have such
+names too. Our own processes have it first on their path."""
 _lock = RLock()
 _ours: dict[str, ModuleType] = {}
 """Our modules while the project's have their names."""
@@ -31,11 +34,11 @@ def own_packages() -> Iterator[None]:
             return
         theirs = _taken_out()
         sys.modules.update(_ours)
-        sys.path.insert(0, str(_FOLDER))
+        sys.path.insert(0, FOLDER)
         try:
             yield
         finally:
-            sys.path.remove(str(_FOLDER))
+            sys.path.remove(FOLDER)
             _ours.update(_taken_out())
             sys.modules.update(theirs)
 
@@ -48,7 +51,7 @@ def _is_ours(name: str) -> bool:
         file = None if spec is None else spec.origin
     else:
         file = getattr(module, "__file__", None)
-    return file is not None and Path(file).resolve() == (_FOLDER / name / "__init__.py").resolve()
+    return file is not None and Path(file).resolve() == Path(FOLDER, name, "__init__.py").resolve()
 
 
 def _taken_out() -> dict[str, ModuleType]:

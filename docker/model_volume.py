@@ -26,6 +26,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from abserve.packages import FOLDER
+
+sys.path.insert(0, FOLDER)
+
 from servers.engines.interface import EngineError
 from servers.engines.settings import precision_on
 from servers.export.artefacts import ensure_artefact
@@ -46,7 +50,7 @@ from servers.triton.config import (
 )
 
 Kind = Literal["gpu", "cpu"]
-ABSERVE = (sys.executable, "-P", "-m", "loadgen.entry")
+ABSERVE = (sys.executable, "-P", "-m", "abserve")
 PLAN_REQUEST_SCHEMA = "abserve.plan-request/1"
 
 

@@ -28,7 +28,8 @@ EXAMPLES = (
     ("abserve compare --a http://HOST:8000 --b http://HOST:9000", "Two servers that run already."),
 )
 OWN_PACKAGES = ("abserve", "loadgen", "servers", "tests")
-INSTALL_SERVERS = "pip install 'abserve[servers]'"
+EXTRAS = {"grpc": "conformance", "tritonclient": "conformance", "locust": "locust"}
+"""The extra of abserve that brings a module; of every other one it is `servers`."""
 MOST_MEANT = 3
 """Options that are suggested in place of a wrong one."""
 STYLE = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -179,16 +180,21 @@ def one_sentence() -> Iterator[None]:
     except ModuleNotFoundError as error:
         from loadgen.cli.output import fail
 
-        missing = (error.name or "").partition(".")[0]
-        if missing in OWN_PACKAGES or not missing:
-            raise
-        fail(f"{missing} is not installed, which serving and describing models here needs; run: {INSTALL_SERVERS}")
+        fail(what_to_install(error))
     except Exception as error:
         if not hasattr(error, "format_message"):  # only a usage error has it; typer exports no class of them all
             raise
         from loadgen.cli.output import fail  # imports what only an error needs
 
         fail(unknown_option(error) if hasattr(error, "possibilities") else error.format_message())
+
+
+def what_to_install(error: ModuleNotFoundError) -> str:
+    """The sentence for a package that is not installed; one of ours is a fault, and its error is raised again."""
+    missing = (error.name or "").partition(".")[0]
+    if missing in OWN_PACKAGES or not missing:
+        raise error
+    return f"this needs {missing}, which is not installed; run: pip install 'abserve[{EXTRAS.get(missing, 'servers')}]'"
 
 
 def unknown_option(error: Any) -> str:
@@ -214,7 +220,6 @@ def build() -> typer.Typer:
     app = typer.Typer(
         name="abserve",
         cls=RootCommand,
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings=STYLE,

@@ -22,8 +22,9 @@ import psutil
 from loadgen.base.documents import last_line
 
 T = TypeVar("T")
-OWN_MODULE: tuple[str, ...] = (sys.executable, "-P", "-m")
-"""-P: a file in the current folder that has the name of a module must not be imported instead of it."""
+OWN_MODULE: tuple[str, ...] = (sys.executable, "-P", "-m", "abserve", "-m")
+"""-P: a file in the current folder that has the name of a module must not be imported instead of it. The
+package abserve knows where its modules are."""
 ABSERVE: tuple[str, ...] = (*OWN_MODULE, "loadgen.entry")
 ENGINE_WORKER: tuple[str, ...] = (*OWN_MODULE, "servers.measuring.worker")
 

@@ -15,7 +15,6 @@ from itertools import chain, pairwise
 from operator import itemgetter
 
 import numpy as np
-import scipy
 
 from loadgen.base.quantities import join, number, share
 from loadgen.checks.registry import Find, Judgement, check, fairness, per_load
@@ -25,6 +24,7 @@ from loadgen.records.model_config import kind_of
 from loadgen.records.probes import ArmConditions, Conditions
 from loadgen.records.run import Label, MachineLoad, body_count, programs_in_words, shown
 from loadgen.records.samples import NS_PER_S
+from loadgen.stats.distributions import f_tail
 
 WAN_MS = 2.0
 """A longer round trip is not on a local network."""
@@ -263,7 +263,7 @@ def machine_steady(facts: Facts) -> Iterator[Judgement]:
         float(np.expm1(np.ptp([0.0, *effects]))),
         float(np.expm1(np.ptp(np.quantile(residuals, (0.1, 0.9))))),
     )
-    drifted = change > margin and float(scipy.special.fdtrc(stretches - 1, degrees, f_value)) < DRIFT_SIGNIFICANCE
+    drifted = change > margin and f_tail(f_value, stretches - 1, degrees) < DRIFT_SIGNIFICANCE
     detail = f"the speed moved by {share(change)} between the fastest and the slowest {STRETCHES[stretches]} of the run"
     if not drifted and spread > SPREAD_LIMIT:
         detail = f"the speed of an arm's blocks varies by {share(spread)} (10th to 90th percentile)"

@@ -37,14 +37,15 @@ def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder th
 
 def write_stack(folder: Path) -> None:
     """Write everything that `docker compose up` needs into `folder`. Raises OSError."""
-    installed = Path(str(files("loadgen")))
-    stack = (
-        installed / "stack" if (installed / "stack").is_dir() else installed.parent
-    )  # a checkout has them at its root
-    sources = {name: stack / name for name in STACK} | {name: installed.parent / name for name in SOURCES}
+    packages = {name: Path(str(files(name))) for name in SOURCES}
+    root = packages["loadgen"] / "stack"
+    if not root.is_dir():
+        root = packages["loadgen"].parent  # of a checkout
+    sources = {name: root / name for name in STACK} | packages
+    left_out = shutil.ignore_patterns("__pycache__", "stack", "_packages", "*.onnx")
     folder.mkdir(parents=True, exist_ok=True)
     for name, source in sources.items():
         if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "stack", "*.onnx"))
+            shutil.copytree(source, folder / name, ignore=left_out)
         else:
             shutil.copy2(source, folder / name)

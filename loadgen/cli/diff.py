@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.output import announce, fail
+from loadgen.cli.output import announce, complain, fail
 
 if TYPE_CHECKING:
     from loadgen.verdict.result import Result
@@ -20,8 +20,16 @@ _RUN = "A folder that `abserve compare` wrote to, or a result.json."
 
 
 def diff(
-    old: Annotated[Path, typer.Argument(metavar="OLD", show_default=False, help=_RUN)],
-    new: Annotated[Path, typer.Argument(metavar="NEW", show_default=False, help=_RUN)],
+    old: Annotated[
+        Path | None,
+        typer.Argument(metavar="OLD", show_default=False, help=f"{_RUN} Without NEW, this one is the new run."),
+    ] = None,
+    new: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="NEW", show_default=False, help="The other run. Without it: the last earlier run of its question."
+        ),
+    ] = None,
     allow: Annotated[
         bool,
         typer.Option(
@@ -32,6 +40,8 @@ def diff(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
 ) -> None:
     """Compare two finished runs: old ratio, new ratio, the change with its interval, and which verdicts changed.
+
+    Without OLD and NEW: the last run in the folder results, and the one before it of the same model, servers and loads.
 
     Exit status: 0 no change is shown, 1 the runs cannot be compared (each difference is named), 2 a run cannot be read,
     3 at least one comparison changed, for better or worse.
@@ -48,6 +58,11 @@ def diff(
     from loadgen.verdict.run_difference import compare_runs
 
     try:
+        if old is None or new is None:
+            from loadgen.report.history import last_of_its_question
+
+            old, new = last_of_its_question(Path("results") if old is None else old.absolute().parent, old)
+            complain(f"{old} and {new}: the same model, servers and loads", kind="note", style="dim")
         runs = [_read(path) for path in (old, new)]
         with readable(old if old == new else Path(f"{old} or {new}")):
             difference = compare_runs(runs[0], runs[1], names=(str(old), str(new)), allow_different=allow)

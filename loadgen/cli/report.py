@@ -27,7 +27,9 @@ _KINDS: Mapping[FolderKind, str] = {
 def report(
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="The folder of `abserve compare`, `engines` or `tune`."),
+        typer.Argument(
+            metavar="DIR", help="The folder of `abserve compare`, `engines` or `tune`, or one that holds such folders."
+        ),
     ],
     open_report: Annotated[bool, typer.Option("--open", help="Open report.html in the web browser.")] = False,
     output: Annotated[
@@ -48,7 +50,8 @@ def report(
 
     A published folder without raw samples is reported from its result.json. Of an engine matrix: matrix.json,
     report.html, summary.md, cells.csv and cells.parquet, from its visits or, without those, its matrix.json. Of a
-    tuning: report.html and summary.md, from its tuning.json and its final comparison.
+    tuning: report.html and summary.md, from its tuning.json and its final comparison. Of a folder of runs, such as
+    results: history.html and history.md, all runs on one page, with trends.
 
     Exit status: 0 the reports were made, whatever the verdict; 1 they cannot be written, or the export to MLflow
     failed; 2 DIR holds no readable run, the format is unknown, or MLflow is not installed.
@@ -56,7 +59,7 @@ def report(
     announce("reading the records", in_logs=False)
     import webbrowser
 
-    from loadgen.base.documents import kind_of
+    from loadgen.base.documents import kind_of, results_in
     from loadgen.records.store import StoredRunError
     from loadgen.report.mlflow import MlflowExportError, check_mlflow
     from loadgen.report.renderers.terminal import make_console, print_document
@@ -68,7 +71,11 @@ def report(
     try:
         check_mlflow(mlflow)
         with readable(directory):
-            kind = import_module(_KINDS[kind_of(directory) or "comparison"])
+            found = kind_of(directory)
+            if found is None and directory.is_dir() and next(results_in(directory), None) is not None:
+                kind = import_module("loadgen.report.history")
+            else:
+                kind = import_module(_KINDS[found or "comparison"])
             stored: Published = kind.stored(directory)
             if output is not None:
                 printed(stored, output)

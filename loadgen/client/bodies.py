@@ -1,6 +1,6 @@
 """Request bodies, encoded before the measurement, and the bytes that make each request's inputs new.
 
-The bodies are encoded by NVIDIA's encoder. A prepared body does not change and is shared by all users. Only a few bytes
+The bodies are those of NVIDIA's encoder. A prepared body does not change and is shared by all users. Only a few bytes
 per item differ between requests: a number is written over a few elements of every item right before it is sent. These
 bytes are made for one request and sent in the place of the prepared ones, so nothing is copied. The request stays
 valid, because the values are in the range of the samples: finite floats, any byte of a pixel, integers between the
@@ -11,16 +11,15 @@ frequencies: the file can be decoded, but its pixels differ. In a text letters v
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from operator import getitem
 
 import numpy as np
-import tritonclient.http as triton_http
-from tritonclient.utils import serialize_byte_tensor
 
 from loadgen.client.connection import Address, PreparedRequest, split_at
 from loadgen.client.endpoint import Signature, fits
@@ -243,7 +242,9 @@ def raw_tensors(
             )
         data = chosen.tobytes()
         if expected.datatype == "BYTES":
-            data = b"".join(serialize_byte_tensor(chosen).flat)  # one element, or none for an empty tensor
+            data = b"".join(
+                len(element).to_bytes(BYTES_PREFIX, "little") + element for element in chosen.ravel().tolist()
+            )
         places = variation.offsets(chosen, items) if variation and variation.name == expected.name else ()
         shape = chosen.shape if signature.batched else chosen.shape[1:]
         tensors.append(RawTensor(expected.name, expected.datatype, shape, data, places))
@@ -266,18 +267,29 @@ def prepare_body(
 ) -> PreparedRequest:
     """One request over HTTP for these items, without a head: JSON, then the tensors, with every output requested in
     binary, cut at the places that vary. Raises `InputError` when an input is missing or has another datatype."""
-    tensors, places, start = [], [], 0
-    for raw in raw_tensors(inputs, signature, items, variation):
-        tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
-        tensor.set_data_from_numpy(inputs.take(raw.name, items).reshape(raw.shape), binary_data=True)
-        tensors.append(tensor)
+    tensors, places, start = raw_tensors(inputs, signature, items, variation), list[int](), 0
+    for raw in tensors:
         places += [start + place for place in raw.places]
         start += len(raw.data)
-    outputs = [triton_http.InferRequestedOutput(output.name, binary_data=True) for output in signature.outputs]
-    encoded, json_bytes = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
-    body = bytes(encoded)
-    pieces = () if variation is None else split_at(body, [json_bytes + place for place in places], variation.byte_size)
-    return PreparedRequest(b"", body, len(body) - json_bytes, pieces)
+    sizes = [(raw, {"binary_data_size": len(raw.data)}) for raw in tensors]
+    head = request_json(sizes, {output.name: {"binary_data": True} for output in signature.outputs})
+    body = b"".join([head, *(raw.data for raw in tensors)])
+    pieces = () if variation is None else split_at(body, [len(head) + place for place in places], variation.byte_size)
+    return PreparedRequest(b"", body, len(body) - len(head), pieces)
+
+
+def request_json(
+    inputs: Iterable[tuple[RawTensor, Mapping[str, object]]], outputs: Mapping[str, Mapping[str, object]]
+) -> bytes:
+    """The JSON of a request, with the parameters of every tensor that is sent or asked for."""
+    document = {
+        "inputs": [
+            {"name": raw.name, "shape": raw.shape, "datatype": raw.datatype, "parameters": parameters}
+            for raw, parameters in inputs
+        ],
+        "outputs": [{"name": name, "parameters": parameters} for name, parameters in outputs.items()],
+    }
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
 def choose_items(

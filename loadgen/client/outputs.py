@@ -15,11 +15,11 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
-from tritonclient.grpc import service_pb2
 
 from loadgen.base.documents import MOST_CHARACTERS, DocumentError, decode_json, one_line
 from loadgen.client.connection import Exchange
 from loadgen.client.endpoint import Signature, fits
+from loadgen.client.grpc_messages import ModelInferResponse
 from loadgen.client.inputs import (
     NUMPY_TYPES,
     Array,
@@ -228,7 +228,7 @@ class ExpectedOutputs:
         self._raw_bytes = 0
         """Bytes of all tensors with these; 0 if a size is not fixed."""
         for size in sizes if None not in sizes else ():
-            field = service_pb2.ModelInferResponse(raw_output_contents=[bytes(size or 0)]).SerializeToString()
+            field = ModelInferResponse(raw_output_contents=[bytes(size or 0)]).SerializeToString()
             self._raw_heads.append((self._raw_bytes, field[: len(field) - (size or 0)]))
             self._raw_bytes += len(field)
 
@@ -271,7 +271,7 @@ class ExpectedOutputs:
         placed = placed and all(body[start + at : start + at + len(head)] == head for at, head in self._raw_heads)
         if placed and (bytes(body[:start]), start) in self._good_heads:
             return None
-        message = service_pb2.ModelInferResponse.FromString(bytes(body))
+        message = ModelInferResponse.FromString(bytes(body))
         outputs = [(output.name, output.datatype, tuple(output.shape)) for output in message.outputs]
         wrong = self._shapes_fault(outputs)
         if wrong is None and not message.raw_output_contents:

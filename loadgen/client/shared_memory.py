@@ -22,10 +22,9 @@ from threading import Lock
 from time import perf_counter_ns
 
 import msgspec
-import tritonclient.http as triton_http
 
 from loadgen.base.documents import DocumentError, one_line
-from loadgen.client.bodies import RawTensor
+from loadgen.client.bodies import RawTensor, request_json
 from loadgen.client.connection import Address, ConnectionRefused, Exchange, PreparedRequest
 from loadgen.client.http import HttpConnection, request_head
 from loadgen.client.inputs import Array, elements_end
@@ -205,19 +204,23 @@ class SlotPool:
         slot.sent = self._http_request(slot, request)
 
     def _http_request(self, slot: RequestSlot, request: SharedMemoryRequest) -> PreparedRequest:
-        tensors, outputs = [], []
-        for raw, start in zip(request.inputs, request.input_starts(), strict=False):
-            tensor = triton_http.InferInput(raw.name, list(raw.shape), raw.datatype)
-            tensor.set_shared_memory(slot.region, len(raw.data), offset=slot.start + start)
-            tensors.append(tensor)
-        for (name, size), start in zip(request.output_bytes.items(), request.output_starts(), strict=False):
-            output = triton_http.InferRequestedOutput(name)
-            output.set_shared_memory(slot.region, size, offset=slot.outputs_start + start)
-            outputs.append(output)
-        body, _ = triton_http.InferenceServerClient.generate_request_body(tensors, outputs=outputs)
-        body = body.encode() if isinstance(body, str) else bytes(body)
+        inputs = [
+            (raw, place_in(slot.region, len(raw.data), slot.start + start))
+            for raw, start in zip(request.inputs, request.input_starts(), strict=False)
+        ]
+        outputs = {
+            name: {"binary_data": False, **place_in(slot.region, size, slot.outputs_start + start)}
+            for (name, size), start in zip(request.output_bytes.items(), request.output_starts(), strict=False)
+        }
+        body = request_json(inputs, outputs)
         path = f"{self.address.model_path(self._model)}/infer"
         return _post(self.address, path, body, request.payload_bytes)
+
+
+def place_in(region: str, byte_size: int, start: int) -> dict[str, object]:
+    """The parameters of a tensor in shared memory."""
+    offset = {"shared_memory_offset": start} if start else {}
+    return {"shared_memory_region": region, "shared_memory_byte_size": byte_size, **offset}
 
 
 class SharedMemoryConnection:

@@ -23,8 +23,6 @@ from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
-from tritonclient.grpc import service_pb2
-
 from loadgen.client.grpc import (
     ACK,
     DATA,
@@ -44,6 +42,7 @@ from loadgen.client.grpc import (
     frame_head,
     header_block,
 )
+from loadgen.client.grpc_messages import ModelInferResponse
 
 MODEL = "sink"
 INPUT, OUTPUT = "pixel_values", "embedding"
@@ -291,7 +290,7 @@ class GrpcSink(_SinkProtocol):
 
 def infer_answer() -> bytes:
     """The serialised `ModelInferResponse` of every request."""
-    answer = service_pb2.ModelInferResponse(model_name=MODEL, model_version="1")
+    answer = ModelInferResponse(model_name=MODEL, model_version="1")
     answer.outputs.add(name=OUTPUT, datatype="FP32", shape=(1, ANSWER_BYTES // 4))
     answer.raw_output_contents.append(bytes(ANSWER_BYTES))
     content: bytes = answer.SerializeToString()

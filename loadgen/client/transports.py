@@ -9,7 +9,6 @@ from itertools import islice
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from tritonclient.grpc import service_pb2
 
 from loadgen.base.documents import DocumentError
 from loadgen.client.bodies import RawTensor, Variation, for_server, prepare_body, raw_tensors
@@ -27,6 +26,7 @@ from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.event_stream import StreamConnection
 from loadgen.client.generation import PROMPT_FORMS, RequestBody, for_stream
 from loadgen.client.grpc import GrpcConnection, grpc_request
+from loadgen.client.grpc_messages import ModelInferRequest, ModelInferResponse
 from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import Array, InputError, SampleInputs
 from loadgen.client.outputs import HEADER_LENGTH, AnswerError, byte_size, read_body, read_message
@@ -92,7 +92,7 @@ def _prepare_grpc(
     inputs: SampleInputs, signature: Signature, items: Sequence[int], variation: Variation | None = None
 ) -> Request:
     tensors = raw_tensors(inputs, signature, items, variation)
-    message = service_pb2.ModelInferRequest(model_name=signature.model, model_version=signature.version or "")
+    message = ModelInferRequest(model_name=signature.model, model_version=signature.version or "")
     for tensor in tensors:
         message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         message.raw_input_contents.append(tensor.data)
@@ -238,7 +238,7 @@ def read_answer(
         if isinstance(connection, SharedMemoryConnection):
             outputs = connection.read_outputs(exchange, memory)
         elif isinstance(connection, GrpcConnection):
-            outputs = read_message(service_pb2.ModelInferResponse.FromString(bytes(exchange.body)))
+            outputs = read_message(ModelInferResponse.FromString(bytes(exchange.body)))
         else:
             outputs = read_body(exchange.body, exchange.header(HEADER_LENGTH))
     except (DecodeError, DocumentError) as exc:

@@ -54,7 +54,7 @@ def read_environment(gpu: dict[str, object], inputs: dict[str, str | int]) -> En
 def command_line() -> str:
     """The command that runs, without the values of headers; bytes that are not UTF-8 become escapes."""
     name = Path(sys.argv[0]).name
-    program = "abserve" if name == "entry.py" else name  # python -m loadgen.entry
+    program = "abserve" if name in ("entry.py", "__main__.py") else name  # python -m loadgen.entry, or abserve
     command = shlex.join([program, *without_secrets(sys.argv[1:])])
     return command.encode("utf-8", "backslashreplace").decode()
 

@@ -31,12 +31,12 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import scipy
 
 from loadgen.base.quantities import number
 from loadgen.records.run import Label, Pairing, Record, StageTotals
 from loadgen.records.samples import NS_PER_MS, Samples, good, latencies_ms
 from loadgen.records.store import StoredBlock
+from loadgen.stats.distributions import binomial_cdf
 from loadgen.stats.estimates import SIGNIFICANCE
 from loadgen.stats.percentiles import Pool, Values
 
@@ -322,7 +322,7 @@ def find_stalls(blocks: Sequence[StoredBlock]) -> Stalls | None:
         stalled, stalled_cases = stalled + int(stalls.sum()), stalled_cases + int(stalls[rows].sum())
         refused += int((stalls & _refused(samples)).sum())
         others.add(block.record.index, latencies_ms(samples[(samples["error"] < 0) & ~stalls]))
-    chance = scipy.special.bdtrc(stalled_cases - 1, cases, 1.0 / 3.0) if cases else 1.0
+    chance = 1.0 - binomial_cdf(stalled_cases - 1, cases, 1.0 / 3.0)
     if chance > SIGNIFICANCE:
         stalled, refused, others = 0, 0, every
     return Stalls(

@@ -77,12 +77,13 @@ class Items(msgspec.Struct, frozen=True):
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """Styled text in a table; `short` replaces it on a terminal, `hint` is a tooltip."""
+    """Styled text in a table; `short` replaces it on a terminal, `hint` is a tooltip, `target` links it on a page."""
 
     text: str
     style: Style | None = None
     short: str = ""
     hint: str = ""
+    target: str = ""
 
 
 class Strip(msgspec.Struct, frozen=True):
@@ -138,8 +139,9 @@ class Table(msgspec.Struct, frozen=True):
     """Rows of text, or of unrounded values for CSV.
 
     `name`: its name in CSV and JUnit. `grouped`: rows with the same first cell belong together. `total`: the last row
-    is a sum. `outcomes`: one per row, for JUnit, where the first cell is the name and the rest the text (the kind of a
-    row that passed is a property); `seconds` is how long measuring them took.
+    is a sum. `filtered`: a page can hide rows by words, and charts by their titles. `outcomes`: one per row, for JUnit,
+    where the first cell is the name and the rest the text (the kind of a row that passed is a property); `seconds` is
+    how long measuring them took.
     """
 
     columns: Sequence[Column]
@@ -149,6 +151,7 @@ class Table(msgspec.Struct, frozen=True):
     caption: str = ""
     grouped: bool = False
     total: bool = False
+    filtered: bool = False
     outcomes: Sequence[RowOutcome] = ()
     seconds: float = 0.0
     on: Format = ALL

@@ -31,14 +31,15 @@ class Published(NamedTuple):
     """To an MLflow store, of the folder that was written. Raises `MlflowExportError`."""
     notes: tuple[str, ...] = ()
     page: str = "report.html"
+    summary: str = "summary.md"
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the page, summary.md and the other files, each whole or not at all; returns their paths in this
+        """Write the page, the summary and the other files, each whole or not at all; returns their paths in this
         order. Raises `OSError`, and the error of a file that failed, after the others are written."""
         folder.mkdir(parents=True, exist_ok=True)
         pages: dict[str, Content] = {
             self.page: lambda _: render_html(self.document).encode(),
-            "summary.md": lambda _: render_markdown(self.document).encode(),
+            self.summary: lambda _: render_markdown(self.document).encode(),
         }
         contents, faults = {**pages, **self.contents}, []
         for name, make in contents.items():

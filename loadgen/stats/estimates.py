@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 import msgspec
-import scipy
+
+from loadgen.stats.distributions import student_quantile
 
 SIGNIFICANCE = 0.05
 
@@ -46,7 +47,7 @@ class Estimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def critical_t(degrees: float, significance: float) -> float:
     """Two-sided critical value of Student's t."""
-    return float(scipy.special.stdtrit(degrees, 1.0 - significance / 2.0))
+    return student_quantile(significance / 2.0, degrees)
 
 
 def t_estimate(mean: float, error: float, degrees: float, significance: float = SIGNIFICANCE) -> Estimate:

@@ -29,12 +29,14 @@ kept values for a random sample are valid, and wider than those of all values.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from functools import lru_cache
 from random import Random
 
 import numpy as np
 import numpy.typing as npt
-import scipy
+
+from loadgen.stats.distributions import binomial_cdf
 
 MAX_MISS_PROBABILITY = 0.01
 
@@ -83,12 +85,11 @@ def queries_needed(late: int, quantile: float = QUANTILE, confidence: float = CO
     """The fewest requests among which `late` late answers still support the claim."""
     if late < 0 or not 0.0 < quantile < 1.0 or not 0.0 < confidence < 1.0:
         raise ValueError(f"no bound for {late} late answers, quantile {quantile}, confidence {confidence}")
-    if late == 0:  # in closed form: the options' limits need it, and scipy takes half a second to import
+    if late == 0:
         return math.ceil(math.log(1.0 - confidence) / math.log(quantile))
-    queries: int = max(math.ceil(scipy.special.bdtrin(late, 1.0 - confidence, 1.0 - quantile)) - 1, late + 1)
-    while scipy.special.bdtr(late, queries, 1.0 - quantile) > 1.0 - confidence:  # the inverse may be off by rounding
-        queries += 1
-    return queries
+    first, chance = late + 1, 1.0 - quantile
+    counts = range(first, math.ceil((4 * late + 100) / chance))
+    return first + bisect_left(counts, True, key=lambda count: binomial_cdf(late, count, chance) <= 1.0 - confidence)
 
 
 @lru_cache(maxsize=4096)
@@ -96,10 +97,8 @@ def late_allowed(queries: int, quantile: float = QUANTILE, confidence: float = C
     """The most late answers among `queries` that still support the claim; None if even 0 late answers do not."""
     if queries < queries_needed(0, quantile, confidence):
         return None
-    late: int = math.floor(scipy.special.bdtrik(1.0 - confidence, queries, 1.0 - quantile)) + 1
-    while scipy.special.bdtr(late, queries, 1.0 - quantile) > 1.0 - confidence:
-        late -= 1
-    return late
+    counts, chance = range(queries), 1.0 - quantile
+    return bisect_left(counts, True, key=lambda late: binomial_cdf(late, queries, chance) > 1.0 - confidence) - 1
 
 
 MOST_VALUES = 2**19

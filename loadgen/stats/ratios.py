@@ -32,8 +32,8 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-import scipy
 
+from loadgen.stats.distributions import chi_square_quantiles, normal_cdf, root, student_tail
 from loadgen.stats.estimates import SIGNIFICANCE, critical_t, t_estimate
 
 Values = npt.NDArray[np.float64]
@@ -210,13 +210,13 @@ def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 
     if not all(-MOST_LOG <= bound <= MOST_LOG for bound in interval.interval or ()):
         return RatioEstimate(count, math.exp(centre), spread_log=spread, reason="the pairs are too far apart")
     bound = math.log1p(margin)
-    below = 1.0 - float(scipy.special.stdtr(degrees, (centre + bound) / error))
-    above = float(scipy.special.stdtr(degrees, (centre - bound) / error))
+    below = student_tail((centre + bound) / error, degrees)
+    above = student_tail((bound - centre) / error, degrees)
     return RatioEstimate(
         pairs=count,
         ratio=math.exp(centre),
         ci95=interval.exp().interval,
-        p_value=2.0 * float(scipy.special.stdtr(degrees, -abs(centre) / error)),
+        p_value=2.0 * student_tail(abs(centre) / error, degrees),
         p_equivalence=max(below, above),
         spread_log=spread,
         units=count,
@@ -328,14 +328,14 @@ def _effect_in_errors(degrees: float, significance: float) -> float:
     """k with P(|Z + k·S| > t·S') = 80 %, where Z is standard normal and S, S' are two independent estimates of the
     standard error, √(χ²/degrees), by the midpoint rule over their quantiles."""
     grid = (np.arange(120) + 0.5) / 120
-    errors = np.sqrt(scipy.special.chdtri(degrees, 1.0 - grid) / degrees)
+    errors = np.sqrt(chi_square_quantiles(grid, degrees) / degrees)
     threshold = critical_t(degrees, significance) * errors[:, None]
 
     def missing(log_effect: float) -> float:
         shift = math.exp(log_effect) * errors[None, :]
-        return POWER - float(np.mean(scipy.special.ndtr(shift - threshold) + scipy.special.ndtr(-shift - threshold)))
+        return POWER - float(np.mean(normal_cdf(shift - threshold) + normal_cdf(-shift - threshold)))
 
-    return math.exp(float(scipy.optimize.brentq(missing, -3.0, 30.0, xtol=1e-4)))
+    return math.exp(root(missing, -3.0, 30.0, 1e-4))
 
 
 MIXTURE = 0.05

@@ -29,8 +29,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy
 
+from loadgen.stats.distributions import beta_quantile, normal_quantile
 from loadgen.stats.estimates import SIGNIFICANCE, Estimate, critical_t
 from loadgen.stats.percentiles import samples_needed
 from loadgen.stats.ratios import (
@@ -85,11 +85,11 @@ class _ArmPool:
     def interval(self, significance: float) -> tuple[float, float]:
         """Logs of the order statistics around the percentile; infinite beyond the pool."""
         count = len(self.logs)
-        normal = float(scipy.special.ndtri(1.0 - significance / 2.0))
+        normal = normal_quantile(1.0 - significance / 2.0)
         worth = self.worth * (normal / critical_t(self.degrees, significance)) ** 2
         below = self.quantile * worth
-        low = float(scipy.special.betaincinv(below, worth - below + 1.0, significance / 2.0))
-        high = float(scipy.special.betaincinv(below + 1.0, worth - below, 1.0 - significance / 2.0))
+        low = beta_quantile(significance / 2.0, below, worth - below + 1.0)
+        high = beta_quantile(1.0 - significance / 2.0, below + 1.0, worth - below)
         first, last = math.floor(low * count) - 1, math.ceil(high * count)
         return (
             float(self.logs[first]) if first >= 0 else -math.inf,

@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
-import scipy
 
 from loadgen.base.quantities import Interval, counted, excludes_one, number
 from loadgen.metrics.comparisons import Comparison, Outcome
 from loadgen.metrics.registry import METRICS
 from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.run import Experiment, Label, Pairing, Record, Workload, shown
+from loadgen.stats.distributions import root, student_tail
 from loadgen.stats.estimates import SIGNIFICANCE, critical_t, t_estimate
 from loadgen.stats.ratios import adjust_holm
 from loadgen.verdict.result import Result
@@ -258,7 +258,7 @@ def _test(old: Comparison, new: Comparison) -> tuple[float, Interval | None, flo
     (error_1, degrees_1), (error_2, degrees_2) = first, second
     error = math.hypot(error_1, error_2)
     degrees = error**4 / (error_1**4 / degrees_1 + error_2**4 / degrees_2)
-    p = 2.0 * float(scipy.special.stdtr(degrees, -abs(centre) / error))
+    p = 2.0 * student_tail(abs(centre) / error, degrees)
     return change, t_estimate(centre, error, degrees).exp().interval, p, None
 
 
@@ -291,7 +291,7 @@ def _tail_p(old: Comparison, new: Comparison) -> float:
     least, most = math.log(LEAST_P), math.log(MOST_P)
     if beyond(most) <= 0.0:
         return 1.0
-    return LEAST_P if beyond(least) > 0.0 else math.exp(scipy.optimize.brentq(beyond, least, most))
+    return LEAST_P if beyond(least) > 0.0 else math.exp(root(beyond, least, most))
 
 
 def _spread(comparison: Comparison) -> tuple[float, float] | None:

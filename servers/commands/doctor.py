@@ -76,6 +76,7 @@ PACKAGES = {
     "fastapi": "fastapi",
 }
 """Modules that the servers and the sources of models need, and the package of each."""
+INSTALL = "pip install 'abserve[servers]'"
 GPU_REMEDIES = {
     "driver_mismatch": "reboot, so that the driver's kernel module and library match again",
     "no_permission": "run the container with --gpus all, or give this user access to /dev/nvidia*",
@@ -153,13 +154,19 @@ def machine_checks(tritonserver: Path | None = None) -> Iterator[MachineCheck]:
         f"Python {'.'.join(map(str, sys.version_info[:3]))}",
         "make PYTHON=python3.12 setup",
     )
-    yield from [python, *_packages(), *_engines()]
+    yield python
     gpu: Mapping[str, Any] = gpu_info(None)
+    if is_client_only() and folder is None:
+        yield MachineCheck("mode", True, "client only: compares servers by URL, and starts none")
+        yield MachineCheck("servers", False, "not installed", INSTALL, "servers and engines on this machine")
+        yield from [_gpu(gpu), _disk(), next_command(None, False, False)]
+        return
+    yield from [*_packages(), *_engines()]
     here = [_gpu(gpu), *_ports(), _disk(), _choices(), _shared_memory(), _exposure()]
     has_gpu = gpu["status"] == "ok" and bool(gpu["devices"])
     yield from here
     triton, installed = _triton(folder, "cuda:0" if has_gpu else "cpu")
-    yield from _optional(triton) if is_client_only() else triton
+    yield from triton
     containers = docker_checks(gpu)
     yield from containers
     has_docker = any(check.name == "container toolkit" and check.ok for check in containers)
@@ -182,19 +189,12 @@ def _triton(folder: Path | None, device: str) -> tuple[list[MachineCheck], Serve
 
 def _packages() -> list[MachineCheck]:
     installed = {package: find_spec(module) is not None for module, package in PACKAGES.items()}  # imports none of them
-    remedy = "pip install 'abserve[servers]'"
-    checks = [machine_check(name, ok, "installed" if ok else "not installed", remedy) for name, ok in installed.items()]
-    return _optional(checks) if is_client_only() else checks
+    return [machine_check(name, ok, "installed" if ok else "not installed", INSTALL) for name, ok in installed.items()]
 
 
 def is_client_only() -> bool:
     """Whether this installation can only load servers by URL: it executes no model."""
     return find_spec("torch") is None and find_spec("onnxruntime") is None
-
-
-def _optional(checks: Iterable[MachineCheck]) -> list[MachineCheck]:
-    """The checks as those of things that a comparison of servers by URL does not need."""
-    return [replace(check, needed_for="servers and engines on this machine") for check in checks]
 
 
 def _engines() -> list[MachineCheck]:

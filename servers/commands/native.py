@@ -85,7 +85,7 @@ class NativeLaunch:
             artefact = artefacts[first.executed.name][1] if artefacts else None
             examples = infer_commands(url, name, first.inputs)
         return LaunchPlan(
-            argv=(sys.executable, "-P", "-m", "servers.native", to_argument(settings)),
+            argv=(sys.executable, "-P", "-m", "abserve", "-m", "servers.native", to_argument(settings)),
             env={} if settings.choices == "stored" else {CHOICES: settings.choices},
             http_url=url,
             grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,

@@ -109,7 +109,7 @@ def _plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
     program = "servers.plain.generate_server" if language else f"servers.plain.{kind}_server"
     url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
     return LaunchPlan(
-        argv=(sys.executable, "-P", "-m", program, to_argument(settings)),
+        argv=(sys.executable, "-P", "-m", "abserve", "-m", program, to_argument(settings)),
         env={},
         http_url=url,
         grpc_address=None,

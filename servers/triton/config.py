@@ -38,6 +38,9 @@ MODEL_PY = """import sys
 # Triton puts the folder in which it was started first, and a folder servers there would be imported instead.
 sys.path.sort(key=lambda path: not path)
 # abserve must be installed beside Triton, since the code is in {0}.
+from abserve.packages import FOLDER
+
+sys.path.insert(0, FOLDER)
 from {0} import {1}
 
 TritonPythonModel = {1}

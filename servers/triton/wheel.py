@@ -39,7 +39,7 @@ REQUIREMENTS = Path(__file__).with_name("nvidia-pytriton.txt")
 NEEDED_BYTES = 400_000_000
 """The download of 55 MB and its files of 150 MB, which pip moves to their place."""
 FETCH_TIMEOUT_SECONDS = 900
-FETCH = "run python -m servers.triton.wheel"
+FETCH = "run python -m abserve -m servers.triton.wheel"
 INSTALL = f"run pip install --no-deps {WHEEL}=={VERSION}"
 
 

@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = (
     "torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "open_clip", "PIL", "simplejpeg", "fastapi",
-    "starlette", "uvicorn", "pytriton", "docker", "timm", "transformers",
+    "starlette", "uvicorn", "pytriton", "docker", "timm", "transformers", "scipy", "tritonclient", "grpc", "locust",
+    "flask", "requests", "litserve", "vllm",
 )  # fmt: skip
 PROGRAM = """
 import sys
@@ -23,14 +24,14 @@ find = PathFinder.find_spec.__func__
 PathFinder.find_spec = classmethod(
     lambda cls, name, *rest: None if name.partition(".")[0] in {absent!r} else find(cls, name, *rest)
 )
-from loadgen.entry import main
+{start}
 sys.argv = ["abserve", *{arguments!r}]
 main()
 """
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    program = PROGRAM.format(absent=ABSENT, arguments=command)
+def run(*command: str, start: str = "from loadgen.entry import main") -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.format(absent=ABSENT, arguments=command, start=start)
     return subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False, cwd="/")
 
 
@@ -44,7 +45,7 @@ def test_commands_answer_without_the_servers_packages(command: list[str]) -> Non
 @pytest.mark.parametrize(
     "command",
     ["models", "models torchvision:resnet18", "serve native", "serve triton", "engine", "samples --out /nowhere",
-     "export --model torchvision:resnet18"],
+     "export --model torchvision:resnet18", "tune"],
 )  # fmt: skip
 def test_commands_that_need_them_say_what_to_install(command: str) -> None:
     done = run(*command.split())
@@ -56,10 +57,33 @@ def test_commands_that_need_them_say_what_to_install(command: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("command", "extra"), [("conformance http://127.0.0.1:9", "conformance")])
+def test_the_extra_is_that_of_the_command(command: str, extra: str) -> None:
+    done = run(*command.split())
+    assert (done.returncode, done.stderr.splitlines()[-1].rpartition("pip install ")[2]) == (2, f"'abserve[{extra}]'")
+
+
+def test_a_server_that_needs_them_ends_with_what_to_install() -> None:
+    done = run("-m", "servers.plain.fastapi_server", "{}", start="from abserve.__main__ import main")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: this needs ")
+    assert done.stderr.strip().endswith("pip install 'abserve[servers]'")
+
+
+def test_two_urls_are_measured_without_them() -> None:
+    """What such a comparison imports is all in the base installation: nothing of it is tried before it measures."""
+    done = run("compare", "--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9", "--print-experiment")
+    assert (done.returncode, done.stderr) == (0, "")
+    modules = ("loadgen.client.worker", "loadgen.measure.runner", "loadgen.verdict.result", "loadgen.report.files")
+    for module in modules:
+        assert run(start=f"import {module}\ndef main(): pass").returncode == 0
+
+
 def test_doctor_knows_an_installation_that_only_loads_servers_by_url() -> None:
     checks = {check["name"]: check for check in json.loads(run("doctor", "--json").stdout)}
-    for name in ("torch", "onnx", "fastapi"):
-        assert (checks[name]["ok"], checks[name]["needed_for"]) == (False, "servers and engines on this machine")
+    assert checks["mode"]["detail"].startswith("client only")
+    assert (checks["servers"]["ok"], checks["servers"]["needed_for"]) == (False, "servers and engines on this machine")
+    assert not checks.keys() & {"torch", "tritonserver", "port 8000", "engine jax"}
     assert checks["next"]["detail"].startswith("abserve compare --a http://HOST:PORT --b http://HOST:PORT")
 
 

@@ -53,6 +53,7 @@ def _template() -> jinja2.Template:
     environment.tests |= {
         "drawn": lambda value: isinstance(value, doc.Strip),
         "hinted": lambda value: isinstance(value, doc.Cell) and bool(value.hint),
+        "linked": lambda value: isinstance(value, doc.Cell) and bool(value.target),
         "chart": lambda block: isinstance(block, doc.Chart),
     }
     environment.globals |= {

@@ -71,6 +71,8 @@ def _table(table: doc.Table) -> Iterator[str]:
 
 def _cell(value: doc.Value) -> str:
     text = escape(doc.text_of(value))
+    if isinstance(value, doc.Cell) and value.target:
+        return f"[{text}]({value.target})"
     return f"**{text}**" if isinstance(value, doc.Cell) and value.style == "failed" and text else text
 
 

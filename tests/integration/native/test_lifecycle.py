@@ -247,9 +247,9 @@ def test_the_printed_plan_starts_the_server(native, tmp_path):
         env=environment, capture_output=True, check=True, timeout=60,
     )  # fmt: skip
     plan = json.loads(printed.stdout)
-    assert plan["argv"][1:4] == ["-P", "-m", "servers.native"]
+    assert plan["argv"][1:6] == ["-P", "-m", "abserve", "-m", "servers.native"]
     assert plan["http_url"] == f"http://127.0.0.1:{port}"
-    (argument,) = plan["argv"][4:]
+    (argument,) = plan["argv"][6:]
     options = [(f"--{name}", value) for name, value in json.loads(argument).items()]
     server = native(*chain.from_iterable(options), port=port)
     server.wait_ready()

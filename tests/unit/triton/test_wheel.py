@@ -118,7 +118,7 @@ def test_the_wheel_is_fetched_once_beside_the_environment(index: Callable[..., t
     interpreter, site = index()
     detail, remedy = failing(interpreter)["triton-wheel"]
     assert "is not here yet" in detail
-    assert "python -m servers.triton.wheel" in remedy
+    assert "python -m abserve -m servers.triton.wheel" in remedy
     said: list[str] = []
     assert find_wheel(interpreter, said.append).binary == site / "pytriton" / "tritonserver" / "bin" / "tritonserver"
     assert failing(interpreter) == {}

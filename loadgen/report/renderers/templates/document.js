@@ -129,6 +129,19 @@
   const holders = [...document.querySelectorAll(".chart")];
   if (holders.length) load().then(() => drawAll(holders), () => holders.forEach(excuse));
 
+  document.querySelectorAll(".filter").forEach((filter) => {
+    filter.hidden = false;
+    filter.addEventListener("input", () => {
+      const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
+      const hide = (text, ...parts) => parts.forEach((part) => { part.hidden = !words.every((word) => text.toLowerCase().includes(word)); });
+      document.querySelectorAll("tbody tr:not(.under)").forEach((row) => {
+        const more = row.matches(".open") ? [row.nextElementSibling] : [];
+        hide([row, ...more].map((part) => part.textContent).join(" "), row, ...more);
+      });
+      document.querySelectorAll(".card > .chart").forEach((chart) => hide(chart.getAttribute("aria-label"), chart.parentNode));
+    });
+  });
+
   document.querySelectorAll(".copy").forEach((copy) => {
     if (!navigator.clipboard) return;
     copy.hidden = false;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points, version
@@ -80,3 +81,18 @@ def test_internal_commands_run_but_are_not_listed() -> None:
     assert internal
     assert not any(f"  {name} " in listed for name in internal)
     assert CliRunner().invoke(build(), [internal[0], "--help"]).exit_code == 0
+
+
+def test_bash_completes_commands_and_options() -> None:
+    script = subprocess.run(
+        [sys.executable, "-m", "abserve"],
+        env={**os.environ, "_ABSERVE_COMPLETE": "source_bash"}, capture_output=True, text=True, check=False,
+    ).stdout  # fmt: skip
+    for words, expected in (("abserve cal", ["calibrate"]), ("abserve diff --js", ["--json"])):
+        tried = f"{script}\nabserve() {{ '{sys.executable}' -m abserve \"$@\"; }}\nexport -f abserve\n"
+        tried = tried.replace("$1 )", f"'{sys.executable}' -m abserve )")
+        tried += f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; _abserve_completion abserve; "
+        done = subprocess.run(
+            ["bash", "-c", tried + 'echo "${COMPREPLY[@]}"'], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == expected

@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.http as triton_http
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
 from loadgen.base.documents import DocumentError
-from loadgen.client.bodies import for_server, raw_tensors
+from loadgen.client.bodies import RawTensor, for_server, raw_tensors, request_json
 from loadgen.client.connection import GRPC_STATUS, Address, Exchange, PreparedRequest
 from loadgen.client.endpoint import Endpoint, Signature, TensorSignature
 from loadgen.client.http import HttpConnection
 from loadgen.client.inputs import NUMPY_TYPES, InputError, SampleInputs, read_given
 from loadgen.client.outputs import ExpectedOutputs, read_message
-from loadgen.client.shared_memory import SharedMemoryConnection, SharedMemoryRequest, SlotPool
+from loadgen.client.shared_memory import SharedMemoryConnection, SharedMemoryRequest, SlotPool, place_in
 from loadgen.client.transports import prepare, read_answer
 from loadgen.launch.deployment import DeploymentError, RemoteDeployment
 from loadgen.measure.arms import Arm
@@ -280,3 +281,36 @@ def test_arms_share_requests_only_if_their_metadata_agree() -> None:
     signatures = [Signature("m", (TensorSignature("x", "FP32", shape),), ()) for shape in ((-1,), (-1, 1), (-1, 1))]
     keys = [replace(arm, signature=signature).body_key for signature in signatures]
     assert keys[0] != keys[1] == keys[2]
+
+
+@pytest.mark.parametrize("datatype", FIELDS)
+def test_requests_have_the_bytes_of_nvidias_client(datatype: str) -> None:
+    values = np.array(values_of(datatype), object if datatype == "BYTES" else NUMPY_TYPES[datatype]).reshape(1, 2)
+    signature = Signature("m", (TensorSignature("é x", datatype, (-1, 2)),), (TensorSignature("y", "FP32", (-1, 8)),))
+    inputs = SampleInputs({"é x": values}, "given")
+    sent, asked = triton_http.InferInput("é x", [1, 2], datatype), triton_http.InferRequestedOutput("y")
+    expected, json_bytes = triton_http.InferenceServerClient.generate_request_body(
+        [sent.set_data_from_numpy(values)], outputs=[asked]
+    )
+    request = prepare("http", inputs, signature, [0])
+    assert isinstance(request, PreparedRequest)
+    assert (request.body.lower(), len(request.body) - request.payload_bytes) == (expected.lower(), json_bytes)
+
+    message = service_pb2.ModelInferRequest(model_name="m")
+    message.inputs.add(name="é x", datatype=datatype, shape=(1, 2))
+    message.raw_input_contents.append(expected[json_bytes:])
+    message.outputs.add(name="y")
+    request = prepare("grpc", inputs, signature, [0])
+    assert isinstance(request, PreparedRequest)
+    assert bytes(request.body).endswith(message.SerializeToString())
+
+
+def test_places_in_shared_memory_are_named_as_nvidias_client_names_them() -> None:
+    raw = RawTensor("x", "FP32", (1, 2), bytes(8), ())
+    for start in (0, 64):
+        sent, asked = triton_http.InferInput("x", [1, 2], "FP32"), triton_http.InferRequestedOutput("y")
+        sent.set_shared_memory("r", 8, offset=start)
+        asked.set_shared_memory("r", 32, offset=start)
+        expected, _ = triton_http.InferenceServerClient.generate_request_body([sent], outputs=[asked])
+        output = {"binary_data": False, **place_in("r", 32, start)}
+        assert request_json([(raw, place_in("r", 8, start))], {"y": output}) == expected

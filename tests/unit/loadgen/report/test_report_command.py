@@ -11,6 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from loadgen.cli.report import report
+from loadgen.report.document import Cell
+from loadgen.report.history import past_runs, stored
 from loadgen.verdict.result import read_result
 from tests.golden.synthetic_run import Plan, write_run
 
@@ -82,11 +84,30 @@ def test_a_broken_compressed_result_is_one_sentence(tmp_path: Path, content: byt
     assert "Traceback" not in output
 
 
-def test_of_a_matrix_one_run_must_be_named(tmp_path: Path) -> None:
-    for name in ("http-fp32", "http-uint8"):
-        write_run(tmp_path / name, Plan(pairs=2))
-    status, output = run(str(tmp_path))
-    assert (status, "holds several runs; give one of its folders: http-fp32, http-uint8" in output) == (2, True)
+def test_several_runs_are_one_page_and_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for number, name in enumerate(("monday", "tuesday <b>", "wednesday")):
+        write_run(tmp_path / name, Plan(pairs=2, requests=40, seed=number + 1))
+    write_run(tmp_path / "other" / "http-uint8", Plan(pairs=2, requests=40, preset="full"))
+    (tmp_path / "other" / "http-uint8" / "report.html").touch()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "result.json").write_text("{")
+    (tmp_path / "empty").mkdir()
+    status, _ = run(str(tmp_path))
+    assert (status, (tmp_path / "history.html").exists()) == (0, True)
+    runs, faults = past_runs(tmp_path)
+    assert {past.folder.name for past in runs} == {"monday", "tuesday <b>", "wednesday", "http-uint8"}
+    assert set(faults) == {tmp_path / "broken", tmp_path / "empty"}
+    document = stored(tmp_path).document
+    (table,) = document.tables
+    targets = {cell.target for row in table.rows for cell in row if isinstance(cell, Cell) and cell.target}
+    assert targets == {"monday", "tuesday%20%3Cb%3E", "wednesday", "other/http-uint8/report.html"}
+    trend, overlay = document.charts
+    assert {view.label for view in trend.views} >= {"single", "concurrent(16)"}
+    assert [len(trace["y"]) for trace in trend.data] == [4] * len(trend.data)
+    assert [line["visible"] for line in overlay.data] == ["legendonly", "legendonly", True, True]
+    page = (tmp_path / "history.html").read_text()
+    assert 'class="filter"' in page
+    assert "tuesday <b>" not in page
 
 
 def test_a_directory_without_a_run_gets_one_sentence(tmp_path: Path) -> None:

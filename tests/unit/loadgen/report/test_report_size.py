@@ -22,7 +22,7 @@ from loadgen.verdict.result import stored_result
 MOST_BYTES = 1_500_000
 RESULTS = Path(__file__).resolve().parents[4] / "docs/results"
 TRACES = set(re.findall(r'moduleType:"trace",name:"(\w+)"', gzip.decompress(PLOTLY.read_bytes()).decode()))
-OTHER_TYPES = {"log", "category", "data", "rect", "line"}
+OTHER_TYPES = {"date", "log", "category", "data", "rect", "line"}
 """Types of axes, error bars and shapes."""
 LARGE = {
     "four arms, six workloads": "2026-11-23-h200/four-arms",

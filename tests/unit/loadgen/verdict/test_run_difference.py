@@ -227,6 +227,28 @@ def test_what_is_no_run_is_a_usage_error(runs: dict[str, Path], tmp_path: Path) 
     assert "holds no run" in output
 
 
+def test_without_names_the_last_run_meets_the_one_before_it_of_the_same_question(
+    runs: dict[str, Path], three: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert diff()[0] == 2
+    days = {"first": runs["old"], "second": runs["slower"], "others": next(iter(three.values())), "last": runs["again"]}
+    for day, (name, path) in enumerate(days.items(), start=1):
+        (tmp_path / "results" / name).mkdir(parents=True)
+        in_other_place(path, tmp_path / "results" / name / "result.json", started_at=f"2026-01-0{day}T00:00:00Z")
+    for arguments, pair in (
+        ((), ("results/second", "results/last")),
+        (("results/second",), ("results/first", "results/second")),
+    ):
+        status, output = diff(*arguments, "--json")
+        document = json.loads(output[output.index("{") :])
+        assert status == 3
+        assert tuple(str(Path(document[side]).resolve().relative_to(tmp_path)) for side in ("old", "new")) == pair
+    for alone in ("results/first", "results/others"):
+        status, output = diff(alone)
+        assert (status, "give OLD and NEW" in output) == (2, True)
+
+
 FAST = SimulatedArm(3.0, 4.0, 1.5)
 SLOWER_C = SimulatedArm(3.9, 5.2, 1.5)
 
