@@ -166,7 +166,7 @@ def _measured_elsewhere(
         "artefacts": str(root),
     }
     text = msgspec.json.encode(request).decode()
-    command = [sys.executable, "-P", "-m", "servers.measuring.worker", "--fastest", text, *others]
+    command = [sys.executable, "-P", "-m", "abserve", "-m", "servers.measuring.worker", "--fastest", text, *others]
     said, reason = b"", f"not measured within {MOST_SECONDS:.0f} s"
     try:
         said = subprocess.run(

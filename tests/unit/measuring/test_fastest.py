@@ -127,8 +127,8 @@ def starts(
     said = list[str]()
 
     def run(command: list[str], **_others: object) -> object:
-        msgspec.json.decode(command[5], type=MeasurementRequest)
-        said.extend(["measured", " ".join(command[6:])])
+        msgspec.json.decode(command[7], type=MeasurementRequest)
+        said.extend(["measured", " ".join(command[8:])])
         return SimpleNamespace(stdout=msgspec.json.encode(answer()))
 
     monkeypatch.setattr(subprocess, "run", run)
