@@ -20,8 +20,9 @@ from loadgen.base.quantities import counted
 from loadgen.checks.registry import validity
 from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.metrics.registry import METRICS
-from loadgen.records.run import TRANSPORT_TITLES, Label, shown
+from loadgen.records.run import Label, shown
 from loadgen.records.store import StoredRunError, is_running
+from loadgen.records.targets import ROUTES
 from loadgen.report.charts import (
     DASHES,
     LEGEND_ABOVE,
@@ -187,7 +188,7 @@ def _row(run: PastRun, root: Path) -> list[doc.Value]:
 
 def _title(group: Sequence[PastRun]) -> str:
     asked = group[-1].result.experiment
-    sent = f"{asked.payload} over {TRANSPORT_TITLES[asked.transport]}"
+    sent = f"{asked.payload} over {ROUTES[asked.transport].title}"
     return f"{asked.model}, {' against '.join(group[-1].servers)}, {sent}"
 
 
