@@ -22,13 +22,11 @@ _RUN = "A folder that `abserve compare` wrote to, or a result.json."
 def diff(
     old: Annotated[
         Path | None,
-        typer.Argument(metavar="OLD", show_default=False, help=f"{_RUN} Without NEW, this one is the new run."),
+        typer.Argument(metavar="OLD", show_default=False, help=_RUN),
     ] = None,
     new: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="NEW", show_default=False, help="The other run. Without it: the last earlier run of its question."
-        ),
+        typer.Argument(metavar="NEW", show_default=False, help="Another."),
     ] = None,
     allow: Annotated[
         bool,
@@ -41,7 +39,8 @@ def diff(
 ) -> None:
     """Compare two finished runs: old ratio, new ratio, the change with its interval, and which verdicts changed.
 
-    Without OLD and NEW: the last run in the folder results, and the one before it of the same model, servers and loads.
+    Without both, the last run in results meets the last before it of the same model, servers and loads; without NEW,
+    OLD does.
 
     Exit status: 0 no change is shown, 1 the runs cannot be compared (each difference is named), 2 a run cannot be read,
     3 at least one comparison changed, for better or worse.

@@ -27,9 +27,7 @@ _KINDS: Mapping[FolderKind, str] = {
 def report(
     directory: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIR", help="The folder of `abserve compare`, `engines` or `tune`, or one that holds such folders."
-        ),
+        typer.Argument(metavar="DIR", help="The folder of `abserve compare`, `engines` or `tune`, or of several."),
     ],
     open_report: Annotated[bool, typer.Option("--open", help="Open report.html in the web browser.")] = False,
     output: Annotated[
@@ -49,9 +47,8 @@ def report(
     """Make result.json, report.html and summary.md again from the records in DIR, also after an interrupted run.
 
     A published folder without raw samples is reported from its result.json. Of an engine matrix: matrix.json,
-    report.html, summary.md, cells.csv and cells.parquet, from its visits or, without those, its matrix.json. Of a
-    tuning: report.html and summary.md, from its tuning.json and its final comparison. Of a folder of runs, such as
-    results: history.html and history.md, all runs on one page, with trends.
+    report.html, summary.md, cells.csv and cells.parquet; of a tuning: report.html and summary.md; of a folder of runs:
+    history.html and history.md, with trends.
 
     Exit status: 0 the reports were made, whatever the verdict; 1 they cannot be written, or the export to MLflow
     failed; 2 DIR holds no readable run, the format is unknown, or MLflow is not installed.

@@ -44,7 +44,7 @@ def test_commands_answer_without_the_servers_packages(command: list[str]) -> Non
 
 @pytest.mark.parametrize(
     "command",
-    ["models", "models torchvision:resnet18", "serve native", "serve triton", "engine", "samples --out /nowhere",
+    ["models torchvision:resnet18", "serve native", "serve triton", "engine", "samples --out /nowhere",
      "export --model torchvision:resnet18", "tune"],
 )  # fmt: skip
 def test_commands_that_need_them_say_what_to_install(command: str) -> None:
