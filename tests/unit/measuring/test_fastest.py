@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from time import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,7 +107,11 @@ def test_ten_first_starts_choose_the_same_engine(
     chosen = list[str]()
     for seed in range(10):
         random = np.random.default_rng(seed)
-        toys(monkeypatch, ALIKE, lambda name, rows, r=random: times_ms[name][rows > 1] * r.uniform(1, 1.05))
+
+        def time_ms(name: str, rows: int, random: np.random.Generator = random) -> float:
+            return times_ms[name][rows > 1] * random.uniform(1, 1.05)
+
+        toys(monkeypatch, ALIKE, time_ms)
         chosen.append(last(chosen_engine(REQUEST, fastest.OTHERS))["engine"])
     assert chosen == [engine] * 10
 
@@ -147,7 +152,7 @@ def test_a_second_start_reads_what_the_first_one_measured(monkeypatch: pytest.Mo
 
 
 def test_fresh_measures_again_and_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = choice.time()
+    clock = time()
     monkeypatch.setattr(choice, "time", lambda: clock + 60)  # the earlier choice is a minute old
     assert starts(monkeypatch, lambda: MEASURED)[0]() == "onnxruntime"
     fresh, said = starts(monkeypatch, lambda: {**MEASURED, "engine": "openvino"}, choices="fresh")
@@ -190,7 +195,7 @@ def test_what_cannot_be_measured_leaves_torch_for_a_day(
     start, said = starts(monkeypatch, answer)
     assert [start(), start()] == ["torch"] * 2
     assert said.count("measured") == 1
-    clock = choice.time()
+    clock = time()
     monkeypatch.setattr(choice, "time", lambda: clock + choice.UNDECIDED_SECONDS + 1)
     assert starts(monkeypatch, lambda: MEASURED)[0]() == "onnxruntime"
 
@@ -200,7 +205,7 @@ def test_what_was_found_until_the_time_was_over_holds_for_a_day(monkeypatch: pyt
     start, said = starts(monkeypatch, lambda: late(msgspec.json.encode(found) + b'\n{"engine": "open'))
     assert [start(), start()] == ["onnxruntime"] * 2
     assert "openvino left out: not measured within" in said[-1]
-    clock = choice.time()
+    clock = time()
     monkeypatch.setattr(choice, "time", lambda: clock + choice.UNDECIDED_SECONDS + 1)
     assert starts(monkeypatch, lambda: {**MEASURED, "engine": "openvino"})[0]() == "openvino"
 
