@@ -213,7 +213,7 @@ def _become(request: dict[str, Any], descriptors: list[int], libc: ctypes.CDLL) 
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    argv = request["argv"]
+    sys.orig_argv = argv = request["argv"]
     _show(argv)
     words = argv[2:] if argv[1] == "-P" else argv[1:]
     module = types.ModuleType("__main__")

@@ -78,6 +78,8 @@ def beta_quantile(share: float, a: float, b: float) -> float:
     low, high = 0.0, 1.0
     x = a / (a + b)
     for _ in range(200):
+        if x in (0.0, 1.0):  # all else is nearer to an end than a float can tell
+            return x
         miss = beta_cdf(x, a, b) - share
         low, high = (low, x) if miss > 0.0 else (x, high)
         step = miss / max(math.exp(_log_beta_density(x, a, b, 1.0 - x)), _TINY)

@@ -62,3 +62,8 @@ def test_a_root_is_brents() -> None:
         assert d.root(function, low, high) == pytest.approx(optimize.brentq(function, low, high), abs=1e-11)
     with pytest.raises(ValueError, match="same sign"):
         d.root(math.cos, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(("a", "b", "end"), [(1.0, 2.7e-20, 1.0), (2.7e-20, 1.0, 0.0)])
+def test_a_beta_distribution_with_all_its_mass_at_an_end(a: float, b: float, end: float) -> None:
+    assert d.beta_quantile(0.9, a, b) == pytest.approx(end, abs=1e-12)
