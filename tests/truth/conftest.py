@@ -13,6 +13,9 @@ from loadgen.measure.progress import RunProgress
 from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRequest, Experiment, Workload
 from loadgen.verdict.result import Result, analyse
+from tests.integration.loadgen.conftest import machine_to_itself
+
+__all__ = ["machine_to_itself"]  # what else the machine does must decide no test of the truth either
 
 SERVER = Path(__file__).with_name("planted_server.py")
 Compare = Callable[..., Result]
