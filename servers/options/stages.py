@@ -34,3 +34,8 @@ def stages() -> Mapping[str, float]:
     taken = {name: round(seconds, 2) for name, seconds in _seconds.items()}
     _seconds.clear()
     return taken
+
+
+def start_line() -> str:
+    """The line of a log that says where the seconds of the start went."""
+    return f"start {' '.join(f'{name}_s={seconds}' for name, seconds in stages().items())}"

@@ -17,7 +17,7 @@ from servers.gpu.info import Runtime, gpu_info
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import executed_module, to_precision
 from servers.models.weights import parse_weights
-from servers.options.stages import stage, stages
+from servers.options.stages import stage, start_line
 from servers.plain.settings import PlainSettings
 from servers.protocol.tensors import Array, TensorSpec
 
@@ -39,7 +39,7 @@ def module_of(settings: PlainSettings) -> torch.nn.Module:
 
 def log_start() -> None:
     """Say where the seconds of the start went."""
-    sys.stderr.write(f"start {' '.join(f'{name}_s={seconds}' for name, seconds in stages().items())}\n")
+    sys.stderr.write(f"{start_line()}\n")
 
 
 def check_input(spec: ModelSpecification, name: str, datatype: str, shape: Sequence[int]) -> TensorSpec:

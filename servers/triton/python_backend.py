@@ -31,7 +31,7 @@ from servers.models.files import for_python
 from servers.models.images import ImageDecoder, ImageError
 from servers.models.registry import get_variant
 from servers.models.weights import parse_weights
-from servers.options.stages import stage, stages
+from servers.options.stages import stage, start_line
 from servers.protocol.errors import ContractError
 from servers.protocol.tensors import Array
 from servers.triton.batch_executor import BatchExecutor
@@ -203,8 +203,7 @@ class EngineModel:
             "load_ns": loaded_ns - started_ns,
             "warm_up_ns": warm_ns - loaded_ns,
         }
-        seconds = " ".join(f"{name}_s={seconds}" for name, seconds in stages().items())
-        pb_utils.Logger.log_info(f"start {seconds}")
+        pb_utils.Logger.log_info(start_line())
         pb_utils.Logger.log_info(f"engine ready: {json.dumps(report, default=str)}")
 
     def execute(self, requests: list[Any]) -> list[Any]:
