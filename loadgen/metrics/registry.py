@@ -573,7 +573,9 @@ TTFT_TAILS = (
     _of_tokens("ttft_p90", "p90 TTFT", "ttft_ms", 0.9, is_open_loop),
     _of_tokens("ttft_p99", "p99 TTFT", "ttft_ms", 0.99, has_blocks, (2, "p99 TTFT, ms")),
 )
-WORST_GAP = _of_tokens("worst_gap_p90", "p90 worst gap", "worst_gap_ms", 0.9, has_blocks, (4, "p90 worst gap, ms"))
+TAILS: Mapping[Kind, tuple[Metric, ...]] = {Kind.TENSORS: LATENCIES, Kind.TOKENS: (TTFT, *TTFT_TAILS)}
+"""By which an open loop compares the arms: the highest of them that it has enough requests for."""
+_of_tokens("worst_gap_p90", "p90 worst gap", "worst_gap_ms", 0.9, has_blocks, (4, "p90 worst gap, ms"))
 """Of the largest gaps between two chunks of each answer."""
 TIME_TO_READY = _of_probe("time_to_ready", "time to ready", "s", "cold-start", higher_is_better=False)
 TIME_TO_FIRST_ANSWER = _of_probe(
@@ -654,18 +656,10 @@ def leading_metric(workload: Workload) -> Metric:
     everywhere on a surface, and in an open loop with limits the goodput."""
     if workload.scenario == "cold-start":
         return TIME_TO_FIRST_ANSWER
-    tails = (TTFT, *TTFT_TAILS) if workload.kind is Kind.TOKENS else LATENCIES
-    if workload.has_blocks and workload.kind is Kind.TOKENS:
-        if not workload.is_open:
-            return ANSWER_TIME if is_alone(workload) else OUTPUT_TOKENS
-        if workload.limits is not None:
-            return GOODPUT
-        if workload.rate_per_s is None:
-            return TTFT
-    if not workload.is_open or workload.rate_per_s is None:
+    if not is_open_loop(workload) or has_limits(workload):
         return metrics_of(workload)[0]
-    requests = workload.rounds * arrival_count(
-        workload.rate_per_s, workload.requests, workload.seconds, workload.max_seconds
-    )
+    tails, rate = TAILS[workload.kind], workload.rate_per_s  # a share of a rate that is not measured yet has none
+    sent = 0 if rate is None else arrival_count(rate, workload.requests, workload.seconds, workload.max_seconds)
+    requests = workload.rounds * sent
     supported = [m for m in tails if m.quantile is not None and samples_needed(m.quantile) <= requests]
     return supported[-1] if supported else tails[0]

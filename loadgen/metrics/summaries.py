@@ -325,7 +325,7 @@ def summarise_workload(
         requests=sum(summary.requests for summary in complete),
         errors=errors,
         figures={**figures, ERRORS.name: float(errors)},
-        intervals=_intervals(metrics, complete, is_streamed=bool(stored) and stored[0].workload.kind is Kind.TOKENS),
+        intervals=_intervals(metrics, complete),
         samples=pools[latencies_ms].count,
         generator_cpu_share_max=max(
             (s.generator_cpu_share for s in complete if s.generator_cpu_share is not None), default=None
@@ -347,14 +347,11 @@ def summarise_workload(
     )
 
 
-def _intervals(
-    metrics: Sequence[Metric], blocks: Sequence[BlockSummary], *, is_streamed: bool
-) -> dict[str, Interval | None]:
-    """The intervals of figures that are means over the blocks; None of streamed answers where a block has no figure."""
+def _intervals(metrics: Sequence[Metric], blocks: Sequence[BlockSummary]) -> dict[str, Interval | None]:
+    """The intervals of figures that are means over the blocks; None where a block has no figure."""
     intervals: dict[str, Interval | None] = {}
     for metric in metrics:
-        of_tokens = is_streamed and not metric.column and metric.quantile is None
-        if of_tokens or metric.is_averaged:
+        if metric.is_averaged or (not metric.column and metric.quantile is None):
             starts = by_start(blocks, metric)
             is_whole = metric.is_averaged or sum(map(len, starts)) == len(blocks)
             intervals[metric.name] = interval_of_mean(starts) if is_whole else None

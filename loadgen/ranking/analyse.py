@@ -22,7 +22,7 @@ from loadgen.engines.analyse import has_copies
 from loadgen.experiment.schedule import request_shape
 from loadgen.findings.gpu.analysis import GpuFound
 from loadgen.findings.rate_search import RatesFound
-from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, THROUGHPUT, TPOT, TTFT
+from loadgen.metrics.registry import METRICS, RATES, TPOT, TTFT, Metric
 from loadgen.metrics.summaries import figure_of, interval_of
 from loadgen.metrics.tokens import per_million
 from loadgen.ranking.prices import prices_of
@@ -51,6 +51,10 @@ NOT_REPORTED = "not reported"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _JOINED = {"kernel": "kernels", "python": "Python versions", "virtualisation": "virtualisations"}
 """Fields of `Environment.host` that do not tell kinds of machines apart, but are named where they differ."""
+
+
+LATENCY: Mapping[Kind, Metric] = {Kind.TENSORS: METRICS["latency_p99"], Kind.TOKENS: TPOT}
+"""What `Point.latency_ms` is of a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,25 +282,19 @@ def _point(result: Result, label: Label, workload: Workload) -> tuple[Point | No
         return None, "no throughput was measured"
     if summary.open_loop is not None and summary.open_loop.saturation is not None:
         return None, f"{summary.open_loop.saturation}, so that its latency depends on the length of the run"
-    speed, interval, p99_ms = summary.throughput_per_s, interval_of(summary, THROUGHPUT), summary.latency_ms("p99")
-    latency_ms = None if p99_ms is None else Estimate(p99_ms)
+    rate, latency = RATES[workload.kind], LATENCY[workload.kind]
+    speed, latency_ms = figure_of(summary, rate), figure_of(summary, latency)
+    if not speed:
+        return None, "no tokens were counted"
     joules = result.of(GpuFound).joules_per_item(label, workload.name)
-    more: dict[str, Any] = {}
-    if workload.kind is Kind.TOKENS:
-        tokens, tpot_ms = figure_of(summary, OUTPUT_TOKENS), figure_of(summary, TPOT)
-        if not tokens:
-            return None, "no tokens were counted"
-        joules = None if joules is None else joules * summary.throughput_per_s / tokens
-        speed, interval = tokens, interval_of(summary, OUTPUT_TOKENS)
-        latency_ms = None if tpot_ms is None else Estimate.of(tpot_ms, interval_of(summary, TPOT))
-        more = {"first_token_ms": figure_of(summary, TTFT), "tpot_p99_ms": figure_of(summary, METRICS["tpot_p99"])}
     return Point(
         name=workload.name,
         kind="open" if workload.is_open else "closed",
-        items_per_second=Estimate.of(speed, interval),
-        latency_ms=latency_ms,
-        joules_per_item=None if joules is None else Estimate(value=joules),
-        **more,
+        items_per_second=Estimate.of(speed, interval_of(summary, rate)),
+        latency_ms=None if latency_ms is None else Estimate.of(latency_ms, interval_of(summary, latency)),
+        joules_per_item=None if joules is None else Estimate(joules / (speed / summary.throughput_per_s)),
+        first_token_ms=figure_of(summary, TTFT),
+        tpot_p99_ms=figure_of(summary, METRICS["tpot_p99"]),
     ), ""
 
 
