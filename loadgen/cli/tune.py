@@ -15,14 +15,7 @@ import typer
 
 from loadgen.base.child_process import ABSERVE
 from loadgen.base.quantities import counted
-from loadgen.cli.compare import (
-    EXIT_INTERRUPTED,
-    EXIT_INVALID,
-    OUT,
-    check_run,
-    plan_experiment,
-    run_and_report,
-)
+from loadgen.cli.compare import EXIT_INTERRUPTED, EXIT_INVALID, OUT, check_run, plan_experiment, run_and_report
 from loadgen.cli.output import CHECKING, announce, complain, default_out, fail, publish, resumed, same_settings
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.experiment.options import (

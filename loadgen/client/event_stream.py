@@ -23,14 +23,7 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from loadgen.client.connection import (
-    Address,
-    AnySocket,
-    Deadline,
-    Exchange,
-    GreenletSocket,
-    PreparedRequest,
-)
+from loadgen.client.connection import Address, AnySocket, Deadline, Exchange, GreenletSocket, PreparedRequest
 from loadgen.client.http import MAX_HEAD_BYTES, HttpConnection, chunk_size
 
 MOST_STREAM_BYTES = 2**26

@@ -23,14 +23,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from loadgen.base.documents import one_line
-from loadgen.client.connection import (
-    Address,
-    Exchange,
-    PreparedRequest,
-    ResponseError,
-    server_words,
-    unasked_coding,
-)
+from loadgen.client.connection import Address, Exchange, PreparedRequest, ResponseError, server_words, unasked_coding
 from loadgen.client.event_stream import ReceivedStream, StreamEvent
 from loadgen.client.http import request_head
 from loadgen.experiment.prompts import MOST_ID, Ids, PromptPlan, PromptShape, Trace

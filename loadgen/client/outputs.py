@@ -20,13 +20,7 @@ from loadgen.base.documents import MOST_CHARACTERS, DocumentError, decode_json, 
 from loadgen.client.connection import Exchange
 from loadgen.client.endpoint import Signature, fits
 from loadgen.client.grpc_messages import ModelInferResponse
-from loadgen.client.inputs import (
-    NUMPY_TYPES,
-    Array,
-    byte_array,
-    exact_array,
-    read_elements,
-)
+from loadgen.client.inputs import NUMPY_TYPES, Array, byte_array, exact_array, read_elements
 from loadgen.records.targets import ROUTES, Transport
 
 HEADER_LENGTH = "inference-header-content-length"

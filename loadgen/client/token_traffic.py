@@ -19,13 +19,7 @@ import numpy as np
 from loadgen.base.documents import one_line
 from loadgen.client.connection import ClientConnection, Exchange, failure_message
 from loadgen.client.event_stream import ReceivedStream, StreamConnection, StreamExchange
-from loadgen.client.generation import (
-    PreparedPrompts,
-    StreamedAnswer,
-    in_form_of,
-    prompt_request,
-    read_answer_stream,
-)
+from loadgen.client.generation import PreparedPrompts, StreamedAnswer, in_form_of, prompt_request, read_answer_stream
 from loadgen.client.inputs import Array
 from loadgen.client.outputs import AnswerError
 from loadgen.client.traffic import GOOD, KeptAnswers, SentRequest, Traffic
@@ -33,16 +27,7 @@ from loadgen.client.transports import InferenceTarget, Request
 from loadgen.experiment.prompts import SETTLING, PromptPlan
 from loadgen.records.samples import Samples, SampleWriter
 from loadgen.records.targets import ROUTES, is_token_transport
-from loadgen.records.tokens import (
-    ANSWER_DTYPE,
-    CUT,
-    ECHO,
-    ECHO_DIFFERS,
-    EVENT_DTYPE,
-    IDS,
-    TokenRows,
-    store_tokens,
-)
+from loadgen.records.tokens import ANSWER_DTYPE, CUT, ECHO, ECHO_DIFFERS, EVENT_DTYPE, IDS, TokenRows, store_tokens
 
 _MOST_HELD_BYTES = 2**29
 _PAUSE_NS = 50_000_000

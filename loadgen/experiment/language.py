@@ -34,16 +34,7 @@ from loadgen.experiment.settings import (
     ExperimentSettings,
     read_limits,
 )
-from loadgen.records.run import (
-    ArmRequest,
-    Experiment,
-    Kind,
-    Label,
-    TokenLimits,
-    Workload,
-    option_of,
-    shown,
-)
+from loadgen.records.run import ArmRequest, Experiment, Kind, Label, TokenLimits, Workload, option_of, shown
 from loadgen.records.scenarios import SCENARIOS, Scenario
 from loadgen.records.targets import ROUTES, TARGETS, TOKEN_TRANSPORTS, TokenTransport
 from loadgen.stats.percentiles import queries_needed

@@ -11,16 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from loadgen.experiment.settings import (
-    MAIN,
-    MEASUREMENT,
-    SEPARATED,
-    TARGET,
-    Settings,
-    Sizes,
-    in_panel,
-    shared,
-)
+from loadgen.experiment.settings import MAIN, MEASUREMENT, SEPARATED, TARGET, Settings, Sizes, in_panel, shared
 from loadgen.records.payloads import DEFAULT_MODEL, is_language
 
 ALL, AUTO, NO_BASELINE = "all", "auto", "none"

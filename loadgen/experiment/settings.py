@@ -31,19 +31,9 @@ from pydantic import (
 from loadgen.base.headers import read_headers
 from loadgen.experiment.schedule import RATE_LIMIT_PER_S
 from loadgen.records.payloads import DEFAULT_MODEL, Payload, is_language
-from loadgen.records.run import (
-    REQUEST_TIMEOUT_S,
-    DeploymentKind,
-    Kind,
-    Record,
-)
+from loadgen.records.run import REQUEST_TIMEOUT_S, DeploymentKind, Kind, Record
 from loadgen.records.scenarios import SCENARIOS, Scenario
-from loadgen.records.targets import (
-    TARGET_NAMES,
-    TOKEN_TRANSPORTS,
-    TokenTransport,
-    Transport,
-)
+from loadgen.records.targets import TARGET_NAMES, TOKEN_TRANSPORTS, TokenTransport, Transport
 from loadgen.stats.percentiles import queries_needed
 
 MAIN, TARGET, LOAD, MEASUREMENT, OUTPUT = PANELS = ("Main options", "Target", "Load", "Measurement", "Output")

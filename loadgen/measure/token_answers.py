@@ -37,15 +37,7 @@ from loadgen.measure.errors import RunError
 from loadgen.measure.language import probe_prompts
 from loadgen.records.payloads import is_language
 from loadgen.records.probes import ReferenceAnswer, TokensCompared
-from loadgen.records.run import (
-    MODEL_WEIGHTS,
-    Experiment,
-    Label,
-    Workload,
-    body_in_words,
-    option_of,
-    shown,
-)
+from loadgen.records.run import MODEL_WEIGHTS, Experiment, Label, Workload, body_in_words, option_of, shown
 from loadgen.records.targets import ROUTES
 
 PROBE_PROMPTS = 4

@@ -27,16 +27,7 @@ from loadgen.base.quantities import (
 )
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons, winner_of
 from loadgen.metrics.registry import ACHIEVED_RATE, METRICS, SERVED
-from loadgen.records.run import (
-    ArmRecord,
-    ArmRequest,
-    Label,
-    Pairing,
-    Record,
-    Workload,
-    setting_key,
-    shown,
-)
+from loadgen.records.run import ArmRecord, ArmRequest, Label, Pairing, Record, Workload, setting_key, shown
 from loadgen.records.scenarios import SCENARIOS
 from loadgen.records.targets import TARGETS
 

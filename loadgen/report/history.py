@@ -23,17 +23,7 @@ from loadgen.metrics.registry import METRICS
 from loadgen.records.run import Label, shown
 from loadgen.records.store import StoredRunError, is_running
 from loadgen.records.targets import ROUTES
-from loadgen.report.charts import (
-    DASHES,
-    LEGEND_ABOVE,
-    MARKERS,
-    add_view,
-    axis,
-    errors,
-    label_text,
-    rounded,
-    value_axis,
-)
+from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, add_view, axis, errors, label_text, rounded, value_axis
 from loadgen.report.published import Published
 from loadgen.report.renderers.tables import render_csv
 from loadgen.report.sections.comparisons import against_baseline

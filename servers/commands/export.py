@@ -16,13 +16,7 @@ from servers.engines.options import ModelOptions
 from servers.engines.settings import EngineSettings
 from servers.export.manifest import FUSED, JAX, OPSETS, ExportError, FileForm, executed_form
 from servers.models.files import FolderError
-from servers.models.registry import (
-    DEFAULT_MODEL,
-    UnknownModelError,
-    get_specification,
-    get_variant,
-    payload_variants,
-)
+from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_specification, get_variant, payload_variants
 from servers.models.specification import choose_from
 from servers.models.weights import WeightsError, parse_weights, pin
 from servers.options import defaults

@@ -24,14 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servers.engines.agreement import Disagreement, disagreement, proof_at_load
-from servers.engines.batches import (
-    axis_buckets,
-    bucket_of,
-    bucket_sizes,
-    check_sizes,
-    random_inputs,
-    valid_inputs,
-)
+from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, check_sizes, random_inputs, valid_inputs
 from servers.engines.interface import Engine, EngineDescription, EngineError, first_line
 from servers.engines.padding import fill_rows
 from servers.engines.processors import cuda_index, thread_count

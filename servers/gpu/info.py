@@ -19,14 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from servers.gpu.readings import (
-    CLOCK_EVENTS,
-    SENTENCES,
-    DeviceIdentity,
-    EdgeReading,
-    GpuReader,
-    Reading,
-)
+from servers.gpu.readings import CLOCK_EVENTS, SENTENCES, DeviceIdentity, EdgeReading, GpuReader, Reading
 
 SCHEMA = "abserve.gpu-info/1"
 MAX_CPU_TIME_RATIO = 0.01

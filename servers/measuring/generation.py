@@ -17,12 +17,7 @@ from typing import Any
 import numpy as np
 
 from servers.engines.settings import EngineError
-from servers.language.engine import (
-    GeneratingEngine,
-    GenerationRequest,
-    GenerationSettings,
-    make_engine,
-)
+from servers.language.engine import GeneratingEngine, GenerationRequest, GenerationSettings, make_engine
 from servers.language.module import DTYPES, build_module, empty_module
 from servers.language.reference import GivenAnswer, judge, own_noise
 from servers.language.specification import LanguageModel

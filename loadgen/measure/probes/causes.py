@@ -18,16 +18,7 @@ import msgspec
 
 from loadgen.base.quantities import counted
 from loadgen.experiment.schedule import has_load
-from loadgen.findings.causes import (
-    AS_IS,
-    WITHOUT,
-    Ablation,
-    CausesFound,
-    Explanation,
-    Untested,
-    analyse,
-    with_verdicts,
-)
+from loadgen.findings.causes import AS_IS, WITHOUT, Ablation, CausesFound, Explanation, Untested, analyse, with_verdicts
 from loadgen.findings.registry import Probe
 from loadgen.measure.probes.causes_plan import fit_into, plan_ablations, seconds_needed, workloads_worth_explaining
 from loadgen.metrics.comparisons import leading_comparisons

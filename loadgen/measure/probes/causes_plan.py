@@ -26,17 +26,7 @@ from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.model_config import whole
 from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.probes import Variant
-from loadgen.records.run import (
-    ArmRecord,
-    ArmRequest,
-    Experiment,
-    Kind,
-    Label,
-    Workload,
-    asked_for,
-    setting_key,
-    shown,
-)
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Kind, Label, Workload, asked_for, setting_key, shown
 from loadgen.records.targets import ROUTES, TARGETS, TokenTransport
 
 MIN_PAIRS, MAX_PAIRS = 3, 6

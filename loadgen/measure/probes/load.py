@@ -36,9 +36,7 @@ from loadgen.metrics.barrier import attempt
 from loadgen.metrics.claims import claim
 from loadgen.metrics.comparisons import PooledRequests, compare_all
 from loadgen.metrics.registry import METRICS
-from loadgen.metrics.summaries import (
-    summarise_blocks,
-)
+from loadgen.metrics.summaries import summarise_blocks
 from loadgen.metrics.surface import counts_in_words, surface_of, uncertain
 from loadgen.records.run import Workload, shown
 from loadgen.records.store import StoredBlock

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.base.quantities import join, number, share, signed_ms
 from loadgen.experiment.schedule import has_load
-from loadgen.findings.causes import (
-    Cause,
-    CausesFound,
-    Untested,
-    WorkloadCauses,
-    per_token,
-    percent,
-)
+from loadgen.findings.causes import Cause, CausesFound, Untested, WorkloadCauses, per_token, percent
 from loadgen.metrics.breakdown import STAGE_TITLES, STAGES, ArmStages, LatencyBreakdown
 from loadgen.metrics.claims import verdict_words
 from loadgen.metrics.comparisons import winner_of
 from loadgen.records.run import Kind, Pairing, shown
 from loadgen.verdict.result import Result
 from loadgen.verdict.verdict import ScenarioVerdict
-
-if TYPE_CHECKING:
-    pass
-
 
 FOLDED = "folded"
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import loadgen.report.document as doc
 from loadgen.base.quantities import number, share
-from loadgen.findings.ceiling import (
-    CeilingsFound,
-)
+from loadgen.findings.ceiling import CeilingsFound
 from loadgen.records.run import shown
 from loadgen.report.charts import rate_unit
 from loadgen.verdict.result import Result
-
-if TYPE_CHECKING:
-    pass
-
 
 CAPTION = (
     "Each engine was measured alone when the servers were stopped, copies included, by `abserve engine`. Batch: the "

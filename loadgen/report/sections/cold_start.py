@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.base.quantities import number
@@ -11,10 +9,6 @@ from loadgen.findings.cold_start import ColdStartsFound
 from loadgen.records.probes import ContainerStart
 from loadgen.records.run import shown
 from loadgen.verdict.result import Result
-
-if TYPE_CHECKING:
-    pass
-
 
 PHASES = (
     ("live_ns", "process start to live", 0.45),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
@@ -13,10 +12,6 @@ from loadgen.findings.gpu.analysis import GpuFound
 from loadgen.findings.gpu.records import EvidenceRecord, GpuFinding
 from loadgen.records.run import item_of, shown
 from loadgen.verdict.result import Result
-
-if TYPE_CHECKING:
-    pass
-
 
 ALL_SCENARIOS = "all scenarios"
 

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.base.quantities import items, join, measured, number, share
 from loadgen.findings.load import LoadFound
 from loadgen.metrics.registry import METRICS, THROUGHPUT
-from loadgen.metrics.summaries import (
-    WorkloadSummary,
-    figure_of,
-    further_metrics,
-    interval_of,
-)
+from loadgen.metrics.summaries import WorkloadSummary, figure_of, further_metrics, interval_of
 from loadgen.records.run import Kind, item_of, shown
 from loadgen.verdict.result import Result
-
-if TYPE_CHECKING:
-    pass
-
 
 MAX_SIZES = 6
 

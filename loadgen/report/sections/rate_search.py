@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.base.quantities import measured, number
 from loadgen.findings.rate_search import RateFound, RatesFound
 from loadgen.records.run import Kind, shown
 from loadgen.verdict.result import Result
-
-if TYPE_CHECKING:
-    pass
-
 
 KEY = (*doc.names("scenario"), *doc.numbers("round"), *doc.names("arm"))
 

@@ -28,12 +28,7 @@ from servers.engines.choice import ChoiceCache, cache_key, digest, makes_choices
 from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
 from servers.engines.processors import openmp_spinning, thread_count
 from servers.engines.settings import PARAMETER_TYPES
-from servers.engines.torch.device import (
-    device_details,
-    fp32_products,
-    resolve_device,
-    set_fp32_products,
-)
+from servers.engines.torch.device import device_details, fp32_products, resolve_device, set_fp32_products
 from servers.engines.torch.forms import (
     FAILURES,
     ModelForm,

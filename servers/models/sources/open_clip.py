@@ -19,23 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.modules import (
-    downloaded,
-    load_strictly,
-    option_of,
-    read_state,
-    ready,
-    refuse_other_preprocessing,
-)
+from servers.models.modules import downloaded, load_strictly, option_of, read_state, ready, refuse_other_preprocessing
 from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification, refuse_tag
-from servers.models.weights import (
-    FindPretrained,
-    PretrainedWeights,
-    RandomWeights,
-    WeightsError,
-    WeightsSource,
-    seeded,
-)
+from servers.models.weights import FindPretrained, PretrainedWeights, RandomWeights, WeightsError, WeightsSource, seeded
 from servers.protocol.tensors import TensorSpec
 
 if TYPE_CHECKING:

@@ -17,13 +17,7 @@ from servers.models.modules import (
     scale_norms,
 )
 from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification, refuse_tag
-from servers.models.weights import (
-    PretrainedWeights,
-    RandomWeights,
-    WeightsError,
-    WeightsSource,
-    seeded,
-)
+from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, seeded
 from servers.protocol.tensors import TensorSpec
 
 if TYPE_CHECKING:

@@ -38,13 +38,7 @@ from servers.models.specification import (
     choose_from,
     served_name,
 )
-from servers.models.weights import (
-    PretrainedWeights,
-    RandomWeights,
-    WeightsError,
-    WeightsSource,
-    seeded,
-)
+from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, seeded
 from servers.options.stages import stage
 from servers.protocol.tensors import Array, TensorSpec
 

@@ -13,13 +13,7 @@ from servers.gpu.cuda_library import CudaError
 from servers.native.engine.cuda_memory import HANDLE_BYTES, CudaDriver, CudaRegion, CudaWindow
 from servers.native.shared.interface import CloseRegions, FrontEndOperation, OpenRegion
 from servers.native.shared.regions import SystemRegion
-from servers.protocol.errors import (
-    ContractError,
-    InvalidRequestError,
-    NotFoundError,
-    TooLargeError,
-    UnsupportedError,
-)
+from servers.protocol.errors import ContractError, InvalidRequestError, NotFoundError, TooLargeError, UnsupportedError
 from servers.protocol.records import MAX_REGION_NAME_CHARACTERS, shown
 from servers.protocol.tensors import Array
 

@@ -8,12 +8,7 @@ from servers.native.shared.interface import CheckCuda, CloseRegions, EngineLink,
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.regions import SystemRegion, check_range
 from servers.native.shared.settings import NativeSettings
-from servers.protocol.errors import (
-    ContractError,
-    InvalidRequestError,
-    NotFoundError,
-    TooLargeError,
-)
+from servers.protocol.errors import ContractError, InvalidRequestError, NotFoundError, TooLargeError
 from servers.protocol.records import RegionReference, RegionWindow, shown
 from servers.protocol.tensors import Array
 

@@ -40,12 +40,7 @@ from servers.native.shared.limits import decompress, in_thread
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
-from servers.protocol.errors import (
-    ContractError,
-    InvalidRequestError,
-    UnavailableError,
-    UnsupportedError,
-)
+from servers.protocol.errors import ContractError, InvalidRequestError, UnavailableError, UnsupportedError
 from servers.protocol.records import InferRequest
 from servers.protocol.tensors import Array
 

@@ -23,14 +23,7 @@ from servers.native.http.token_events import (
     TokenAnswer,
     completion_error,
 )
-from servers.native.shared.errors import (
-    HOLDS_ENOUGH,
-    FailureLog,
-    HttpError,
-    failure_reason,
-    http_status,
-    shutting_down,
-)
+from servers.native.shared.errors import HOLDS_ENOUGH, FailureLog, HttpError, failure_reason, http_status, shutting_down
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes

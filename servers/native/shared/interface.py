@@ -20,9 +20,7 @@ from servers.models.specification import ModelSpecification
 from servers.native.shared.errors import RefusedError, shutting_down
 from servers.native.shared.settings import NativeSettings
 from servers.protocol.errors import ContractError
-from servers.protocol.records import (
-    ModelSignature,
-)
+from servers.protocol.records import ModelSignature
 from servers.protocol.tensors import Array
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -21,11 +21,7 @@ import weakref
 from pathlib import Path
 
 from servers.native.shared.interface import OpenRegion
-from servers.protocol.errors import (
-    InternalError,
-    InvalidRequestError,
-    UnavailableError,
-)
+from servers.protocol.errors import InternalError, InvalidRequestError, UnavailableError
 from servers.protocol.records import shown
 from servers.protocol.tensors import Array
 
