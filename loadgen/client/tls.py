@@ -92,18 +92,13 @@ def _context(ca: str | None, insecure: bool, cert: str | None, key: str | None, 
             raise TlsError(f"{ca} is not a file of CA certificates in PEM form ({_words(exc)})") from None
     if cert is not None:
         try:
-            context.load_cert_chain(cert, key, password=_no_password)
+            context.load_cert_chain(cert, key, password=lambda: "")  # else OpenSSL would ask on the terminal
         except OSError as exc:
             files = cert if key is None else f"{cert} with {key}"
             raise TlsError(
                 f"{files} is not a client certificate with its unencrypted key in PEM form ({_words(exc)})"
             ) from None
     return context
-
-
-def _no_password() -> str:
-    """Without it OpenSSL would ask on the terminal."""
-    return ""
 
 
 def wrapped_socket(

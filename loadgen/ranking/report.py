@@ -207,6 +207,7 @@ def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | No
         )
         for option in group.options
     ]  # fmt: skip
+    currencies = {cost.price.currency for option in group.options for cost in option.costs}
     alone = len(group.options) == 1
     tokens = doc.Table(
         (
@@ -239,7 +240,7 @@ def _group(group: RankedGroup, ranking: RankResult) -> Iterator[doc.Section | No
             else "",
             "warning",
         ),
-        *(block for currency in _currencies(group) for block in _costs(group, currency, ranking)),
+        *(block for currency in sorted(currencies) for block in _costs(group, currency, ranking)),
         _unpriced(group, ranking),
         on=doc.READ,
     )
@@ -249,10 +250,6 @@ def _titled(option: RankedOption, names: list[tuple[str, str]]) -> str:
     """The option's name, with its result's where another has the same name on the same machine."""
     twice = names.count((option.name, option.machine)) > 1
     return f"{option.name} [{Path(option.result).name}]" if twice else option.name
-
-
-def _currencies(group: RankedGroup) -> list[str]:
-    return sorted({cost.price.currency for option in group.options for cost in option.costs})
 
 
 def _costs(group: RankedGroup, currency: str, ranking: RankResult) -> Iterator[doc.Block | None]:

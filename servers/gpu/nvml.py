@@ -83,10 +83,6 @@ def _memory(handle: Any) -> Values:
     return {"memory_used_bytes": memory.used, "memory_total_bytes": memory.total}
 
 
-def _clocks(handle: Any) -> Values:
-    return {name: pynvml.nvmlDeviceGetClockInfo(handle, kind) * 1e6 for name, kind in _CLOCKS.items()}
-
-
 def _single(name: str, call: Callable[[Any], float]) -> Callable[[Any], Values]:
     return lambda handle: {name: call(handle)}
 
@@ -98,7 +94,7 @@ _READING_CALLS: Mapping[str, Callable[[Any], Values]] = {
     "power_limit": _single("power_limit_watts", lambda h: pynvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1e3),
     "utilization": _utilization,
     "memory": _memory,
-    "clocks": _clocks,
+    "clocks": lambda h: {name: pynvml.nvmlDeviceGetClockInfo(h, kind) * 1e6 for name, kind in _CLOCKS.items()},
     "clock_events": _single("clock_event_reasons", lambda h: pynvml.nvmlDeviceGetCurrentClocksEventReasons(h)),
     "temperature": _single(
         "temperature_celsius", lambda h: pynvml.nvmlDeviceGetTemperature(h, pynvml.NVML_TEMPERATURE_GPU)

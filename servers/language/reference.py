@@ -79,7 +79,7 @@ def judge_answers(document: Any) -> dict[str, Any]:
     answers = _answers(document, model)
     precision, device = _precision(document.get("precision") or "auto", document.get("device") or "auto")
     module = build_module(model, device, precision)
-    mixture = is_mixture(module)
+    mixture = bool(getattr(module.config.get_text_config(), "num_local_experts", None))
     noise: Sequence[Sequence[float]] = [()] * len(answers)
     if mixture:
         rounded = [judgement.best for judgement in judge(module, answers)]
@@ -109,11 +109,6 @@ def judge_answers(document: Any) -> dict[str, Any]:
         "weights_sha256": weights_sha256(model.weights, model.fields),
         "seconds": time.perf_counter() - started,
     }
-
-
-def is_mixture(module: Any) -> bool:
-    """Whether a router chooses experts for each token."""
-    return bool(getattr(module.config.get_text_config(), "num_local_experts", None))
 
 
 def judge(

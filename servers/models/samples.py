@@ -124,7 +124,7 @@ def _write_items(specification: ModelSpecification, folder: Path, sequence_lengt
     axis = specification.main_axis
     if specification.samples is not None:
         arrays, kind = specification.samples, "given"
-        lengths = _lengths_of(arrays, axis)
+        lengths = [1 if axis is None else axis.size_of(arrays)] * len(next(iter(arrays.values())))
     else:
         lengths = _lengths(specification, axis, sequence_length, seed)
         integers = all(tensor.dtype.kind in "iu" for tensor in specification.inputs)
@@ -154,11 +154,6 @@ def _write_items(specification: ModelSpecification, folder: Path, sequence_lengt
         document["files"] = {payload: [_save(fresh, name, payload, array) for name, array in arrays.items()]}
         _write_manifest(fresh, document)
     return True
-
-
-def _lengths_of(arrays: Mapping[str, Array], axis: Axis | None) -> list[int]:
-    """One length per item of the user's samples, which all have the arrays' length."""
-    return [1 if axis is None else axis.size_of(arrays)] * len(next(iter(arrays.values())))
 
 
 def _lengths(specification: ModelSpecification, axis: Axis | None, text: str, seed: int) -> list[int]:

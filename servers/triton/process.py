@@ -258,7 +258,8 @@ class TritonProcess:
                 self._process.wait(KILL_SECONDS)
         code = self._process.poll()
         if code is not None:
-            raise self._died(f"tritonserver ended {_how(code)}")
+            how = f"with status {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+            raise self._died(f"tritonserver ended {how}")
         if stub_died:
             raise self._died(
                 "the process that executes the model in tritonserver died and is not restarted, so every request fails"
@@ -332,7 +333,3 @@ def _opened(log_file: Path) -> BinaryIO:
 def region_prefixes(argv: Sequence[str]) -> Iterator[str]:
     """The prefixes of the shared memory of a server with this command line."""
     return (match[1] for match in map(_REGION_PREFIX.fullmatch, argv) if match)
-
-
-def _how(code: int) -> str:
-    return f"with status {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
