@@ -18,7 +18,7 @@ import loadgen.report.document as doc
 from loadgen.base.documents import kind_of, one_line, results_in
 from loadgen.base.quantities import counted
 from loadgen.checks.registry import validity
-from loadgen.metrics.comparisons import Comparison, leading_comparisons
+from loadgen.metrics.comparisons import Comparison, leading_comparisons, log_lead
 from loadgen.metrics.registry import METRICS
 from loadgen.records.run import Label, shown
 from loadgen.records.store import StoredRunError, is_running
@@ -241,8 +241,9 @@ def _overlay(group: Sequence[PastRun], name: str) -> doc.Chart | None:
                 continue
             place = number % len(doc.ARM_STYLES)
             color: str = f"--{doc.ARM_STYLES[place]}"
-            ratios = [_in_favour(c, c.ratio or 1.0) for c in comparisons]
-            limits = [c.ci95 and _interval(c) for c in comparisons]
+            leads = [lead.exp() for c in comparisons if (lead := log_lead(c, pairing.arm)) is not None]
+            ratios = [lead.value for lead in leads]
+            limits = [None if c.ci95 is None else lead.interval for c, lead in zip(comparisons, leads, strict=True)]
             pair = f", {shown(pairing.arm)} over {shown(pairing.baseline)}"
             lines.append(
                 {
@@ -274,12 +275,3 @@ def _overlay(group: Sequence[PastRun], name: str) -> doc.Chart | None:
     return (
         doc.Chart(f"{name}-runs", f"{_title(group)}: runs over each other", caption, lines, layout) if lines else None
     )
-
-
-def _in_favour(comparison: Comparison, ratio: float) -> float:
-    return ratio if comparison.higher_is_better else 1.0 / ratio
-
-
-def _interval(comparison: Comparison) -> tuple[float, float]:
-    low, high = sorted(_in_favour(comparison, bound) for bound in comparison.ci95 or (1.0, 1.0))
-    return low, high
