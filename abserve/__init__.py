@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from abserve.comparison import compare, compare_async
     from abserve.errors import AbserveError
     from abserve.run import Columns, Run, load
+    from abserve.traffic import load_traffic
 
-__all__ = ["AbserveError", "Columns", "Run", "compare", "compare_async", "load"]
+__all__ = ["AbserveError", "Columns", "Run", "compare", "compare_async", "load", "load_traffic"]
 
 
 def __getattr__(name: str) -> Any:
     """A public name, when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'abserve' has no attribute {name!r}")
-    module = "comparison" if name.startswith("compare") else "errors" if name == "AbserveError" else "run"
+    module = {"AbserveError": "errors", "load_traffic": "traffic"}.get(name, "run")
+    module = "comparison" if name.startswith("compare") else module
     return getattr(import_module(f"abserve.{module}"), name)
 
 

@@ -1,7 +1,7 @@
 """The two messages of the Open Inference Protocol that the load generator sends and reads over gRPC.
 
 tritonclient has them too, but its package imports grpcio, which weighs 20 MB and which nothing here uses. Fields that
-are not read (parameters) are left out: protobuf skips what it does not know.
+are not read are left out, as the parameters of answers: protobuf skips what it does not know.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ _FIELDS = {
         "5 uint64* uint64_contents", "6 float* fp32_contents", "7 double* fp64_contents", "8 bytes* bytes_contents",
     ),
     "InferTensor": ("1 string name", "2 string datatype", "3 int64* shape", "5 InferTensorContents contents"),
+    "Parameter": ("2 int64 int64_param", "5 uint64 uint64_param"),
+    "NamedParameter": ("1 string key", "2 Parameter value"),
     "ModelInferRequest": (
-        "1 string model_name", "2 string model_version", "3 string id", "5 InferTensor* inputs",
+        "1 string model_name", "2 string model_version", "3 string id", "4 NamedParameter* parameters",
+        "5 InferTensor* inputs",
         "6 InferTensor* outputs", "7 bytes* raw_input_contents",
     ),
     "ModelInferResponse": (

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -16,6 +17,7 @@ from servers.language.module import build_module
 from servers.language.specification import language_model
 from tests.integration.language.conftest import EventStream
 from tests.integration.native.conftest import Server, free_port
+from tests.recording import recorder
 
 PROMPT = [5, 17, 3, 900, 44]
 COUNT = 12
@@ -97,6 +99,25 @@ def test_an_unmodified_openai_client_streams(tiny: Server, answer: list[int]) ->
             extra_body={"ignore_eos": True},
         )  # fmt: skip
         assert whole.choices[0].text == " ".join(f"t{token}" for token in answer)
+
+
+def test_an_unmodified_openai_client_streams_through_the_recorder(
+    tiny: Server, answer: list[int], tmp_path: Path
+) -> None:
+    with recorder(tmp_path / "traffic", to=f"http://127.0.0.1:{tiny.port}") as recording:
+        with openai.OpenAI(base_url=f"{recording.url}/v1", api_key="hidden", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["tiny"]
+            chunks = client.completions.create(
+                model="tiny", prompt=PROMPT, max_tokens=COUNT, temperature=0, stream=True,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )  # fmt: skip
+            ids = [token for chunk in chunks for token in (chunk.choices[0].model_extra or {})["token_ids"]]
+        read = recording.end()
+    assert ids == answer
+    (request,) = read.requests
+    assert (request.route, request.model, request.status) == ("/v1/completions", "tiny", 200)
+    assert json.loads(read.content(request) or b"")["prompt"] == PROMPT
+    assert (request.first_byte_ns or 0) < (request.end_ns or 0)
 
 
 def test_an_openai_client_understands_the_refusals(tiny: Server) -> None:

@@ -41,7 +41,7 @@ ROOMS["commands"] = set(ROOMS)
 # locustfile `scenarios`, start programs: they may import every room, and nothing imports them.
 LOADGEN = (
     "base", "stats", "records", "experiment", "client", "launch", "metrics", "findings", "checks", "verdict",
-    "measure", "report", "conformance", "locust", "engines", "ranking", "tune", "cli",
+    "measure", "report", "conformance", "locust", "engines", "ranking", "recorder", "tune", "cli",
 )  # fmt: skip
 MEASURING = ("client", "launch", "measure", "engines.measure", "engines.worker_process")
 """Rooms and modules that drive servers."""

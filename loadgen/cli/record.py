@@ -1,0 +1,141 @@
+"""`abserve record`: passes traffic on to a server and records it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loadgen.base.quantities import counted
+from loadgen.cli.output import complain, fail
+
+if TYPE_CHECKING:
+    from loadgen.recorder.relay import Relay
+
+HELP_GROUP = "Compare"
+
+
+def record(
+    out: Annotated[Path, typer.Option("--out", help="A new folder for the traffic.", show_default=False)],
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="URL", help="The server that gets the requests.", show_default=False)
+    ] = None,
+    listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where clients connect.")] = (
+        "127.0.0.1:9000"
+    ),
+    grpc_to: Annotated[
+        str | None,
+        typer.Option("--grpc-to", metavar="HOST:PORT", help="The server's gRPC address.", show_default=False),
+    ] = None,
+    grpc_listen: Annotated[
+        str, typer.Option("--grpc-listen", metavar="HOST:PORT", help="Where clients of gRPC connect.")
+    ] = "127.0.0.1:9001",
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", min=0.001, help="Record so long.", show_default="until stopped")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option("--requests", min=1, help="Record so many.", show_default="no limit")
+    ] = None,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--max-bytes",
+            min=1,
+            show_default="no limit",
+            help="The largest size of the folder. Stretches of 10 s are left out at random, the same chance for each.",
+        ),
+    ] = None,
+    share: Annotated[
+        float, typer.Option("--share", min=1e-6, max=1.0, help="Record this share of all requests.")
+    ] = 1.0,
+    contents: Annotated[bool, typer.Option("--contents/--no-contents", help="Store what the requests contain.")] = True,
+    answers: Annotated[bool, typer.Option("--answers/--no-answers", help="Store what the server answers.")] = False,
+) -> None:
+    """Pass all traffic on to a server and record the inference requests in it.
+
+    Clients connect to --listen in place of the server and notice nothing; if recording fails, their traffic goes on.
+    Other requests pass unrecorded. Credentials, cookies and addresses are never stored.
+
+    After --minutes or --requests the traffic still passes; Ctrl-C ends it.
+
+    Exit status: 0 ended, 1 the recording failed, 2 an option is wrong.
+    """  # fmt: skip
+    from loadgen.client.connection import Address, AddressError
+    from loadgen.client.grpc import parse_grpc_address
+    from loadgen.client.tls import TlsError, tls_context
+    from loadgen.measure.machine import installed_versions, utc_now
+    from loadgen.recorder.grpc import GrpcTap
+    from loadgen.recorder.http import HttpTap
+    from loadgen.recorder.recorder import Recorder
+    from loadgen.recorder.relay import Relay
+    from loadgen.records.run import DEFAULT_ACCESS
+    from loadgen.records.traffic import TrafficError, TrafficRecording, TrafficWriter
+
+    if to is None and grpc_to is None:
+        fail("give the server that gets the requests with --to URL, --grpc-to HOST:PORT, or both")
+    try:
+        servers = [
+            (place, address, "h2" if is_grpc else "http/1.1", GrpcTap if is_grpc else HttpTap)
+            for place, address, is_grpc in (
+                (listen, None if to is None else Address.parse(to), False),
+                (grpc_listen, None if grpc_to is None else parse_grpc_address(grpc_to), True),
+            )
+            if address is not None
+        ]
+        places = [_place(place) for place, *_ in servers]
+        contexts = [tls_context(DEFAULT_ACCESS, alpn) if address.tls else None for _, address, alpn, _ in servers]
+        if to is not None and servers[0][1].base_path:
+            fail(f"--to {to}: give the address without a path, because the paths of requests pass unchanged")
+        started = TrafficRecording(
+            started_at=utc_now(),
+            abserve=installed_versions(["abserve"]).get("abserve", ""),
+            share=share,
+            contents=contents,
+            answers=answers,
+            max_bytes=max_bytes,
+        )
+        writer = TrafficWriter(out, started)
+    except (AddressError, TlsError, TrafficError, ValueError) as exc:
+        fail(str(exc))
+    sys.setswitchinterval(0.0005)  # the thread that writes gives way to the traffic
+    recorder = Recorder(writer, minutes=minutes, requests=requests, ended=_say_ended)
+    relays = [
+        (Relay(address, lambda tap=tap: tap(recorder), context), place)  # type: ignore[misc]  # of this round
+        for (_, address, _, tap), context, place in zip(servers, contexts, places, strict=True)
+    ]
+    asyncio.run(_serve(relays, out))
+    written = recorder.stop("it was stopped")
+    state = writer.recording
+    typer.echo(f"{counted(state.requests, 'request')} in {out}, {state.lost} lost")
+    if not written or recorder.failed:
+        raise typer.Exit(1)
+
+
+async def _serve(relays: list[tuple[Relay, tuple[str, int]]], out: Path) -> None:
+    """Pass traffic on until the process is told to end."""
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    for relay, (host, port) in relays:
+        try:
+            bound = await relay.listen(host, port)
+        except OSError as exc:
+            fail(f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --listen or --grpc-listen")
+        typer.echo(f"{host}:{bound} → {relay.address.authority}, recorded in {out}")
+    await ended.wait()
+
+
+def _say_ended(why: str) -> None:
+    complain(f"the recording has ended: {why}", kind="note", style="yellow")
+
+
+def _place(value: str) -> tuple[str, int]:
+    """Host and port. Raises `ValueError`."""
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError(f"{value} is not an address to listen on; give one like 127.0.0.1:9000")
+    return host.strip("[]"), int(port)

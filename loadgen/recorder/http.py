@@ -1,0 +1,158 @@
+"""Reads the requests and answers of one HTTP/1.1 connection from the bytes that pass.
+
+Nothing here changes or delays those bytes. What is not HTTP/1.1 raises `ValueError`, and the connection is then passed
+on without being recorded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+
+from loadgen.recorder.recorder import PassedRequest, Recorder
+
+MOST_HEAD_BYTES = 2**16
+RECORDED = re.compile(
+    r"(?:/.*)?/(?:v2/models/[^/]+(?:/versions/[^/]+)?/(?:infer|generate|generate_stream)|completions)"
+)
+"""The paths of requests to a model, below any base path."""
+Headers = Mapping[str, str]
+_UNTIL_THE_END = -1
+
+
+class _Message:
+    """The part of a message that has come: a head, then `left` bytes of a body, of a chunk, or until the end."""
+
+    def __init__(self, body_of: Callable[[str, Headers], int | None]) -> None:
+        self._body_of = body_of
+        """Gives for a head the length of its body; None: it is chunked."""
+        self._buffer = bytearray()
+        """An incomplete head or line of a chunk."""
+        self._began_ns = 0
+        self._left = 0
+        self._chunked = self._in_trailers = False
+        self._in_body = False
+
+    def read(self, data: bytes, now_ns: int) -> Iterator[tuple[str, Headers, int] | bytes | None]:
+        """The heads with the time of their first byte, the pieces of bodies, and None at the end of each message."""
+        place = 0
+        while place < len(data):
+            if self._in_body and self._left:
+                piece = data[place:] if self._left < 0 else data[place : place + self._left]
+                place += len(piece)
+                self._left -= len(piece) if self._left > 0 else 0
+                yield piece
+                if not self._left and not self._chunked:
+                    self._in_body = False
+                    yield None
+                continue
+            if not self._buffer and not self._in_body:
+                self._began_ns = now_ns
+            end = b"\r\n" if self._in_body else b"\r\n\r\n"
+            searched = max(0, len(self._buffer) - len(end) + 1)
+            before = len(self._buffer)
+            self._buffer += data[place : place + MOST_HEAD_BYTES]
+            found = self._buffer.find(end, searched)
+            if found < 0:
+                if len(self._buffer) > MOST_HEAD_BYTES:
+                    raise ValueError("a head is too long")
+                place = min(len(data), place + MOST_HEAD_BYTES)
+                continue
+            text = self._buffer[:found].decode("latin-1")
+            place += found + len(end) - before
+            self._buffer.clear()
+            yield from self._line_of_chunk(text) if self._in_body else self._head(text)
+
+    @property
+    def until_the_end(self) -> bool:
+        """Whether the end of the connection is that of the message."""
+        return self._in_body and self._left == _UNTIL_THE_END
+
+    def _head(self, text: str) -> Iterator[tuple[str, Headers, int] | None]:
+        first, *lines = text.lstrip("\r\n").split("\r\n")
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        yield first, headers, self._began_ns
+        length = self._body_of(first, headers)
+        self._chunked, self._left = length is None, length or 0
+        self._in_body = self._chunked or self._left != 0
+        if not self._in_body:
+            yield None
+
+    def _line_of_chunk(self, text: str) -> Iterator[None]:
+        """A size, the empty line after a chunk, or a trailer."""
+        if self._in_trailers:
+            if not text:
+                self._in_body = self._in_trailers = False
+                yield None
+        elif text:
+            self._left = int(text.partition(";")[0], 16)
+            self._in_trailers = not self._left
+
+
+def _length(headers: Headers, otherwise: int) -> int | None:
+    if "chunked" in headers.get("transfer-encoding", "").lower():
+        return None
+    return int(headers.get("content-length", otherwise))
+
+
+class HttpTap:
+    """The requests of one connection, each until its answer has passed."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._waiting: deque[tuple[str, PassedRequest | None]] = deque()
+        """The methods of requests without a whole answer, and what is recorded of them."""
+        self._request: PassedRequest | None = None
+        self._status = 0
+        self._requests = _Message(lambda _, headers: _length(headers, 0))
+        self._answers = _Message(self._answer_length)
+
+    def sent(self, data: bytes, now_ns: int) -> None:
+        """Bytes on their way to the server."""
+        for part in self._requests.read(data, now_ns):
+            if isinstance(part, tuple):
+                first, headers, began_ns = part
+                method, target, version = first.split(" ", 2)
+                if not version.startswith("HTTP/1."):
+                    raise ValueError("it is not HTTP/1.1")
+                path = target.partition("?")[0]
+                wanted = method == "POST" and RECORDED.fullmatch(path) is not None
+                self._request = self._recorder.begin("http", path, headers, began_ns) if wanted else None
+                self._waiting.append((method, self._request))
+            elif part is not None and self._request is not None:
+                self._request.add_content(part)
+
+    def received(self, data: bytes, now_ns: int) -> None:
+        """Bytes on their way to the client."""
+        for part in self._answers.read(data, now_ns):
+            if not self._waiting:
+                raise ValueError("an answer without a request")
+            _, request = self._waiting[0]
+            if isinstance(part, tuple):
+                first, _, _ = part
+                self._status = int(first.split(" ", 2)[1])
+                if self._status == 101:
+                    raise ValueError("the connection speaks another protocol from here on")
+            elif part is None:
+                if self._status >= 200:
+                    self._waiting.popleft()
+                    if request is not None:
+                        request.end(self._status, now_ns)
+                continue
+            if request is not None and self._status >= 200:
+                request.add_answer(part if isinstance(part, bytes) else b"", now_ns)
+
+    def closed(self, now_ns: int) -> None:
+        """The connection has ended, and with it an answer without a length."""
+        for _, request in self._waiting:
+            if request is not None:
+                request.end(self._status if request.answered else None, now_ns, whole=self._answers.until_the_end)
+        self._waiting.clear()
+
+    def _answer_length(self, first: str, headers: Headers) -> int | None:
+        status = int(first.split(" ", 2)[1])
+        method = self._waiting[0][0] if self._waiting else ""
+        if status < 200 or status in (204, 304) or method == "HEAD":
+            return 0
+        return _length(headers, _UNTIL_THE_END)
