@@ -4,7 +4,8 @@
 
 A native server with the null engine, the recorder and the proxy of aiohttp run side by side, each in a process. One
 client sends requests that are due at equal distances on four connections, to the server itself and through each of the
-two, in alternating rounds; each request has another content. A latency counts from the moment a request is due. Per round the percentiles through one of them are compared with those of the server alone.
+two, in alternating rounds; each request has another content. A latency counts from the moment at which a request is
+due. Per round the percentiles through one of them are compared with those of the server alone.
 """
 
 from __future__ import annotations
