@@ -4,9 +4,12 @@
     DIR/choices/1/ …      the runs that choose: screenings whose arms are the configurations of some servers
     DIR/                  the comparison, whose arms are the chosen configurations
 
-Which settings are tried is declared beside them (`Searched.by_load`). A load keeps the settings that were asked for
-unless other ones are shown to be better there, at 99 % and beyond what another start of a server changes: who is best
-of several by chance is no choice. The one configuration for all loads is the best by the geometric mean over the loads.
+Which settings are tried is declared beside them (`Searched.by_load`). A load gets the settings that are probably the
+best there, better than those that were asked for by more than one standard error (the one-standard-error rule of
+Breiman et al., Classification and Regression Trees, 1984): a wrong choice costs a server what it loses by it, and the
+comparison measures afresh what was chosen, so chance wins nothing. The one configuration for all loads, which is
+advice, is the best by the geometric mean over the loads if that is shown at 99 %. What another start of a server
+changes is part of every error.
 """
 
 from __future__ import annotations
@@ -296,7 +299,7 @@ def chosen(server: TriedServer, tried: Iterable[Tried], out: Mapping[Label, str]
     known = list(once.values())
     first = server.configurations[0].name
     means = [
-        (_mean(own), entry.name)
+        (_mean(own, Z99), entry.name)
         for entry in server.configurations
         if len(own := [t for t in known if t.configuration == entry.name]) == len({t.workload for t in known}) > 0
     ]
@@ -313,19 +316,21 @@ def chosen(server: TriedServer, tried: Iterable[Tried], out: Mapping[Label, str]
 
 
 def _best(tried: Sequence[Tried], first: Label) -> Label:
-    """The best of the configurations that are shown to be better than the first one, or of all if it has none."""
+    """The configuration that is best at its lower bound of one standard error, or the first one: it is 1 by definition,
+    unless it could not be measured."""
     has_first = any(entry.configuration == first for entry in tried)
-    shown_better = [entry for entry in tried if not has_first or _mean([entry])[1] > 0.0]
-    return max(shown_better, key=lambda entry: entry.gain.value).configuration if shown_better else first
+    lows = [(_mean([entry], 1.0)[1], entry.configuration) for entry in tried]
+    return max((low for low in lows if low[0] > 0.0 or not has_first), default=(0.0, first))[1]
 
 
-def _mean(tried: Sequence[Tried]) -> tuple[float, float]:
-    """The mean log gain over the loads, and its lower bound at 99 %; what a start changes, all loads have in common."""
+def _mean(tried: Sequence[Tried], errors: float) -> tuple[float, float]:
+    """The mean log gain over the loads, and what it is that many standard errors lower; what a start changes, all loads
+    have in common."""
     logs = [math.log(entry.gain.value) for entry in tried]
     lows = [math.log(entry.gain.low or entry.gain.value) for entry in tried]
-    errors = [(log - low) / Z95 for log, low in zip(logs, lows, strict=True)]
+    error = math.fsum((log - low) / Z95 for log, low in zip(logs, lows, strict=True)) / len(logs)
     mean = math.fsum(logs) / len(logs)
-    return mean, mean - Z99 * math.fsum(errors) / len(logs)
+    return mean, mean - errors * error
 
 
 # The comparison

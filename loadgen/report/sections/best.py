@@ -166,9 +166,9 @@ def tried(result: Result) -> doc.Section | None:
                   grouped=True, on=doc.PAGES),
         doc.Text(
             "In the short runs that chose. Loses: against the configuration chosen for the load; on average: the "
-            "geometric mean over the loads. A load keeps the settings that were asked for unless others are shown to "
-            "be better there, at 99 %. Intervals include what another start of a server changes. These runs are "
-            "part of no verdict.", "note",
+            "geometric mean over the loads. A load gets other settings than were asked for if they are better there by "
+            "more than one standard error; all loads together, if that is shown at 99 %. Intervals include what another "
+            "start of a server changes. These runs are part of no verdict.", "note",
         ),
         on=doc.READ,
     )  # fmt: skip
