@@ -7,8 +7,7 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-REPORT := docs/results/2026-11-26-h100/four-arms/report.html
-RUN    := docs/results/2026-11-26-h100/four-arms
+RUN := docs/results/2026-11-26-h100/four-arms
 .PHONY: help setup engines compare test test-engines test-slow test-compose benchmark lint reference picture docs dist format doctor repo lock pin-images clean
 
 help: ## list the targets
@@ -83,7 +82,7 @@ reference: setup ## regenerate what is made from the code: result.json's schema,
 
 picture: setup ## draw the pictures of the README and the docs again from published runs (needs Chromium)
 	@$(BIN)/python .ci/terminal_picture.py $(RUN) docs/images/terminal.svg
-	@$(BIN)/python .ci/report_pictures.py $(REPORT) docs/images
+	@$(BIN)/python .ci/report_pictures.py $(RUN) docs/images
 	@ls -l docs/images
 
 docs: ## build the documentation site into site/html, with every link checked

@@ -1,4 +1,7 @@
-"""Photographs chapters of a report with Chromium: `python .ci/report_pictures.py REPORT.html FOLDER`."""
+"""Photographs chapters of a report with Chromium: `python .ci/report_pictures.py RUN FOLDER`.
+
+The report is made again from the stored result of a published run, with today's headline.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,10 @@ import tempfile
 from pathlib import Path
 
 from PIL import Image
+from terminal_picture import with_todays_words
+
+from loadgen.report.contents import result_document
+from loadgen.report.renderers.html import render_html
 
 PICTURES = {"report": ("", 0, 1090), "report-details": ("comparisons", 1200, 1190)}
 """Each picture, the id of a heading (none: the page's top), pixels above it, and its height."""
@@ -27,6 +34,6 @@ def photograph(report: str, heading: str, above: int, height: int, picture: Path
 
 
 if __name__ == "__main__":
-    text = Path(sys.argv[1]).read_text()
+    text = render_html(result_document(with_todays_words(Path(sys.argv[1]))))
     for name, (heading, above, height) in PICTURES.items():
         photograph(text, heading, above, height, Path(sys.argv[2], f"{name}.png").resolve())

@@ -45,7 +45,6 @@ from loadgen.records.run import (
     asked_for,
     body_in_words,
     setting_key,
-    shown,
 )
 
 NATIVE = "abserve-native"
@@ -65,6 +64,7 @@ def _compare(facts: Facts, key: str, noun: str) -> list[Judgement]:
     single one if all values are equal. A difference invalidates, with two exceptions that warn: it was requested, so
     the run compares settings; or abserve does not configure the servers, and only their owner can remove it.
     """
+    names = facts.names
     experiment, arms = facts.run.experiment, {arm.label: arm for arm in facts.run.arms}
     have = {label: _reported(arms.get(label), key) for label in experiment.labels}
     if key == "threads" and all(str(_reported(arms.get(label), "device") or "").startswith("cuda") for label in have):
@@ -84,10 +84,10 @@ def _compare(facts: Facts, key: str, noun: str) -> list[Judgement]:
     }
     for reason in sorted(set(reasons.values())):
         apart = [label for label in reasons if reasons[label] == reason]
-        text = ", ".join(f"{shown(label)} {reported[label]}" for label in (first, *apart))
+        text = ", ".join(f"{names[label]} {reported[label]}" for label in (first, *apart))
         detail = f"the arms differ in {noun} ({text}), {reason or 'which was not requested'}"
         outcomes.append(Judgement(False, detail, text, severity="warns" if reason else None))
-    if silent := [shown(label) for label in have if label not in reported]:
+    if silent := [names[label] for label in have if label not in reported]:
         outcomes.append(Judgement(None, f"{do_not(silent, 'report')} it"))
     return outcomes or [Judgement(True, reported[first], reported[first])]
 
@@ -242,8 +242,9 @@ _declare_same("same_max_length", "max_length", "context length", "warns", where_
 )
 def same_request_fields(facts: Facts) -> Iterator[Judgement]:
     """Fields that only say what a server reports, or under which name it takes the length, change no work."""
+    names = facts.names
     bodies = {arm.label: arm.body for arm in facts.run.experiment.arms}
-    texts = [f"{shown(label)} was asked {body_in_words(body)}" for label, body in bodies.items() if body]
+    texts = [f"{names[label]} was asked {body_in_words(body)}" for label, body in bodies.items() if body]
     works = [_work(body) for body in bodies.values()]
     changes_work = any(work != works[0] for work in works)
     alike = all(body == bodies[facts.run.experiment.baseline.label] for body in bodies.values())
@@ -307,6 +308,7 @@ _DECIDE_CHOICES = (
 )
 def same_choices(facts: Facts) -> Iterator[Judgement]:
     """Skipped where no two arms that report their choices have the same settings."""
+    names = facts.names
     alike: dict[tuple[object, ...], dict[str, tuple[object, object]]] = {}
     experiment = facts.run.experiment
     for arm in facts.run.arms:
@@ -329,12 +331,12 @@ def same_choices(facts: Facts) -> Iterator[Judgement]:
         }
         if len(choices) < 2:
             continue
-        names = join(list(map(shown, choices)))
-        text = ", ".join(f"{shown(label)} {choice}" for label, choice in choices.items())
+        whose = join([names[label] for label in choices])
+        text = ", ".join(f"{names[label]} {choice}" for label, choice in choices.items())
         ok = len(set(choices.values())) == 1
-        detail = f"{names} have the same settings and execute what their servers chose at the start ({text})"
+        detail = f"{whose} have the same settings and execute what their servers chose at the start ({text})"
         if not ok:
-            detail = f"{names} have the same settings, but their servers chose differently at the start ({text})"
+            detail = f"{whose} have the same settings, but their servers chose differently at the start ({text})"
         managed = all(_is_configured(experiment, experiment.arm(label)) for label in choices)
         yield Judgement(ok, detail, text, severity=None if managed else "warns")
 
@@ -347,8 +349,9 @@ def same_choices(facts: Facts) -> Iterator[Judgement]:
 )
 def shared_server(facts: Facts) -> Iterator[Judgement]:
     """Skipped where every arm has its own server."""
+    names = facts.names
     for url in dict.fromkeys(arm.url for arm in facts.run.arms):
-        sharing = [shown(arm.label) for arm in facts.run.arms if arm.url == url]
+        sharing = [names[arm.label] for arm in facts.run.arms if arm.url == url]
         if len(sharing) > 1:
             detail = (
                 f"{join(sharing)} are on one server, so they share its process, its memory and its cold start; while "
@@ -438,9 +441,9 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Judgement:
     language=False,
 )
 @per_arm
-def queue_policy(arm: ArmRecord, _: Facts) -> Judgement:
+def queue_policy(arm: ArmRecord, facts: Facts) -> Judgement:
     if policy := queue_policy_of(arm):
-        remedy = f"Remove {policy} from dynamic_batching in the config.pbtxt of {shown(arm.label)}."
+        remedy = f"Remove {policy} from dynamic_batching in the config.pbtxt of {facts.names[arm.label]}."
         return Judgement(False, f"has {policy}, which {POLICY_EFFECT}", policy, remedy=remedy)
     if arm.model_config is None or any(step.config is None for step in arm.steps):
         return UNREPORTED
@@ -692,6 +695,7 @@ def _number(value: object) -> float | None:
 )
 def handicap(facts: Facts) -> Iterator[Judgement]:
     """One outcome per workload in which an arm is slow, and one for each arm that is not slow or was not compared."""
+    names = facts.names
     stored = facts.run.record_of(HandicapRecord)
     if stored is None:
         return
@@ -699,12 +703,14 @@ def handicap(facts: Facts) -> Iterator[Judgement]:
     for workload in load_workloads(facts.run.experiment.workloads):
         like_it = [load for load in slow if _stands_for(load, workload)]
         if like_it:
-            detail = "; ".join(f"{shown(load.label)} {slow_words(load)}" for load in like_it)
+            detail = "; ".join(f"{names[load.label]} {slow_words(load)}" for load in like_it)
             worst = max(load.ratio.ratio for load in like_it)
             yield Judgement(False, detail, round(worst, 4), scope=workload_scope(workload.name))
     for arm in stored.arms:
         if arm.label not in {load.label for load in slow}:
-            yield _not_slow(arm, [load for load in facts.of(HandicapsFound).loads if load.label == arm.label])
+            yield _not_slow(
+                names[arm.label], arm, [load for load in facts.of(HandicapsFound).loads if load.label == arm.label]
+            )
 
 
 def _stands_for(load: LoadHandicap, workload: Workload) -> bool:
@@ -730,17 +736,16 @@ def _bounds(load: LoadHandicap) -> tuple[float, float]:
     return load.ratio.low, load.ratio.high
 
 
-def _not_slow(arm: ArmTuning, loads: list[LoadHandicap]) -> Judgement:
-    label = shown(arm.label)
+def _not_slow(name: str, arm: ArmTuning, loads: list[LoadHandicap]) -> Judgement:
     if arm.reason is not None:
-        return Judgement(None, f"{label} {arm.reason}", scope=RUN, severity="informs")
+        return Judgement(None, f"{name} {arm.reason}", scope=RUN, severity="informs")
     if not arm.settings:
-        return Judgement(True, f"{label} has its server's own defaults", 1.0)
+        return Judgement(True, f"{name} has its server's own defaults", 1.0)
     if not loads:
-        return Judgement(None, f"{label} was not compared with its plain server")
+        return Judgement(None, f"{name} was not compared with its plain server")
     worst = max(loads, key=lambda load: load.ratio.ratio)
     detail = (
-        f"without {join(list(arm.settings))} {label} has {ratio(worst.ratio.ratio, _bounds(worst))} its throughput "
+        f"without {join(list(arm.settings))} {name} has {ratio(worst.ratio.ratio, _bounds(worst))} its throughput "
         f"({ratio_interval(_bounds(worst))})"
     )
     hidden = max(load.ratio.high for load in loads)

@@ -17,7 +17,7 @@ from loadgen.metrics.registry import CHUNK_SIZE, OUTPUT_TOKENS
 from loadgen.metrics.summaries import BlockSummary, figure_of
 from loadgen.records.checks import Severity
 from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s, ceiling_tokens_per_s
-from loadgen.records.run import Kind, Label, Workload, shown
+from loadgen.records.run import Kind, Label, Workload
 from loadgen.stats.estimates import critical_t
 
 SEND_LAG_LIMIT = 0.02
@@ -106,6 +106,7 @@ def generator_ceiling(facts: Facts) -> Iterator[Judgement]:
 
 
 def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, float | None]]) -> Judgement:
+    names = facts.names
     experiment, calibration, scope = facts.run.experiment, facts.run.calibration, workload_scope(workload.name)
     if calibration is None:
         return Judgement(None, "this machine is not calibrated", scope=scope)
@@ -121,7 +122,7 @@ def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, flo
     used, label, speed, ceiling = max(measured)
     unit = per_second(facts.item)
     detail = (
-        f"{shown(label)} reached {number(speed)} {unit}, {share(used)} of the {number(ceiling)}/s that the load "
+        f"{names[label]} reached {number(speed)} {unit}, {share(used)} of the {number(ceiling)}/s that the load "
         "generator can send"
     )
     return Judgement(used <= CEILING_SHARE_LIMIT, detail, used, scope=scope)
@@ -129,6 +130,7 @@ def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, flo
 
 def _token_ceiling(facts: Facts, load: WorkloadFacts) -> Judgement:
     """Judge the chunks per second: a chunk of several tokens costs about as much as one of a single token."""
+    names = facts.names
     experiment, calibration = facts.run.experiment, facts.run.calibration
     if calibration is None:
         return Judgement(None, "this machine is not calibrated", scope=load.scope)
@@ -144,7 +146,7 @@ def _token_ceiling(facts: Facts, load: WorkloadFacts) -> Judgement:
         return Judgement(None, "the calibration does not cover this workload", scope=load.scope)
     used, label, speed, ceiling = max(measured)
     detail = (
-        f"{shown(label)} sent {number(speed)} chunks/s, {share(used)} of the {number(ceiling)}/s that the load "
+        f"{names[label]} sent {number(speed)} chunks/s, {share(used)} of the {number(ceiling)}/s that the load "
         "generator can receive one by one"
     )
     severity: Severity | None = "invalidates" if used > 1.0 else None
@@ -259,8 +261,8 @@ def _waits_in_search(facts: Facts, workload: Workload) -> Judgement:
     threshold=RECONNECT_LIMIT,
 )
 @per_load
-def connections_kept(load: WorkloadFacts, _: Facts) -> Judgement:
-    shares = {shown(s.label): s.reconnect_share for s in load.summaries if s.reconnect_share is not None}
+def connections_kept(load: WorkloadFacts, facts: Facts) -> Judgement:
+    shares = {facts.names[s.label]: s.reconnect_share for s in load.summaries if s.reconnect_share is not None}
     if not shares:
         return Judgement(None, "reconnects were not recorded")
     worst = max(shares.values())
@@ -278,13 +280,13 @@ def connections_kept(load: WorkloadFacts, _: Facts) -> Judgement:
     threshold="no growing backlog",
 )
 @per_load
-def rate_sustained(load: WorkloadFacts, _: Facts) -> Judgement | None:
+def rate_sustained(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     if not load.workload.is_open:
         return None
     loops = [(s.label, s.open_loop) for s in load.summaries if s.open_loop is not None]
     if not loops:
         return Judgement(None, "no samples")
-    saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop.saturation]
+    saturated = [f"{facts.names[label]} was {loop.saturation}" for label, loop in loops if loop.saturation]
     worst = min(loop.answered_share for _, loop in loops)
     detail = f"{share(worst, 3)} of the requests were answered before the last one was due"
     grew = sum(block.open_loop is not None and block.open_loop.saturation is not None for block in load.blocks)
@@ -305,6 +307,7 @@ def rate_sustained(load: WorkloadFacts, _: Facts) -> Judgement | None:
 def warm_up(load: WorkloadFacts, facts: Facts) -> Judgement:
     """Test one value per block, since concurrent requests are slow together. It fails only beyond both the limit and
     the noise (a one-sided t test over an arm's blocks)."""
+    names = facts.names
     costs: dict[str, tuple[float, float]] = {}
     for label in facts.run.experiment.labels:
         lost = [
@@ -321,7 +324,7 @@ def warm_up(load: WorkloadFacts, facts: Facts) -> Judgement:
         return Judgement(None, f"this needs {WARM_UP_BLOCKS} blocks per arm, each with 20 requests")
     worst = max(costs, key=lambda label: costs[label][0] - costs[label][1])
     cost, noise = costs[worst]
-    ok, lost_share = cost <= max(WARM_UP_LIMIT, noise), f"{shown(worst)} {share(max(cost, 0.0))} of its throughput"
+    ok, lost_share = cost <= max(WARM_UP_LIMIT, noise), f"{names[worst]} {share(max(cost, 0.0))} of its throughput"
     if not ok:
         return Judgement(False, f"the warm-up was too short: the first requests were slow and cost {lost_share}", cost)
     noisy = f", within the noise of {share(noise)} between blocks" if cost > WARM_UP_LIMIT else ""
@@ -340,6 +343,7 @@ def warm_up(load: WorkloadFacts, facts: Facts) -> Judgement:
 @per_load
 def same_payload_bytes(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Skipped where the arms speak different protocols, which another check says."""
+    names = facts.names
     experiment, labels = facts.run.experiment, facts.run.experiment.loaded(load.workload)
     if len({experiment.transport_of(arm) for arm in experiment.arms}) > 1:
         return None
@@ -347,7 +351,7 @@ def same_payload_bytes(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     if len(sizes) < len(labels):
         return Judgement(None, "not every arm answered")
     apart = max(sizes.values()) - min(sizes.values())
-    detail = "a request has " + join([f"{size:,.0f} bytes to {shown(label)}" for label, size in sizes.items()])
+    detail = "a request has " + join([f"{size:,.0f} bytes to {names[label]}" for label, size in sizes.items()])
     if apart > max(512.0, 0.01 * sizes[labels[0]]):
         return Judgement(False, f"{detail}, so the arms do different work", apart)
     return Judgement(True, detail, apart)

@@ -15,7 +15,7 @@ from loadgen.metrics.summaries import FORMED_FACTOR
 from loadgen.records.checks import Severity
 from loadgen.records.model_config import POLICY_EFFECT, executed_models, queue_policy_of
 from loadgen.records.payloads import BACKEND_ENDINGS
-from loadgen.records.run import MODEL_WEIGHTS, ArmRecord, shown
+from loadgen.records.run import MODEL_WEIGHTS, ArmRecord
 
 QUEUE_SHARE_LIMIT = 0.05
 UNATTRIBUTED_LIMIT = 0.25
@@ -35,11 +35,12 @@ COVERING_RESTARTS = 5
 )
 @per_load
 def batching_formed(load: WorkloadFacts, facts: Facts) -> Judgement | None:
+    names = facts.names
     if load.workload.concurrency <= 1:
         return None
-    means = {shown(s.label): s.executed_batch_mean for s in load.summaries if s.executed_batch_mean is not None}
+    means = {names[s.label]: s.executed_batch_mean for s in load.summaries if s.executed_batch_mean is not None}
     least, limit = min(means.values(), default=None), FORMED_FACTOR * load.workload.batch_size
-    if silent := [label for label in map(shown, facts.run.experiment.loaded(load.workload)) if label not in means]:
+    if silent := [name for label in facts.run.experiment.loaded(load.workload) if (name := names[label]) not in means]:
         return Judgement(None, f"{do_not(silent, 'report')} executed batches", least, limit)
     idle = [label for label, mean in means.items() if mean < limit]
     detail = "mean executed batch: " + ", ".join(f"{label} {number(mean)}" for label, mean in means.items())
@@ -56,12 +57,13 @@ def batching_formed(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     threshold=LARGEST_SHARE,
 )
 def engine_ceiling(facts: Facts) -> Iterator[Judgement]:
+    names = facts.names
     if not facts.of(CeilingsFound).shares:
         return
     highest = max(facts.of(CeilingsFound).shares, key=lambda ceiling: ceiling.share)
     ok = highest.share <= LARGEST_SHARE
     detail = (
-        f"the served throughput of {shown(highest.label)} in {highest.workload} is {share(highest.share)} of the "
+        f"the served throughput of {names[highest.label]} in {highest.workload} is {share(highest.share)} of the "
         f"engine ceiling at batch {highest.batch}"
     )
     if not ok:
@@ -78,7 +80,7 @@ def engine_ceiling(facts: Facts) -> Iterator[Judgement]:
     language=False,
 )
 @per_load
-def queue_delay(load: WorkloadFacts, _: Facts) -> Judgement | None:
+def queue_delay(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     waits = [
         (wait_ms / arm.client_total_ms, wait_ms, arm.label)
         for arm in load.stages
@@ -87,7 +89,9 @@ def queue_delay(load: WorkloadFacts, _: Facts) -> Judgement | None:
     if load.workload.concurrency > 1 or not waits:
         return None
     part, wait_ms, worst = max(waits)
-    detail = f"requests waited {number(wait_ms)} ms in the queue of {shown(worst)}, {share(part)} of their latency"
+    detail = (
+        f"requests waited {number(wait_ms)} ms in the queue of {facts.names[worst]}, {share(part)} of their latency"
+    )
     return Judgement(part <= QUEUE_SHARE_LIMIT, detail, part)
 
 
@@ -102,6 +106,7 @@ def queue_delay(load: WorkloadFacts, _: Facts) -> Judgement | None:
 @per_load
 def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Skipped in an open loop, whose latencies include the wait for a connection."""
+    names = facts.names
     if load.workload.is_open:
         return None
     blocks_of = {
@@ -115,16 +120,16 @@ def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     if stalled := [(arm, stalls) for arm, stalls in judged if stalls.stalled]:
         return Judgement(
             False,
-            "; ".join(_stall_words(arm, stalls) for arm, stalls in stalled),
+            "; ".join(_stall_words(names[arm.label], arm, stalls) for arm, stalls in stalled),
             max(stalls.stalled for _, stalls in stalled),
-            remedy=" ".join(dict.fromkeys(_stall_remedy(arm) for arm, _ in stalled)),
+            remedy=" ".join(dict.fromkeys(_stall_remedy(names[arm.label], arm) for arm, _ in stalled)),
         )
-    return Judgement(True, f"no cluster of requests to {join([shown(arm.label) for arm, _ in judged])} waited 0.5 s", 0)
+    return Judgement(True, f"no cluster of requests to {join([names[arm.label] for arm, _ in judged])} waited 0.5 s", 0)
 
 
-def _stall_words(arm: ArmRecord, stalls: Stalls) -> str:
+def _stall_words(name: str, arm: ArmRecord, stalls: Stalls) -> str:
     detail = (
-        f"{stalls.stalled:,} of {stalls.requests:,} requests to {shown(arm.label)} "
+        f"{stalls.stalled:,} of {stalls.requests:,} requests to {name} "
         f"({share(stalls.stalled / stalls.requests)}) waited about 0.5 s, where the median of the others is "
         f"{number(stalls.median_ms)} ms; they make its mean latency {number(stalls.factor)} times as long"
     )
@@ -137,10 +142,10 @@ def _stall_words(arm: ArmRecord, stalls: Stalls) -> str:
     return detail
 
 
-def _stall_remedy(arm: ArmRecord) -> str:
+def _stall_remedy(name: str, arm: ArmRecord) -> str:
     if policy := queue_policy_of(arm):
-        return f"Remove {policy} from dynamic_batching in the config.pbtxt of {shown(arm.label)}."
-    return f"Look for a timer of 0.5 s in the server of {shown(arm.label)}."
+        return f"Remove {policy} from dynamic_batching in the config.pbtxt of {name}."
+    return f"Look for a timer of 0.5 s in the server of {name}."
 
 
 @check(
@@ -152,15 +157,16 @@ def _stall_remedy(arm: ArmRecord) -> str:
     language=False,
 )
 @per_load
-def latency_breakdown(load: WorkloadFacts, _: Facts) -> Judgement:
+def latency_breakdown(load: WorkloadFacts, facts: Facts) -> Judgement:
+    names = facts.names
     arms = load.stages
     if not arms:
         return Judgement(None, "no server reports stages")
-    faults = [f"{shown(arm.label)}: {text}" for arm in arms for text in arm.contradictions]
+    faults = [f"{names[arm.label]}: {text}" for arm in arms for text in arm.contradictions]
     severity: Severity | None = "warns" if faults else None
     rests = {arm.label: (arm.stages_ms["unattributed"] or 0.0) / arm.client_total_ms for arm in arms}
     for arm in arms:
-        label, rest = shown(arm.label), rests[arm.label]
+        label, rest = names[arm.label], rests[arm.label]
         if rest > UNATTRIBUTED_LIMIT:
             rest_ms = number(arm.stages_ms["unattributed"] or 0.0)
             faults.append(f"{share(rest)} of a request to {label} ({rest_ms} ms) is unattributed")
@@ -251,11 +257,12 @@ def noise_floor(facts: Facts) -> Iterator[Judgement]:
 )
 def trained_weights(facts: Facts) -> Iterator[Judgement]:
     """Judge by each server's report; an embedded server was given the experiment's weights."""
+    names = facts.names
     experiment = facts.run.experiment
     weights = {arm.label: str(w) for arm in facts.run.arms if (w := arm.in_effect.get("weights")) is not None}
     if experiment.deployment == "embedded" and experiment.weights != MODEL_WEIGHTS:
         weights |= {arm.label: experiment.weights for arm in experiment.arms if arm.embedded}
-    silent = [shown(label) for label in experiment.labels if label not in weights]
+    silent = [names[label] for label in experiment.labels if label not in weights]
     named = ", ".join(dict.fromkeys(weights.values()))
     random = next((name for name in weights.values() if name.startswith("random")), None)
     parts = [f"weights: {named}"] if named else []
@@ -278,22 +285,23 @@ def trained_weights(facts: Facts) -> Iterator[Judgement]:
 )
 def native_backend(facts: Facts) -> Iterator[Judgement]:
     """One outcome per version of Triton whose python backend executes a model."""
+    names = facts.names
     executed = {
         arm.label: {(model.model_config or {}).get("backend") for model in executed_models(arm)}
         for arm in facts.run.arms
     }
-    backends = {label: next(iter(names)) if len(names) == 1 else None for label, names in executed.items()}
+    backends = {label: next(iter(used)) if len(used) == 1 else None for label, used in executed.items()}
     others = [
-        f"{shown(label)} measures the {backend} backend"
+        f"{names[label]} measures the {backend} backend"
         for label, backend in backends.items()
         if backend in BACKEND_ENDINGS
     ]
     in_python = [arm for arm in facts.run.arms if backends[arm.label] == "python"]
     for version in dict.fromkeys(arm.server_version for arm in in_python):
-        labels = [shown(arm.label) for arm in in_python if arm.server_version == version]
+        labels = [names[arm.label] for arm in in_python if arm.server_version == version]
         triton = f"Triton {version}" if version else "Triton"
         detail = (
-            f"{join(labels)} {'are' if len(labels) > 1 else 'is'} {triton} with its python backend: "
-            f"{do_not(labels, 'measure')} Triton's onnxruntime and tensorrt backends"
+            f"{join(labels)} {'use' if len(labels) > 1 else 'uses'} the python backend of {triton}: "
+            "this does not measure Triton's onnxruntime and tensorrt backends"
         )
         yield Judgement(False, "; ".join([detail, *others]), "python")

@@ -22,7 +22,7 @@ from loadgen.experiment.schedule import load_workloads
 from loadgen.metrics.facts import TAKEN_LIMIT, Facts, WorkloadFacts
 from loadgen.records.model_config import kind_of
 from loadgen.records.probes import ArmConditions, Conditions
-from loadgen.records.run import Label, MachineLoad, body_count, programs_in_words, shown
+from loadgen.records.run import Label, MachineLoad, body_count, programs_in_words
 from loadgen.records.samples import NS_PER_S
 from loadgen.stats.distributions import f_tail
 
@@ -53,7 +53,7 @@ APART_ERRORS = 4.0
 """Standard errors, in addition to δ, by which the arms' shares must differ."""
 
 
-def from_readings(judge: Callable[[Conditions], Judgement], *, of_gpu: bool = False) -> Find:
+def from_readings(judge: Callable[[Conditions, Facts], Judgement], *, of_gpu: bool = False) -> Find:
     """Declare a check of the readings right before the load; unknown without them. With `of_gpu` only if there is a GPU
     or an arm reports that it uses one."""
 
@@ -67,7 +67,11 @@ def from_readings(judge: Callable[[Conditions], Judgement], *, of_gpu: bool = Fa
         )
         if not load_workloads(facts.run.experiment.workloads) or (of_gpu and not on_gpu):
             return []
-        return [Judgement(None, "no readings were taken before the load") if conditions is None else judge(conditions)]
+        return [
+            Judgement(None, "no readings were taken before the load")
+            if conditions is None
+            else judge(conditions, facts)
+        ]
 
     return find
 
@@ -83,12 +87,13 @@ from_gpu_readings = partial(from_readings, of_gpu=True)
     threshold=f"equal, and not a WAN (> {WAN_MS:g} ms)",
 )
 @from_readings
-def client_distance(conditions: Conditions) -> Judgement:
+def client_distance(conditions: Conditions, facts: Facts) -> Judgement:
     distances = {distance_of(arm) for arm in conditions.arms}
     if not distances or None in distances:
         return Judgement(None, "not every arm accepted a connection to time")
     detail = ", ".join(
-        f"{shown(arm.label)} {distance_of(arm)}" + ("" if arm.connect_ms is None else f" ({number(arm.connect_ms)} ms)")
+        f"{facts.names[arm.label]} {distance_of(arm)}"
+        + ("" if arm.connect_ms is None else f" ({number(arm.connect_ms)} ms)")
         for arm in conditions.arms
     )
     if "WAN" in distances:
@@ -115,7 +120,7 @@ def distance_of(arm: ArmConditions) -> str | None:
     not_known="The CPU's load before the run is not known",
 )
 @from_readings
-def machine_idle(conditions: Conditions) -> Judgement:
+def machine_idle(conditions: Conditions, _: Facts) -> Judgement:
     busy = conditions.cpu_busy_share
     if busy is None:
         return Judgement(None, "the CPU load is unknown")
@@ -131,7 +136,7 @@ def machine_idle(conditions: Conditions) -> Judgement:
     threshold="performance",
 )
 @from_readings
-def cpu_governor(conditions: Conditions) -> Judgement:
+def cpu_governor(conditions: Conditions, _: Facts) -> Judgement:
     governors = conditions.cpu_governors
     if governors is None:
         return Judgement(None, "the kernel does not report the CPU governor (as in most virtual machines)")
@@ -147,7 +152,7 @@ def cpu_governor(conditions: Conditions) -> Judgement:
     threshold=0,
 )
 @from_gpu_readings
-def gpu_exclusive(conditions: Conditions) -> Judgement:
+def gpu_exclusive(conditions: Conditions, facts: Facts) -> Judgement:
     listed = [gpu.pids for gpu in conditions.gpus if gpu.pids is not None]
     pids = {pid for of_gpu in listed for pid in of_gpu}
     if not listed:
@@ -159,7 +164,7 @@ def gpu_exclusive(conditions: Conditions) -> Judgement:
     if foreign and not pids & of_arms:
         detail = f"the GPU's processes ({len(foreign)}) have PIDs of another host, so their owners are unknown"
         return Judgement(None, detail, len(foreign))
-    if foreign and (unseen := [shown(arm.label) for arm in conditions.arms if not arm.pids]):
+    if foreign and (unseen := [facts.names[arm.label] for arm in conditions.arms if not arm.pids]):
         detail = (
             f"other processes use the GPU ({', '.join(map(str, foreign[:6]))}), and they may be the servers of "
             f"{join(unseen)}, whose processes are unknown"
@@ -179,7 +184,7 @@ def gpu_exclusive(conditions: Conditions) -> Judgement:
     threshold=BUSY_GPU_LIMIT,
 )
 @from_gpu_readings
-def gpu_idle(conditions: Conditions) -> Judgement:
+def gpu_idle(conditions: Conditions, _: Facts) -> Judgement:
     busy = max((gpu.utilisation for gpu in conditions.gpus if gpu.utilisation is not None), default=None)
     if busy is None:
         return Judgement(None, "the driver does not report the GPU's utilisation")
@@ -196,7 +201,7 @@ def gpu_idle(conditions: Conditions) -> Judgement:
     threshold="not throttled",
 )
 @from_gpu_readings
-def gpu_clocks(conditions: Conditions) -> Judgement:
+def gpu_clocks(conditions: Conditions, _: Facts) -> Judgement:
     reporting = [gpu for gpu in conditions.gpus if gpu.clock_event_reasons is not None]
     if not reporting:
         return Judgement(None, "the driver does not report the GPU's clocks")
@@ -286,12 +291,14 @@ def machine_steady(facts: Facts) -> Iterator[Judgement]:
 )
 @per_load
 def cpu_steal(load: WorkloadFacts, facts: Facts) -> Judgement | None:
-    return judge_steal(*found) if (found := _readings(load, facts)) else None
+    return judge_steal(*found, facts.names) if (found := _readings(load, facts)) else None
 
 
-def judge_steal(readings: Readings, pairings: Sequence[tuple[Label, Label]], margin: float) -> Judgement:
+def judge_steal(
+    readings: Readings, pairings: Sequence[tuple[Label, Label]], margin: float, names: Mapping[Label, str]
+) -> Judgement:
     """Of what was measured in turn, also engines without a server, by pairs that must have had the same machine."""
-    return _judge_taken(readings, pairings, margin, "the hypervisor", lambda machine: machine.steal_ns)
+    return _judge_taken(readings, pairings, margin, names, "the hypervisor", lambda machine: machine.steal_ns)
 
 
 @check(
@@ -305,12 +312,14 @@ def judge_steal(readings: Readings, pairings: Sequence[tuple[Label, Label]], mar
 )
 @per_load
 def other_processes(load: WorkloadFacts, facts: Facts) -> Judgement | None:
-    return judge_others(*found) if (found := _readings(load, facts)) else None
+    return judge_others(*found, facts.names) if (found := _readings(load, facts)) else None
 
 
-def judge_others(readings: Readings, pairings: Sequence[tuple[Label, Label]], margin: float) -> Judgement:
+def judge_others(
+    readings: Readings, pairings: Sequence[tuple[Label, Label]], margin: float, names: Mapping[Label, str]
+) -> Judgement:
     """`judge_steal` for the CPU time of other programs, which are named."""
-    judgement = _judge_taken(readings, pairings, margin, "other programs", lambda machine: machine.others_ns)
+    judgement = _judge_taken(readings, pairings, margin, names, "other programs", lambda machine: machine.others_ns)
     if judgement.ok is not False:
         return judgement
     worst = max(chain.from_iterable(readings.values()), key=lambda machine: machine.others_ns or 0)
@@ -329,6 +338,7 @@ def judge_others(readings: Readings, pairings: Sequence[tuple[Label, Label]], ma
 @per_load
 def other_clients(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge servers at URLs that count their requests; one that abserve starts has no other clients."""
+    names = facts.names
     if not facts.by_url:
         return None
     shares = {label: more for label, more in load.further_requests.items() if label in facts.by_url}
@@ -336,7 +346,7 @@ def other_clients(load: WorkloadFacts, facts: Facts) -> Judgement | None:
         return Judgement(None, "no server by URL counts its requests")
     worst = max(shares.values())
     used = tuple(label for label, more in shares.items() if more > OTHERS_LIMIT)
-    texts = [f"{shown(label)} counted {share(shares[label])} more requests than were sent to it" for label in used]
+    texts = [f"{names[label]} counted {share(shares[label])} more requests than were sent to it" for label in used]
     return Judgement(not used, join(texts) or "no server counted more requests than were sent", worst, arms=used)
 
 
@@ -354,6 +364,7 @@ def _judge_taken(
     readings: Readings,
     pairings: Sequence[tuple[Label, Label]],
     margin: float,
+    names: Mapping[Label, str],
     taker: str,
     taken_ns: Callable[[MachineLoad], int | None],
 ) -> Judgement:
@@ -373,8 +384,8 @@ def _judge_taken(
     most, shares = max(pooled.values()), np.concatenate(list(blocks.values()))
     ordered = sorted(pooled.items(), key=itemgetter(1), reverse=True)
     (first, of_first), *rest = pooled.items() if len(pooled) <= MOST_NAMED else (ordered[0], ordered[-1])
-    of_arms = [f"{share(of_first)} of the CPU's time in {shown(first)}'s blocks"]
-    of_arms += [f"{share(of_arm)} in {shown(label)}'s" for label, of_arm in rest]
+    of_arms = [f"{share(of_first)} of the CPU's time in {names[first]}'s blocks"]
+    of_arms += [f"{share(of_arm)} in {names[label]}'s" for label, of_arm in rest]
     detail = f"{join(of_arms)} went to {taker}"
     if most <= TAKEN_LIMIT:
         return Judgement(True, detail, most)

@@ -22,7 +22,7 @@ from loadgen.metrics.registry import GOODPUT, leading_metric
 from loadgen.records.checks import Severity
 from loadgen.records.payloads import GUESSED
 from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart, TokensCompared
-from loadgen.records.run import Kind, Label, ParityRecord, Workload, shown
+from loadgen.records.run import Kind, Label, ParityRecord, Workload
 from loadgen.records.store import StoredRun
 from loadgen.records.targets import ROUTES
 
@@ -52,9 +52,9 @@ def gpu_present(facts: Facts) -> Iterator[Judgement]:
         where = "this machine has no GPU" if without_gpu else f"{_all(sides)} arms ran on the CPU, as they report"
         yield Judgement(False, f"{where}: this is a CPU comparison", "cpu")
     elif True in sides and False in sides:
-        yield Judgement(False, f"{_mixed(run)}, so they are not ranked", "one arm")
+        yield Judgement(False, f"{_mixed(run, facts.names)}, so they are not ranked", "one arm")
     elif run.record_of(EvidenceFile) is not None:
-        ok, reason = may_rank(_evidence(run, None))
+        ok, reason = may_rank(_evidence(run, None), facts.names)
         detail = reason.rstrip(".") if ok else f"GPU use is not verified: {reason.rstrip('.')}"
         yield Judgement(ok, detail, "verified" if ok else "unproven")
     elif True in sides:
@@ -85,14 +85,14 @@ def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
         return
     if True in sides and False in sides:
         on_cpu = tuple(arm.label for arm, side in zip(run.arms, sides, strict=True) if side is False)
-        yield Judgement(False, f"{_mixed(run)}, so they are not ranked", "one arm", arms=on_cpu)
+        yield Judgement(False, f"{_mixed(run, facts.names)}, so they are not ranked", "one arm", arms=on_cpu)
     elif stored is None:
         yield Judgement(None, "nothing was recorded, and a server's own report does not verify anything")
     else:
         for workload in run.experiment.workloads:
             is_watched = workload.has_blocks and workload.scenario != "surface" and not run.experiment.screening
             evidence = _evidence(run, workload.name if is_watched else None)
-            ok, sentence = may_rank(evidence)
+            ok, sentence = may_rank(evidence, facts.names)
             value = join([record.finding.value if record is not None else "nothing" for record in evidence.values()])
             scope, blamed = workload_scope(workload.name), unverified(evidence)
             yield Judgement(ok, sentence.rstrip("."), value, scope=scope, arms=blamed)
@@ -106,6 +106,7 @@ def gpu_evidence(facts: Facts) -> Iterator[Judgement]:
     threshold=GpuFinding.CPU_FALLBACK.value,
 )
 def negative_control(facts: Facts) -> Iterator[Judgement]:
+    names = facts.names
     stored = facts.run.record_of(EvidenceFile)
     if stored is None:
         return
@@ -118,7 +119,7 @@ def negative_control(facts: Facts) -> Iterator[Judgement]:
         ok = recognised and record.activity == "idle" if record.activity is not None or not recognised else None
         if recognised and record.inputs.attribution.foreign:
             ok, activity = None, "another process used the GPU, so its work cannot be attributed"
-        detail = f"arm {shown(record.label)} ran on the CPU and was found to be {record.finding}; {activity}"
+        detail = f"{names[record.label]} ran on the CPU and was found to be {record.finding}; {activity}"
         yield Judgement(ok, detail, record.finding.value)
 
 
@@ -129,19 +130,19 @@ def unverified(evidence: Evidence) -> tuple[Label, ...]:
     )
 
 
-def may_rank(evidence: Evidence) -> tuple[bool, str]:
+def may_rank(evidence: Evidence, names: Mapping[Label, str]) -> tuple[bool, str]:
     """Whether the arms may be compared as GPU arms, and why (not), in one sentence."""
     uuids = {}
     for label, record in evidence.items():
         if record is None:
-            return False, f"Nothing shows where arm {shown(label)} ran."
+            return False, f"Nothing shows where {names[label]} ran."
         if record.finding is not GpuFinding.GPU_VERIFIED:
             code = f" ({record.code})" if record.code is not None else ""
-            return False, f"Arm {shown(label)} is {record.finding}{code}: {record.sentence}"
+            return False, f"{names[label]} is {record.finding}{code}: {record.sentence}"
         uuids[label] = record.uuid
     used = set(uuids.values())
     if len(used) > 1 or None in used:
-        places = ", ".join(f"{shown(label)} on {uuid}" for label, uuid in uuids.items())
+        places = ", ".join(f"{names[label]} on {uuid}" for label, uuid in uuids.items())
         return False, f"The arms ran on different GPUs: {places}."
     return True, f"{_all(evidence).capitalize()} arms are GPU_VERIFIED on {used.pop()}."
 
@@ -166,10 +167,10 @@ def _sides(run: StoredRun) -> list[bool | None]:
     return [None if device is None else not str(device).startswith("cpu") for device in devices]
 
 
-def _mixed(run: StoredRun) -> str:
+def _mixed(run: StoredRun, names: Mapping[Label, str]) -> str:
     return join(
         [
-            f"arm {shown(arm.label)} ran on {'a GPU' if side else 'the CPU'}"
+            f"{names[arm.label]} ran on {'a GPU' if side else 'the CPU'}"
             for arm, side in zip(run.arms, _sides(run), strict=True)
             if side is not None
         ]
@@ -193,6 +194,7 @@ SIGNIFICANCE = 0.005
     fault="incomplete run",
 )
 def run_finished(facts: Facts) -> Iterator[Judgement]:
+    names = facts.names
     state = facts.run.state
     if state is None:
         yield Judgement(None, "run.json is missing", scope=PLAN)
@@ -203,7 +205,7 @@ def run_finished(facts: Facts) -> Iterator[Judgement]:
         "interrupted": f"the run was interrupted during: {state.phase}",
         "failed": f"the run failed during {state.phase}: {state.error}",
     }[state.state]
-    remedy = f"Find out why {shown(state.failed_arm)} fails, and run again." if state.failed_arm else None
+    remedy = f"Find out why {names[state.failed_arm]} fails, and run again." if state.failed_arm else None
     yield Judgement(state.state == "finished", detail, state.state, scope=PLAN, remedy=remedy)
 
 
@@ -295,7 +297,8 @@ def answers_depend_on_inputs(facts: Facts) -> Iterator[Judgement]:
     judged = {label: alike for label, alike in record.alike.items() if engines.get(label) != "null"}
     same = [label for label, alike in judged.items() if alike and set(alike) == set(record.kinds)]
     if same:
-        detail = f"the answers of {join(list(map(shown, same)))} do not depend on the inputs: all of them are alike"
+        whose = join([facts.names[label] for label in same])
+        detail = f"the answers of {whose} do not depend on the inputs: all of them are alike"
         only_labels = set(record.kinds.values()) == {"labels"}
         yield Judgement(False, detail, len(same), severity="warns" if only_labels else None, arms=tuple(same))
     elif judged:
@@ -315,6 +318,7 @@ def answers_depend_on_inputs(facts: Facts) -> Iterator[Judgement]:
 def same_first_tokens(facts: Facts) -> Iterator[Judgement]:
     """Judge how many prompts of the probe get the same first token, as an id or as text, as from the baseline: none of
     at least 16 takes the verdict away, fewer than half warn. Skipped for runs from before they were compared."""
+    names = facts.names
     experiment, counts = facts.run.experiment, dict[Label, tuple[int, int]]()
     for record in facts.run.records_of(TokensCompared):
         if record.firsts is not None:
@@ -322,8 +326,8 @@ def same_first_tokens(facts: Facts) -> Iterator[Judgement]:
             counts[record.label] = firsts + record.firsts, equal + record.equal_firsts
     if not counts:
         return
-    baseline = shown(experiment.baseline.label)
-    if silent := [shown(label) for label, (firsts, _) in counts.items() if not firsts]:
+    baseline = names[experiment.baseline.label]
+    if silent := [names[label] for label, (firsts, _) in counts.items() if not firsts]:
         detail = f"{baseline} and {join(silent)} read prompts in other forms, or one of them sends neither ids nor text"
         yield Judgement(None, detail)
     judged = {label: (equal, firsts) for label, (firsts, equal) in counts.items() if firsts}
@@ -334,12 +338,12 @@ def same_first_tokens(facts: Facts) -> Iterator[Judgement]:
     others = [label for label, (equal, firsts) in judged.items() if not equal and firsts >= FIRSTS_THAT_PROVE]
     parts = {label: equal / firsts for label, (equal, firsts) in judged.items()}
     detail = join([
-        f"{equal} of {firsts} answers of {shown(label)}" for label, (equal, firsts) in judged.items()
+        f"{equal} of {firsts} answers of {names[label]}" for label, (equal, firsts) in judged.items()
         if not apart or label in apart
     ])  # fmt: skip
     detail += f" begin as those of {baseline} do"
     if others and is_certain:
-        detail += f": {join(list(map(shown, others)))} has another model, or prompts reach it differently"
+        detail += f": {join([names[label] for label in others])} has another model, or prompts reach it differently"
     yield Judgement(
         not apart, detail, min(parts.values()), severity=None if others and is_certain else "warns", arms=apart
     )
@@ -369,10 +373,11 @@ def inputs_are_known(facts: Facts) -> Iterator[Judgement]:
     fault="unfair configuration",
 )
 def same_payload(facts: Facts) -> Iterator[Judgement]:
+    names = facts.names
     experiment = facts.run.experiment
     first, *others = experiment.payloads
     if others:
-        sent = {shown(arm.label): experiment.payload_of(arm) for arm in experiment.arms}
+        sent = {names[arm.label]: experiment.payload_of(arm) for arm in experiment.arms}
         apart = join([f"{arm} {payload}" for arm, payload in sent.items()])
         yield Judgement(False, f"the arms got different payloads ({apart})", ", ".join(experiment.payloads))
     elif facts.run.blocks or facts.run.records_of(ServerStart):
@@ -390,13 +395,14 @@ def same_payload(facts: Facts) -> Iterator[Judgement]:
 )
 def certificates(facts: Facts) -> Iterator[Judgement]:
     """Skipped where no arm is reached over TLS."""
+    names = facts.names
     secured = [arm for arm in facts.run.experiment.arms if arm.tls_addresses]
-    open_arms = [shown(arm.label) for arm in secured if arm.access.insecure]
+    open_arms = [names[arm.label] for arm in secured if arm.access.insecure]
     if open_arms:
         detail = f"the certificate of {join(open_arms)} was not verified, so another server may have answered"
         yield Judgement(False, detail, "not verified")
     elif secured:
-        yield Judgement(True, f"verified for {join([shown(arm.label) for arm in secured])}", "verified")
+        yield Judgement(True, f"verified for {join([names[arm.label] for arm in secured])}", "verified")
 
 
 @check(
@@ -408,9 +414,10 @@ def certificates(facts: Facts) -> Iterator[Judgement]:
 )
 def same_encryption(facts: Facts) -> Iterator[Judgement]:
     """Skipped where no arm is reached over TLS."""
+    names = facts.names
     experiment = facts.run.experiment
     encrypted = [
-        shown(arm.label)
+        names[arm.label]
         for arm in experiment.arms
         if (arm.grpc if ROUTES[experiment.transport].is_grpc else arm.target) in arm.tls_addresses
     ]
@@ -432,12 +439,13 @@ def same_encryption(facts: Facts) -> Iterator[Judgement]:
 def request_errors(facts: Facts) -> Iterator[Judgement]:
     """Judge failed requests. A rate search counts a failed request as a late one instead, and goodput as one that is
     not good: there a server may refuse what it could not answer in time."""
+    names = facts.names
     for load in facts.loads:
         sent = {
             label: sum(b.requests for b in load.blocks if b.label == label)
             for label in facts.run.experiment.loaded(load.workload)
         }
-        errors, silent = sum(block.errors for block in load.blocks), [shown(arm) for arm, n in sent.items() if not n]
+        errors, silent = sum(block.errors for block in load.blocks), [names[arm] for arm, n in sent.items() if not n]
         messages = (message for block in load.stored for message in block.record.error_messages)
         judgement = _errors(load.workload, sum(sent.values()), errors, messages)
         if errors and leading_metric(load.workload) is GOODPUT:
@@ -479,7 +487,7 @@ def answers_under_load(facts: Facts) -> Iterator[Judgement]:
     for workload in run.experiment.workloads if run.has_records_of(AnswersCompared) else ():
         if loaded := loaded_arms(run, workload):
             compared = [record for record in run.records_of(AnswersCompared) if record.workload == workload.name]
-            yield _answers(workload, run.experiment.labels, compared, loaded)
+            yield _answers(facts, workload, compared, loaded)
 
 
 def loaded_arms(run: StoredRun, workload: Workload) -> set[tuple[Label, int]]:
@@ -491,16 +499,17 @@ def loaded_arms(run: StoredRun, workload: Workload) -> set[tuple[Label, int]]:
 
 
 def _answers(
-    workload: Workload, labels: Sequence[Label], compared: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]
+    facts: Facts, workload: Workload, compared: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]
 ) -> Judgement:
     wrong = [part for part in compared if part.wrong]
     errors = [part.error for part in compared if part.error]
     silent = {label for label, _ in loaded - {(part.label, part.restart) for part in compared}}
-    missing = [shown(label) for label in labels if label in silent]
+    names = facts.names
+    missing = [names[label] for label in facts.run.experiment.labels if label in silent]
     if wrong:
         detail = "; ".join(
             f"{sum(part.wrong for part in wrong if part.label == label):,} of "
-            f"{sum(part.answers for part in compared if part.label == label):,} answers of {shown(label)} are wrong: "
+            f"{sum(part.answers for part in compared if part.label == label):,} answers of {names[label]} are wrong: "
             + next(str(part.fault) for part in wrong if part.label == label)
             for label in dict.fromkeys(part.label for part in wrong)
         )
@@ -537,6 +546,7 @@ def _answers(
     fault="unfair configuration",
 )
 def repeated_requests(facts: Facts) -> Iterator[Judgement]:
+    names = facts.names
     probes = facts.run.records_of(CacheProbe)
     if not probes:
         return
@@ -544,11 +554,11 @@ def repeated_requests(facts: Facts) -> Iterator[Judgement]:
     cached = [probe.label for probe in probes if answers_from_memory(probe)]
     parts = []
     if shares:
-        times = join([f"{share(part)} on {shown(label)}" for label, part in shares.items()])
+        times = join([f"{share(part)} on {names[label]}" for label, part in shares.items()])
         parts.append(f"time of a repeated request, as a share of a new one's: {times}")
         if cached:
-            parts[0] += f", so {join(list(map(shown, cached)))} answers from a cache"
-    errors = [f"{shown(probe.label)} did not answer the probe: {probe.error}" for probe in probes if probe.error]
+            parts[0] += f", so {join([names[label] for label in cached])} answers from a cache"
+    errors = [f"{names[probe.label]} did not answer the probe: {probe.error}" for probe in probes if probe.error]
     ok = False if cached else None if errors else True
     remedy = "Turn off the prefix cache of that server." if facts.run.experiment.kind is Kind.TOKENS else None
     worst = min(shares.values(), default=None)
@@ -561,9 +571,13 @@ def shortened_to(probe: CacheProbe) -> float | None:
 
 
 def answers_from_memory(probe: CacheProbe) -> bool:
-    """Whether repeated requests are faster by a relevant amount and by more than chance."""
+    """Whether repeated requests are faster by a relevant amount and by more than chance, the quick ones too: where
+    others use the machine, the new request of a group waits for a core more often than those that follow it."""
     part = shortened_to(probe)
-    return part is not None and part < LEAST_SHARE and chance(probe) < SIGNIFICANCE
+    if part is None or part >= LEAST_SHARE or chance(probe) >= SIGNIFICANCE:
+        return False
+    fresh, again = (float(np.quantile(times, 0.25)) for times in (probe.fresh_ns, probe.repeated_ns))
+    return again < LEAST_SHARE * fresh
 
 
 def chance(probe: CacheProbe) -> float:
@@ -624,6 +638,7 @@ def blocks_complete(facts: Facts) -> Iterator[Judgement]:
 )
 def searches_ended(facts: Facts) -> Iterator[Judgement]:
     """Judge each search. If no rate holds the bound, or every rate does, there is no rate to compare."""
+    names = facts.names
     searches = facts.of(RatesFound)
     for workload in facts.run.experiment.workloads:
         if not workload.is_search:
@@ -631,9 +646,9 @@ def searches_ended(facts: Facts) -> Iterator[Judgement]:
         rates = [rate for rate in searches.rates if rate.workload == workload.name]
         done = sum(rate.ended == "found" for rate in rates)
         notes = [
-            f"{shown(rate.label)} misses the bound even at {number(rate.failed_rate_per_s or 0.0)}/s, the lowest rate"
+            f"{names[rate.label]} misses the bound even at {number(rate.failed_rate_per_s or 0.0)}/s, the lowest rate"
             if rate.ended == "none"
-            else f"{shown(rate.label)} holds the bound even at {number(rate.rate_per_s or 0.0)}/s, the highest rate"
+            else f"{names[rate.label]} holds the bound even at {number(rate.rate_per_s or 0.0)}/s, the highest rate"
             for rate in rates
             if rate.ended in ("none", "highest")
         ]

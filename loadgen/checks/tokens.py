@@ -6,7 +6,7 @@ these takes the verdict away. What changes only how tokens arrive (chunks, stall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from statistics import fmean, median
@@ -32,7 +32,7 @@ from loadgen.metrics.tokens import MOST_HELD_BACK, MOST_UNKNOWN
 from loadgen.records.checks import Severity
 from loadgen.records.payloads import is_language
 from loadgen.records.probes import TokensCompared
-from loadgen.records.run import Label, shown
+from loadgen.records.run import Label
 from loadgen.records.targets import ROUTES
 
 CHUNKS_ALIKE = 1.1
@@ -57,19 +57,24 @@ CPU_SHARE_THAT_MATTERS = 0.25
 idle, which alone takes 25 to 100 µs; nothing is late for that."""
 
 
-def per_totals(judge: Callable[[Sequence[TokenTotals]], Judgement | None]) -> Find:
+Names = Mapping[Label, str]
+"""The arms as sentences call them."""
+
+
+def per_totals(judge: Callable[[Sequence[TokenTotals], Names], Judgement | None]) -> Find:
     """Declare a check that judges the totals of all arms in each workload with streamed answers."""
 
     @per_load
     @wraps(judge)
     def find(load: WorkloadFacts, facts: Facts) -> Judgement | None:
         totals = facts.of(TokensFound).in_workload(load.workload.name)
-        return judge(totals) if totals else Judgement(None, "no answer was stored")
+        return judge(totals, facts.names) if totals else Judgement(None, "no answer was stored")
 
     return find
 
 
 def _where(
+    names: Names,
     totals: Sequence[TokenTotals],
     count: Callable[[TokenTotals], int],
     of: Callable[[TokenTotals], int] = lambda total: total.answers,
@@ -77,7 +82,7 @@ def _where(
     """ "12 of 300 answers of B" for each arm that has any."""
     return join(
         [
-            f"{count(total):,} of {counted(of(total), 'answer')} of {shown(total.label)}"
+            f"{count(total):,} of {counted(of(total), 'answer')} of {names[total.label]}"
             for total in totals
             if count(total)
         ]
@@ -120,9 +125,9 @@ def time_for_all(facts: Facts) -> Iterator[Judgement]:
     language=True,
 )
 @per_totals
-def answer_lengths(totals: Sequence[TokenTotals]) -> Judgement:
+def answer_lengths(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     wrong = sum(total.short + total.long for total in totals)
-    short, long = _where(totals, lambda total: total.short), _where(totals, lambda total: total.long)
+    short, long = _where(names, totals, lambda total: total.short), _where(names, totals, lambda total: total.long)
     texts = [f"{short} are too short" if short else "", f"{long} are too long" if long else ""]
     answers = sum(total.answers for total in totals)
     detail = "; ".join(filter(None, texts)) or f"all {answers:,} answers have the length that was asked for"
@@ -140,12 +145,12 @@ def answer_lengths(totals: Sequence[TokenTotals]) -> Judgement:
     language=True,
 )
 @per_totals
-def finish_reasons(totals: Sequence[TokenTotals]) -> Judgement:
+def finish_reasons(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     """A stream that is cut is a failed request besides, and an early end a short answer."""
     wrong = sum(total.cut + total.stopped for total in totals)
-    cut, stopped = _where(totals, lambda total: total.cut), _where(totals, lambda total: total.stopped)
+    cut, stopped = _where(names, totals, lambda total: total.cut), _where(names, totals, lambda total: total.stopped)
     texts = [f"{cut} have no end" if cut else "", f"{stopped} did not end by their length" if stopped else ""]
-    if not wrong and (silent := [shown(total.label) for total in totals if total.end_unknown]):
+    if not wrong and (silent := [names[total.label] for total in totals if total.end_unknown]):
         return Judgement(None, f"{do_not(silent, 'report')} why an answer ends")
     detail = "; ".join(filter(None, texts)) or "every answer ended by its length"
     return Judgement(not wrong, detail, wrong)
@@ -163,14 +168,14 @@ def finish_reasons(totals: Sequence[TokenTotals]) -> Judgement:
     not_known="It is not known which prompts an arm answered",
 )
 @per_totals
-def prompts_received(totals: Sequence[TokenTotals]) -> Judgement:
+def prompts_received(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     """Judge the prompt's ids that the server sent back, or else its count of them."""
     wrong = sum(total.prompts_differ for total in totals)
     if wrong:
-        where = _where(totals, lambda total: total.prompts_differ, lambda total: total.prompts_known)
+        where = _where(names, totals, lambda total: total.prompts_differ, lambda total: total.prompts_known)
         detail = f"{where} are answers to another prompt, or to a part of it"
         return Judgement(False, detail, wrong, arms=_having(totals, lambda total: total.prompts_differ))
-    if silent := [shown(total.label) for total in totals if total.good and not total.prompts_known]:
+    if silent := [names[total.label] for total in totals if total.good and not total.prompts_known]:
         reason = "; a server that reads text makes its own tokens of a prompt, so their number proves nothing"
         return Judgement(None, f"{do_not(silent, 'report')} the ids of the prompt, or their number{reason}")
     known = sum(total.prompts_known for total in totals)
@@ -188,14 +193,14 @@ def prompts_received(totals: Sequence[TokenTotals]) -> Judgement:
     not_known="The tokens of an arm have no ids",
 )
 @per_totals
-def token_counts(totals: Sequence[TokenTotals]) -> Judgement:
+def token_counts(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     wrong = sum(total.counts_differ for total in totals)
     if wrong:
-        where = _where(totals, lambda total: total.counts_differ, lambda total: total.counts_known)
+        where = _where(names, totals, lambda total: total.counts_differ, lambda total: total.counts_known)
         detail = f"the server's usage of {where} differs from the tokens that arrived"
         return Judgement(False, detail, wrong, arms=_having(totals, lambda total: total.counts_differ))
     if silent := [total for total in totals if total.without_ids]:
-        how = "; ".join(f"those of {shown(total.label)} by {total.counted_by}" for total in silent)
+        how = "; ".join(f"those of {names[total.label]} by {total.counted_by}" for total in silent)
         return Judgement(None, f"tokens without ids are counted by the server's own word: {how}", severity="warns")
     known = sum(total.counts_known for total in totals)
     if not known:
@@ -215,14 +220,14 @@ def token_counts(totals: Sequence[TokenTotals]) -> Judgement:
     not_known="The text of the tokens was not compared",
 )
 @per_totals
-def text_per_token(totals: Sequence[TokenTotals]) -> Judgement | None:
+def text_per_token(totals: Sequence[TokenTotals], names: Names) -> Judgement | None:
     """Answers of one model have about the same bytes per token, whatever the prompts: a server that counts more tokens
     than it sends has fewer."""
     sizes = {t.label: t.bytes_per_token for t in totals if t.bytes_per_token and t.text_tokens >= LEAST_TEXT_TOKENS}
     if len(sizes) < 2:
         return None
     apart = max(sizes.values()) / min(sizes.values())
-    detail = "bytes of text per token: " + ", ".join(f"{shown(label)} {number(size)}" for label, size in sizes.items())
+    detail = "bytes of text per token: " + ", ".join(f"{names[label]} {number(size)}" for label, size in sizes.items())
     least = (min(sizes, key=lambda label: sizes[label]),) if apart > TEXT_DIFFERS else ()
     severity: Severity = "invalidates" if apart > TEXT_DIFFERS else "warns"
     return Judgement(apart <= TEXT_ALIKE, detail, apart, arms=least, severity=severity)
@@ -253,25 +258,30 @@ def tokens_agree(facts: Facts) -> Iterator[Judgement]:
     for workload, loaded in loads:
         compared = [record for record in run.records_of(TokensCompared) if record.workload == workload.name]
         scope = workload_scope(workload.name)
-        yield replace(_agreement(compared, loaded, run.experiment.labels, texts), scope=scope)
+        yield replace(_agreement(facts.names, compared, loaded, run.experiment.labels, texts), scope=scope)
 
 
 def _agreement(
-    compared: Sequence[TokensCompared], loaded: set[tuple[Label, int]], labels: Sequence[Label], texts: set[Label]
+    names: Names,
+    compared: Sequence[TokensCompared],
+    loaded: set[tuple[Label, int]],
+    labels: Sequence[Label],
+    texts: set[Label],
 ) -> Judgement:
     """`texts`: the arms that read text."""
     if wrong := [record for record in compared if wrong_answers(record)]:
         blamed = tuple(label for label in labels if any(record.label == label for record in wrong))
-        detail = "; ".join(_fault(compared, label) for label in blamed)
+        detail = "; ".join(_fault(names, compared, label) for label in blamed)
         return Judgement(False, detail, sum(len(wrong_answers(record)) for record in wrong), arms=blamed)
     if errors := [record.error for record in compared if record.error]:
         return Judgement(None, errors[0])
     missing = {label for label, _ in loaded - {(record.label, record.restart) for record in compared if record.answers}}
     if missing and missing <= texts:
-        detail = f"{do_not(sorted(map(shown, missing)), 'send')} ids, so no answer in text is beside the reference"
+        silent = do_not(sorted(names[label] for label in missing), "send")
+        detail = f"{silent} ids, so no answer in text is beside the reference"
         return Judgement(None, detail, severity="warns")
     if missing:
-        return Judgement(None, f"no answers of {join(sorted(map(shown, missing)))} were compared")
+        return Judgement(None, f"no answers of {join(sorted(names[label] for label in missing))} were compared")
     answers = [answer for record in compared for answer in record.answers if answer.deficit is not None]
     if not answers:
         return Judgement(None, "there is no reference for this model", severity="warns")
@@ -299,14 +309,14 @@ def _agreement(
     return Judgement(True, f"{counted(len(answers), 'answer')} under load: {seen}", 0)
 
 
-def _fault(compared: Sequence[TokensCompared], label: Label) -> str:
+def _fault(names: Names, compared: Sequence[TokensCompared], label: Label) -> str:
     """ "3 of 64 answers of B have wrong tokens: block 4, request 7 of user 2: token 12 …" """
     of_arm = [record for record in compared if record.label == label]
     faults = [(answer, record) for record in of_arm for answer in wrong_answers(record)]
     checked = sum(len(record.answers) for record in of_arm)
     first, record = faults[0]
     text = (
-        f"{len(faults)} of {counted(checked, 'answer')} of {shown(label)} have wrong tokens: {first.block}, request "
+        f"{len(faults)} of {counted(checked, 'answer')} of {names[label]} have wrong tokens: {first.block}, request "
         f"{first.request + 1:,} of user {first.user}: {fault_text(record, first)}"
     )
     masked = sum(answer.masked_ends for answer, _ in faults)
@@ -328,6 +338,7 @@ def _fault(compared: Sequence[TokensCompared], label: Label) -> str:
 )
 def answers_depend_on_prompts(facts: Facts) -> Iterator[Judgement]:
     """Judge the answers kept under load; skipped without two of an arm."""
+    names = facts.names
     digests: dict[Label, list[str]] = {}
     for record in facts.run.records_of(TokensCompared):
         digests.setdefault(record.label, []).extend(
@@ -337,8 +348,11 @@ def answers_depend_on_prompts(facts: Facts) -> Iterator[Judgement]:
     if not judged:
         return
     same = tuple(label for label, part in judged.items() if part < LEAST_DISTINCT)
-    names = join(list(map(shown, same)))
-    detail = f"{names} gives the same answer to different prompts" if same else "answers differ as prompts do"
+    detail = (
+        f"{join([names[label] for label in same])} gives the same answer to different prompts"
+        if same
+        else "answers differ as prompts do"
+    )
     yield Judgement(not same, detail, min(judged.values()), LEAST_DISTINCT, arms=same)
 
 
@@ -352,7 +366,7 @@ def answers_depend_on_prompts(facts: Facts) -> Iterator[Judgement]:
     language=True,
 )
 @per_totals
-def distinct_tokens(totals: Sequence[TokenTotals]) -> Judgement:
+def distinct_tokens(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     """Most answers of an arm must repeat for it: trained models repeat themselves now and then."""
     parts = {total.label: _share(total.repeating, total.ids_known) for total in totals if total.ids_known}
     if not parts:
@@ -360,8 +374,8 @@ def distinct_tokens(totals: Sequence[TokenTotals]) -> Judgement:
     worst = max(parts.values())
     repeating = tuple(label for label, part in parts.items() if part > 1.0 - LEAST_DISTINCT)
     if repeating:
-        names = join(list(map(shown, repeating)))
-        detail = f"in {share(worst)} of the answers of {names} most tokens are repeats"
+        whose = join([names[label] for label in repeating])
+        detail = f"in {share(worst)} of the answers of {whose} most tokens are repeats"
         return Judgement(False, detail, 1.0 - worst, arms=repeating)
     return Judgement(True, f"at most {share(worst)} of an arm's answers repeat tokens", 1.0 - worst)
 
@@ -379,11 +393,12 @@ def distinct_tokens(totals: Sequence[TokenTotals]) -> Judgement:
 def cached_prompts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge the servers' own count of cached tokens; `repeated_requests` looks for caches that are not reported. A
     workload whose prompts share their beginning asks for a cache, as a trace does."""
+    names = facts.names
     if load.workload.shared_prefix or load.workload.trace is not None:
         return None
     totals = facts.of(TokensFound).in_workload(load.workload.name)
     if cached := {total.label: total.cached_tokens for total in totals if total.cached_tokens}:
-        detail = join([f"{count:,} prompt tokens of {shown(label)}" for label, count in cached.items()])
+        detail = join([f"{count:,} prompt tokens of {names[label]}" for label, count in cached.items()])
         most = max(cached.values())
         return Judgement(False, f"{detail} came from a cache, not from the model", most, arms=tuple(cached))
     if not any(total.caches_known for total in totals):
@@ -401,8 +416,8 @@ def cached_prompts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     language=True,
 )
 @per_totals
-def chunk_sizes(totals: Sequence[TokenTotals]) -> Judgement:
-    sizes = {shown(total.label): total.tokens_per_chunk for total in totals if total.tokens_per_chunk}
+def chunk_sizes(totals: Sequence[TokenTotals], names: Names) -> Judgement:
+    sizes = {names[total.label]: total.tokens_per_chunk for total in totals if total.tokens_per_chunk}
     if not sizes:
         return Judgement(None, "no chunk has tokens")
     apart = max(sizes.values()) / min(sizes.values())
@@ -421,15 +436,15 @@ def chunk_sizes(totals: Sequence[TokenTotals]) -> Judgement:
     language=True,
 )
 @per_totals
-def tokens_held_back(totals: Sequence[TokenTotals]) -> Judgement:
+def tokens_held_back(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     """Where answers arrive in one piece, or the first read of most of them brings several events, somebody waits."""
     texts: dict[Label, str] = {}
     for total in totals:
         whole, several = (_share(count, total.answers) for count in (total.in_one_piece, total.held_back))
         if whole > MOST_UNKNOWN:
-            texts[total.label] = f"{share(whole)} of the answers of {shown(total.label)} came with one read"
+            texts[total.label] = f"{share(whole)} of the answers of {names[total.label]} came with one read"
         elif several > MOST_HELD_BACK:
-            texts[total.label] = f"{share(several)} of {shown(total.label)}'s answers begin with several events at once"
+            texts[total.label] = f"{share(several)} of {names[total.label]}'s answers begin with several events at once"
     worst = max(_share(total.in_one_piece, total.answers) for total in totals)
     detail = "; ".join(texts.values()) or f"at most {share(worst)} of an arm's answers came with one read"
     return Judgement(not texts, detail, worst, arms=tuple(texts))
@@ -445,9 +460,9 @@ def tokens_held_back(totals: Sequence[TokenTotals]) -> Judgement:
     language=True,
 )
 @per_totals
-def hidden_tokens(totals: Sequence[TokenTotals]) -> Judgement:
+def hidden_tokens(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     hidden = [total for total in totals if total.hidden_tokens]
-    texts = [f"{total.hidden_tokens:,} of {total.tokens:,} tokens of {shown(total.label)}" for total in hidden]
+    texts = [f"{total.hidden_tokens:,} of {total.tokens:,} tokens of {names[total.label]}" for total in hidden]
     detail = f"{join(texts)} were not streamed" if hidden else "no server counts tokens that it does not stream"
     return Judgement(not hidden, detail, sum(t.hidden_tokens for t in hidden), arms=tuple(t.label for t in hidden))
 
@@ -462,12 +477,12 @@ def hidden_tokens(totals: Sequence[TokenTotals]) -> Judgement:
     language=True,
 )
 @per_totals
-def events_read(totals: Sequence[TokenTotals]) -> Judgement:
+def events_read(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     """Events in one read have one time and are one chunk: the server, a proxy, the network or a late client joined
     them. TTFT and gaps say when chunks came."""
     parts = {total.label: _share(total.coalesced, total.events) for total in totals}
     worst = max(parts.values())
-    detail = join([f"{share(part)} of the events of {shown(label)}" for label, part in parts.items()])
+    detail = join([f"{share(part)} of the events of {names[label]}" for label, part in parts.items()])
     joined = tuple(label for label, part in parts.items() if part > COALESCED_LIMIT)
     return Judgement(worst <= COALESCED_LIMIT, f"{detail} came with the one before", worst, arms=joined)
 
@@ -481,12 +496,12 @@ def events_read(totals: Sequence[TokenTotals]) -> Judgement:
     language=True,
 )
 @per_totals
-def stalled_answers(totals: Sequence[TokenTotals]) -> Judgement:
+def stalled_answers(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     """A stall is a gap of ten times the arm's median gap and at least 50 ms."""
     parts = {total.label: _share(total.stalled, total.good) for total in totals}
     worst = max(parts.values())
     texts = [
-        f"{share(parts[total.label])} of the answers of {shown(total.label)} stalled, the longest for "
+        f"{share(parts[total.label])} of the answers of {names[total.label]} stalled, the longest for "
         f"{number(total.worst_gap_ms or 0.0)} ms (median gap {number(total.median_gap_ms or 0.0)} ms)"
         for total in totals
         if parts[total.label] > STALLED_LIMIT
@@ -506,10 +521,11 @@ def stalled_answers(totals: Sequence[TokenTotals]) -> Judgement:
 )
 def same_speculation(facts: Facts) -> Iterator[Judgement]:
     """Skipped where no arm reports speculative decoding."""
+    names = facts.names
     settings = {arm.label: arm.in_effect.get("speculative") for arm in facts.run.arms}
     if not any(settings.values()):
         return
-    named = ", ".join(f"{shown(label)} {value or 'none'}" for label, value in settings.items())
+    named = ", ".join(f"{names[label]} {value or 'none'}" for label, value in settings.items())
     alike = len({str(value or "none") for value in settings.values()}) == 1
     yield Judgement(alike, f"speculative decoding: {named}", named)
 
@@ -523,8 +539,9 @@ def same_speculation(facts: Facts) -> Iterator[Judgement]:
     language=True,
 )
 def same_protocol(facts: Facts) -> Iterator[Judgement]:
+    names = facts.names
     experiment = facts.run.experiment
-    spoken = {shown(arm.label): experiment.transport_of(arm) for arm in experiment.arms}
+    spoken = {names[arm.label]: experiment.transport_of(arm) for arm in experiment.arms}
     alike = len(set(spoken.values())) == 1
     words = next(iter(spoken.values())) if alike else join([f"{label} {name}" for label, name in spoken.items()])
     yield Judgement(alike, words if alike else f"the arms speak different protocols ({words})", words)
@@ -541,15 +558,16 @@ def same_protocol(facts: Facts) -> Iterator[Judgement]:
 @per_load
 def server_counts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Blocks that a server contradicts do not count for the steps of its engine."""
+    names = facts.names
     counted_by = [block for block in load.stored if block.record.complete and block.record.stages is not None]
     if not counted_by:
         return Judgement(None, "no server reports how many requests it has answered")
     faults = [
-        f"{shown(label)}: {text}"
+        f"{names[label]}: {text}"
         for label in facts.run.experiment.labels
         for text in contradictions_of([block for block in counted_by if block.record.label == label])
     ]
-    labels = [shown(label) for label in dict.fromkeys(block.record.label for block in counted_by)]
+    labels = [names[label] for label in dict.fromkeys(block.record.label for block in counted_by)]
     detail = "; ".join(faults) or f"those of {join(sorted(labels))} agree with the client's"
     return Judgement(not faults, detail, len(faults))
 

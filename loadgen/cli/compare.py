@@ -60,6 +60,7 @@ from loadgen.experiment.plan import (
     plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, ExperimentSettings, language_defaults
+from loadgen.records.names import names_of
 from loadgen.records.payloads import TOKENS, implied_payload, served_name
 from loadgen.records.run import (
     MODEL_WEIGHTS,
@@ -344,6 +345,7 @@ def with_language_models(
         if all(name in served.bodies for served in found.values())
         and all(name in TARGETS[arm.target].protocols for arm in arms if arm.embedded)
     ]
+    names = names_of(arms, ())
     for label, served in found.items():
         given = named[label]
         able = sorted(served.bodies, key=TOKEN_TRANSPORTS.index)
@@ -351,7 +353,7 @@ def with_language_models(
         body = dict(served.bodies[chosen])
         notes += served.notes
         if body != (given.body or {}):
-            notes.append(f"{shown(label)} is asked {body_in_words(body)}, because it refuses the usual fields")
+            notes.append(f"{names[label]} is asked {body_in_words(body)}, because it refuses the usual fields")
         model = given.model if served.model == preferred else served.model
         named[label] = given.model_copy(update={"model": model, "transport": chosen, "body": body or None})
     update: dict[str, object] = {"arms": named}
@@ -541,7 +543,8 @@ def check_servers(experiments: Sequence[Experiment]) -> list[Experiment]:
                 checked[arm.label, experiment.payload_of(arm)] = deployments[arm.label] = deployment
             to_start = [arm for arm in left if isinstance(deployments[arm.label], EmbeddedDeployment)]
             if to_start:
-                said = ", ".join(f"{shown(arm.label)} ({arm.target})" for arm in to_start)
+                names = names_of(experiment.arms, ())
+                said = ", ".join(names[arm.label] for arm in to_start)
                 announce(f"asking whether the model can be served: {said}; each imports its engine for that")
             with ThreadPoolExecutor() as pool:
                 list(pool.map(partial(check, deployments=deployments, experiment=experiment), to_start))

@@ -160,10 +160,10 @@ def machine_checks(plan: MatrixPlan, visits: Sequence[Visit]) -> tuple[Check, ..
     if not readings:
         return ()
     pairings = [(one, other) for one, other in combinations(readings, 2) if scopes[one] == scopes[other]]
-    strict = bool(plan.settings.get("strict"))
+    strict, names = bool(plan.settings.get("strict")), {label: label for label in readings}
     return (
-        cpu_steal.stated(judge_steal(readings, pairings, MARGIN), strict=strict),
-        other_processes.stated(judge_others(readings, pairings, MARGIN), strict=strict),
+        cpu_steal.stated(judge_steal(readings, pairings, MARGIN, names), strict=strict),
+        other_processes.stated(judge_others(readings, pairings, MARGIN, names), strict=strict),
     )
 
 

@@ -34,7 +34,8 @@ from loadgen.experiment.settings import (
     ExperimentSettings,
     read_limits,
 )
-from loadgen.records.run import ArmRequest, Experiment, Kind, Label, TokenLimits, Workload, option_of, shown
+from loadgen.records.names import names_of
+from loadgen.records.run import ArmRequest, Experiment, Kind, Label, TokenLimits, Workload, option_of
 from loadgen.records.scenarios import SCENARIOS, Scenario
 from loadgen.records.targets import ROUTES, TARGETS, TOKEN_TRANSPORTS, TokenTransport
 from loadgen.stats.percentiles import queries_needed
@@ -156,7 +157,8 @@ def _spoken_by(arm: ArmRequest) -> tuple[TokenTransport, ...]:
 
 def protocol_in_words(experiment: Experiment) -> str:
     """Which protocol the arms get, for the first screen."""
-    spoken = {shown(arm.label): ROUTES[experiment.transport_of(arm)].title for arm in experiment.arms}
+    names = names_of(experiment.arms, ())
+    spoken = {names[arm.label]: ROUTES[experiment.transport_of(arm)].title for arm in experiment.arms}
     if len(titles := set(spoken.values())) == 1:
         kind = "text" if ROUTES[experiment.transport].is_text else "token ids"
         return f"all arms get prompts as {kind} over {titles.pop().removesuffix(' of text')}"

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from loadgen.experiment.settings import DEFAULT_SCENARIOS, SURFACE_SCENARIOS, ArmSettings, ExperimentSettings
+from loadgen.records.names import names_of
 from loadgen.records.payloads import BACKEND_ENDINGS, IMAGE_PAYLOADS, implied_payload, served_name, takes_images
 from loadgen.records.run import (
     Access,
@@ -28,7 +29,6 @@ from loadgen.records.run import (
     asked_for,
     option_of,
     setting_key,
-    shown,
 )
 from loadgen.records.scenarios import SCENARIOS, Scenario
 from loadgen.records.targets import ROUTES, TARGETS, TRANSPORTS, Transport
@@ -643,11 +643,11 @@ def _require_padding(experiment: Experiment, arms: Sequence[ArmRequest], cannot_
     if unable is None:
         return
     able = next((arm for arm in arms if arm.label not in cannot_pad), None)
-    alone = ""
+    names, alone = names_of(experiment.arms, ()), ""
     if able is not None:
-        alone = f", or pad on {shown(able.label)} alone: {_padding_option(able, experiment.pad_to or ())}"
+        alone = f", or pad on {names[able.label]} alone: {_padding_option(able, experiment.pad_to or ())}"
     raise PlanError(
-        f"--pad-to: {shown(unable.label)} ({unable.target}) cannot pad batches, because {cannot_pad[unable.label]}; "
+        f"--pad-to: {names[unable.label]} cannot pad batches, because {cannot_pad[unable.label]}; "
         f"leave --pad-to out, and no arm pads{alone}"
     )
 
@@ -684,7 +684,8 @@ def padding_in_words(experiment: Experiment, longest: int) -> str:
     axis. `longest` is the length of the longest input."""
     if experiment.pad_to is None:
         return ""
-    asked = {shown(arm.label): sizes for arm in experiment.arms if (sizes := own_padding(arm)) is not None}
+    names = names_of(experiment.arms, ())
+    asked = {names[arm.label]: sizes for arm in experiment.arms if (sizes := own_padding(arm)) is not None}
     words = [f"{label} has its own pad-to={sizes}" for label, sizes in asked.items()]
     if len(asked) < len(experiment.arms):
         words.insert(0, _common_rule(experiment, longest))
@@ -695,17 +696,17 @@ def _common_rule(experiment: Experiment, longest: int) -> str:
     if experiment.pad_to:
         return f"batches are padded to {_listed(experiment.pad_to)}"
     alike = "only requests of equal lengths share a batch"
-    able = held_back(experiment)
+    able, names = held_back(experiment), names_of(experiment.arms, ())
     if not able:
         running = [arm.label for arm in experiment.arms if not arm.embedded and arm.label in experiment.cannot_pad]
-        return "; ".join([alike, *(f"{shown(label)}: {experiment.cannot_pad[label]}" for label in running)])
+        return "; ".join([alike, *(f"{names[label]}: {experiment.cannot_pad[label]}" for label in running)])
     sizes = default_sizes(longest, (longest or PAD_TO[2],))
     options = " ".join(_padding_option(arm, sizes) for arm in able)
-    unable = " and ".join(f"{shown(label)} ({why})" for label, why in experiment.cannot_pad.items())
-    names = " and ".join(shown(arm.label) for arm in able)
+    unable = " and ".join(f"{names[label]} ({why})" for label, why in experiment.cannot_pad.items())
+    padding = " and ".join(names[arm.label] for arm in able)
     return (
         f"no arm is asked to pad batches, because abserve cannot make {unable} do so: {alike}; add {options} to let "
-        f"{names} pad, and the report then names the difference"
+        f"{padding} pad, and the report then names the difference"
     )
 
 

@@ -180,7 +180,7 @@ def _compared(facts: Facts, loads: Sequence[Workload]) -> tuple[Comparison, ...]
         return ()
     view = msgspec.structs.replace(facts.run.experiment, workloads=tuple(loads))
     pooled = PooledRequests(facts.run.blocks).by_block if any(load.is_open for load in loads) else None
-    return compare_all(view, facts.blocks, requests=pooled, item=facts.item)
+    return compare_all(view, facts.blocks, requests=pooled, item=facts.item, names=facts.names)
 
 
 def _figure(facts: Facts, load: Workload, server: Label, arm: Label, loss: Estimate | None = None) -> ServerFigure:

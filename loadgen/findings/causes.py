@@ -296,8 +296,11 @@ def rank_causes(
     effects: Sequence[MeasuredEffect],
     untested: Sequence[Untested],
     breakdown: LatencyBreakdown | None,
+    names: Mapping[Label, str] | None = None,
 ) -> WorkloadCauses | None:
-    """Rank the causes. `pairs`: mean request times of both arms per round, the baseline's first; None without pairs."""
+    """Rank the causes. `pairs`: mean request times of both arms per round, the baseline's first; None without pairs.
+    `names` replaces labels."""
+    names = names or {label: shown(label) for label in pairing}
     gap = difference(pairs)
     if gap is None or gap.mean_ms == 0.0:
         return None
@@ -334,21 +337,33 @@ def rank_causes(
         unattributed_ci95_ms=rest.ci95_ms,
         unattributed_share=rest_share,
         sentence="",
-        notes=(*_notes(causes, pairing), *_drifts(causes, {pairing.baseline: baseline_ms, pairing.arm: arm_ms})),
+        notes=(
+            *_notes(causes, pairing, names),
+            *_drifts(causes, {pairing.baseline: baseline_ms, pairing.arm: arm_ms}, names),
+        ),
     )
-    return msgspec.structs.replace(causes_found, sentence=_sentence(causes_found, workload, None, comparable=True))
+    return msgspec.structs.replace(
+        causes_found, sentence=_sentence(causes_found, workload, None, names, comparable=True)
+    )
 
 
-def _sentence(causes: WorkloadCauses, workload: Workload, leading: Comparison | None, *, comparable: bool) -> str:
+def _sentence(
+    causes: WorkloadCauses,
+    workload: Workload,
+    leading: Comparison | None,
+    names: Mapping[Label, str],
+    *,
+    comparable: bool,
+) -> str:
     """The difference and the shares of its causes. The arm with the shorter requests is called faster if it wins the
     leading comparison; arms that are not `comparable` are not called faster, their requests are."""
-    base, arm = map(shown, causes.pairing)
+    base, arm = (names[label] for label in causes.pairing)
     faster = next(label for label in causes.pairing if label != causes.slower)
     winner = None if leading is None else leading.winner
     if winner == faster:
-        subjects = (f"{shown(faster)} is", shown(causes.slower))
+        subjects = (f"{names[faster]} is", names[causes.slower])
         if not comparable:
-            subjects = (f"Requests to {shown(faster)} are", f"requests to {shown(causes.slower)}")
+            subjects = (f"Requests to {names[faster]} are", f"requests to {names[causes.slower]}")
         gain = f"{number(abs(causes.difference_ms))} ms less per {workload.kind.value}"
         if (token_ms := per_token(workload, abs(causes.difference_ms))) is not None:
             gain += f", {number(token_ms)} ms per token"
@@ -356,9 +371,9 @@ def _sentence(causes: WorkloadCauses, workload: Workload, leading: Comparison | 
     else:
         no_verdict = leading is None or leading.verdict == "invalid"
         means = f"{number(causes.baseline_ms)} ms on {base} and {number(causes.arm_ms)} ms on {arm}"
-        outcome = "No verdict" if no_verdict else "No winner" if winner is None else f"{shown(winner)} wins"
+        outcome = "No verdict" if no_verdict else "No winner" if winner is None else f"{names[winner]} wins"
         lead = f"{outcome} {place(workload)}; {workload.kind.value}s took {means} on average"
-    return lead + _shares(causes.causes, causes.unattributed_share)
+    return lead + _shares(causes.causes, causes.unattributed_share, names)
 
 
 def per_token(workload: Workload, answer_ms: float) -> float | None:
@@ -367,7 +382,12 @@ def per_token(workload: Workload, answer_ms: float) -> float | None:
     return None if workload.output_tokens is None or workload.trace is not None else answer_ms / workload.output_tokens
 
 
-def with_verdicts(finding: CausesFound, experiment: Experiment, leading: Sequence[Comparison]) -> CausesFound:
+def with_verdicts(
+    finding: CausesFound,
+    experiment: Experiment,
+    leading: Sequence[Comparison],
+    names: Mapping[Label, str] | None = None,
+) -> CausesFound:
     """The causes with sentences that follow the verdicts of the leading comparisons."""
     by_name = {workload.name: workload for workload in experiment.workloads}
     verdicts = {(comparison.workload, comparison.pairing): comparison for comparison in leading}
@@ -375,7 +395,8 @@ def with_verdicts(finding: CausesFound, experiment: Experiment, leading: Sequenc
     def judged(causes: WorkloadCauses) -> WorkloadCauses:
         comparable = len({experiment.payload_of(experiment.arm(label)) for label in causes.pairing}) == 1
         leads = verdicts.get((causes.workload, causes.pairing))
-        text = _sentence(causes, by_name[causes.workload], leads, comparable=comparable)
+        called = names or {label: shown(label) for label in causes.pairing}
+        text = _sentence(causes, by_name[causes.workload], leads, called, comparable=comparable)
         return msgspec.structs.replace(causes, sentence=text)
 
     return msgspec.structs.replace(finding, workloads=tuple(map(judged, finding.workloads)))
@@ -410,7 +431,7 @@ def _cause(
     return cause, part
 
 
-def _shares(causes: Sequence[Cause], unattributed: float | None) -> str:
+def _shares(causes: Sequence[Cause], unattributed: float | None, names: Mapping[Label, str]) -> str:
     """The end of the sentence: the share of each cause that was found, the largest first."""
     counting = sorted((cause for cause in causes if cause.found), key=lambda cause: -(cause.share or 0.0))
     if unattributed is None:
@@ -419,19 +440,19 @@ def _shares(causes: Sequence[Cause], unattributed: float | None) -> str:
         return ": no cause was tested."
     if not counting:
         return ": none of the tested causes explains it."
-    parts = [f"{percent(cause.share)} {_described(cause)}" for cause in counting]
+    parts = [f"{percent(cause.share)} {_described(cause, names)}" for cause in counting]
     return f": {', '.join(parts)}, {percent(unattributed)} unattributed."
 
 
-def _described(cause: Cause) -> str:
+def _described(cause: Cause, names: Mapping[Label, str]) -> str:
     """Name the arm that pays for a cause, if only one does: a cause of the arm with the shorter requests works against
     the difference."""
-    whose = f" of {shown(cause.effects[0].label)}" if len(cause.effects) == 1 else ""
+    whose = f" of {names[cause.effects[0].label]}" if len(cause.effects) == 1 else ""
     what = f" ({cause.effects[0].changed.partition(',')[0]})" if cause.name in ("payload", "engine") else ""
     return cause.title + whose + what
 
 
-def _notes(causes: Sequence[Cause], pairing: Pairing) -> list[str]:
+def _notes(causes: Sequence[Cause], pairing: Pairing, names: Mapping[Label, str]) -> list[str]:
     notes = []
     against = [cause.title for cause in causes if cause.found and (cause.share or 0.0) < 0.0]
     if against:
@@ -443,18 +464,18 @@ def _notes(causes: Sequence[Cause], pairing: Pairing) -> list[str]:
     if noise:
         notes.append(f"Within the noise: {', '.join(noise)}.")
     for cause in causes:
-        reasons = [f"{shown(untested.label)}: {untested.reason}" for untested in cause.untested if not untested.moot]
+        reasons = [f"{names[untested.label]}: {untested.reason}" for untested in cause.untested if not untested.moot]
         if reasons:
             failed = any(untested.not_measurable for untested in cause.untested)
             note = f"Not {'measurable' if failed else 'tested'}: {cause.title} ({'; '.join(reasons)})."
             if cause.inferred_ms is not None:
-                suggested = f"{signed_ms(cause.inferred_ms)} on {shown(pairing.arm)}"
+                suggested = f"{signed_ms(cause.inferred_ms)} on {names[pairing.arm]}"
                 note += f" The latency breakdown suggests {suggested}; no ablation confirms it."
             notes.append(note)
     return notes
 
 
-def _drifts(causes: Sequence[Cause], own_ms: Mapping[Label, float]) -> list[str]:
+def _drifts(causes: Sequence[Cause], own_ms: Mapping[Label, float], names: Mapping[Label, str]) -> list[str]:
     """A note if an unchanged arm ran at another speed than in its own blocks. Transfer ablations of an arm whose
     payload was changed first start from the changed arm and say nothing about drift."""
     changed = {effect.label for cause in causes if cause.name == "payload" for effect in cause.effects}
@@ -464,7 +485,7 @@ def _drifts(causes: Sequence[Cause], own_ms: Mapping[Label, float]) -> list[str]
             if cause.name != "transfer" or effect.label not in changed:
                 drifts.setdefault(effect.label, []).append(effect.as_is_ms / own_ms[effect.label])
     drifted = [
-        f"{shown(label)}: {_span(ratios)}× its earlier time"
+        f"{names[label]}: {_span(ratios)}× its earlier time"
         for label, ratios in sorted(drifts.items())
         if min(ratios) < 1.0 / DRIFT_LIMIT or max(ratios) > DRIFT_LIMIT
     ]
@@ -519,7 +540,7 @@ def analyse(facts: Facts) -> CausesFound:
         for pairing in experiment.pairings:
             pairs = mean_pairs(workload.name, facts.blocks, pairing)
             breakdown = breakdowns.get((workload.name, *pairing))
-            causes = rank_causes(workload, pairing, pairs, effects, untested, breakdown)
+            causes = rank_causes(workload, pairing, pairs, effects, untested, breakdown, facts.names)
             if causes is not None:
                 explained.append(causes)
     return CausesFound(workloads=tuple(explained), explained=explanation.workloads, left_out=explanation.left_out)

@@ -33,7 +33,6 @@ from loadgen.records.run import (
     Record,
     Workload,
     setting_key,
-    shown,
 )
 from loadgen.records.samples import NS_PER_S
 
@@ -259,7 +258,14 @@ def analyse(facts: Facts) -> CeilingsFound:
         if summary.label in documents and summary.throughput_per_s and summary.workload in loads:
             workload = loads[summary.workload]
             length = None if environment is None else environment.length_of(workload)
-            divided = _divide(workload, summary, summary.throughput_per_s, documents[summary.label], length)
+            divided = _divide(
+                facts.names[summary.label],
+                workload,
+                summary,
+                summary.throughput_per_s,
+                documents[summary.label],
+                length,
+            )
             if isinstance(divided, EngineShare):
                 shares.append(divided)
             else:
@@ -273,7 +279,7 @@ def nearest_size(measured: Sequence[int], mean: float) -> int:
 
 
 def _divide(
-    workload: Workload, summary: WorkloadSummary, served: float, document: EngineDocument, length: int | None
+    name: str, workload: Workload, summary: WorkloadSummary, served: float, document: EngineDocument, length: int | None
 ) -> EngineShare | NoCeiling:
     alike = [entry for entry in document.batches if not entry.sizes or length in entry.sizes.values()]
     rates = {entry.batch: entry.batch * NS_PER_S / entry.call_ns for entry in alike if entry.call_ns > 0}
@@ -291,7 +297,7 @@ def _divide(
     at = f"batch {batch}"
     if merges(workload) and mean is not None:
         at += f" (its mean executed batch is {number(mean)})"
-    sentence = f"In {workload.name}, {shown(summary.label)} serves {share(part)} of its engine ceiling at {at}"
+    sentence = f"In {workload.name}, {name} serves {share(part)} of its engine ceiling at {at}"
     if workload.is_open:
         sentence += "; the requested rate limits that."
     elif part >= 1.0:

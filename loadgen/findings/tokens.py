@@ -20,7 +20,7 @@ from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.tokens import gaps_ms, in_one_piece, samples_of, values_of
 from loadgen.records.probes import JudgedAnswers, ReferenceAnswer
-from loadgen.records.run import Found, Label, Record, shown
+from loadgen.records.run import Found, Label, Record
 from loadgen.records.samples import NS_PER_MS, Samples, good
 from loadgen.records.store import StoredBlock
 from loadgen.records.targets import ROUTES
@@ -206,7 +206,14 @@ def _steps(blocks: Sequence[StoredBlock]) -> dict[str, Any]:
     return {"steps": steps, "step_ms": step_ns / steps / NS_PER_MS, "engine_share": share}
 
 
-def explain_tokens(baseline: TokenTotals, arm: TokenTotals, tpot_ms: Mapping[Label, float], *, alike: bool) -> str:
+def explain_tokens(
+    baseline: TokenTotals,
+    arm: TokenTotals,
+    tpot_ms: Mapping[Label, float],
+    names: Mapping[Label, str],
+    *,
+    alike: bool,
+) -> str:
     """Where the time of a token goes, in sentences; empty where no server reports the steps of its engine. `tpot_ms`:
     the time per token that the client saw; `alike`: both arms run the same engine."""
     texts, silent = [], []
@@ -220,23 +227,23 @@ def explain_tokens(baseline: TokenTotals, arm: TokenTotals, tpot_ms: Mapping[Lab
             if pace > step
             else f"not more than a step of its engine, which takes {number(step)} ms with those that read prompts"
         )
-        texts.append(f"A token of {shown(totals.label)} takes {number(pace)} ms: {parts}.")
+        texts.append(f"A token of {names[totals.label]} takes {number(pace)} ms: {parts}.")
         if share is not None:
             texts[-1] += (
                 f" The engine is in a step {percent(share)} of the time, so served ÷ engine is {number(share)}."
             )
     if texts and silent and (pace := tpot_ms.get(silent[0].label)) is not None:
         known = arm if silent[0] is baseline else baseline
-        other, gap_ms = shown(silent[0].label), pace - tpot_ms[known.label]
+        other, gap_ms = names[silent[0].label], pace - tpot_ms[known.label]
         texts.append(f"A token of {other} takes {number(pace)} ms; its server reports no steps.")
         if alike and gap_ms > 0.0:
             texts.append(
-                f"It runs the same engine as {shown(known.label)}, so the {number(gap_ms)} ms more are of its serving "
+                f"It runs the same engine as {names[known.label]}, so the {number(gap_ms)} ms more are of its serving "
                 "layer, or of what that leaves the engine."
             )
         elif alike and pace < (known.step_ms or 0.0) <= tpot_ms[known.label]:
             texts.append(
-                f"It runs the same engine as {shown(known.label)}, whose step alone takes longer: compare the threads "
+                f"It runs the same engine as {names[known.label]}, whose step alone takes longer: compare the threads "
                 "of both, how these wait, and what else runs on their cores."
             )
     return " ".join(texts)

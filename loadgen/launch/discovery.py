@@ -250,7 +250,7 @@ class AskedServer:
             raise DeploymentError(f"{self.place} serves {model_names(names)}; choose one with {option}")
         model = preferred if is_listed or not names else bases[0]
         others = [name for name in names if name not in (model, *bases)]
-        note = f"{shown(self.arm.label)} serves {model}, and as adapters or other names {model_names(others)}; "
+        note = f"{self.arm.target} serves {model}, and as adapters or other names {model_names(others)}; "
         return model, (f"{note}compare another with {option} NAME",) if others else ()
 
     def try_transports(self, model: str, asked: Sequence[TokenTransport]) -> dict[TokenTransport, RequestBody]:
@@ -430,7 +430,7 @@ def _served(server: AskedServer, preferred: str, asked: Sequence[TokenTransport]
     bodies = server.try_transports(model, asked)
     listed = [*(card.name for card in server.cards or ()), *server.decoupled]
     if listed and model not in listed:
-        notes = (f"{shown(server.arm.label)} lists {model_names(listed)}, and answers prompts to {model}",)
+        notes = (f"{server.arm.target} lists {model_names(listed)}, and answers prompts to {model}",)
     return ServedTokens(model, bodies, notes)
 
 
@@ -479,7 +479,7 @@ def _notes(
         )
         if len(versions) > 1 and arm.access.version is None:
             notes.append(
-                f"{shown(arm.label)} serves the versions {model_names(versions)} of {model_names([names[arm.label]])} "
+                f"{arm.target} serves the versions {model_names(versions)} of {model_names([names[arm.label]])} "
                 f"and chooses itself; ask for one with {option_of(arm.label, 'version')}"
             )
     return tuple(notes)

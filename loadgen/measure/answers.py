@@ -81,6 +81,7 @@ class ParityTarget:
     signature: Signature
     inputs: SampleInputs
     request_timeout_s: float = REQUEST_TIMEOUT_S
+    name: str = ""
 
     def rules(self, tolerance: Tolerance) -> Rules:
         """How its outputs are compared, by their kinds and datatypes."""
@@ -302,7 +303,7 @@ def _ask_all(label: Label, arm: ParityTarget, batches: Sequence[tuple[int, ...]]
         with ThreadPoolExecutor(max_workers=at_once) as pool:
             answers = list(pool.map(lambda items: ask(arm, items), batches))
     except (AnswerError, ConnectionRefused) as exc:
-        raise ParityError(f"arm {label} does not answer the inputs of the parity check: {exc}", label) from exc
+        raise ParityError(f"{arm.name or label} does not answer the inputs of the parity check: {exc}", label) from exc
     return [
         {name: array[place : place + 1] for name, array in answer.items()}
         for items, answer in zip(batches, answers, strict=True)
@@ -369,7 +370,7 @@ class AnswersUnderLoad:
                 variation = find_variation(target.inputs, target.signature)
                 expected = [_ask_alone(target, variation, self.seed, sample) for sample in of_arm]
             except (AnswerError, ConnectionRefused, InputError) as exc:
-                error = f"arm {reference} does not answer the inputs of the load again: {exc}"
+                error = f"{arms[reference].name} does not answer the inputs of the load again: {exc}"
             alone = list(chain.from_iterable(expected))
             typical = _typical(alone) if alone else {}
             rules = target.rules(self.tolerance)

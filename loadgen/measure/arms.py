@@ -46,6 +46,7 @@ from loadgen.records.run import (
     StepRecord,
     StepTotals,
     Workload,
+    shown,
 )
 from loadgen.records.samples import NS_PER_MS
 from loadgen.records.targets import Transport
@@ -249,6 +250,13 @@ class Arm:
     signature: Signature | None = None
     """Its inputs and outputs by the server's metadata, once the server is ready."""
     request_timeout_s: float = REQUEST_TIMEOUT_S
+    called: str = ""
+    """Its name by `names_of`, if it is an arm of the run."""
+
+    @property
+    def name(self) -> str:
+        """What sentences call it."""
+        return self.called or shown(self.request.label)
 
     @property
     def endpoint(self) -> Endpoint:

@@ -36,7 +36,7 @@ from loadgen.measure.preparation import READY_SECONDS, Inputs, Prepared, make_de
 from loadgen.measure.progress import Forecast, RunProgress
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s
 from loadgen.records.probes import Variant
-from loadgen.records.run import ArmRecord, Experiment, Kind, Label, RunState, Workload, shown
+from loadgen.records.run import ArmRecord, Experiment, Kind, Label, RunState, Workload
 from loadgen.records.store import RunStore, StoredBlock
 
 OBSTACLES = (
@@ -265,9 +265,9 @@ def _used(context: RunContext, loads: Sequence[Workload], calibration: Calibrati
     """The largest share of the processes' ceilings that an arm took."""
     runner, most = context.load_runner(watched=False), 0.0
     for (label, arm), load in product(context.arms.items(), loads):
-        context.progress.now(f"{shown(label)}: how fast it is, to choose the load generator's processes")
+        context.progress.now(f"{arm.name}: how fast it is, to choose the load generator's processes")
         try:
-            outcome = runner.unstored(f"pilot of arm {label}", label, load)
+            outcome = runner.unstored(f"pilot of {arm.name}", label, load)
         except RunError:
             if runner.faults is None or not runner.generator.alive:
                 raise

@@ -29,7 +29,7 @@ from loadgen.measure.machine_watch import machine_load, read_processors, server_
 from loadgen.measure.progress import Forecast, RunProgress
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.summaries import sound, summarise_blocks
-from loadgen.records.run import BlockRecord, Kind, Label, Record, StageTotals, Workload, shown
+from loadgen.records.run import BlockRecord, Kind, Label, Record, StageTotals, Workload
 from loadgen.records.store import RunStore, StorageError, StoredBlock, read_block, storage_sentence, store_empty
 
 GAP_EVERY_SECONDS = 90.0
@@ -133,7 +133,7 @@ class LoadRunner:
         that estimate, and so has one in which this arm failed. Raises `RunError` if an arm failed in every load.
         """
         took: dict[tuple[RequestShape, int], dict[Label, float]] = {}
-        for label in self.arms:
+        for label, arm in self.arms.items():
             own = [workload for workload in workloads if label in workload.loaded((label,))]
             shapes = {(request_shape(workload), warm_up_users(workload)): workload for workload in own}
             failed: dict[tuple[RequestShape, int], RunError] = {}
@@ -144,13 +144,13 @@ class LoadRunner:
                     if monotonic() + expected_s > until_s:
                         took.setdefault((shape, users), {})[label] = expected_s
                         continue
-                self.progress.now(f"{shown(label)}: {shape.words}, concurrency {users}")
+                self.progress.now(f"{arm.name}: {shape.words}, concurrency {users}")
                 requests = each * users if shape.batch_size > 1 or users > 1 else 5
                 load = closed_loop(users, requests, max_seconds=60.0, of=workload)
                 if workload.kind is Kind.TOKENS:  # one answer per user of a slow server may take longer than the others
                     load = closed_loop(users, users, seconds=WARM_UP_SECONDS, max_seconds=60.0, of=workload)
                 try:
-                    outcome = self.unstored(f"warm-up of arm {label}", label, load)
+                    outcome = self.unstored(f"warm-up of {arm.name}", label, load)
                 except RunError as exc:
                     if self.faults is None or not self.generator.alive:
                         raise
@@ -211,13 +211,13 @@ class LoadRunner:
             if block.round != current_round and self._gap_due():
                 self.idle()
             current_round = block.round
-            self.progress.now(f"block {block.index + 1}{of}: {shown(block.label)} {block.workload.name}")
+            self.progress.now(f"block {block.index + 1}{of}: {self.arms[block.label].name}, {block.workload.name}")
             started = monotonic()
             record = self.measure(block)
             forecast.block_took(block, monotonic() - started)
             stored = sound(read_block(self.store.directory, record, {block.workload.name: block.workload}))
             done.append(stored)
-            self.progress.block_done(record, summarise_blocks([stored])[0])
+            self.progress.block_done(stored, summarise_blocks([stored])[0])
             self.progress.plan(attempt(forecast.remaining_s, lambda _: 0.0))
         if last:
             self.idle()
@@ -244,7 +244,7 @@ class LoadRunner:
         answers = self.answers if self.arms.get(entry.label) is arm else None
         if answers is not None:
             command = answers.keeping(command, entry.workload, number)
-        outcome = self._generate(_title(entry), arm, command, readings)
+        outcome = self._generate(_title(arm, entry), arm, command, readings)
         if answers is not None:
             answers.take(entry.workload, entry.label, f"{name} {number}", command.concurrency, outcome)
         return outcome
@@ -258,7 +258,7 @@ class LoadRunner:
         if outcome.storage_error is not None:
             raise StorageError(storage_sentence(samples, outcome.storage_error))
         if cut_reason is not None:
-            raise _cut_short(_title(entry), cut_reason, arm)
+            raise _cut_short(_title(arm, entry), cut_reason, arm)
 
     @staticmethod
     def record(kind: type[R], entry: ScheduledBlock, started_at: str, outcome: BlockOutcome, **more: Any) -> R:
@@ -419,8 +419,8 @@ def _not_run(why: str, arm: Arm) -> BlockOutcome:
     )  # fmt: skip
 
 
-def _title(entry: ScheduledBlock) -> str:
-    return f"{entry.workload.name} on arm {entry.label}"
+def _title(arm: Arm, entry: ScheduledBlock) -> str:
+    return f"{entry.workload.name} on {arm.name}"
 
 
 def _cut_short(title: str, reason: str, arm: Arm) -> RunError:

@@ -18,12 +18,21 @@ import msgspec
 from loadgen.experiment.plan import PRESETS
 from loadgen.experiment.schedule import ScheduledBlock, block_seconds, load_workloads
 from loadgen.metrics.barrier import attempt
-from loadgen.metrics.comparisons import PairedMetric, estimate_pairs, pair_metrics, seen_correlations
-from loadgen.metrics.registry import leading_metric
+from loadgen.metrics.comparisons import (
+    PairedMetric,
+    PooledRequests,
+    estimate_pairs,
+    pair_metrics,
+    seen_correlations,
+)
+from loadgen.metrics.registry import in_parts, leading_metric
 from loadgen.metrics.summaries import BlockSummary
+from loadgen.metrics.tokens import samples_of
 from loadgen.records.checks import Check
 from loadgen.records.probes import ServerStart
-from loadgen.records.run import ArmRecord, BlockRecord, Experiment, Kind, Label, ParityRecord, Workload
+from loadgen.records.run import ArmRecord, Experiment, Kind, Label, ParityRecord, Workload
+from loadgen.records.store import StoredBlock
+from loadgen.stats.ratios import estimate_ratio, lone_correlation
 
 
 class RunProgress:
@@ -59,7 +68,7 @@ class RunProgress:
     def fairness_checked(self, checks: Sequence[Check]) -> None:
         """The arms and the machine were checked, right before the load."""
 
-    def block_done(self, record: BlockRecord, summary: BlockSummary) -> None:
+    def block_done(self, block: StoredBlock, summary: BlockSummary) -> None:
         """One block is stored; `summary` is computed from its samples."""
 
 
@@ -91,44 +100,57 @@ class LiveRatio:
     ci95: tuple[float, float] | None
     reason: str | None
     """The reason why a ratio or an interval is still missing."""
+    within: tuple[float, float] | None = None
+    """Of the first pair: the 95 % interval by how the five parts of its two blocks differ. How blocks differ from each
+    other is not in it."""
 
 
 class LiveRatios:
     """The ratios of one run. Not thread-safe."""
 
     def __init__(self, experiment: Experiment) -> None:
-        self._experiment = experiment
+        self.experiment = experiment
         self._workloads = {workload.name: workload for workload in load_workloads(experiment.workloads)}
         self._blocks: dict[str, list[BlockSummary]] = {name: [] for name in self._workloads}
         self._latest: dict[tuple[str, Label], LiveRatio] = {}
+        self._parts: dict[tuple[str, Label], list[float]] = {}
+        """Of the block that ran last, until there is a ratio."""
+        self._requests = PooledRequests()
+        """Of the workloads that a percentile leads."""
 
     @property
     def until_decided(self) -> bool:
         """Whether these intervals determine when the run ends."""
-        return self._experiment.until_decided
+        return self.experiment.until_decided
 
     @property
     def latest(self) -> tuple[LiveRatio, ...]:
         """Every workload and arm with a complete pair, in the order of the experiment."""
         loads = self._workloads.items()
-        every = ((name, arm) for name, load in loads for _, arm in self._experiment.pairings_in(load))
+        every = ((name, arm) for name, load in loads for _, arm in self.experiment.pairings_in(load))
         return tuple(self._latest[key] for key in every if key in self._latest)
 
-    def add(self, summary: BlockSummary) -> list[LiveRatio]:
-        """Add a stored block; returns the ratios of the pairs that it completes."""
+    def add(self, summary: BlockSummary, block: StoredBlock | None = None) -> list[LiveRatio]:
+        """Add a stored block; returns the ratios of the pairs that it completes. Without the block itself a first pair
+        has no range, and a percentile that leads no ratio."""
         workload = self._workloads.get(summary.workload)
         if workload is None or not summary.complete:
             return []
         blocks = self._blocks[workload.name]
         blocks.append(summary)
         ran = {block.label for block in blocks if block.round == summary.round}
-        pairings = self._experiment.pairings_in(workload)
+        pairings = self.experiment.pairings_in(workload)
         completed = {two for two in pairings if ran.issuperset(two) and summary.label in two}
         metric = leading_metric(workload)
-        alone = msgspec.structs.replace(self._experiment, workloads=(workload,))
+        if block is not None and metric.quantile is not None:
+            self._requests.add([block])
+        is_first = any((workload.name, two.arm) not in self._latest for two in pairings)
+        if is_first and block is not None and (samples := samples_of(block)) is not None:
+            self._parts[workload.name, summary.label] = in_parts(metric, samples, workload)
+        alone = msgspec.structs.replace(self.experiment, workloads=(workload,))
         ratios = [
             self._estimate(paired)
-            for paired in pair_metrics(alone, blocks)
+            for paired in pair_metrics(alone, blocks, requests=self._requests.by_block)
             if paired.metric == metric and paired.pairing in completed
         ]
         self._latest |= {(ratio.workload, ratio.arm): ratio for ratio in ratios}
@@ -136,20 +158,32 @@ class LiveRatios:
 
     def _estimate(self, paired: PairedMetric) -> LiveRatio:
         workload, metric = paired.workload, paired.metric
-        _, estimate, _ = estimate_pairs(paired, self._experiment, seen_correlations([paired]))
+        _, estimate, _ = estimate_pairs(paired, self.experiment, seen_correlations([paired]))
         return LiveRatio(
             workload=workload.name,
             baseline=paired.pairing.baseline,
             arm=paired.pairing.arm,
             metric=metric.title,
             pairs=estimate.pairs,
-            planned=workload.rounds
-            if self._experiment.minutes is None and not self._experiment.until_decided
-            else None,
+            planned=workload.rounds if self.experiment.minutes is None and not self.experiment.until_decided else None,
             ratio=estimate.ratio,
             ci95=estimate.ci95,
             reason=paired.reason or estimate.reason,
+            within=self._within(paired, estimate.ratio) if estimate.pairs == 1 else None,
         )
+
+    def _within(self, paired: PairedMetric, ratio: float | None) -> tuple[float, float] | None:
+        """The range of the only pair's ratio within its blocks, by Student's t over their parts in order; None without
+        parts."""
+        base, arm = (self._parts.get((paired.workload.name, label)) for label in paired.pairing)
+        if ratio is None or not base or not arm:
+            return None
+        ratios = [b / a for a, b in zip(base, arm, strict=True)]
+        parts = estimate_ratio(ratios, self.experiment.equivalence_margin, lone_correlation(ratios))
+        if parts.ratio is None or parts.ci95 is None:
+            return None
+        low, high = parts.ci95
+        return low * ratio / parts.ratio, high * ratio / parts.ratio
 
 
 _START_SECONDS = 10.0

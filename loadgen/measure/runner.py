@@ -54,6 +54,7 @@ from loadgen.measure.preparation import (
 from loadgen.measure.progress import RunProgress, Unfailing
 from loadgen.measure.token_answers import ProbePrompts, TokenAnswers, agreement, equal_answers
 from loadgen.records.machine import NoiseFloor
+from loadgen.records.names import names_of
 from loadgen.records.run import (
     ArmRecord,
     Experiment,
@@ -222,10 +223,12 @@ def _probe_answers(context: RunContext, plan: PromptPlan, tolerance: Tolerance) 
             probed += told[0]
             answers.beginnings += told[1]
     answers.prompted += probed
-    context.progress.now(equal_answers(probed, tuple(context.arms)))
+    context.progress.now(equal_answers(probed, {label: arm.name for label, arm in context.arms.items()}))
     for (_, label, _), (firsts, equal) in agreement(answers.beginnings, context.experiment).items():
         if firsts and not equal:
-            context.progress.now(f"none of {firsts} answers of {shown(label)} begins as the baseline's: another model?")
+            context.progress.now(
+                f"none of {firsts} answers of {context.arms[label].name} begins as the baseline's: another model?"
+            )
 
 
 def _make_work_folder(context: RunContext) -> None:
@@ -359,6 +362,7 @@ def make_arms(context: RunContext) -> None:
     """Find the servers without starting any; the end of the run stops launched servers and restores a stack.
     Raises `AddressError`, and `DeploymentError` for a stack that is not up."""
     experiment = context.experiment
+    names = names_of(experiment.arms, ())
     for request in experiment.arms:
         deployment = make_deployment(request, experiment, context.store, context.work, context.abserve)
         model, payload = experiment.model_of(request) or experiment.model, experiment.payload_of(request)
@@ -369,6 +373,7 @@ def make_arms(context: RunContext) -> None:
             experiment.transport_of(request),
             payload,
             request_timeout_s=experiment.request_timeout_s,
+            called=names[request.label],
         )
         context.resources.callback(deployment.restore if isinstance(deployment, ComposeDeployment) else deployment.stop)
 
@@ -389,6 +394,8 @@ def start_servers(context: RunContext) -> None:
         if context.care.ready_s is not None:
             ready_s = max(context.care.ready_s, SLOWEST_START * (monotonic() - began))
     context.records = records
+    names = names_of(context.experiment.arms, records)
+    context.arms = {label: replace(arm, called=names[label]) for label, arm in context.arms.items()}
     context.store.write_all(ArmRecord, context.records)
     _require_batch_sizes(context)
     if context.prompts is None:
@@ -424,7 +431,8 @@ def _leave_out(context: RunContext, label: Label, why: str) -> None:
     )
     if len(context.arms) < 2:
         context.store.write(msgspec.structs.replace(experiment, failed_arms=context.experiment.failed_arms))
-        raise RunError(f"no arm is left to compare with {experiment.baseline.label}: {label}: {why}")
+        names = names_of(experiment.arms, context.records)
+        raise RunError(f"no arm is left to compare with {names[experiment.baseline.label]}: {names[label]}: {why}")
     context.store.write(context.experiment)
     if context.records:
         context.store.write_all(ArmRecord, context.records)
@@ -433,7 +441,7 @@ def _leave_out(context: RunContext, label: Label, why: str) -> None:
 
 def _await(context: RunContext, label: Label, ready_s: float) -> ArmRecord:
     arm = context.arms[label]
-    context.progress.now(f"waiting until {shown(label)} ({arm.request.target}) is ready")
+    context.progress.now(f"waiting until {arm.name} is ready")
     try:
         if isinstance(arm.deployment, ComposeDeployment):
             model = arm.deployment.await_model(arm.model, READY_SECONDS)
@@ -444,7 +452,7 @@ def _await(context: RunContext, label: Label, ready_s: float) -> ArmRecord:
         arm.deployment.wait_ready(arm.model, ready_s if arm.deployment.launched else RUNNING_READY_SECONDS)
         record = arm.record()
     except (DeploymentError, EndpointError) as exc:
-        raise DeploymentError(f"arm {label} ({arm.request.target}): {exc}") from exc
+        raise DeploymentError(f"{arm.name}: {exc}") from exc
     context.progress.arm_ready(record)
     return record
 
@@ -456,11 +464,11 @@ def _require_batch_sizes(context: RunContext) -> None:
     small = {label: (record, n) for label, (record, n) in limits.items() if isinstance(n, int) and 0 < n < largest}
     if not small:
         return
-    taken = " and ".join(f"arm {label} ({record.title}) accepts at most {n}" for label, (record, n) in small.items())
+    taken = " and ".join(f"{context.arms[label].name} accepts at most {n}" for label, (_, n) in small.items())
     options = " ".join(
         f"{option_of(label, 'option')} max-batch-size={largest}"
         if isinstance(context.arms[label].deployment, EmbeddedDeployment)
-        else f"a larger max_batch_size on the server of arm {label}"
+        else f"a larger max_batch_size on the server of {context.arms[label].name}"
         for label in small
     )
     raise DeploymentError(
@@ -525,7 +533,9 @@ def require_parity(context: RunContext, tolerance: Tolerance) -> None:
     used = {workload.batch_size for workload in context.experiment.workloads}
     largest = max(1, min([*limits, max({8, *used})]))
     arms = {
-        label: ParityTarget(arm.target, context.signatures[label], context.inputs[arm.payload], arm.request_timeout_s)
+        label: ParityTarget(
+            arm.target, context.signatures[label], context.inputs[arm.payload], arm.request_timeout_s, arm.name
+        )
         for label, arm in context.arms.items()
     }
     sizes = {largest, *(size for size in used if size < largest)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from loadgen.measure.errors import RunError
 from loadgen.measure.language import probe_prompts
 from loadgen.records.payloads import is_language
 from loadgen.records.probes import ReferenceAnswer, TokensCompared
-from loadgen.records.run import MODEL_WEIGHTS, Experiment, Label, Workload, body_in_words, option_of, shown
+from loadgen.records.run import MODEL_WEIGHTS, Experiment, Label, Workload, body_in_words, option_of
 from loadgen.records.targets import ROUTES
 
 PROBE_PROMPTS = 4
@@ -353,7 +353,7 @@ def _answers_of(
             if "finish reason stop" in str(exc):
                 changes += f"; add a field that keeps it from ending early with {option_of(label, 'body')}"
             raise RunError(
-                f"{shown(label)} does not answer the prompts of the probe as asked ({len(prompt)} → {tokens} tokens): "
+                f"{arm.name} does not answer the prompts of the probe as asked ({len(prompt)} → {tokens} tokens): "
                 f"{exc}{changes}{arm.failure_message()}",
                 label,
             ) from exc
@@ -361,7 +361,7 @@ def _answers_of(
         reads_text = ROUTES[arm.transport].is_text  # and makes its own tokens of it
         if answer.prompt_ids is not None and not same and not reads_text:
             raise RunError(
-                f"{shown(label)} answers another prompt than the one that was sent: it reads {len(answer.prompt_ids)} "
+                f"{arm.name} answers another prompt than the one that was sent: it reads {len(answer.prompt_ids)} "
                 f"tokens, not {len(prompt)} of these ids; turn off templates and truncation on that server",
                 label,
             )
@@ -372,12 +372,12 @@ def _answers_of(
     return answers, beginnings
 
 
-def equal_answers(answers: Sequence[PromptedAnswer], labels: Sequence[Label]) -> str:
+def equal_answers(answers: Sequence[PromptedAnswer], names: Mapping[Label, str]) -> str:
     """How many answers of the probe are the same ids on every arm, for the screen."""
     by_prompt: dict[int, set[tuple[int, ...]]] = {}
     for answer in answers:
         by_prompt.setdefault(answer.request, set()).add(tuple(answer.output))
-    silent = [shown(label) for label in labels if not any(answer.label == label for answer in answers)]
+    silent = [name for label, name in names.items() if not any(answer.label == label for answer in answers)]
     equal = sum(len(outputs) == 1 for outputs in by_prompt.values())
     words = f"{equal} of {len(by_prompt)} probe answers have the same ids on every arm"
     return words + (f"; {' and '.join(silent)} sent no ids" if silent else "")

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from loadgen.base.quantities import Interval, excludes_one, inverse
+from loadgen.base.quantities import Interval, excludes_one, inverse, possessive
 from loadgen.base.quantities import ratio as factor_words
 from loadgen.metrics.registry import (
     ACHIEVED_RATE,
@@ -166,10 +166,12 @@ def pair_metrics(
     blocks: Sequence[BlockSummary],
     figures: Sequence[Figure] = (),
     requests: RequestValues | None = None,
+    names: Mapping[Label, str] | None = None,
 ) -> list[PairedMetric]:
     """Every metric of every workload of each arm beside the baseline, in the order of the report; then, for ranking,
     the leading one of the other arms among themselves. `figures` are those that probes measured. Without `requests`
-    high percentiles have no data."""
+    high percentiles have no data. `names` replaces the labels of arms in reasons."""
+    called = names or {label: shown(label) for label in experiment.labels}
     by_workload: dict[str, list[BlockSummary]] = {}
     for block in blocks:
         if block.complete:
@@ -178,8 +180,8 @@ def pair_metrics(
     def pair(workload: Workload, metric: Metric, pairing: Pairing) -> PairedMetric:
         if metric.has_function:
             of_workload = by_workload.get(workload.name, ())
-            return _with_ratios(_block_pairs(workload, metric, pairing, of_workload, requests or {}))
-        return _with_ratios(_figure_pairs(workload, metric, pairing, figures))
+            return _with_ratios(_block_pairs(workload, metric, pairing, of_workload, requests or {}, called), called)
+        return _with_ratios(_figure_pairs(workload, metric, pairing, figures), called)
 
     paired = []
     for workload in experiment.workloads:
@@ -204,7 +206,7 @@ def _figure_pairs(workload: Workload, metric: Metric, pairing: Pairing, figures:
     return PairedMetric(workload, metric, pairing, pairs)
 
 
-def _with_ratios(paired: PairedMetric) -> PairedMetric:
+def _with_ratios(paired: PairedMetric, names: Mapping[Label, str]) -> PairedMetric:
     """Without its data, and with the reason, where one of its pairs has no ratio: a figure of 0, as the time per token
     of answers that arrive in one piece, or one that no clock measures."""
     for number, pair in enumerate(paired.pairs, start=1):
@@ -212,14 +214,20 @@ def _with_ratios(paired: PairedMetric) -> PairedMetric:
         label = next((label for label, figure in figures.items() if not has_log(figure)), None)
         if label is not None or not has_log(pair.ratio):
             label = label or paired.pairing.arm
-            figure = f"{shown(label)}'s {paired.metric.title} is {figures[label]:.4g} {paired.metric.unit_for('item')}"
+            unit = paired.metric.unit_for("item")
+            figure = f"{possessive(names[label])} {paired.metric.title} is {figures[label]:.4g} {unit}"
             reason = f"{figure.rstrip()} in pair {number} of {len(paired.pairs)}, so there is no ratio"
             return replace(paired, pairs=(), rounds=(), reason=reason)
     return paired
 
 
 def _block_pairs(
-    workload: Workload, metric: Metric, pairing: Pairing, blocks: Sequence[BlockSummary], requests: RequestValues
+    workload: Workload,
+    metric: Metric,
+    pairing: Pairing,
+    blocks: Sequence[BlockSummary],
+    requests: RequestValues,
+    names: Mapping[Label, str],
 ) -> PairedMetric:
     """`blocks` are the complete ones of the workload."""
     by_round = {(block.round, block.label): block for block in blocks}
@@ -228,11 +236,11 @@ def _block_pairs(
     loops = (
         (label, pool_open_loops([b.open_loop for b in of_arm if b.open_loop is not None])) for label, of_arm in arms
     )
-    saturated = [f"{shown(label)} was {loop.saturation}" for label, loop in loops if loop and loop.saturation]
+    saturated = [f"{names[label]} was {loop.saturation}" for label, loop in loops if loop and loop.saturation]
     if metric.of_requests is not None and saturated:
         # What a request takes behind a growing backlog depends on the length of the block.
         return PairedMetric(workload, metric, pairing, (), saturated[0], saturated=True)
-    if (reason := why_missing((block for couple in couples for block in couple), metric)) is not None:
+    if (reason := why_missing((block for couple in couples for block in couple), metric, names)) is not None:
         return PairedMetric(workload, metric, pairing, (), reason)
     if metric.quantile is not None:
         needed = samples_needed(metric.quantile)
@@ -363,11 +371,10 @@ class Advantage(NamedTuple):
     ci95: tuple[float, float] | None
     """Interval of the factor. Its low end is below 1 if the interval of the ratio includes 1."""
 
-    @property
-    def words(self) -> str:
-        """ "A 2.02×" """
+    def words(self, names: Mapping[Label, str] | None = None) -> str:
+        """ "A 2.02×", or with the arm's name."""
         factor = factor_words(self.factor, self.ci95)
-        return factor if self.better is None else f"{shown(self.better)} {factor}"
+        return factor if self.better is None else f"{(names or {}).get(self.better, shown(self.better))} {factor}"
 
 
 def advantage(comparison: Comparison) -> Advantage | None:
@@ -405,10 +412,11 @@ def compare_all(
     figures: Sequence[Figure] = (),
     requests: RequestValues | None = None,
     item: str = "item",
+    names: Mapping[Label, str] | None = None,
 ) -> tuple[Comparison, ...]:
-    """Every comparison of the experiment, before `invalidate`. `figures` are those that probes measured,
-    `requests` the samples for high percentiles; `item` is what an input is called."""
-    paired_metrics = pair_metrics(experiment, blocks, figures, requests)
+    """Every comparison of the experiment, before `invalidate`. `figures` are those that probes measured, `requests`
+    the samples for high percentiles; `item` is what an input is called; `names` replaces labels in reasons."""
+    paired_metrics = pair_metrics(experiment, blocks, figures, requests, names)
     seen = seen_correlations(paired_metrics)
     estimates = [estimate_pairs(paired, experiment, seen) for paired in paired_metrics]
     adjusted = adjust(paired_metrics, [estimate for _, estimate, _ in estimates], experiment)
@@ -457,10 +465,12 @@ def compare_all(
                 restart_effect=None if added is None else math.expm1(added),
             )
         )
-    return tuple(_without_held_back(comparison, comparisons) for comparison in comparisons)
+    return tuple(_without_held_back(comparison, comparisons, names or {}) for comparison in comparisons)
 
 
-def _without_held_back(comparison: Comparison, comparisons: Sequence[Comparison]) -> Comparison:
+def _without_held_back(
+    comparison: Comparison, comparisons: Sequence[Comparison], names: Mapping[Label, str]
+) -> Comparison:
     """The comparison without its winner if that is one by TPOT alone: later the first token, faster the rest, and all
     together not faster. So looks an arm whose first tokens are held back."""
     if comparison.metric != TPOT.name or comparison.winner is None:
@@ -471,8 +481,8 @@ def _without_held_back(comparison: Comparison, comparisons: Sequence[Comparison]
     if first is None or whole is None or first.winner != comparison.loser or whole.winner == comparison.winner:
         return comparison
     reason = (
-        f"{shown(comparison.winner)} sends its first token later and the others sooner, and is not shown to be faster "
-        "in all: its first tokens are held back"
+        f"{names.get(comparison.winner, shown(comparison.winner))} sends its first token later and the others sooner, "
+        "and is not shown to be faster in all: its first tokens are held back"
     )
     return msgspec.structs.replace(comparison, verdict="inconclusive", reason=reason)
 

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import TypeVar
 
 from loadgen.metrics.breakdown import ArmStages, LatencyBreakdown
-from loadgen.metrics.claims import names_of
 from loadgen.metrics.comparisons import Comparison
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary
+from loadgen.records.names import names_of
 from loadgen.records.run import Figure, Found, Label, Workload, item_of
 from loadgen.records.store import StoredBlock, StoredRun, StoredRunError
 

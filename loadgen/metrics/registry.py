@@ -642,6 +642,29 @@ _latency("p99_9", 0.999, compared=False)
 ERRORS = register(Metric("errors", "failed requests", "", False, is_count=True))
 
 
+PARTS = 5
+"""Parts of a block, of equally many requests in the order of their answers."""
+
+
+def in_parts(metric: Metric, samples: Samples, workload: Workload) -> list[float]:
+    """A metric's figure in each part of a closed loop's block, up to a factor that all parts of the block share; empty
+    with fewer than two requests per part at full load, and where a part has no figure."""
+    steady = at_full_load(samples)
+    each = len(steady) // PARTS
+    if workload.is_open or each < 2:
+        return []
+    ordered = steady[np.argsort(steady["end_ns"], kind="stable")]
+    figures = []
+    for place in range(PARTS):
+        part = ordered[place * each : (place + 1) * each].copy()
+        part["user"] = np.arange(each)  # the time between a user's requests of different parts is of neither
+        value, _ = metric.measure(part, good(part), workload)
+        if value is None or value <= 0.0:
+            return []
+        figures.append(value)
+    return figures
+
+
 def metrics_of(workload: Workload) -> tuple[Metric, ...]:
     """The metrics by which a workload compares the arms, in the order of the report. An open loop requests the same
     throughput from every arm, so latencies are compared, and the achieved rate if an arm cannot keep up."""

@@ -8,7 +8,7 @@ good responses; failed requests are counted separately and invalidate.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -33,7 +33,7 @@ from loadgen.metrics.registry import (
     summarise_open_loop,
 )
 from loadgen.metrics.tokens import samples_of
-from loadgen.records.run import BlockRecord, Kind, Label, Record, Workload, shown
+from loadgen.records.run import BlockRecord, Kind, Label, Record, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, Samples, good, latencies_ms
 from loadgen.records.store import StoredBlock, StoredRunError
 from loadgen.records.targets import ROUTES
@@ -247,12 +247,12 @@ def figure_of(summary: BlockSummary | WorkloadSummary, metric: Metric) -> float 
     return summary.figures.get(metric.name)
 
 
-def why_missing(blocks: Iterable[BlockSummary], metric: Metric) -> str | None:
-    """Why one of the blocks has no figure, with the arm: "B: its answers arrive in one piece …"; None if no block says
-    so."""
+def why_missing(blocks: Iterable[BlockSummary], metric: Metric, names: Mapping[Label, str]) -> str | None:
+    """Why one of the blocks has no figure, with the arm: "vLLM: its answers arrive in one piece …"; None if no block
+    says so."""
     for block in blocks:
         if block.missing and (reason := block.missing.get(metric.name)) is not None:
-            return f"{shown(block.label)}: {reason}"
+            return f"{names[block.label]}: {reason}"
     return None
 
 

@@ -22,21 +22,25 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.base.documents import one_line
-from loadgen.base.quantities import counted, excludes_one, number, per_second
+from loadgen.base.quantities import counted, excludes_one, is_determined, number, per_second
 from loadgen.checks.run import parity_figures
 from loadgen.measure.progress import LiveRatio, LiveRatios, RunProgress
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.checks import Check
+from loadgen.records.names import names_of
 from loadgen.records.payloads import inputs_in_words
 from loadgen.records.probes import ServerStart
-from loadgen.records.run import ArmRecord, BlockRecord, Label, Pairing, ParityRecord, shown
+from loadgen.records.run import ArmRecord, Label, Pairing, ParityRecord, shown
+from loadgen.records.store import StoredBlock
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
 from loadgen.report.sections.comparisons import better_of
 
 FIXED = "These intervals do not stop the run; the verdict follows after the checks."
 OPEN = "Pairs are added where the winner is uncertain; these intervals stay valid when checked after every pair."
+WITHIN = "within one pair"
+"""After the range of a first ratio, which shows how its two blocks vary, and not yet how pairs differ."""
 LOG_SECONDS = 10.0
 """A log gets a line of the ratios at the end of every round, and within a longer one not more often than this."""
 MIN_TRACK, MAX_TRACK = 10, 40
@@ -107,6 +111,7 @@ class RichProgress(MovingLine, RunProgress):
         """The ratios that the blocks of this round have changed, for the line of a log."""
         self._unit = per_second("item")
         self._phase = ""
+        self._records: list[ArmRecord] = []
         super().__init__(console)  # draws the line
 
     def __exit__(
@@ -133,6 +138,7 @@ class RichProgress(MovingLine, RunProgress):
 
     def arm_ready(self, record: ArmRecord) -> None:
         """Name the server behind an arm."""
+        self._records.append(record)
         self._say(f"{shown(record.label)} is {record.title} at {record.url}")
 
     def rule_decided(self, rule: str) -> None:
@@ -147,16 +153,16 @@ class RichProgress(MovingLine, RunProgress):
     def cold_start_done(self, record: ServerStart) -> None:
         """Print one cold start."""
         if record.error is not None or record.ready_ns is None or record.first_answer_ns is None:
-            self._say(f"{shown(record.label)}  did not start: {record.error}", style="red")
+            self._say(f"{self._name(record.label)} did not start: {record.error}", style="red")
             return
         self._say(
-            f"{shown(record.label)}  ready after {record.ready_ns / 1e9:.2f} s, "
+            f"{self._name(record.label)} is ready after {record.ready_ns / 1e9:.2f} s, "
             f"first answer after {record.first_answer_ns / 1e9:.2f} s"
         )
 
     def arm_left_out(self, label: Label, why: str) -> None:
         """Say why an arm is not measured."""
-        self._say(f"{shown(label)} is left out: {one_line(why)}", style="red")
+        self._say(f"{self._name(label)} is left out: {one_line(why)}", style="red")
 
     def parity_done(self, record: ParityRecord) -> None:
         """Print whether the arms give the same answers."""
@@ -174,8 +180,9 @@ class RichProgress(MovingLine, RunProgress):
         for line in lines:
             self._say(f"! {line}")
 
-    def block_done(self, record: BlockRecord, summary: BlockSummary) -> None:
+    def block_done(self, block: StoredBlock, summary: BlockSummary) -> None:
         """Update the ratios; print a block with errors, and in a log the round before this one."""
+        record = block.record
         if record.round != self._round:
             self._print_round()
             self._round = record.round
@@ -185,14 +192,14 @@ class RichProgress(MovingLine, RunProgress):
         problem = (
             "" if record.complete and not record.errors else f"  {counted(record.errors, 'error')} {record.note or ''}"
         )
-        who = shown(record.label)
+        who = self._name(record.label)
         if problem or self._ratios is None:
-            line = f"{who}  {record.workload:<14} pair {record.round + 1:<3}{rate}  {p50}{problem}"
+            line = f"{who}, {record.workload:<14} pair {record.round + 1:<3}{rate}  {p50}{problem}"
             self._say(line, style="red" if problem else "")
-        self._last_block = " ".join(f"{who} {record.workload}: {rate}, {p50}".split())
+        self._last_block = " ".join(f"{who}, {record.workload}: {rate}, {p50}".split())
         ratios: list[LiveRatio] = []
         try:
-            ratios = self._ratios.add(summary) if self._ratios is not None else []
+            ratios = self._ratios.add(summary, block) if self._ratios is not None else []
         except Exception as exc:  # noqa: BLE001 (what only shows may not end a run)
             self._ratios = None
             self._say(
@@ -227,9 +234,16 @@ class RichProgress(MovingLine, RunProgress):
             self._console.print(ratio_table(self._ratios.latest, self._console.width))
         self._unprinted = False
 
+    def _names(self) -> dict[Label, str]:
+        """The arms as sentences call them, by what is known of them so far."""
+        return {} if self._ratios is None else names_of(self._ratios.experiment.arms, self._records)
+
+    def _name(self, label: Label) -> str:
+        return self._names().get(label, shown(label))
+
     def _print_round(self) -> None:
         if self._round is not None and self._of_round:
-            self._say(round_line(self._round + 1, self._of_round))
+            self._say(round_line(self._round + 1, self._of_round, self._names()))
             self._told_at = monotonic()
         self._round, self._of_round = None, []
 
@@ -246,21 +260,27 @@ def clock(seconds: float) -> str:
     return f"{whole // 60:2d}:{whole % 60:02d}"
 
 
-def _better(ratio: LiveRatio) -> tuple[str, str]:
-    return better_of(
-        Pairing(ratio.baseline, ratio.arm), ratio.ratio, ratio.ci95, _HIGHER_IS_BETTER[ratio.metric], ratio.pairs
-    )
+def _better(ratio: LiveRatio, names: Mapping[Label, str] | None = None) -> tuple[str, str]:
+    shown_interval = ratio.ci95 or ratio.within
+    better, interval = better_of(
+        Pairing(ratio.baseline, ratio.arm), ratio.ratio, shown_interval, _HIGHER_IS_BETTER[ratio.metric], ratio.pairs,
+        names,
+    )  # fmt: skip
+    is_within = ratio.ci95 is None and shown_interval is not None and is_determined(shown_interval)
+    return better, f"{interval} {WITHIN}" if is_within else interval
 
 
-def round_line(place: int, ratios: Sequence[LiveRatio]) -> str:
-    """For a log: "round 3 of 8: batched(8) throughput B 1.31× (1.22–1.40); single p50 A 1.05×"."""
+def round_line(place: int, ratios: Sequence[LiveRatio], names: Mapping[Label, str] | None = None) -> str:
+    """For a log: "round 3 of 8: batched(8) throughput Triton 1.31× (1.22–1.40); single p50 vLLM 1.05×"."""
+    names = names or {}
     planned = [ratio.planned for ratio in ratios if ratio.planned is not None]
     several = len({ratio.arm for ratio in ratios}) > 1
     parts = []
     for ratio in ratios:
-        better, interval = _better(ratio)
-        arms = f"{shown(ratio.arm)} against {shown(ratio.baseline)} " if several else ""
-        bounds = "" if ratio.ci95 is None else f" ({interval})"
+        better, interval = _better(ratio, names)
+        arm, base = (names.get(label, shown(label)) for label in (ratio.arm, ratio.baseline))
+        arms = f"{arm} against {base} " if several else ""
+        bounds = "" if interval == "–" else f" ({interval})"
         known = f"{better}{bounds}" if ratio.ratio is not None else f"no ratio: {ratio.reason}"
         parts.append(f"{ratio.workload} {ratio.metric.removesuffix(' latency')} {arms}{known}")
     return f"round {place}{f' of {max(planned)}' if planned else ''}: {'; '.join(parts)}"
@@ -299,18 +319,18 @@ def ratio_table(ratios: Sequence[LiveRatio], width: int) -> Table:
 
 
 def track_of(ratio: LiveRatio, track: int, span: float) -> Text:
-    """The interval of the ratio to the baseline as a line on a logarithmic axis from exp(-span) to exp(span), the ratio
-    as a dot, 1 as a bar."""
+    """The interval of the ratio to the baseline as a line on a logarithmic axis from exp(-span) to exp(span), dotted if
+    it is within one pair; the ratio as a dot, 1 as a bar."""
 
     def column(value: float) -> int:
         return min(max(track // 2 + round(math.log(value) / span * (track // 2)), 0), track - 1)
 
     marks = [" "] * track
     marks[track // 2] = "│"
-    if ratio.ci95 is not None:
-        low, high = map(column, ratio.ci95)
+    if (interval := ratio.ci95 or ratio.within) is not None:
+        low, high = map(column, interval)
         for place in range(low, high + 1):
-            marks[place] = "┼" if place == track // 2 else "─"
+            marks[place] = "┼" if place == track // 2 else "┄" if ratio.ci95 is None else "─"
     if ratio.ratio is not None:
         marks[column(ratio.ratio)] = "●"
     style = "bold" if excludes_one(ratio.ci95) else ""
@@ -319,6 +339,6 @@ def track_of(ratio: LiveRatio, track: int, span: float) -> Text:
 
 def _reach(ratio: LiveRatio) -> float:
     """How far a row extends from 1; the wide interval of few pairs does not squeeze the others."""
-    bounds = [abs(math.log(bound)) for bound in ratio.ci95 or ()]
+    bounds = [abs(math.log(bound)) for bound in ratio.ci95 or ratio.within or ()]
     centre = abs(math.log(ratio.ratio)) if ratio.ratio else 0.0
     return max(_MIN_SPAN, centre * 1.1, min(max(bounds, default=0.0), 3.0 * max(centre, _MIN_SPAN)))

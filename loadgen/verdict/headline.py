@@ -18,12 +18,13 @@ from msgspec.structs import replace
 from loadgen.base.quantities import capital, counted, join, number
 from loadgen.checks.registry import CHECKS, Fault, fault_of, in_sentence, invalidating, reached, roughening
 from loadgen.checks.run import same_payload
-from loadgen.metrics.claims import WorkloadRanking, names_of, neighbours, place, verdict_words, weight, winner_in_words
+from loadgen.metrics.claims import WorkloadRanking, neighbours, place, verdict_words, weight, winner_in_words
 from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.metrics.registry import METRICS, SERVED
 from loadgen.metrics.surface import Surface, counts_in_words, crossing_in_words, rows_in_words, surface_of
 from loadgen.metrics.tokens import per_million
 from loadgen.records.checks import Check
+from loadgen.records.names import names_of
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, Workload
 
 MOST_WORDS = 32

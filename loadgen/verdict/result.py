@@ -32,12 +32,12 @@ from loadgen.checks.run import COMPARISONS, VERDICT, analysed
 from loadgen.findings.registry import finding_types, probes
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.breakdown import LatencyBreakdown, break_down
-from loadgen.metrics.claims import names_of
 from loadgen.metrics.comparisons import Comparison, PooledRequests, compare_all, invalidate, roughen
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, sound, summarise_blocks, summarise_workload
 from loadgen.records.checks import Check
 from loadgen.records.machine import NoiseFloor
+from loadgen.records.names import names_of
 from loadgen.records.run import (
     ArmRecord,
     Environment,
@@ -48,7 +48,6 @@ from loadgen.records.run import (
     ParityRecord,
     Record,
     RunState,
-    shown,
 )
 from loadgen.records.store import StoredRun, StoredRunError, read_run
 from loadgen.stats.ratios import has_log
@@ -195,6 +194,7 @@ def analyse_run(run: StoredRun) -> Result:
     """Analyse records that were already read. A step that fails costs itself, and a check says so."""
     run = replace(run, blocks=tuple(map(sound, run.blocks)))
     loads = [workload for workload in run.experiment.workloads if workload.has_blocks]
+    names = names_of(run.experiment.arms, run.arms)
     failures: dict[str, str] = {}
 
     def step(name: str, compute: Callable[[], T], otherwise: T) -> T:
@@ -207,7 +207,7 @@ def analyse_run(run: StoredRun) -> Result:
     blocks = summarise_blocks(run.blocks)
     summaries = tuple(
         step(
-            f"figures of {shown(label)} in {workload.name}",
+            f"figures of {names[label]} in {workload.name}",
             partial(summarise_workload, workload.name, label, run.blocks, blocks),
             summarise_workload(workload.name, label, (), ()),
         )
@@ -243,7 +243,9 @@ def analyse_run(run: StoredRun) -> Result:
     facts = replace(facts, findings=findings)
     drafts: tuple[Comparison, ...] = step(
         COMPARISONS,
-        lambda: compare_all(run.experiment, blocks, facts.figures, PooledRequests(run.blocks).by_block, facts.item),
+        lambda: compare_all(
+            run.experiment, blocks, facts.figures, PooledRequests(run.blocks).by_block, facts.item, names
+        ),
         (),
     )
     stopping = step(

@@ -38,7 +38,7 @@ from loadgen.metrics.comparisons import UNBOUNDED, WITHIN_DISTURBANCE, lost_in
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.registry import METRICS, Metric, metrics_of
 from loadgen.metrics.summaries import by_start, figure_of
-from loadgen.records.run import Label, Record, Workload, shown
+from loadgen.records.run import Label, Record, Workload
 from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 
 MAX_LENGTH = 500
@@ -167,8 +167,8 @@ def _quantity(text: str, labels: Sequence[Label]) -> Quantity:
 def _sides(labels: Sequence[Label]) -> str:
     base, *others = labels
     ratios = [f"ratio({label})" for label in others] if len(others) > 1 else ["ratio"]
-    arm = shown(others[0]) if len(others) == 1 else "that arm"
-    return f"use {join([*labels, *ratios])} ({arm} over {shown(base)})"
+    arm = others[0] if len(others) == 1 else "that arm"
+    return f"use {join([*labels, *ratios])} ({arm} over {base})"
 
 
 class ThresholdOutcome(Record, frozen=True, kw_only=True):

@@ -293,7 +293,7 @@ def _explain_tokens(facts: Facts, leading: Comparison) -> list[str]:
     reported = {name: {arm.in_effect.get(name) for arm in arms} for name in ("engine", "precision", "device")}
     alike = None not in reported["engine"] and all(len(values - {None}) == 1 for values in reported.values())
     baseline, arm = (totals[label] for label in leading.pairing)
-    text = explain_tokens(baseline, arm, paces, alike=alike)
+    text = explain_tokens(baseline, arm, paces, facts.names, alike=alike)
     return [text] if text else []
 
 

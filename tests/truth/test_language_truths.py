@@ -107,7 +107,7 @@ def test_the_worst_gap_finds_stalls_that_the_typical_pace_hides(timed: Result) -
     assert worst["h"] > 290.0
     assert worst["a"] < 200.0
     assert value(timed, "tpot_p50", "h") == pytest.approx(value(timed, "tpot_p50", "a"), abs=BUSY_MS)
-    assert "of H stalled" in failed(timed, "stalled_answers").detail
+    assert f"of {timed.names['h']} stalled" in failed(timed, "stalled_answers").detail
 
 
 @again
@@ -119,17 +119,17 @@ def test_all_of_these_are_valid(timed: Result) -> None:
 
 def test_answers_that_end_early_are_found(wrong: Result) -> None:
     detail = failed(wrong, "answer_lengths").detail
-    assert " of B" in detail
-    assert "of A" not in detail
+    assert f" of {wrong.names['b']}" in detail
+    assert f"of {wrong.names['a']}" not in detail
 
 
 def test_other_weights_under_load_and_a_swapped_token_are_found(wrong: Result) -> None:
     """The probe before the load, with one prompt at a time, could not see them."""
     detail = failed(wrong, "tokens_agree").detail
-    assert "answers of C have wrong tokens" in detail
-    assert "answers of D have wrong tokens" in detail
+    assert f"answers of {wrong.names['c']} have wrong tokens" in detail
+    assert f"answers of {wrong.names['d']} have wrong tokens" in detail
     assert "9.8" in detail
-    assert "answers of A" not in detail
+    assert f"answers of {wrong.names['a']}" not in detail
 
 
 def test_error_events_and_cut_streams_fail_and_are_no_tokens(wrong: Result) -> None:
@@ -153,7 +153,7 @@ def test_a_prefix_cache_is_found(tmp_path: Path, hidden: str) -> None:
     """B has the first token of a prompt that it has seen at once; the load never repeats one."""
     quick = "--first-ms 20 --step-ms 1"
     result = compare_streams(tmp_path / "run", (quick, f"{quick} --cache {hidden}"), users(4, 12, 2))
-    assert "B answers from a cache" in failed(result, "repeated_requests").detail
+    assert f"{result.names['b']} answers from a cache" in failed(result, "repeated_requests").detail
     assert not result.valid
 
 

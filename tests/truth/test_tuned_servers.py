@@ -17,7 +17,8 @@ from loadgen.experiment.tuning import TuneSettings
 from loadgen.measure.progress import RunProgress
 from loadgen.measure.runner import run_experiment
 from loadgen.metrics.summaries import BlockSummary
-from loadgen.records.run import BlockRecord, Experiment, RunState
+from loadgen.records.run import Experiment, RunState
+from loadgen.records.store import StoredBlock
 from loadgen.records.tuning import Tuning, TuningRun
 from loadgen.tune.declared import read_spaces
 from loadgen.tune.files import read_tuning
@@ -43,7 +44,7 @@ class Watched(RaceProgress):
         self.runs.append(run)
         self.leads = leads
 
-    def block_done(self, record: BlockRecord, summary: BlockSummary) -> None:
+    def block_done(self, block: StoredBlock, summary: BlockSummary) -> None:
         if self.interrupt_after and len(self.runs) == self.interrupt_after:
             os.kill(os.getpid(), signal.SIGINT)
 

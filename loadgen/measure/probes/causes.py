@@ -9,6 +9,7 @@ goes on.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from time import monotonic
@@ -24,7 +25,7 @@ from loadgen.measure.probes.causes_plan import fit_into, plan_ablations, seconds
 from loadgen.metrics.comparisons import leading_comparisons
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import summarise_blocks
-from loadgen.records.run import Experiment, shown
+from loadgen.records.run import Experiment
 from loadgen.records.store import RunStore, read_run
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def wanted(experiment: Experiment) -> bool:
 
 def conclude(finding: CausesFound, facts: Facts) -> CausesFound:
     """The causes with sentences that follow the verdicts of the leading comparisons."""
-    return with_verdicts(finding, facts.run.experiment, leading_comparisons(facts.comparisons))
+    return with_verdicts(finding, facts.run.experiment, leading_comparisons(facts.comparisons), facts.names)
 
 
 def measure(context: RunContext) -> None:
@@ -72,7 +73,9 @@ def measure(context: RunContext) -> None:
     for done, planned in enumerate(plan):
         ablation = msgspec.structs.replace(planned, workloads=tuple(workloads))
         context.progress.plan(context.forecast.remaining_s() + needed_s * (1 - done / len(plan)))
-        context.progress.now(f"ablation {done + 1} of {len(plan)}: {shown(ablation.label)} with {ablation.changed}")
+        context.progress.now(
+            f"ablation {done + 1} of {len(plan)}: {context.arms[ablation.label].name} with {ablation.changed}"
+        )
         limit = counted(experiment.explain_seconds / 60, "minute")
         failure: str | None = f"the limit of {limit} is reached; raise --explain-minutes"
         if monotonic() + (needed_s / len(plan) if done else 0.0) <= deadline:
@@ -80,9 +83,8 @@ def measure(context: RunContext) -> None:
         if failure is None:
             explanation = msgspec.structs.replace(explanation, done=(*explanation.done, ablation))
         else:
-            reason = failure.replace(f"arm {AS_IS}", "the arm with it").replace(f"arm {WITHOUT}", "the arm without it")
-            context.progress.now(f"not tested: {reason}")
-            failed = Untested(cause=ablation.cause, label=ablation.label, reason=reason)
+            context.progress.now(f"not tested: {failure}")
+            failed = Untested(cause=ablation.cause, label=ablation.label, reason=failure)
             explanation = msgspec.structs.replace(explanation, untested=(*explanation.untested, failed))
         context.store.write(explanation)
 
@@ -99,11 +101,14 @@ def _run_ablation(context: RunContext, ablation: Ablation, prepared: set[str]) -
                 continue
             prepared.add(arm.body_key)
             context.prepare_for(arm, {workload.batch_size for workload in ablation.workloads})
-        arms = {WITHOUT: without, AS_IS: as_is}
+        arms = {
+            WITHOUT: replace(without, called="the arm without it"),
+            AS_IS: replace(as_is, called="the arm with it"),
+        }
         runner, blocks = context.beside(arms, store, ablation.workloads, ablation.number + 1)
         for place, block in enumerate(blocks, start=1):
             context.progress.now(
-                f"{shown(ablation.label)} with {ablation.changed}: block {place} of {len(blocks)}, "
+                f"{context.arms[ablation.label].name} with {ablation.changed}: block {place} of {len(blocks)}, "
                 f"{block.workload.name} {'before' if block.label == AS_IS else 'after'} the change"
             )
             runner.measure(block)

@@ -26,7 +26,7 @@ from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.model_config import whole
 from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.probes import Variant
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Kind, Label, Workload, asked_for, setting_key, shown
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Kind, Label, Workload, asked_for, setting_key
 from loadgen.records.targets import ROUTES, TARGETS, TokenTransport
 
 MIN_PAIRS, MAX_PAIRS = 3, 6
@@ -154,11 +154,11 @@ def _ablation(
 def _fixed_settings(experiment: Experiment, request: ArmRequest) -> str | None:
     """Why an arm's settings cannot be changed; None where they can."""
     if not request.embedded:
-        return f"{shown(request.label)} is at {request.target}, and abserve did not start that server"
+        return f"it is at {request.target}, and abserve did not start that server"
     if experiment.deployment == "compose":
-        return f"{shown(request.label)} runs in the compose stack, which sets its own options"
+        return "it runs in the compose stack, which sets its own options"
     if request.own_repository:
-        return f"{shown(request.label)} serves your own repository, which sets its own options"
+        return "it serves your own repository, which sets its own options"
     return None
 
 
@@ -193,8 +193,7 @@ def _transfer(experiment: Experiment, request: ArmRequest, payload: str) -> Abla
     if request.embedded and "shm" not in TARGETS[request.target].transports:
         return untested(reason=f"the {request.target} server takes tensors over HTTP only")
     if experiment.deployment == "compose" and request.embedded:
-        where = f"{shown(request.label)} runs in a container"
-        return untested(reason=f"{where}, which does not share this machine's memory")
+        return untested(reason="it runs in a container, which does not share this machine's memory")
     if not request.embedded and not Address.parse(request.target).is_local:
         return untested(reason=f"{request.target} is on another machine, so it cannot share this one's memory")
     changed = f"{payload} over {experiment.transport} → through shared memory"

@@ -28,7 +28,6 @@ from loadgen.findings.ceiling import (
 )
 from loadgen.findings.registry import Probe
 from loadgen.measure.interruption import uninterrupted
-from loadgen.records.run import shown
 
 if TYPE_CHECKING:
     from loadgen.measure.context import RunContext
@@ -46,7 +45,7 @@ def measure(context: RunContext) -> None:
     runs, done = plan_ceilings(context.experiment, context.records, lengths)
     context.store.write(Ceilings(measured=tuple(done)))
     for run in runs:
-        arms = " and ".join(shown(label) for label in run.labels)
+        arms = " and ".join(context.arms[label].name for label in run.labels)
         context.progress.now(f"the engine of {arms} alone, at batches of {', '.join(map(str, run.sizes))}")
         done.append(_measure(context, run))
         context.store.write(Ceilings(measured=tuple(done)))

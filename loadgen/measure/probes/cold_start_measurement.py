@@ -35,7 +35,7 @@ from loadgen.measure.context import RunContext
 from loadgen.measure.language import probe_prompts
 from loadgen.measure.preparation import READY_SECONDS
 from loadgen.records.probes import Caches, ContainerStart, ServerStart
-from loadgen.records.run import Label, shown
+from loadgen.records.run import Label
 
 CONDITIONS = "page cache warm, fresh ports, the other servers stopped"
 WITHOUT_PROFILE = {"ABSERVE_PROFILE_AT_START": "0"}
@@ -88,7 +88,7 @@ def measure_cold_starts(context: RunContext, repetitions: int) -> None:
         return _as_server_start(context, container, arm.deployment)
 
     for place, (repetition, label) in enumerate(order, start=1):
-        progress.now(f"start {place} of {len(order)}: {shown(label)}")
+        progress.now(f"start {place} of {len(order)}: {arms[label].name}")
         starts.append(start(label, repetition))
         context.store.write_all(ServerStart, starts)
         context.forecast.start_took((starts[-1].first_answer_ns or 0) / 1e9 + 1.0)
@@ -96,7 +96,7 @@ def measure_cold_starts(context: RunContext, repetitions: int) -> None:
         progress.plan(context.forecast.remaining_s())
     for label in launched:
         if isinstance(arms[label].deployment, ComposeDeployment):
-            progress.now(f"{shown(label)} once more, with its compile caches emptied")
+            progress.now(f"{arms[label].name} once more, with its compile caches emptied")
             progress.cold_start_done(start(label, 0, "uncached"))
 
 
@@ -183,7 +183,7 @@ def _start_container(
 def _as_server_start(context: RunContext, start: ContainerStart, deployment: ComposeDeployment) -> ServerStart:
     """The start as it is compared, with the arms that share the container."""
     beside = [
-        shown(label)
+        arm.name
         for label, arm in context.arms.items()
         if label != start.label
         and isinstance(arm.deployment, ComposeDeployment)

@@ -16,7 +16,7 @@ from loadgen.findings.gpu.analysis import ControlRun, GpuFound, analyse, assess_
 from loadgen.findings.gpu.records import EvidenceFile, ReadingsError
 from loadgen.findings.registry import Probe
 from loadgen.records.probes import Variant
-from loadgen.records.run import ArmRequest, Experiment, Kind, Label, Workload, shown
+from loadgen.records.run import ArmRequest, Experiment, Kind, Label, Workload
 from loadgen.records.samples import read_samples
 from loadgen.records.store import RunStore, read_run
 
@@ -74,7 +74,7 @@ def _run_controls(context: RunContext) -> dict[Label, ControlRun]:
         context.progress.now("no CPU control run: your own repository stays on the device that its config sets")
         return {}
     request = min(movable, key=lambda request: request.target != "native")
-    context.progress.now(f"{shown(request.label)} once more, on the CPU: the control run")
+    context.progress.now(f"{context.arms[request.label].name} once more, on the CPU: the control run")
     controls: dict[Label, ControlRun] = {}
 
     def run_control() -> None:

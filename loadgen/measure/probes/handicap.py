@@ -32,7 +32,7 @@ from loadgen.findings.handicap import (
 from loadgen.findings.registry import Probe
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.records.probes import Variant
-from loadgen.records.run import Experiment, Label, Workload, shown
+from loadgen.records.run import Experiment, Label, Workload
 from loadgen.records.store import RunStore, StoredBlock, read_block
 
 if TYPE_CHECKING:
@@ -99,22 +99,23 @@ def _measure_arm(
 ) -> HandicapRecord:
     """The record with the pairs of one arm: with all of its settings, then with single ones if those cost."""
     label, what = tuning.label, ", ".join(tuning.settings)
+    name = context.arms[label].name
 
     def measure_pairs() -> None:
         nonlocal record
         with _server(context, label, "none", "plain") as plain:
             pair = HandicapPair(number=len(record.probes), label=label, setting=None, loads=tuple(loads))
-            context.progress.now(f"{shown(label)} beside the same server without {what}")
+            context.progress.now(f"{name} beside the same server without {what}")
             slow = _load_pair(context, pair, context.arms[label], plain, LOAD_SECONDS)
             record = _stored(context, record, pair)
             if not slow or len(tuning.settings) < 2:
                 return
             for setting in list(tuning.settings)[:MOST_SETTINGS]:
-                context.progress.now(f"{shown(label)} with {setting} alone beside the plain server")
+                context.progress.now(f"{name} with {setting} alone beside the plain server")
                 pair = HandicapPair(number=len(record.probes), label=label, setting=setting, loads=tuple(slow))
                 failure = context.attempt(partial(measure_single, pair, plain))
                 if failure is not None:
-                    context.progress.now(f"{shown(label)} with {setting} alone could not be measured: {failure}")
+                    context.progress.now(f"{name} with {setting} alone could not be measured: {failure}")
                 record = _stored(context, record, msgspec.structs.replace(pair, reason=failure))
 
     def measure_single(pair: HandicapPair, plain: Arm) -> None:
@@ -124,7 +125,7 @@ def _measure_arm(
     failure = context.attempt(measure_pairs)
     if failure is not None:
         reason = f"could not be compared with its plain server: {failure}"
-        context.progress.now(f"{shown(label)} {reason}")
+        context.progress.now(f"{name} {reason}")
         if not any(pair.label == label for pair in record.probes):
             failed = msgspec.structs.replace(tuning, reason=reason)
             arms = tuple(failed if arm.label == label else arm for arm in record.arms)

@@ -38,7 +38,7 @@ from loadgen.metrics.comparisons import PooledRequests, compare_all
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.metrics.surface import counts_in_words, surface_of, uncertain
-from loadgen.records.run import Workload, shown
+from loadgen.records.run import Workload
 from loadgen.records.store import StoredBlock
 
 if TYPE_CHECKING:
@@ -174,7 +174,9 @@ class Rounds:
         surface = surface_of(experiment, compare_all(experiment, self._summaries))
         if surface is None:
             return {}
-        self._context.progress.now(counts_in_words(surface, {label: shown(label) for label in experiment.labels}))
+        self._context.progress.now(
+            counts_in_words(surface, {label: arm.name for label, arm in self._context.arms.items()})
+        )
         return {name: self._workloads[name] for name in uncertain(surface) if name in self._workloads}
 
     def _neediest(self) -> dict[str, Workload]:

@@ -26,7 +26,7 @@ from loadgen.measure.errors import RunError
 from loadgen.measure.machine import utc_now
 from loadgen.metrics.registry import measured_answers
 from loadgen.metrics.tokens import meets_limits, with_tokens
-from loadgen.records.run import Experiment, Label, Workload, shown
+from loadgen.records.run import Experiment, Label, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, latencies_ms, read_samples
 from loadgen.records.tokens import read_tokens
 from loadgen.stats.percentiles import late_allowed, percentile, queries_needed
@@ -116,7 +116,7 @@ def _pilot(context: RunContext, arm: Arm, entry: ScheduledBlock) -> float:
     rate = outcome.requests_per_s
     if outcome.cut_reason is not None or outcome.errors or rate is None:
         raise RunError(
-            f"{entry.workload.name} on arm {entry.label}: a single user gets no answers "
+            f"{entry.workload.name} on {arm.name}: a single user gets no answers "
             f"({outcome.cut_reason or outcome.error_messages[0]}){arm.failure_message()}"
         )
     return rate
@@ -136,9 +136,7 @@ def _rate_trial(context: RunContext, arm: Arm, entry: ScheduledBlock, step: int,
             f"{workload.name}: {planned} requests are too few for a share of {quantile:.0%}; a trial needs at least "
             f"{needed}"
         )
-    context.progress.now(
-        f"{shown(entry.label)} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late"
-    )
+    context.progress.now(f"{arm.name} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late")
     load = msgspec.structs.replace(workload, rate_per_s=rate, max_seconds=longest_s)
     return _run_trial(context, arm, entry, step, load, planned, allowed).held
 

@@ -10,7 +10,7 @@ from loadgen.base.quantities import Interval, counted, detectable, inverse, meas
 from loadgen.metrics.claims import claim, figures, neighbours, verdict_words
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, better_arm
 from loadgen.metrics.registry import METRICS
-from loadgen.records.run import Pairing, shown
+from loadgen.records.run import Label, Pairing, shown
 from loadgen.report.charts import arm_style, round_ticks, several
 from loadgen.verdict.result import Result
 
@@ -36,11 +36,17 @@ def against_baseline(result: Result) -> list[Comparison]:
 
 
 def better_of(
-    pairing: Pairing, value: float | None, ci95: Interval | None, higher_is_better: bool, rounds: int | None = None
+    pairing: Pairing,
+    value: float | None,
+    ci95: Interval | None,
+    higher_is_better: bool,
+    rounds: int | None = None,
+    names: Mapping[Label, str] | None = None,
 ) -> tuple[str, str]:
-    """A ratio of arm to baseline, shown as the better arm's, with its interval: ("A 2.02×", "1.91–2.15")."""
+    """A ratio of arm to baseline, shown as the better arm's, with its interval: ("A 2.02×", "1.91–2.15"). `names`
+    replaces labels."""
     better = better_arm(pairing, value, ci95, higher_is_better)
-    return ("–", "–") if better is None else (better.words, ratio_interval(better.ci95, rounds))
+    return ("–", "–") if better is None else (better.words(names), ratio_interval(better.ci95, rounds))
 
 
 def comparison_table(
@@ -98,7 +104,7 @@ def _metric(comparison: Comparison) -> doc.Cell:
 def _outcome(result: Result, comparison: Comparison) -> tuple[doc.Cell, doc.Cell, doc.Cell]:
     """The better arm, its interval and the verdict; dimmed where the verdict names no winner."""
     lead = advantage(comparison)
-    better, interval = ("–", "–") if lead is None else (lead.words, ratio_interval(lead.ci95, comparison.pairs))
+    better, interval = ("–", "–") if lead is None else (lead.words(), ratio_interval(lead.ci95, comparison.pairs))
     style = WITHOUT_WINNER[comparison.verdict] if comparison.winner is None else arm_style(result, comparison.winner)
     dim: doc.Style | None = None if comparison.winner else "note"
     words = verdict_words(comparison.verdict, comparison.pairing)

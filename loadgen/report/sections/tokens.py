@@ -78,7 +78,7 @@ def _reasons(result: Result, workloads: Iterable[str]) -> list[str]:
     for workload in workloads:
         for metric, title in _shown():
             blocks = (block for block in result.blocks if block.workload == workload)
-            if (reason := why_missing(blocks, metric)) is not None:
+            if (reason := why_missing(blocks, metric, result.names)) is not None:
                 titles.setdefault(reason, {})[title.removesuffix(", ms")] = None
     return [f"{', '.join(names)} of {reason}" for reason, names in titles.items()]
 

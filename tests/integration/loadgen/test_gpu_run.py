@@ -83,7 +83,9 @@ def test_what_a_gpu_run_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert record.inputs.attribution.pid_resolved, "the server is on the GPU's process list"
         assert record.activity == "active"
     assert not result.valid
-    assert result.verdict.caveats[0].startswith("GPU use is not verified: Arm A is INCONCLUSIVE (short_window)")
+    assert result.verdict.caveats[0].startswith(
+        f"GPU use is not verified: {result.names['a']} is INCONCLUSIVE (short_window)"
+    )
     assert all(comparison.verdict == "invalid" for comparison in result.comparisons)
     published(result).write(out)
     assert "GPU verification" in (out / "report.html").read_text()

@@ -41,7 +41,7 @@ def test_a_planted_handicap_is_found_and_its_setting_named_in_the_headline(tmp_p
     assert {name for one in slow for name, _ in one.explained_by} == {"handicap-ms"}
     failed = [check for check in result.checks if check.name == "handicap" and check.ok is False]
     assert {check.scope for check in failed} == {"workload single", "workload concurrent(4)"}
-    assert "B is slowed by its own settings (handicap-ms)" in result.verdict.sentence
+    assert f"{result.names['b']} is slowed by its own settings (handicap-ms)" in result.verdict.sentence
     assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
     logs = [path.read_text() for path in (tmp_path / "run").glob("logs/b-*.log")]
     assert len(logs) == 1
@@ -75,7 +75,10 @@ def test_an_arm_with_its_servers_defaults_needs_no_probe_and_a_url_is_configured
     result = run(tmp_path / "run", a=a, b={})
     assert not (tmp_path / "run" / "handicap").exists()
     said = {check.detail: check.ok for check in result.checks if check.name == "handicap"}
-    assert said == {"A is configured by you": None, "B has its server's own defaults": True}
+    assert said == {
+        f"{result.names['a']} is configured by you": None,
+        f"{result.names['b']} has its server's own defaults": True,
+    }
 
 
 def test_without_the_check_the_arms_are_compared_as_configured(tmp_path: Path) -> None:

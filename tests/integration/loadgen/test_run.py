@@ -215,7 +215,7 @@ def test_a_warm_up_that_fails_costs_that_workload(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("loadgen.client.generator.OWN_MODULE", FAULTY_GENERATOR)
     out = tmp_path / "run"
     assert run(make_experiment(), out).state == "finished"
-    why = "warm-up of arm a: 1 of 5 requests failed (the client could not read the answer: RuntimeError('ours'))"
+    why = "warm-up of native: 1 of 5 requests failed (the client could not read the answer: RuntimeError('ours'))"
     assert [(record.label, record.note) for record in blocks(out) if not record.complete] == [("a", why)]
     assert {record.workload for record in blocks(out) if record.round == 1} == {"concurrent(4)"}
 
@@ -244,7 +244,7 @@ def test_an_arm_that_fails_in_one_workload_costs_that_workload(tmp_path: Path, c
     assert failed == {("concurrent(16)", "b")}
     assert good == {(workload.name, label) for workload in experiment.workloads for label in experiment.labels} - failed
     (record,) = [record for record in blocks(out) if not record.complete]
-    assert "warm-up of arm b" in (record.note or "")
+    assert "warm-up of " in (record.note or "")
     assert "too many at once" in (record.note or "")
     rounds = {record.round for record in blocks(out) if (record.workload, record.label) == ("concurrent(16)", "a")}
     assert (len(rounds) > 1) == bool(others)
@@ -289,7 +289,7 @@ def test_a_server_that_cannot_start_says_its_last_words(tmp_path: Path) -> None:
     state = run(make_experiment(b_settings={"crash": "true"}), tmp_path / "run")
     assert state.state == "failed"
     assert state.error is not None
-    assert "arm b (triton): the server ended with exit status 3" in state.error
+    assert "Triton: the server ended with exit status 3" in state.error
     assert "cannot open the model" in state.error
 
 
@@ -343,7 +343,7 @@ def test_nobody_at_the_url_is_one_sentence(tmp_path: Path, unused_url: str, monk
     state = run(experiment, tmp_path / "run")
     assert state.state == "failed"
     assert state.error is not None
-    assert f"arm a ({unused_url}): the server at {unused_url} is not live" in state.error
+    assert f"{unused_url.partition('//')[2]}: the server at {unused_url} is not live" in state.error
 
 
 def test_a_folder_with_a_run_in_it_is_not_overwritten(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_a_batch_that_a_server_would_refuse_fails_with_the_option_before_any_loa
     state = run(make_experiment(workloads=(large,)), tmp_path / "run")
     assert state.state == "failed"
     assert state.error is not None
-    assert "arm a (fake native) accepts at most 32 and arm b (fake triton) accepts at most 32" in state.error
+    assert "native accepts at most 32 and Triton accepts at most 32" in state.error
     assert "give --a-option max-batch-size=64 --b-option max-batch-size=64" in state.error
     assert stored(tmp_path / "run/arms.json", list[ArmRecord])[0].in_effect["max_batch_size"] == 32
     assert not (tmp_path / "run/parity.json").exists()

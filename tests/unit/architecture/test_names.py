@@ -44,3 +44,15 @@ def test_what_is_counted() -> None:
     )
     assert COUNT.class_names(tree) == ["A", "B"]
     assert COUNT.empty_names(tree) == 4
+
+
+def test_sentences_call_arms_by_their_names() -> None:
+    """Letters stand in tables, in the legend before a run, and in what tells options apart: rooms of sentences have no
+    `shown`."""
+    rooms = ("loadgen/checks/", "loadgen/findings/tokens", "loadgen/findings/ceiling", "loadgen/measure/probes/")
+    lettered = [
+        name
+        for name, tree in TREES.items()
+        if name.startswith(rooms) and any(isinstance(node, ast.Name) and node.id == "shown" for node in ast.walk(tree))
+    ]
+    assert lettered == []

@@ -46,7 +46,7 @@ def test_a_server_that_closes_every_connection_is_named_and_pays_for_it(tmp_path
         assert record.reconnects == (0 if record.label == "a" else record.requests)
     result = analyse(out)
     assert {s.label: s.reconnect_share for s in result.summaries} == {"a": 0.0, "b": 1.0}
-    said = "100 % of the requests to B had to reconnect"
+    said = f"100 % of the requests to {result.names['b']} had to reconnect"
     stream = io.StringIO()
     print_document(result_document(result), Console(file=stream, width=100, color_system=None))
     for shown in (stream.getvalue(), render_markdown(result_document(result)), render_html(result_document(result))):

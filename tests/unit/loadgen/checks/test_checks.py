@@ -190,7 +190,7 @@ def test_answers_that_were_not_compared_are_not_taken_as_right(tmp_path: Path) -
     assert (judged.ok, judged.severity, judged.detail) == (None, "invalidates", "arm a does not answer again")
     (tmp_path / "answers.json").write_text("[]")
     result = analyse(tmp_path)
-    assert check(result, "answers_under_load").detail == "no answers of A and B were compared"
+    assert check(result, "answers_under_load").detail == "no answers of PyTorch (native) and Triton were compared"
     assert not result.valid
     (tmp_path / "answers.json").unlink()
     older = analyse(tmp_path)
@@ -373,7 +373,7 @@ def test_the_remedy_of_stalls_is_the_line_of_the_queue_policy(
     result = analyse(tmp_path)
     stalls, policy = check(result, "half_second_stalls", workload), check(result, "queue_policy")
     assert stalls.ok is False
-    assert "requests to B" in stalls.detail
+    assert "requests to Triton" in stalls.detail
     assert "requests to A" not in stalls.detail
     assert policy.ok is (line is None)
     if line is None:
@@ -389,7 +389,9 @@ def test_requests_refused_after_half_a_second_stalled_too(tmp_path: Path) -> Non
     write_run(tmp_path, Plan(**SMALL))
     edit_samples(tmp_path, "single", lambda samples: waited(samples, [500.0, 510.0, 490.0], refused=1), "b")
     detail = check(analyse(tmp_path), "half_second_stalls", "single").detail
-    assert detail.startswith("12 of 104 requests to B (12 %) waited about 0.5 s, where the median of the others is 13.")
+    assert detail.startswith(
+        "12 of 104 requests to Triton (12 %) waited about 0.5 s, where the median of the others is 13."
+    )
     assert "and 4 of them were refused as unavailable (503)" in detail
 
 
@@ -411,7 +413,7 @@ def test_only_a_cluster_of_half_a_second_is_a_stall(
     edit_samples(tmp_path, "single", lambda samples: waited(samples, extra_ms), label)
     judged = check(analyse(tmp_path), "half_second_stalls", "single")
     assert judged.ok is ok
-    assert "Triton" not in judged.detail
+    assert "Triton's" not in judged.detail
 
 
 def test_two_stalls_may_be_chance_and_those_of_a_slow_server_are_not_told_apart(tmp_path: Path) -> None:
@@ -428,7 +430,7 @@ def test_a_request_that_is_in_no_stage_is_seen(tmp_path: Path) -> None:
     result = analyse(write_run(tmp_path, Plan(b=SimulatedArm(transport_ms=60.0, reports_http=False), **SMALL)))
     failed = check(result, "latency_breakdown", "single")
     assert failed.ok is False
-    assert "of a request to B" in failed.detail
+    assert "of a request to Triton" in failed.detail
     assert "is unattributed" in failed.detail
     assert result.valid, "it informs"
 
@@ -476,7 +478,7 @@ def test_answers_that_are_all_alike_are_expected_of_the_null_engine_and_possible
     edit_json(tmp_path / "parity.json", kinds={"y": "labels"})
     judged = check(analyse(tmp_path), "answers_depend_on_inputs")
     assert (judged.ok, judged.severity) == (False, "warns")
-    assert judged.detail == "the answers of B do not depend on the inputs: all of them are alike"
+    assert judged.detail == "the answers of Triton do not depend on the inputs: all of them are alike"
 
 
 def test_failed_parity_leaves_no_verdict_at_all(tmp_path: Path) -> None:

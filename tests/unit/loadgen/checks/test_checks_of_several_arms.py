@@ -65,14 +65,14 @@ def before(run: StoredRun, name: str) -> list[tuple[bool | None, str, str]]:
 @pytest.mark.parametrize(
     ("name", "setting", "value", "severity", "detail"),
     [
-        ("same_model", "model", "resnet50", "invalidates", "A openclip_vit_b32, C resnet50"),
-        ("same_weights", "weights", "laion2b", "invalidates", "A random weights (seed 0), C laion2b"),
-        ("same_precision", "precision", "tf32", "invalidates", "A fp32, C tf32"),
-        ("same_device", "device", "cuda:0", "invalidates", "A cpu, C cuda:0"),
-        ("same_threads", "threads", 1, "invalidates", "A 2, C 1"),
-        ("same_max_batch_size", "max_batch_size", 8, "invalidates", "A 32, C 8"),
-        ("same_queue_delay", "max_queue_delay_us", 500, "warns", "A 0, C 500"),
-        ("same_instances", "instances", 4, "warns", "A 1, C 4"),
+        ("same_model", "model", "resnet50", "invalidates", "native (A) openclip_vit_b32, native (C) resnet50"),
+        ("same_weights", "weights", "laion2b", "invalidates", "native (A) random weights (seed 0), native (C) laion2b"),
+        ("same_precision", "precision", "tf32", "invalidates", "native (A) fp32, native (C) tf32"),
+        ("same_device", "device", "cuda:0", "invalidates", "native (A) cpu, native (C) cuda:0"),
+        ("same_threads", "threads", 1, "invalidates", "native (A) 2, native (C) 1"),
+        ("same_max_batch_size", "max_batch_size", 8, "invalidates", "native (A) 32, native (C) 8"),
+        ("same_queue_delay", "max_queue_delay_us", 500, "warns", "native (A) 0, native (C) 500"),
+        ("same_instances", "instances", 4, "warns", "native (A) 1, native (C) 4"),
     ],
 )
 def test_the_arm_that_differs_is_named_and_the_others_are_not(
@@ -92,7 +92,7 @@ def test_an_instance_with_two_batches_in_flight_counts_as_two() -> None:
     assert (ok, text) == (True, "2")
     ((ok, _, text),) = before(run_of(a=flying, b=flying, c={"instances": 4}), "same_instances")
     assert not ok
-    assert "(A 2, C 4)" in text
+    assert "(native (A) 2, native (C) 4)" in text
 
 
 def test_the_padding_of_batches_is_compared_where_there_is_any() -> None:
@@ -101,7 +101,10 @@ def test_the_padding_of_batches_is_compared_where_there_is_any() -> None:
     assert before(run_of(a=padded, b=padded, c=padded), "same_pad_to") == [(True, "invalidates", "32,64")]
     ((ok, effect, text),) = before(run_of(a=padded, b={"pad_to": "none"}, c=padded), "same_pad_to")
     assert (ok, effect) == (False, "invalidates")
-    assert "the arms differ in padding of batches (A 32,64, B none), which was not requested" in text
+    assert (
+        "the arms differ in padding of batches (native (A) 32,64, ONNX Runtime (native) none), which was not requested"
+        in text
+    )
 
 
 def test_a_difference_in_padding_that_abserve_cannot_remove_is_named() -> None:
@@ -109,7 +112,10 @@ def test_a_difference_in_padding_that_abserve_cannot_remove_is_named() -> None:
     asked = run_of(asked={"a": {"pad-to": "32,64"}}, a=padded, b={"pad_to": "none"}, c={"pad_to": "none"})
     ((ok, effect, text),) = before(asked, "same_pad_to")
     assert (ok, effect) == (False, "warns")
-    assert text.endswith("(A 32,64, B none, C none), as requested: this compares settings, not only servers")
+    assert text.endswith(
+        "(native with pad to 32,64 32,64, ONNX Runtime (native) none, native with pad to none none), as requested: "
+        "this compares settings, not only servers"
+    )
     run = run_of(a=padded, b={"pad_to": "none"}, c=padded)
     by_url = ArmRequest(label="b", target="http://127.0.0.1:1")
     with_url = msgspec.structs.replace(run.experiment, arms=(run.experiment.arms[0], by_url, run.experiment.arms[2]))
@@ -117,7 +123,7 @@ def test_a_difference_in_padding_that_abserve_cannot_remove_is_named() -> None:
     for experiment in (with_url, stack):
         ((ok, effect, text),) = before(replace(run, experiment=experiment), "same_pad_to")
         assert (ok, effect) == (False, "warns")
-        assert "(A 32,64, B none), as the servers that abserve does not configure are set" in text
+        assert " none), as the servers that abserve does not configure are set" in text
 
 
 def test_a_triton_that_merges_no_requests_of_different_shapes_pads_nothing() -> None:
@@ -128,7 +134,9 @@ def test_a_triton_that_merges_no_requests_of_different_shapes_pads_nothing() -> 
     silent = msgspec.structs.replace(second, in_effect={}, model_config=config)
     assert before(replace(run, arms=(first, silent, third)), "same_pad_to") == [(True, "invalidates", "none")]
     ragged = msgspec.structs.replace(silent, model_config={"input": [{"dims": [-1], "allow_ragged_batch": True}]})
-    assert before(replace(run, arms=(first, ragged, third)), "same_pad_to") == [(None, "warns", "B does not report it")]
+    assert before(replace(run, arms=(first, ragged, third)), "same_pad_to") == [
+        (None, "warns", "native (B) does not report it")
+    ]
 
 
 def test_an_arm_that_could_pad_and_does_not_is_named(tmp_path: Path) -> None:
@@ -147,8 +155,8 @@ def test_an_arm_that_could_pad_and_does_not_is_named(tmp_path: Path) -> None:
         return [caveat for caveat in result.verdict.caveats if "pad batches" in caveat]
 
     (caveat,) = caveats((6, 40), {"b": "it does not pad"})
-    assert "cannot make B (it does not pad) do so" in caveat
-    assert "add --a-option pad-to=32,40 --c-option pad-to=32,40 to let A and C pad" in caveat
+    assert "cannot make Triton (it does not pad) do so" in caveat
+    assert "add --a-option pad-to=32,40 --c-option pad-to=32,40 to let native (A) and native (C) pad" in caveat
     assert caveats((40, 40), {"b": "it does not pad"}) == []
     assert caveats((6, 40), dict.fromkeys("abc", "it does not pad")) == []
 
@@ -159,7 +167,7 @@ def test_spinning_is_compared_where_an_arm_reports_it() -> None:
     assert before(run_of(a=off, b=off, c=off), "same_spinning") == [(True, "warns", "off")]
     ((ok, effect, text),) = before(run_of(a=off, b={"spinning": "on"}, c=off), "same_spinning")
     assert (ok, effect) == (False, "warns")
-    assert "the arms differ in thread spinning (A off, B on)" in text
+    assert "the arms differ in thread spinning (native (A) off, ONNX Runtime (native) on)" in text
 
 
 def test_arms_with_the_same_settings_execute_the_same() -> None:
@@ -171,7 +179,7 @@ def test_arms_with_the_same_settings_execute_the_same() -> None:
     assert [(ok, effect) for ok, effect, _ in before(run_of(a=one, c=one), "same_choices")] == [(True, "invalidates")]
     ((ok, effect, text),) = before(run_of(a=one, c=other | {"fronts": 0}), "same_choices")
     assert (ok, effect) == (False, "invalidates")
-    assert "(A 05e70a41, C 5c7d126a)" in text
+    assert "(native (A) 05e70a41, native (C) 5c7d126a)" in text
     run = run_of(a=one, c=other)
     by_url = msgspec.structs.replace(run.experiment, deployment="compose")
     assert [made[:2] for made in before(replace(run, experiment=by_url), "same_choices")] == [(False, "warns")]
@@ -182,7 +190,7 @@ def test_arms_whose_engine_is_auto_have_the_same_engine() -> None:
     other: dict[str, object] = {"engine": "onnxruntime", "engine_version": "1.31.1", "mode": "session"}
     ((ok, effect, text),) = before(run_of(c=other), "same_choices")
     assert (ok, effect) == (False, "invalidates")
-    assert "(A torch, C onnxruntime)" in text
+    assert "(PyTorch (native) torch, native (C) onnxruntime)" in text
     for asked in ({"engine": "onnxruntime"}, {"choices": "off"}):
         assert before(run_of(asked={"c": asked}, c=other), "same_choices") == []
     assert before(run_of(a=other, b=other, c=other), "same_choices") == []
@@ -194,8 +202,8 @@ def test_what_was_asked_for_is_told_apart_from_what_was_not() -> None:
     run = run_of(asked={"b": {"precision": "fp16"}}, b={"precision": "fp16"}, c={"precision": "tf32"})
     unasked, asked = before(run, "same_precision")
     assert (unasked[:2], asked[:2]) == ((False, "invalidates"), (False, "warns"))
-    assert "(A fp32, C tf32)" in unasked[2]
-    assert "(A fp32, B fp16)" in asked[2]
+    assert "(native (A) fp32, native (C) tf32)" in unasked[2]
+    assert "(native (A) fp32, ONNX Runtime (native) fp16)" in asked[2]
     assert "compares settings" in asked[2]
 
 
@@ -214,10 +222,10 @@ def test_another_model_has_other_weights_and_both_were_asked_for() -> None:
 def test_a_silent_arm_hides_no_difference_between_the_others() -> None:
     apart, unknown = before(run_of(a={"precision": None}, c={"precision": "fp16"}), "same_precision")
     assert apart[:2] == (False, "invalidates")
-    assert "(B fp32, C fp16)" in apart[2]
-    assert unknown == (None, "warns", "A does not report it")
+    assert "(ONNX Runtime (native) fp32, native (C) fp16)" in apart[2]
+    assert unknown == (None, "warns", "native (A) does not report it")
     silent = run_of(b={"precision": None}, c={"precision": None})
-    assert before(silent, "same_precision") == [(None, "warns", "B and C do not report it")]
+    assert before(silent, "same_precision") == [(None, "warns", "ONNX Runtime (native) and native (C) do not report it")]
 
 
 def test_threads_are_compared_as_long_as_one_arm_is_on_the_cpu() -> None:
@@ -234,12 +242,12 @@ def test_an_arm_that_is_farther_away_is_seen() -> None:
     conditions = Conditions(taken_at="", arms=(*near, away), cpu_busy_share=0.0, cpu_governors=None, gpus=())
     ((ok, _, detail),) = before(replace(run_of(), records={Conditions: (conditions,)}), "client_distance")
     assert ok is False
-    assert detail.endswith("C LAN (0.400 ms): the arms are not equally far away")
+    assert detail.endswith("native (C) LAN (0.400 ms): the arms are not equally far away")
 
 
 def test_arms_in_different_places_are_each_named() -> None:
     (judged,) = gpu_present.checks(Facts(run_of(a={"device": "cuda:0"}, b={"device": "cpu"}, c={"device": None})))
-    assert judged.detail.startswith("arm A ran on a GPU and arm B ran on the CPU")
+    assert judged.detail.startswith("native (A) ran on a GPU and ONNX Runtime (native) ran on the CPU")
     (judged,) = gpu_present.checks(Facts(run_of()))
     assert (judged.value, judged.detail.startswith("all arms ran on the CPU")) == ("cpu", True)
 
@@ -253,7 +261,7 @@ def test_one_arm_with_another_payload_is_named_in_the_sentence(tmp_path: Path) -
     (judged,) = checks(result, "same_payload")
     assert (judged.ok, judged.value) == (False, "fp32, jpeg")
     assert result.verdict.sentence.startswith("No winner: ")
-    assert "A fp32, B fp32 and C jpeg" in result.verdict.sentence
+    assert "native fp32, Triton fp32 and native with jpeg payloads jpeg" in result.verdict.sentence
     assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
 
 
@@ -263,7 +271,7 @@ def test_the_largest_request_is_compared_with_the_smallest(tmp_path: Path) -> No
     result = analyse(tmp_path)
     (judged,) = checks(result, "same_payload_bytes", "single")
     assert (judged.ok, judged.value) == (False, 602_412)
-    assert "602,412 bytes to A, 602,412 bytes to B and 1,204,824 bytes to C" in judged.detail
+    assert "602,412 bytes to native (A), 602,412 bytes to Triton and 1,204,824 bytes to native (C)" in judged.detail
     assert checks(result, "same_payload_bytes", "concurrent(16)")[0].ok
 
 
@@ -315,7 +323,7 @@ def test_an_arm_whose_processors_were_taken_is_not_on_the_same_machine(tmp_path:
     take(tmp_path, a=0.0, b=0.0, c=0.1, field="steal_ns")
     (judged,) = checks(analyse(tmp_path), "cpu_steal", "single")
     assert (judged.ok, judged.severity) == (False, "roughens")
-    assert "0 % of the CPU's time in A's blocks, 0 % in B's and 10 % in C's" in judged.detail
+    assert "0 % of the CPU's time in native (A)'s blocks, 0 % in Triton's and 10 % in native (C)'s" in judged.detail
     assert "(4 of 12 blocks" in judged.detail
     assert judged.detail.endswith("so the arms did not have the same machine")
 

@@ -133,7 +133,7 @@ def test_what_a_python_backend_does_not_measure_names_the_arms_it_is_about() -> 
     (outcome,) = native_backend.find(Facts(run))
     assert outcome.ok is False
     assert outcome.detail == (
-        "B and D are Triton 2 with its python backend: B and D do not measure Triton's onnxruntime and tensorrt "
+        "Triton and D use the python backend of Triton 2: this does not measure Triton's onnxruntime and tensorrt "
         "backends; C measures the onnxruntime backend"
     )
     assert list(native_backend.find(Facts(StoredRun(Path(), EXPERIMENT, None, (native(), arm(ONNX)))))) == []
@@ -339,9 +339,9 @@ def test_a_calm_machine_needs_no_look() -> None:
 @pytest.mark.parametrize(
     ("readings", "name", "ok", "words"),
     [
-        (conditions(arms=(away("a", 38.0), away("b", 39.0))), "client_distance", False, "A WAN (38.0 ms)"),
+        (conditions(arms=(away("a", 38.0), away("b", 39.0))), "client_distance", False, "native WAN (38.0 ms)"),
         (conditions(arms=(conditions().arms[0], away("b", 0.4))), "client_distance", False, "not equally far away"),
-        (conditions(arms=(away("a", 0.3), away("b", 0.4))), "client_distance", True, "B LAN"),
+        (conditions(arms=(away("a", 0.3), away("b", 0.4))), "client_distance", True, "Triton LAN"),
         (conditions(arms=(away("a", None), away("b", 0.4))), "client_distance", None, "connection"),
         (conditions(cpu_busy_share=0.6), "machine_idle", False, "60 % of the cores"),
         (conditions(cpu_busy_share=None), "machine_idle", None, "unknown"),
@@ -350,7 +350,7 @@ def test_a_calm_machine_needs_no_look() -> None:
         (conditions({"processes": [{"pid": 11}, {"pid": 12}, {"pid": 99}]}), "gpu_exclusive", False, "99"),
         (conditions({"processes": [{"pid": 98}, {"pid": 99}]}), "gpu_exclusive", None, "another host"),
         (conditions({"processes": [{"pid": 11}, {"pid": 99}]}, arms=(conditions().arms[0], away("b", 0.4))),
-         "gpu_exclusive", None, "other processes use the GPU (99), and they may be the servers of B"),
+         "gpu_exclusive", None, "other processes use the GPU (99), and they may be the servers of Triton"),
         (conditions({"processes": []}), "gpu_exclusive", None, "lists no process on the GPU"),
         (conditions({"processes": None}), "gpu_exclusive", None, "does not report"),
         (conditions({"utilization_ratio": 0.4}), "gpu_idle", False, "40 % of the time"),

@@ -109,7 +109,7 @@ def test_an_arm_that_says_gpu_while_the_gpu_idles_is_not_ranked(tmp_path: Path, 
     if not ranked:
         assert not result.valid
         assert findings(result)["b", "single", False] != "GPU_VERIFIED"
-        assert "Arm B is " in result.verdict.caveats[0]
+        assert "Triton is " in result.verdict.caveats[0]
         assert result.verdict.caveats[0][:30] in terminal(result)
 
 
@@ -123,8 +123,8 @@ def test_three_arms_are_ranked_only_where_each_of_them_is_proven(tmp_path: Path,
         assert present.detail == f"All arms are GPU_VERIFIED on {CAPTURE['uuid']}"
     else:
         assert evidence.ok is False
-        assert evidence.detail.startswith("Arm C is ")
-        assert result.verdict.caveats[0].startswith("GPU use is not verified: Arm C is ")
+        assert evidence.detail.startswith("native (C) is ")
+        assert result.verdict.caveats[0].startswith("GPU use is not verified: native (C) is ")
         assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}, "also A beside B"
 
 
@@ -144,7 +144,7 @@ def test_a_control_beside_a_busy_gpu_is_warned_of(tmp_path: Path) -> None:
 def test_one_arm_on_the_cpu_is_said_plainly_and_not_ranked(tmp_path: Path) -> None:
     result = analyse(write_gpu_run(tmp_path, b="cpu", b_says="cpu"))
     assert not result.valid
-    assert result.verdict.caveats[0].startswith("Arm A ran on a GPU and arm B ran on the CPU")
+    assert result.verdict.caveats[0].startswith("PyTorch (native) ran on a GPU and Triton ran on the CPU")
     assert all(c.verdict == "invalid" for c in result.comparisons)
 
 

@@ -291,12 +291,12 @@ def probe(
 @pytest.mark.parametrize(
     ("b", "ok", "detail"),
     [
-        (probe("b"), True, "on B"),
-        (probe("b", cached_from=2, left=0.3), False, "on B"),
-        (probe("b", cached_from=3, left=0.1), False, "on B"),
-        (probe("b", cached_from=2, left=0.66), False, "on B"),
-        (probe("b", cached_from=3, left=0.66, noise=0.2), False, "on B"),
-        (probe("b", cached_from=2, left=0.97, noise=0.005), True, "on B"),
+        (probe("b"), True, "on Triton"),
+        (probe("b", cached_from=2, left=0.3), False, "on Triton"),
+        (probe("b", cached_from=3, left=0.1), False, "on Triton"),
+        (probe("b", cached_from=2, left=0.66), False, "on Triton"),
+        (probe("b", cached_from=3, left=0.66, noise=0.2), False, "on Triton"),
+        (probe("b", cached_from=2, left=0.97, noise=0.005), True, "on Triton"),
         (probe("b", error="HTTP 500"), None, "HTTP 500"),
     ],
 )
@@ -305,6 +305,14 @@ def test_an_arm_that_repeats_itself_from_memory_is_found(b: CacheProbe, ok: bool
     assert check.ok is ok
     assert detail in check.detail
     assert repeated() == []
+
+
+def test_a_first_request_that_waits_for_a_core_was_not_followed_by_a_cache() -> None:
+    """On a busy machine, whose figures these are, the verdict was taken away from one run in ten."""
+    late = [8_000_000 if place % 3 else 5_700_000 for place in range(24)]
+    (check,) = repeated(CacheProbe(label="b", fresh_ns=tuple(late), repeated_ns=(5_700_000,) * 120))
+    assert check.ok
+    assert check.value == pytest.approx(5.7 / 8.0)
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.3, 1.0])

@@ -50,7 +50,7 @@ def test_a_whole_search_is_compared(tmp_path: Path) -> None:
 def test_a_bound_out_of_reach(tmp_path: Path) -> None:
     result = analysed(tmp_path, SLO, both_pairs(300.0, 1.0))
     (detail,) = failed(result, "searches_ended")
-    assert detail.startswith("2 of 4 searches found a rate; B misses the bound even at 7.65/s")
+    assert detail.startswith("2 of 4 searches found a rate; Triton misses the bound even at 7.65/s")
     verdicts = {entry.workload: entry.verdict for entry in result.comparisons if entry.leading}
     assert verdicts["slo(p99≤50ms)"] == "invalid"
     assert verdicts["single"] != "invalid"
@@ -87,7 +87,7 @@ def test_a_rate_near_the_generators_ceiling(tmp_path: Path, ceiling: float | Non
     (ceiling_check,) = [entry for entry in result.checks if entry.name == "generator_ceiling" and "slo" in entry.scope]
     assert ceiling_check.ok is ok
     if ceiling is not None:
-        assert ceiling_check.detail.startswith("A reached 29")
+        assert ceiling_check.detail.startswith("PyTorch (native) reached 29")
         assert isinstance(ceiling_check.value, float)
         assert ceiling_check.value == pytest.approx(300.0 / ceiling, rel=0.05)
 

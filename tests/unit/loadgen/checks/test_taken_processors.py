@@ -45,12 +45,17 @@ def take(directory: Path, field: str, blocks: int | None = None, **shares: float
 @pytest.mark.parametrize(
     ("taken", "ok", "severity", "words"),
     [
-        ({"a": 0.0, "b": 0.02}, True, "warns", "0 % of the CPU's time in A's blocks and 2.0 % in B's went to "),
+        (
+            {"a": 0.0, "b": 0.02},
+            True,
+            "warns",
+            "0 % of the CPU's time in PyTorch (native)'s blocks and 2.0 % in Triton's went to ",
+        ),
         (
             {"a": 0.06, "b": 0.05},
             False,
             "warns",
-            "6.0 % of the CPU's time in A's blocks and 5.0 % in B's went to ",
+            "6.0 % of the CPU's time in PyTorch (native)'s blocks and 5.0 % in Triton's went to ",
         ),
         ({"a": 0.3, "b": 0.3}, False, "roughens", "over 20 % in the median block"),
         ({"a": 0.0, "b": 0.1}, False, "roughens", "so the arms did not have the same machine"),

@@ -40,7 +40,7 @@ def test_no_arm_pads_where_one_cannot() -> None:
 def test_sizes_that_an_arm_cannot_pad_to_are_refused_with_what_works() -> None:
     with pytest.raises(PlanError) as refused:
         decide_padding(planned(pad_to="32,64"), {"b": CANNOT}, {})
-    for words in ("--pad-to: B (triton) cannot pad", CANNOT, "leave --pad-to out", "--a-option pad-to=32,64"):
+    for words in ("--pad-to: Triton cannot pad", CANNOT, "leave --pad-to out", "--a-option pad-to=32,64"):
         assert words in str(refused.value)
     with pytest.raises(PlanError) as refused:
         decide_padding(planned(pad_to="32,64"), {"a": CANNOT, "b": CANNOT}, {})
@@ -102,16 +102,16 @@ def test_the_words_name_what_may_share_a_batch_and_how_the_others_can_pad() -> N
     alone = changed(two, (), {"b": CANNOT})
     assert [arm.label for arm in held_back(alone)] == ["a"]
     words = padding_in_words(alone, 261)
-    assert f"cannot make B ({CANNOT}) do so" in words
-    assert "add --a-option pad-to=32,64,128,256,261 to let A pad" in words
+    assert f"cannot make Triton ({CANNOT}) do so" in words
+    assert "add --a-option pad-to=32,64,128,256,261 to let native pad" in words
     neither = changed(two, (), {"a": "items of m cannot be padded", "b": CANNOT})
     assert held_back(neither) == ()
     assert padding_in_words(neither, 261) == "only requests of equal lengths share a batch"
     running = changed(planned(a="fastapi", b=URL), (), {"a": CANNOT, "b": "its server pads to 16"})
-    assert padding_in_words(running, 261).endswith("share a batch; B: its server pads to 16")
+    assert padding_in_words(running, 261).endswith(f"share a batch; {URL.partition('//')[2]}: its server pads to 16")
     experiment = planned(a={"target": "native", "options": {"pad_to": "16"}})
     assert held_back(changed(experiment, (), {"b": CANNOT})) == (), "A pads already"
-    assert padding_in_words(changed(experiment, (), {"b": CANNOT}), 261).endswith("; A has its own pad-to=16")
+    assert padding_in_words(changed(experiment, (), {"b": CANNOT}), 261).endswith(" has its own pad-to=16")
 
 
 @pytest.mark.parametrize(

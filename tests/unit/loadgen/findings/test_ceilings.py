@@ -165,7 +165,7 @@ def test_a_share_above_its_ceiling_is_a_warning(tmp_path: Path) -> None:
     highest = max(result.of(CeilingsFound).shares, key=lambda entry: entry.share)
     assert highest.share > 1.05
     assert check.value == pytest.approx(highest.share, abs=1e-4)
-    assert f"of {highest.label.upper()} in {highest.workload}" in check.detail
+    assert f"of {result.names[highest.label]} in {highest.workload}" in check.detail
     assert "take the rest" not in highest.sentence
     assert result.valid == analyse(write_run(tmp_path / "plain", SHORT)).valid
 

@@ -87,7 +87,7 @@ def test_the_whole_difference_is_the_cause_that_takes_it_away(tmp_path: Path) ->
     assert cause.share == pytest.approx(1.0)
     assert cause.effects[0].folder == "causes/00-transfer-b"
     assert causes.unattributed_ms == pytest.approx(0.0, abs=1e-9)
-    assert "100 % payload transfer of B, 0 % unattributed." in causes.sentence
+    assert "100 % payload transfer of Triton, 0 % unattributed." in causes.sentence
     (scenario,) = [entry for entry in result.verdict.scenarios if entry.workload == "single"]
     assert scenario.reasons[0] == causes.sentence
 
@@ -99,7 +99,7 @@ def test_no_report_of_an_invalid_workload_calls_an_arm_faster(tmp_path: Path, co
     document = result_document(result)
     for text in (shown(result), render_markdown(document), render_html(document), encode_result(result).decode()):
         assert ("× faster than" in text) == result.valid == (cosine > 0.9)
-        assert "100 % payload transfer of B, 0 % unattributed." in text
+        assert "100 % payload transfer of Triton, 0 % unattributed." in text
 
 
 def test_of_three_arms_each_has_its_own_causes_beside_the_baseline(tmp_path: Path) -> None:
@@ -116,11 +116,11 @@ def test_of_three_arms_each_has_its_own_causes_beside_the_baseline(tmp_path: Pat
     b, c = result.of(CausesFound).workloads
     assert [entry.pairing for entry in (b, c)] == [("a", "b"), ("a", "c")]
     assert [entry.difference_ms for entry in (b, c)] == pytest.approx([10.5, 31.5], abs=1.0)
-    assert "100 % payload transfer of B, 0 % unattributed." in b.sentence
-    assert "67 % payload transfer of C, 33 % unattributed." in c.sentence
+    assert "100 % payload transfer of Triton, 0 % unattributed." in b.sentence
+    assert "67 % payload transfer of native (C), 33 % unattributed." in c.sentence
     assert [cause.name for cause in b.causes] == ["transfer"]
     assert [[entry.label for entry in cause.effects] for cause in (*b.causes, *c.causes)] == [["b"], ["c"], []]
-    assert any("compute (C: given by URL)" in note for note in c.notes)
+    assert any("compute (native (C): given by URL)" in note for note in c.notes)
     reasons = {entry.arm: entry.reasons[0] for entry in result.verdict.scenarios if entry.workload == "single"}
     assert reasons == {"b": b.sentence, "c": c.sentence}
 
@@ -129,7 +129,7 @@ def test_every_report_shows_it(tmp_path: Path) -> None:
     result = analyse(write_explained(tmp_path))
     page, text = render_html(result_document(result)), render_markdown(result_document(result))
     for document in (page, text, shown(result)):
-        assert "100 % payload transfer of B" in document
+        assert "100 % payload transfer of Triton" in document
         assert "No time was left for batched(4): raise --explain-minutes." in document
     assert "Causes of the difference in single" in page
     assert 'data-figure="causes-figure"' in page

@@ -130,9 +130,10 @@ def test_a_name_that_is_not_listed_is_tried(toy: Toy) -> None:
     served = found(toy(), toy(f"{OPENAI} --models adapters"), model="lora")
     assert served is not None
     assert (served["b"].model, served["b"].notes) == ("lora", ())
-    served = found(toy(), toy(f"{OPENAI} --models one"), model="lora")
+    one = toy(f"{OPENAI} --models one")
+    served = found(toy(), one, model="lora")
     assert served is not None
-    assert served["b"].notes == ("B lists planted, and answers prompts to lora",)
+    assert served["b"].notes == (f"{one} lists planted, and answers prompts to lora",)
     said = refusal(toy(), toy(), model="typo")
     assert "The model `typo` does not exist." in said
     assert "it serves planted: choose one with --b-model" in said

@@ -91,7 +91,7 @@ class Server:
         self.processes = 1
         self.generator = self
         self.progress = RunProgress()
-        self.payload = "fp32"
+        self.payload, self.name = "fp32", "native"
         self.arms = {"a": self}
 
     def load_runner(self, *, watched: bool) -> Server:

@@ -107,8 +107,10 @@ def test_every_arm_and_workload_has_its_share_of_what_is_judged() -> None:
 
 def test_equal_answers_are_counted_by_prompt() -> None:
     answers = [answer("a", 0, [1]), answer("b", 0, [1]), answer("a", 1, [1]), answer("b", 1, [2])]
-    assert equal_answers(answers, ("a", "b")) == "1 of 2 probe answers have the same ids on every arm"
-    assert equal_answers(answers[::2], ("a", "b")).endswith("; B sent no ids")
+    assert (
+        equal_answers(answers, {"a": "FastAPI", "b": "vLLM"}) == "1 of 2 probe answers have the same ids on every arm"
+    )
+    assert equal_answers(answers[::2], {"a": "FastAPI", "b": "vLLM"}).endswith("; vLLM sent no ids")
 
 
 def begins(label: str, number: int, first: int | None, text: str = "") -> AnswerBeginning:

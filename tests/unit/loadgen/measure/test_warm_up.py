@@ -31,7 +31,7 @@ def warmed_up(monkeypatch: pytest.MonkeyPatch, until_s: float | None) -> tuple[d
         return SimpleNamespace(requests_per_s=answers_per_s)
 
     monkeypatch.setattr(LoadRunner, "unstored", unstored)
-    arms: Any = {"a": None, "b": None}
+    arms: Any = {label: SimpleNamespace(name=label) for label in "ab"}
     runner = LoadRunner(arms, None, None, RunProgress())  # type: ignore[arg-type]
     return runner.warm_up(LOADS, until_s), ran
 

@@ -17,6 +17,7 @@ ALONE = Workload(
     scenario="single", batch_size=1, concurrency=1, requests=1, seconds=1.0, max_seconds=2.0, rounds=4,
     prompt_tokens=32, output_tokens=4,
 )  # fmt: skip
+NAMES = {"a": "A", "b": "B"}
 STEADY: Chunks = [(20.0, 1), (30.0, 1), (40.0, 1), (50.0, 1)]
 
 
@@ -58,7 +59,7 @@ def test_an_open_loop_has_no_share_since_its_engine_also_waits_for_requests() ->
     totals = total([replace(block, record=record, workload=load)])
     assert totals is not None
     assert (totals.step_ms, totals.engine_share) == (10.0, None)
-    text = explain_tokens(totals, msgspec.structs.replace(totals, label="b"), {"a": 12.5, "b": 12.5}, alike=True)
+    text = explain_tokens(totals, msgspec.structs.replace(totals, label="b"), {"a": 12.5, "b": 12.5}, NAMES, alike=True)
     assert text.count("a step of its engine 10.0 ms") == 2
     assert "÷" not in text
 
@@ -72,21 +73,21 @@ def test_a_server_without_steps_has_none(stages: StageTotals | None) -> None:
 def test_the_time_of_a_token_is_divided_between_the_engine_and_the_rest() -> None:
     native = totals_of(stages_of(12, 120_000_000))
     triton = msgspec.structs.replace(totals_of(None), label="b")
-    text = explain_tokens(native, triton, {"a": 12.5, "b": 15.0}, alike=True)
+    text = explain_tokens(native, triton, {"a": 12.5, "b": 15.0}, NAMES, alike=True)
     assert "A token of A takes 12.5 ms: a step of its engine 10.0 ms" in text
     assert "network and client 2.50 ms" in text
     assert "served ÷ engine is 0.80" in text
     assert "It runs the same engine as A, so the 2.50 ms more are of its serving layer" in text
-    assert "same engine" not in explain_tokens(native, triton, {"a": 12.5, "b": 15.0}, alike=False)
-    assert "same engine" not in explain_tokens(native, triton, {"a": 12.5, "b": 11.0}, alike=True)
-    assert "whose step alone takes longer" in explain_tokens(native, triton, {"a": 12.5, "b": 9.0}, alike=True)
-    assert "whose step" not in explain_tokens(native, triton, {"a": 9.5, "b": 9.0}, alike=True)
-    assert explain_tokens(triton, triton, {"b": 15.0}, alike=True) == ""
+    assert "same engine" not in explain_tokens(native, triton, {"a": 12.5, "b": 15.0}, NAMES, alike=False)
+    assert "same engine" not in explain_tokens(native, triton, {"a": 12.5, "b": 11.0}, NAMES, alike=True)
+    assert "whose step alone takes longer" in explain_tokens(native, triton, {"a": 12.5, "b": 9.0}, NAMES, alike=True)
+    assert "whose step" not in explain_tokens(native, triton, {"a": 9.5, "b": 9.0}, NAMES, alike=True)
+    assert explain_tokens(triton, triton, {"b": 15.0}, NAMES, alike=True) == ""
 
 
 def test_a_token_may_take_less_than_a_mean_step_which_also_reads_prompts() -> None:
     native = totals_of(stages_of(12, 120_000_000))
-    text = explain_tokens(native, native, {"a": 9.5}, alike=True)
+    text = explain_tokens(native, native, {"a": 9.5}, NAMES, alike=True)
     assert "A token of A takes 9.50 ms: not more than a step of its engine, which takes 10.0 ms" in text
     assert "network and client" not in text
 

@@ -205,7 +205,7 @@ def test_a_saturated_arm_is_a_result_with_its_capacity_and_no_latencies(tmp_path
         assert latency.ratio is None
         assert not latency.leading
         assert latency.reason is not None
-        assert latency.reason.startswith("B was saturated at this rate: answered")
+        assert latency.reason.startswith("Triton was saturated at this rate: answered")
     sustained = find(result, "rate_sustained")
     assert (sustained.ok, sustained.severity) == (False, "informs")
     assert any("Triton was saturated at this rate" in reason for reason in result.verdict.scenarios[0].reasons)
@@ -233,7 +233,7 @@ def test_an_arm_is_saturated_in_its_median_block_or_not_at_all(tmp_path: Path, r
     assert all((latency.ratio is None) == saturated for latency in latencies)
     sustained = find(result, "rate_sustained")
     assert sustained.ok is not saturated
-    expected = "B was saturated at this rate" if saturated else f"the backlog grew in {rounds} of 16 blocks"
+    expected = "Triton was saturated at this rate" if saturated else f"the backlog grew in {rounds} of 16 blocks"
     assert expected in sustained.detail
 
 
@@ -310,5 +310,5 @@ def test_an_arm_without_requests_does_not_hide_the_other_arms_errors(tmp_path: P
 
     errors = find(open_run(tmp_path, {"a": failing, "b": silent}, 50.0), "request_errors")
     assert errors.ok is False
-    assert errors.detail.startswith("no request was sent to B; ")
+    assert errors.detail.startswith("no request was sent to Triton; ")
     assert errors.detail.endswith("requests failed; first message: connection closed")

@@ -153,7 +153,7 @@ def test_statistics_that_contradict_the_latency_are_no_reason(tmp_path: Path, to
     assert not any("executing the model" in reason for reason in verdict.reasons)
     check = next(c for c in result.checks if (c.name, c.scope) == ("latency_breakdown", "workload single"))
     assert (check.ok, check.severity) == (False, "warns")
-    assert f"B: {words}" in check.detail
+    assert f"Triton: {words}" in check.detail
     rows = stage_rows(breakdown)
     assert {row[2] for row in rows[:-1]} == {"–"}, "B's stages"
     assert all(row[1] != "–" and row[3] == "–" for row in rows), "A's are shown"
@@ -200,7 +200,7 @@ def test_statistics_of_a_step_that_are_not_the_ensembles_are_no_reason(
     assert [words in reason for reason in explain_stages(breakdown, LETTERS)] == [True]
     assert {s.executed_batch_mean for s in result.summaries if s.label == "b"} == {None}
     merged = next(c for c in result.checks if c.name == "batching_formed")
-    assert (merged.ok, merged.detail) == (None, "B does not report executed batches")
+    assert (merged.ok, merged.detail) == (None, "Triton does not report executed batches")
 
 
 @pytest.mark.parametrize(("requests", "calls"), [(1, 1), (2, 2)])

@@ -120,8 +120,8 @@ def test_the_answers_of_a_search_are_judged(tmp_path: Path) -> None:
     for answer in wrong[0]["answers"]:
         answer["deficit"] = 9.0
     for stored, words in (
-        (records, "answers of B have wrong tokens"),
-        ([record for record in records if record not in wrong], "no answers of B were compared"),
+        (records, "answers of Triton have wrong tokens"),
+        ([record for record in records if record not in wrong], "no answers of Triton were compared"),
     ):
         path.write_bytes(msgspec.json.encode(stored))
         result = analyse(tmp_path)

@@ -119,7 +119,7 @@ def test_a_cause_costs_so_much_per_answer_and_per_token(tmp_path: Path) -> None:
     result = analyse(tmp_path)
     (causes,) = result.of(CausesFound).workloads
     assert "ms less per answer, 4.2" in causes.sentence
-    assert causes.sentence.endswith(" ms per token): 100 % serving layer of B, 0 % unattributed.")
+    assert causes.sentence.endswith(" ms per token): 100 % serving layer of Triton, 0 % unattributed.")
     text = render_markdown(result_document(result))
     lines = text.splitlines()
     header = next(line for line in lines if line.startswith("| cause |")).split("|")

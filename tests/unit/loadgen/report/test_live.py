@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 
 import msgspec
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -15,8 +16,9 @@ from loadgen.base.quantities import number
 from loadgen.measure.progress import LiveRatio, LiveRatios
 from loadgen.metrics.summaries import BlockSummary, summarise_blocks
 from loadgen.records.probes import ServerStart
+from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.records.store import StoredRun, read_run
-from loadgen.report.progress import FIXED, RichProgress, ratio_table, round_line, track_of
+from loadgen.report.progress import FIXED, WITHIN, RichProgress, ratio_table, round_line, track_of
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
 
@@ -51,6 +53,52 @@ def test_one_pair_has_a_ratio_and_no_interval(run: StoredRun) -> None:
     line = round_line(1, [first])
     assert line.startswith("round 1 of 3: single throughput B ")
     assert line.endswith("×")
+
+
+def first_pair(run: StoredRun, workload: str) -> LiveRatio:
+    live = LiveRatios(run.experiment)
+    blocks = [block for block in run.blocks if (block.record.workload, block.record.round) == (workload, 0)]
+    return [live.add(summary, block) for block, summary in zip(blocks, summarise_blocks(blocks), strict=True)][-1][0]
+
+
+@pytest.mark.parametrize("workload", ["single", "concurrent(16)"])
+def test_a_first_pair_has_a_range_within_its_blocks(run: StoredRun, workload: str) -> None:
+    first = first_pair(run, workload)
+    assert first.ratio is not None
+    assert (first.pairs, first.ci95) == (1, None)
+    assert first.within is not None
+    low, high = first.within
+    assert low < first.ratio < high
+    line = round_line(1, [first], {"a": "FastAPI", "b": "Triton"})
+    assert f"{workload} throughput Triton " in line
+    assert line.endswith(f" {WITHIN})")
+    assert WITHIN in "".join(str(cell) for column in ratio_table([first], 120).columns for cell in column.cells)
+    assert "┄" in track_of(first, 21, math.log(2.0)).plain
+
+
+def test_the_range_of_a_first_pair_holds_the_ratio_of_steady_servers(run: StoredRun) -> None:
+    """Of two servers whose requests vary and whose blocks do not differ otherwise; B is 1.25 times as fast."""
+    random, held = np.random.default_rng(0), 0
+    pair = [block for block in run.blocks if (block.record.workload, block.record.round) == ("concurrent(16)", 0)]
+    mean_ms = {"a": 10.0, "b": 8.0}
+    for _ in range(200):
+        live = LiveRatios(run.experiment)
+        blocks = [replace(block, stored=closed_loop(random, mean_ms[block.record.label])) for block in pair]
+        ratios = [live.add(summary, block) for block, summary in zip(blocks, summarise_blocks(blocks), strict=True)]
+        assert ratios[-1][0].within is not None
+        low, high = ratios[-1][0].within
+        held += low <= 1.25 <= high
+    assert held >= 180  # about 190 in the long run
+
+
+def closed_loop(random: np.random.Generator, mean_ms: float, users: int = 16, requests: int = 12) -> Samples:
+    """A block whose users send one request after the other."""
+    ends = np.cumsum(random.gamma(4.0, mean_ms / 4.0, (users, requests)) * 1e6, axis=1).astype(np.int64)
+    samples = np.zeros(users * requests, dtype=SAMPLE_DTYPE)
+    samples["user"], samples["end_ns"] = np.repeat(np.arange(users), requests), ends.ravel()
+    samples["intended_ns"] = samples["send_ns"] = np.column_stack((np.zeros(users, np.int64), ends[:, :-1])).ravel()
+    samples["batch"], samples["error"] = 1, -1
+    return samples
 
 
 def test_a_block_that_cannot_be_read_or_is_of_no_workload_is_left_out(run: StoredRun) -> None:
@@ -90,7 +138,7 @@ def test_a_terminal_keeps_the_table_and_a_log_has_a_line_per_round(run: StoredRu
             progress.phase("load")
             for block, summary in zip(run.blocks, summaries(run), strict=True):
                 progress.now(f"block {block.record.index + 1}: {block.record.label} {block.record.workload}")
-                progress.block_done(block.record, summary)
+                progress.block_done(block, summary)
             progress.phase("stopping the servers")
     assert FIXED in shown.getvalue()
     assert "95 % interval" in shown.getvalue()
@@ -116,7 +164,7 @@ def test_a_log_has_the_first_ratio_at_once_and_the_rest_of_its_round_in_one_line
     first_round = [(b, s) for b, s in zip(run.blocks, summaries(run), strict=True) if b.record.round == 0]
     with RichProgress(Console(file=logged, width=120), LiveRatios(run.experiment)) as progress:
         for block, summary in first_round:
-            progress.block_done(block.record, summary)
+            progress.block_done(block, summary)
             told.append(logged.getvalue().count("round 1 of 3"))
     assert told[:2] == [0, 1]
     assert set(told[2:]) == {1}
@@ -127,7 +175,7 @@ def test_a_log_names_a_block_with_errors(run: StoredRun) -> None:
     logged = io.StringIO()
     with RichProgress(Console(file=logged, width=120), LiveRatios(run.experiment)) as progress:
         block, summary = run.blocks[0], summaries(run)[0]
-        progress.block_done(msgspec.structs.replace(block.record, errors=2), summary)
+        progress.block_done(replace(block, record=msgspec.structs.replace(block.record, errors=2)), summary)
     assert "2 errors" in logged.getvalue()
 
 
@@ -138,10 +186,10 @@ def test_the_speed_of_a_block_is_that_of_the_result(run: StoredRun) -> None:
     (summary,) = summarise_blocks([block])
     logged = io.StringIO()
     with RichProgress(Console(file=logged, width=120)) as progress:
-        progress.block_done(block.record, summary)
+        progress.block_done(block, summary)
         cool_down_ns = (block.record.window_end_ns - block.record.window_start_ns) // 3
         longer = msgspec.structs.replace(block.record, window_end_ns=block.record.window_end_ns + cool_down_ns)
-        progress.block_done(longer, summary)
+        progress.block_done(replace(block, record=longer), summary)
     first, second = logged.getvalue().splitlines()
     assert first == second
     assert summary.throughput_per_s is not None
@@ -152,14 +200,14 @@ def test_the_speed_of_a_block_is_that_of_the_result(run: StoredRun) -> None:
 
 
 def test_ratios_that_fail_do_not_end_the_run(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: LiveRatios, summary: object) -> object:
+    def fail(_: LiveRatios, summary: object, block: object) -> object:
         raise KeyError(summary)
 
     monkeypatch.setattr(LiveRatios, "add", fail)
     logged = io.StringIO()
     with RichProgress(Console(file=logged, width=120), LiveRatios(run.experiment)) as progress:
         for block, summary in zip(run.blocks, summaries(run), strict=True):
-            progress.block_done(block.record, summary)
+            progress.block_done(block, summary)
     assert logged.getvalue().count("no ratios during this run (KeyError") == 1
 
 

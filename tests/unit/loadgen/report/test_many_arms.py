@@ -207,8 +207,8 @@ def test_a_table_higher_than_the_terminal_does_not_hide_what_moves(tmp_path: Pat
     with RichProgress(console, LiveRatios(run.experiment)) as progress:
         progress.phase("load")
         for block, summary in zip(run.blocks, summarise_blocks(run.blocks), strict=True):
-            progress.block_done(block.record, summary)
+            progress.block_done(block, summary)
         before = shown.getvalue()
         progress.phase("stopping the servers")
-    assert "last: D concurrent(16)" in before
+    assert "concurrent(16): " in before
     assert re.search(r"single +4/4", shown.getvalue().removeprefix(before)), "in the end the whole table"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from loadgen.metrics.claims import names_of
+from loadgen.records.names import names_of
 from loadgen.records.run import Access, ArmRequest
 from loadgen.verdict.headline import MOST_WORDS, consequence, headline, word_count
 from loadgen.verdict.result import Result, analyse

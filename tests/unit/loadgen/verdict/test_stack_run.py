@@ -36,8 +36,8 @@ def check(result: Result, name: str) -> Check:
 @pytest.mark.parametrize(
     ("a", "b", "ok", "said"),
     [
-        ({}, {}, None, "A and B do not report the weights"),
-        ({"weights": "laion2b"}, {}, None, "weights: laion2b; B does not report the weights"),
+        ({}, {}, None, "PyTorch (native) and Triton do not report the weights"),
+        ({"weights": "laion2b"}, {}, None, "weights: laion2b; Triton does not report the weights"),
         ({"weights": "laion2b"}, {"weights": "laion2b"}, True, "weights: laion2b"),
         ({"weights": "laion2b"}, {"weights": "random:3"}, False, "random (random:3)"),
     ],

@@ -145,10 +145,10 @@ def test_any_arm_is_called_by_its_label(text: str, labels: tuple[str, ...], arms
 @pytest.mark.parametrize(
     ("text", "labels", "said"),
     [
-        ("d.p50 > 1", ABC, r"d is unknown; use a, b, c, ratio\(b\) and ratio\(c\) \(that arm over A\)"),
+        ("d.p50 > 1", ABC, r"d is unknown; use a, b, c, ratio\(b\) and ratio\(c\) \(that arm over a\)"),
         ("ratio.p50 > 1", ABC, r"ratio is unknown; use a, b, c, ratio\(b\) and ratio\(c\)"),
         ("ratio(a).p50 > 1", ABC, r"ratio\(a\) is unknown; use"),
-        ("ratio(c).p50 > 1", AB, r"ratio\(c\) is unknown; use a, b and ratio \(B over A\)"),
+        ("ratio(c).p50 > 1", AB, r"ratio\(c\) is unknown; use a, b and ratio \(b over a\)"),
         ("ratio(c).mean > 1", ABC, r"ratio\(c\) has no metric mean"),
         ("ratio(c) > 1", ABC, r"ratio\(c\) has no metric .none given."),
         ("ratio(b, c).p50 > 1", ABC, r"ratio\(b,c\) is unknown"),
@@ -257,7 +257,7 @@ def test_the_baselines_value_comes_from_a_comparison_that_could_be_made(tmp_path
     open_run(tmp_path, {"a": noisy(20.0), "b": noisy(200.0), "c": noisy(24.0)}, 50.0)
     result = with_conditions(tmp_path, "c.p99 > 1.1 * a.p99", "ratio(b).p99 > 1", "a.p99.high > 1000")
     assert [threshold.state for threshold in result.thresholds] == ["broken", "not_measurable", "kept"]
-    assert "B was saturated at this rate" in result.thresholds[1].detail
+    assert "Triton was saturated at this rate" in result.thresholds[1].detail
     (made,) = [
         comparison
         for comparison in result.comparisons

@@ -27,7 +27,7 @@ def test_nothing_is_said_of_servers_that_did_not_say_it(tmp_path: Path) -> None:
     (tmp_path / "arms.json").write_text(json.dumps(arms))
     result = analyse(tmp_path)
     weights = check(result, "trained_weights")
-    assert (weights.ok, weights.detail) == (None, "A and B do not report the weights")
+    assert (weights.ok, weights.detail) == (None, "127.0.0.1:80a and 127.0.0.1:80b do not report the weights")
     cache = check(result, "response_cache")
     assert (cache.ok, cache.detail) == (None, "127.0.0.1:80a does not report whether it has a response cache")
     assert check(result, "gpu_present").ok is None

@@ -19,6 +19,7 @@ from tests.unit.loadgen.findings.gpu.conftest import UUID
 
 Run = Callable[..., EvidenceRecord]
 S = 1_000_000_000
+NAMES = {label: label.upper() if len(label) == 1 else label for label in ("a", "b", "c", "torch", "onnx", "tensorrt")}
 
 
 def test_a_busy_gpu_with_the_servers_process_is_verified(run: Run, plan: Any) -> None:
@@ -49,8 +50,8 @@ def test_negative_control(run: Run, plan: Any, cpu_info: Any) -> None:
     assert (liar.finding, liar.inputs.placement.result, liar.cpu_witness) == ("CPU_FALLBACK", "gpu", True)
     fast = run(plan(), control=control)
     assert (fast.finding, fast.cpu_witness) == ("GPU_VERIFIED", False)
-    assert not may_rank({"a": fast, "b": liar})[0]
-    assert not may_rank({"a": fast, "b": control})[0]
+    assert not may_rank({"a": fast, "b": liar}, NAMES)[0]
+    assert not may_rank({"a": fast, "b": control}, NAMES)[0]
 
 
 def test_a_control_beside_other_work_on_the_gpu_still_says_no(run: Run, plan: Any, cpu_info: Any) -> None:
@@ -300,22 +301,22 @@ def test_the_stored_record_gives_the_same_decision(run: Run, plan: Any, cpu_info
 
 def test_ranking_needs_both_verified_on_one_gpu(run: Run, plan: Any) -> None:
     verified = run(plan())
-    assert may_rank({"a": verified, "b": verified}) == (True, f"Both arms are GPU_VERIFIED on {verified.uuid}.")
+    assert may_rank({"a": verified, "b": verified}, NAMES) == (True, f"Both arms are GPU_VERIFIED on {verified.uuid}.")
     weak = run(plan(block_s=2.0, requests_per_s=40.0))
-    assert may_rank({"a": verified, "b": weak}) == (
-        False, "Arm B is INCONCLUSIVE (short_window): 8.0 s of load, 10 s are needed.",
+    assert may_rank({"a": verified, "b": weak}, NAMES) == (
+        False, "B is INCONCLUSIVE (short_window): 8.0 s of load, 10 s are needed.",
     )  # fmt: skip
-    assert may_rank({"a": None, "b": verified}) == (False, "Nothing shows where arm A ran.")
+    assert may_rank({"a": None, "b": verified}, NAMES) == (False, "Nothing shows where A ran.")
     health = msgspec.structs.replace(verified.inputs.health, uuid="GPU-other")
     elsewhere = msgspec.structs.replace(verified, inputs=msgspec.structs.replace(verified.inputs, health=health))
-    allowed, reason = may_rank({"a": verified, "b": elsewhere})
+    allowed, reason = may_rank({"a": verified, "b": elsewhere}, NAMES)
     assert not allowed
     assert "different GPUs" in reason
-    assert may_rank({"a": verified, "b": verified, "c": verified}) == (
+    assert may_rank({"a": verified, "b": verified, "c": verified}, NAMES) == (
         True, f"All arms are GPU_VERIFIED on {verified.uuid}.",
     )  # fmt: skip
-    assert may_rank({"a": verified, "b": verified, "c": weak})[1].startswith("Arm C is INCONCLUSIVE")
-    assert may_rank({"torch": verified, "onnx": verified, "tensorrt": elsewhere}) == (
+    assert may_rank({"a": verified, "b": verified, "c": weak}, NAMES)[1].startswith("C is INCONCLUSIVE")
+    assert may_rank({"torch": verified, "onnx": verified, "tensorrt": elsewhere}, NAMES) == (
         False,
         f"The arms ran on different GPUs: torch on {verified.uuid}, onnx on {verified.uuid}, tensorrt on GPU-other.",
     )
@@ -347,4 +348,4 @@ def test_interleaved_arms_are_judged_by_their_own_blocks(run: Run, plan: Any) ->
     idle = run(a, label="b", blocks=blocks_b)
     assert (verified.finding, verified.inputs.load.window_s) == ("GPU_VERIFIED", 48.0)
     assert (idle.finding, idle.activity, idle.inputs.load.window_s) == ("INCONCLUSIVE", "idle", 40.0)
-    assert not may_rank({"a": verified, "b": idle})[0]
+    assert not may_rank({"a": verified, "b": idle}, NAMES)[0]

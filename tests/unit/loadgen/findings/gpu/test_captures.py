@@ -84,7 +84,7 @@ def test_capture(path: Path, tmp_path: Path) -> None:
     gpu = judge("gpu", "gpu", control=of_the_same_work(control))
     assert (gpu.activity, gpu.cpu_witness) == ("active", False), gpu
     assert gpu.finding == "GPU_VERIFIED" or gpu.code == "unattributed", gpu  # PIDs may be hidden, 31 s are no 100 bins
-    assert not may_rank({"a": gpu, "b": liar})[0]
+    assert not may_rank({"a": gpu, "b": liar}, {"a": "A", "b": "B"})[0]
 
 
 def test_there_are_captures_and_they_say_what_they_are() -> None:

@@ -170,7 +170,7 @@ def test_every_cause_of_three_arms() -> None:
     assert done == [("queue_delay", "a"), ("queue_delay", "b"), ("transfer", "a"), ("transfer", "b"), ("transfer", "c"),
                     ("compute", "a"), ("compute", "b")]  # fmt: skip
     assert set(untested) == {("queue_delay", "c"), ("compute", "c")}
-    assert all("C is at http://127.0.0.1:8000" in entry.reason for entry in untested.values())
+    assert all("it is at http://127.0.0.1:8000" in entry.reason for entry in untested.values())
 
 
 def test_of_three_payloads_all_become_the_smallest() -> None:
