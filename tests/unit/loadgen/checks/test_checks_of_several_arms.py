@@ -225,7 +225,9 @@ def test_a_silent_arm_hides_no_difference_between_the_others() -> None:
     assert "(ONNX Runtime (native) fp32, native (C) fp16)" in apart[2]
     assert unknown == (None, "warns", "native (A) does not report it")
     silent = run_of(b={"precision": None}, c={"precision": None})
-    assert before(silent, "same_precision") == [(None, "warns", "ONNX Runtime (native) and native (C) do not report it")]
+    assert before(silent, "same_precision") == [
+        (None, "warns", "ONNX Runtime (native) and native (C) do not report it")
+    ]
 
 
 def test_threads_are_compared_as_long_as_one_arm_is_on_the_cpu() -> None:
