@@ -92,5 +92,5 @@ def test_a_plain_server_that_does_not_start_leaves_the_arm_unprobed_with_the_rea
     result = run(tmp_path / "run", b={"harmless": "die-without"})
     _, b = stored(tmp_path / "run" / "handicap.json", HandicapRecord).arms
     assert "could not be compared with its plain server" in str(b.reason)
-    (check,) = (one for one in result.checks if one.name == "handicap" and one.detail.startswith("B"))
+    (check,) = (one for one in result.checks if one.name == "handicap" and one.detail.startswith(result.names["b"]))
     assert check.ok is None

@@ -262,7 +262,7 @@ def test_an_arm_that_fails_in_every_workload_is_named_with_its_words(
     state = record(tmp_path, "run.json")
     assert (state["state"], state["failed_arm"]) == ("failed", "b")
     assert "redirects to /elsewhere" in state["error"]
-    assert "Find out why B fails, and run again." in output
+    assert re.search(r"Find out why 127\.0\.0\.1:\d+ fails, and run again\.", output)
 
 
 def test_a_model_that_is_started_is_judged_by_the_reference(tmp_path: Path) -> None:
