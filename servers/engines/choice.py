@@ -14,7 +14,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from math import inf, log
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from servers.engines.interface import CHOICES, PLANS_FOLDER
+from servers.engines.processors import openmp_spinning
 from servers.models.files import keep_file, user_cache
 from servers.models.specification import ModelSpecification
 
@@ -34,10 +35,17 @@ if TYPE_CHECKING:
 
 CLEAR_LEAD = 6
 """Rounds that one side must win more than the other: by chance, one of 32 races of six rounds ends so."""
+FEWEST_ROUNDS = 3
+"""So many rounds decide if one side wins all, by more than the rounds differ: for forms that far apart."""
 MOST_ROUNDS = 31
-MOST_SECONDS = 60.0
-"""The longest race, however busy the machine is."""
-UNDECIDED_SECONDS = 86_400
+MOST_SECONDS = 20.0
+"""The longest that a start chooses, however busy the machine is."""
+MOST_WAIT = 0.2
+"""A round does not count if threads waited for a core for a larger share of its CPU time and spin meanwhile: libgomp's
+threads burn the core while another of them waits, which multiplied one form's CPU time by six and the other's by three.
+"""
+UNDECIDED_SECONDS = 600
+"""How long a choice holds that a busy machine did not let come to its end."""
 TURNS, REPLAYS = 9, 3
 """Each graph is measured in that many turns, the first of which does not count, and is replayed that often in each."""
 WAIT_SECONDS = 180.0
@@ -57,48 +65,67 @@ class Race(NamedTuple):
     other_ms: list[float]
     rounds: int
     decided: bool = True
-    """False: the machine was so busy that the time ended the race."""
+    """False: the machine was too busy."""
 
 
 def race(
-    pairs: Sequence[tuple[Call, Call]], seconds: float, margin: float, most_loss: float, pause_seconds: float = 0.0
+    pairs: Sequence[tuple[Call, Call]], seconds: float, margin: float, most_loss: float, deadline: float = inf
 ) -> Race:
     """Whether the second function of each pair, one pair per batch, is clearly faster than the first.
 
     Each round calls all of them, the two of a pair in turn, and is won where the second ones need at most `margin` of
-    the time (the geometric mean of the pairs) and none needs more than `most_loss`. It must win `CLEAR_LEAD` rounds
-    more than it loses, within `MOST_ROUNDS` and, once it had as many, `seconds` of CPU time: a program that takes the
-    cores decides nothing. The first call of each, which prepares what later ones use, does not count. Before each call
-    is a pause, for threads that spin for a while after the call before it.
+    the time (the geometric mean of the pairs) and none needs more than `most_loss`. The lead is clear after
+    `CLEAR_LEAD` rounds, or after `FEWEST_ROUNDS` if it is large. Without one the first function stays, after
+    `MOST_ROUNDS` or, once it had `CLEAR_LEAD` rounds, `seconds` of CPU time. Nothing is decided if other programs
+    disturbed the rounds, or at the `deadline`, in `monotonic` seconds. The first call of each, which prepares what
+    later ones use, does not count.
     """
-
-    def cpu_ns_after_pause(call: Call) -> int:
-        if pause_seconds:
-            sleep(pause_seconds)
-        return cpu_ns(call)
-
-    deadline, ends_ns = monotonic() + MOST_SECONDS, process_time_ns() + round(seconds * 1e9)
+    ends_ns, spins = process_time_ns() + round(seconds * 1e9), openmp_spinning(2) == "on"
     for call in (call for pair in pairs for call in pair):
         cpu_ns(call)
-    rounds, lead, late = list[list[tuple[int, int]]](), 0, False
-    while abs(lead) < CLEAR_LEAD and len(rounds) < MOST_ROUNDS:
-        late = bool(rounds) and monotonic() > deadline
+    rounds, leads = list[list[tuple[int, int]]](), list[float]()
+    clear = late = disturbed = False
+    for number in range(MOST_ROUNDS):
+        late = monotonic() > deadline
         if late or (len(rounds) >= CLEAR_LEAD and process_time_ns() > ends_ns):
             break
-        first = len(rounds) % 2
-        times = []
+        waited_ns, first, times = waiting_ns(), number % 2, list[tuple[int, int]]()
         for pair in pairs:
-            earlier = cpu_ns_after_pause(pair[first])
-            later = cpu_ns_after_pause(pair[1 - first])
+            earlier, later = cpu_ns(pair[first]), cpu_ns(pair[1 - first])
             times.append((later, earlier) if first else (earlier, later))
+        if spins and waiting_ns() - waited_ns > MOST_WAIT * sum(map(sum, times)):
+            disturbed = True
+            continue
         ratios = [log(max(other, 1) / max(own, 1)) for own, other in times]
-        lead += 1 if statistics.fmean(ratios) <= log(margin) and max(ratios) <= log(most_loss) else -1
+        leads.append(min(log(margin) - statistics.fmean(ratios), log(most_loss) - max(ratios)))
         rounds.append(times)
+        if clear := _is_clear(leads):
+            break
     own_ms, other_ms = (
         [round(statistics.median(times[batch][side] for times in rounds) / 1e6, 4) for batch in range(len(pairs))]
+        if rounds
+        else []
         for side in range(2)
     )
-    return Race(lead >= CLEAR_LEAD, own_ms, other_ms, len(rounds), len(rounds) >= CLEAR_LEAD and not late)
+    decided = clear or not (late or disturbed)
+    return Race(clear and leads[-1] >= 0, own_ms, other_ms, len(rounds), decided)
+
+
+def _is_clear(leads: Sequence[float]) -> bool:
+    """Whether one side leads clearly after these rounds; a lead is positive in a round that the second side won."""
+    least, most = min(leads), max(leads)
+    if len(leads) >= FEWEST_ROUNDS and (least >= most - least or -most >= most - least):
+        return True
+    return abs(sum(1 if lead >= 0 else -1 for lead in leads)) >= CLEAR_LEAD
+
+
+def waiting_ns() -> int:
+    """How long the threads of this process have waited for a core; 0 where the kernel does not count that."""
+    waited = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # of a thread that has ended
+            waited += int(path.read_text().split()[1])
+    return waited
 
 
 def graph_times_ms(
@@ -293,7 +320,7 @@ class ChoiceCache:
         self.trouble = f"The stored choice {self._path} is damaged, so this start measured again."
 
     def write(self, choice: Mapping[str, Any], *, decided: bool = True) -> None:
-        """Keep this choice instead of an earlier one; for a day if the machine was too busy to decide."""
+        """Keep this choice instead of an earlier one; for `UNDECIDED_SECONDS` if the machine was too busy to decide."""
         until = {} if decided else {"until": time() + UNDECIDED_SECONDS}
         failure = keep_file(self._path, orjson.dumps({"key": self._key, "choice": choice, **until}))
         if failure is not None:

@@ -3,6 +3,7 @@
 A start whose engine is `auto` asks, and the answer is stored like every other choice, so that later starts only read
 it. The engines are loaded and measured in a process of their own, which ends before the server starts: the server is
 the same at a first start and at a later one, and an engine that fails, or takes too long, costs only its own chance.
+Their threads sleep there while they wait, whatever the server's do: then CPU times are the same on a busy machine.
 
 Imports no library of an engine.
 """
@@ -22,15 +23,24 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from servers.engines.agreement import disagreement, proof_at_load, proof_batch
-from servers.engines.choice import ChoiceCache, Race, choices_folder, choices_wanted, code_sha256, processor, race
+from servers.engines.choice import (
+    MOST_SECONDS,
+    ChoiceCache,
+    Race,
+    choices_folder,
+    choices_wanted,
+    code_sha256,
+    processor,
+    race,
+)
 from servers.engines.factory import build_engine, engines_here
 from servers.engines.interface import CHOICES, Engine, EngineError
-from servers.engines.processors import thread_count
+from servers.engines.processors import thread_count, wait_policy
 from servers.engines.settings import EngineSettings
 from servers.export.manifest import FILE_NAME, FUSED, FileForm, executed_form, package_versions
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource
-from servers.options.defaults import MODE
+from servers.options.defaults import MODE, SPINS
 
 if TYPE_CHECKING:
     from servers.measuring.request import MeasurementRequest
@@ -38,17 +48,15 @@ if TYPE_CHECKING:
 OWN = "torch"
 OTHERS = ("onnxruntime", "openvino")
 """Engines that are measured beside torch where they are installed."""
-MOST_SECONDS = 180.0
-"""The longest that a first start chooses its engine, exports included; what was found until then holds for a day."""
-RACE_SECONDS = 30.0
-"""The most CPU time of one comparison of two engines."""
+EXPORT_SECONDS = 180.0
+"""How much longer a fresh choice may take that exports files first."""
+RACE_SECONDS = 10.0
+"""The most CPU time of one comparison of two engines without a clear lead."""
 MARGIN, MOST_LOSS = 0.97, 1.05
 """Another engine is taken if it clearly needs at most this share of the CPU time (the geometric mean of one item and
 several), and neither takes more than the second share."""
 SEVERAL = 4
 """Items of the larger batch: most batches on a CPU are small."""
-PAUSE_SECONDS = 0.01
-"""Before each measured call: the threads of one engine spin for some milliseconds after its own."""
 
 Say = Callable[[str], None]
 
@@ -88,7 +96,9 @@ def fastest_engine(
             if chosen:
                 cache.reject()
             say(f"choosing an engine for this machine: {', '.join((OWN, *others))}; later starts read the choice")
-            chosen = _measured_elsewhere(specification, weights, settings, others, root, wanted)
+            whole = all(_has_file(name, specification, weights, settings, root) for name in others)
+            most = MOST_SECONDS + (0.0 if whole else EXPORT_SECONDS)
+            chosen = _measured_elsewhere(specification, weights, settings, others, root, wanted, most)
             cache.write(chosen, decided=bool(chosen["decided"]))
     say(_sentence(chosen))
     if cache.trouble:
@@ -151,6 +161,7 @@ def _measured_elsewhere(
     others: list[str],
     root: Path,
     choices: str,
+    most_seconds: float,
 ) -> dict[str, Any]:
     """What `chosen_engine` says in another process; if that fails or takes too long, what it had found until then."""
     request = {
@@ -161,20 +172,19 @@ def _measured_elsewhere(
         "precision": settings.precision,
         "device": "cpu",
         "threads": settings.threads,
-        "spinning": settings.spinning,
         "batches": sorted({1, min(SEVERAL, settings.max_batch_size)}),
         "artefacts": str(root),
     }
     text = msgspec.json.encode(request).decode()
     command = [sys.executable, "-P", "-m", "abserve", "-m", "servers.measuring.worker", "--fastest", text, *others]
-    said, reason = b"", f"not measured within {MOST_SECONDS:.0f} s"
+    said, reason = b"", f"not measured within {most_seconds:.0f} s"
     try:
         said = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            timeout=MOST_SECONDS,
-            env={**os.environ, CHOICES: choices},
+            timeout=most_seconds,
+            env={**os.environ, **wait_policy(spinning=False), CHOICES: choices},
         ).stdout
         reason = "the process that measures engines ended early; its errors are above"
     except subprocess.TimeoutExpired as exc:
@@ -213,7 +223,8 @@ def chosen_engine(request: MeasurementRequest, others: Sequence[str]) -> Iterato
     with ExitStack() as loaded:
 
         def load(name: str) -> Engine:
-            settings = msgspec.structs.replace(request, engine=name).settings()
+            spinning = False if name in SPINS else None
+            settings = msgspec.structs.replace(request, engine=name, spinning=spinning).settings()
             path, _ = artefact(specification, weights, settings, Path(request.artefacts))
             before = _resident_mib()
             engine = build_engine(specification, weights, settings, path)
@@ -256,7 +267,7 @@ def _listed(numbers: Iterable[float]) -> str:
 
 def _raced(leader: Engine, other: Engine, batches: list[Mapping[str, Any]]) -> Race:
     pairs = [(partial(leader.infer, inputs), partial(other.infer, inputs)) for inputs in batches]
-    return race(pairs, RACE_SECONDS, MARGIN, MOST_LOSS, PAUSE_SECONDS)
+    return race(pairs, RACE_SECONDS, MARGIN, MOST_LOSS)
 
 
 def _resident_mib() -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
+from time import monotonic
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from servers.engines.choice import Call, digest, race
+from servers.engines.choice import MOST_SECONDS, Call, digest, race
 from servers.engines.torch.norms import folded_norms
 
 TYPICAL_ITEMS = 4
@@ -39,7 +40,7 @@ MAX_ERROR = 1e-4
 """Largest ‖oneDNN's product - torch's‖ / ‖torch's‖ of a layer whose product is replaced."""
 
 SIZE_SECONDS, MODEL_SECONDS = 1.0, 20.0
-"""The most CPU time for measuring one size of linear layers, and for one comparison of the whole model, see `race`."""
+"""The most CPU time for one size of linear layers, and for one comparison of the whole model, without a clear lead."""
 LEAST_CONVOLUTIONS = 0.1
 """Convolutions with a smaller share of a model's multiplications, as in a vision transformer, stay as they are."""
 
@@ -69,18 +70,23 @@ class TunedProducts:
         """Whether the machine let every comparison come to its end."""
         self.description = "oneDNN's prepacked products are not faster"
         self._sizes, self._whole, self._changes = set[tuple[int, ...]](), "", list[Change]()
+        self._deadline = monotonic() + MOST_SECONDS
         if stored:
             self._take(stored)
+            if not self._whole:
+                return
         with torch.inference_mode():
             shapes = _input_shapes(module, single)
             weights = list(_linear_weights(shapes))
             if not stored:
                 self._sizes = self._faster_sizes(weights, items)
+            # With a stored choice, the answers of the whole module are compared next.
+            make = packed_for if stored else agreeing_product
             packed = {
                 id(weight): product
                 for rows, weight, bias in weights
                 if (rows, *weight.shape, bias is None) in self._sizes
-                and (product := agreeing_product(rows, weight, bias, items)) is not None
+                and (product := make(rows, weight, bias, items)) is not None
             }
             linear, convolutions = linear_changes(module, shapes, packed), convolution_changes(shapes)
             candidates = []
@@ -141,9 +147,13 @@ class TunedProducts:
         return faster
 
     def _faster(self, what: str, pairs: Sequence[tuple[Call, Call]], seconds: float) -> bool:
-        """Whether packed products, the second of each pair, are clearly faster; notes the times."""
-        won, own_ms, packed_ms, rounds, decided = race(pairs, seconds, MARGIN, MOST_LOSS)
-        self.decided &= decided
+        """Whether packed products, the second of each pair, are clearly faster; notes the times.
+
+        False, too, once the machine did not let a comparison come to its end: then the module keeps its own products.
+        """
+        if not self.decided:
+            return False
+        won, own_ms, packed_ms, rounds, self.decided = race(pairs, seconds, MARGIN, MOST_LOSS, self._deadline)
         times = {"own_cpu_ms": own_ms, "packed_cpu_ms": packed_ms, "rounds": rounds}
         self.details.append({"product": what, **times, "chosen": won})
         return won
@@ -171,6 +181,11 @@ def packed_linear(weight: Tensor, bias: Tensor | None, rows: int) -> Product:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     multiply = torch.ops.mkldnn._linear_pointwise.default
     return lambda inputs: multiply(inputs, packed, bias, "none", [], "")
+
+
+def packed_for(rows: int, weight: Tensor, bias: Tensor | None, items: int) -> Product | None:
+    """oneDNN's product with this weight, for several items of so many rows."""
+    return packed_linear(weight, bias, rows * items)
 
 
 def agreeing_product(rows: int, weight: Tensor, bias: Tensor | None, items: int) -> Product | None:

@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, cycle
+from itertools import chain, count, cycle
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import orjson
@@ -88,7 +89,9 @@ def is_packed(call: Any) -> bool:
 
 
 def planted_times(monkeypatch: pytest.MonkeyPatch, time_ms: Callable[[Any], float]) -> None:
-    """What is measured is also executed."""
+    """What is measured is also executed, on a machine that disturbs nothing, however slow it is."""
+    monkeypatch.setattr(choice, "waiting_ns", lambda: 0)
+    monkeypatch.setattr(products, "MOST_SECONDS", inf)
     monkeypatch.setattr(choice, "cpu_ns", lambda call: (call(), round(time_ms(call) * 1e6))[1])
 
 
@@ -220,6 +223,7 @@ def test_a_race_is_won_by_a_clear_lead(
 ) -> None:
     """Each call takes its time and what other programs add, which is often as much again."""
     decided = []
+    monkeypatch.setattr(choice, "waiting_ns", lambda: 0)
     for seed in range(40):
         random = np.random.default_rng(seed)
         monkeypatch.setattr(
@@ -232,21 +236,47 @@ def test_a_race_is_won_by_a_clear_lead(
 
 
 def test_a_race_alternates_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    order, times = list[int](), iter([1, 1, *[1, 2, 1, 2] * 20])
+    order, times = list[int](), chain([1, 1], cycle([1, 2]))
+    monkeypatch.setattr(choice, "waiting_ns", lambda: 0)
     monkeypatch.setattr(choice, "cpu_ns", lambda call: (call(), next(times))[1])
     pairs: list[Any] = [(lambda: order.append(0), lambda: order.append(1))]
     race = choice.race(pairs, 0, 0.97, 1.05)  # the sides win in turn
     assert order[:8] == [0, 1, 0, 1, 1, 0, 0, 1]
-    assert (race.won, race.rounds) == (False, choice.CLEAR_LEAD)
-    assert choice.race(pairs, 60, 0.97, 1.05).rounds > choice.CLEAR_LEAD
-    seconds, in_turn = iter(range(0, 999, 11)), chain([1, 1], cycle([1, 2]))
-    with monkeypatch.context() as patched:  # the minute is over after six rounds, of which each side won half
+    assert (race.won, race.rounds, race.decided) == (False, choice.CLEAR_LEAD, True)
+    assert choice.race(pairs, 60, 0.97, 1.05).rounds == choice.MOST_ROUNDS
+    seconds = iter(range(0, 999, 3))
+    with monkeypatch.context() as patched:
         patched.setattr(choice, "monotonic", lambda: next(seconds))
-        patched.setattr(choice, "cpu_ns", lambda _call: next(in_turn))
-        assert choice.race(pairs, 60, 0.97, 1.05)[3:] == (choice.CLEAR_LEAD, False)
-    monkeypatch.setattr(choice, "MOST_SECONDS", 0)
-    race = choice.race(pairs, 60, 0.97, 1.05)
-    assert (race.won, race.rounds, race.decided) == (False, 1, False)
+        race = choice.race(pairs, 60, 0.97, 1.05, 20)
+    assert (race.won, race.rounds, race.decided) == (False, 7, False)
+    race = choice.race(pairs, 60, 0.97, 1.05, 0)
+    assert (race.won, race.rounds, race.decided) == (False, 0, False)
+
+
+@pytest.mark.parametrize(("other_ns", "won"), [(500, True), (2000, False)])
+def test_forms_that_are_far_apart_need_three_rounds(other_ns: int, won: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "waiting_ns", lambda: 0)
+    monkeypatch.setattr(choice, "cpu_ns", lambda call: call())
+    race = choice.race([(lambda: 1000, lambda: other_ns)], 60, 0.97, 1.05)
+    assert (race.won, race.rounds, race.decided) == (won, choice.FEWEST_ROUNDS, True)
+
+
+@pytest.mark.parametrize("policy", ["", "PASSIVE"])
+def test_rounds_that_other_programs_disturb_count_only_where_threads_do_not_spin(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A core that a thread waits for makes the threads that spin look slow, whichever form they execute."""
+    waited = count(0, 1000)
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    monkeypatch.setattr(choice, "waiting_ns", lambda: next(waited))
+    monkeypatch.setattr(choice, "cpu_ns", lambda call: call())
+    race = choice.race([(lambda: 1000, lambda: 500)], 60, 0.97, 1.05)
+    assert (race.won, race.decided) == ((True, True) if policy else (False, False))
+    assert len(race.own_ms) == (1 if policy else 0)
+
+
+def test_the_kernel_says_how_long_threads_wait() -> None:
+    assert choice.waiting_ns() >= 0
 
 
 def noisy(seed: int) -> Callable[[Any], float]:
@@ -271,7 +301,7 @@ def test_two_starts_choose_the_same_whatever_else_the_machine_does(monkeypatch: 
 def test_a_stored_choice_with_wrong_answers_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     planted_times(monkeypatch, lambda call: 1 if is_packed(call) else 2)
     right = loaded().describe().details
-    monkeypatch.setattr(products, "agreeing_product", lambda _size, weight, bias, _items: wrong(1.1)(weight, bias, 8))
+    monkeypatch.setattr(products, "packed_linear", wrong(1.1))
     engine = loaded()
     assert "untuned: with" in str(engine.describe().details["kernels"])
     assert engine.describe().details["choices"] != right["choices"]
@@ -295,13 +325,17 @@ def test_a_damaged_choice_is_made_again_in_one_sentence(
     assert "choice_trouble" not in loaded().describe().details
 
 
-def test_what_a_busy_machine_could_not_decide_is_measured_again_after_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_busy_machine_could_not_decide_is_soon_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     planted_times(monkeypatch, lambda call: 1 if is_packed(call) else 2)
+    waited = count(0, 10**10)
     with monkeypatch.context() as patched:
-        patched.setattr(choice, "MOST_SECONDS", 0)
-        undecided = loaded().describe().details["choices"]
+        patched.setattr(choice, "waiting_ns", lambda: next(waited))
+        engine = loaded()
+    undecided = engine.describe().details["choices"]
+    assert len(cast("list[Any]", engine.describe().details["products"])) == 1, "the first one ends the choosing"
+    np.testing.assert_array_equal(scores(engine, 2), scores(loaded("eager"), 2))
     assert loaded().describe().details["choices"] == undecided
-    monkeypatch.setattr(choice, "time", lambda: time.time() + 86_401)
+    monkeypatch.setattr(choice, "time", lambda: time.time() + choice.UNDECIDED_SECONDS + 1)
     decided = loaded().describe().details
     assert decided["choices"] != undecided
     assert "choice_trouble" not in decided
