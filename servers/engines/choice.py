@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from servers.engines.interface import CHOICES, PLANS_FOLDER
-from servers.engines.processors import openmp_spinning
 from servers.models.files import keep_file, user_cache
 from servers.models.specification import ModelSpecification
 
@@ -40,10 +39,9 @@ FEWEST_ROUNDS = 3
 MOST_ROUNDS = 31
 MOST_SECONDS = 20.0
 """The longest that a start chooses, however busy the machine is."""
-MOST_WAIT = 0.2
-"""A round does not count if threads waited for a core for a larger share of its CPU time and spin meanwhile: libgomp's
-threads burn the core while another of them waits, which multiplied one form's CPU time by six and the other's by three.
-"""
+MOST_WAIT = 0.1
+"""A round does not count if threads waited for a core for a larger share of its CPU time: on a busy machine threads
+that spin multiplied one form's CPU time by six, and caches that others use cost another form a tenth."""
 UNDECIDED_SECONDS = 600
 """How long a choice holds that a busy machine did not let come to its end."""
 TURNS, REPLAYS = 9, 3
@@ -77,24 +75,24 @@ def race(
     the time (the geometric mean of the pairs) and none needs more than `most_loss`. The lead is clear after
     `CLEAR_LEAD` rounds, or after `FEWEST_ROUNDS` if it is large. Without one the first function stays, after
     `MOST_ROUNDS` or, once it had `CLEAR_LEAD` rounds, `seconds` of CPU time. Nothing is decided if other programs
-    disturbed the rounds, or at the `deadline`, in `monotonic` seconds. The first call of each, which prepares what
+    disturb most rounds, or at the `deadline`, in `monotonic` seconds. The first call of each, which prepares what
     later ones use, does not count.
     """
-    ends_ns, spins = process_time_ns() + round(seconds * 1e9), openmp_spinning(2) == "on"
+    ends_ns = process_time_ns() + round(seconds * 1e9)
     for call in (call for pair in pairs for call in pair):
         cpu_ns(call)
     rounds, leads = list[list[tuple[int, int]]](), list[float]()
-    clear = late = disturbed = False
+    clear, late, disturbed = False, False, 0
     for number in range(MOST_ROUNDS):
-        late = monotonic() > deadline
+        late = monotonic() > deadline or disturbed >= max(CLEAR_LEAD, len(rounds))
         if late or (len(rounds) >= CLEAR_LEAD and process_time_ns() > ends_ns):
             break
         waited_ns, first, times = waiting_ns(), number % 2, list[tuple[int, int]]()
         for pair in pairs:
             earlier, later = cpu_ns(pair[first]), cpu_ns(pair[1 - first])
             times.append((later, earlier) if first else (earlier, later))
-        if spins and waiting_ns() - waited_ns > MOST_WAIT * sum(map(sum, times)):
-            disturbed = True
+        if waiting_ns() - waited_ns > MOST_WAIT * sum(map(sum, times)):
+            disturbed += 1
             continue
         ratios = [log(max(other, 1) / max(own, 1)) for own, other in times]
         leads.append(min(log(margin) - statistics.fmean(ratios), log(most_loss) - max(ratios)))
@@ -107,8 +105,7 @@ def race(
         else []
         for side in range(2)
     )
-    decided = clear or not (late or disturbed)
-    return Race(clear and leads[-1] >= 0, own_ms, other_ms, len(rounds), decided)
+    return Race(clear and leads[-1] >= 0, own_ms, other_ms, len(rounds), clear or not late)
 
 
 def _is_clear(leads: Sequence[float]) -> bool:

@@ -261,18 +261,17 @@ def test_forms_that_are_far_apart_need_three_rounds(other_ns: int, won: bool, mo
     assert (race.won, race.rounds, race.decided) == (won, choice.FEWEST_ROUNDS, True)
 
 
-@pytest.mark.parametrize("policy", ["", "PASSIVE"])
-def test_rounds_that_other_programs_disturb_count_only_where_threads_do_not_spin(
-    policy: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("waits_ns", "outcome"), [(1000, (False, 0, False)), (100, (True, 3, True))])
+def test_rounds_that_other_programs_disturb_do_not_count(
+    waits_ns: int, outcome: tuple[bool, int, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A core that a thread waits for makes the threads that spin look slow, whichever form they execute."""
-    waited = count(0, 1000)
-    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    """A core that some threads wait for makes the others, which spin, look slow, whichever form they execute."""
+    waited, calls = count(0, waits_ns), count()
     monkeypatch.setattr(choice, "waiting_ns", lambda: next(waited))
-    monkeypatch.setattr(choice, "cpu_ns", lambda call: call())
+    monkeypatch.setattr(choice, "cpu_ns", lambda call: (next(calls), call())[1])
     race = choice.race([(lambda: 1000, lambda: 500)], 60, 0.97, 1.05)
-    assert (race.won, race.decided) == ((True, True) if policy else (False, False))
-    assert len(race.own_ms) == (1 if policy else 0)
+    assert (race.won, race.rounds, race.decided) == outcome
+    assert next(calls) == 2 + 2 * (outcome[1] or choice.CLEAR_LEAD), "a busy machine ends the race soon"
 
 
 def test_the_kernel_says_how_long_threads_wait() -> None:
