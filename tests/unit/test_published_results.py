@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -51,6 +52,22 @@ def test_both_arms_of_a_ranked_run_are_verified_and_the_control_is_not() -> None
     assert result["valid"]
     assert {findings[label, False, None] for label in "ab"} == {"GPU_VERIFIED"}
     assert {finding for (_, control, _), finding in findings.items() if control} == {"CPU_FALLBACK"}
+
+
+def test_the_default_number_of_instances_loses_least_over_all_loads_as_the_page_says() -> None:
+    folder = ROOT / "docs/results/2026-11-29-h200"
+    means: dict[tuple[str, str], list[str]] = {}
+    for path in sorted(folder.glob("choices-*.json")):
+        for server in json.loads(path.read_bytes())["servers"]:
+            for entry in server["configurations"]:
+                own = [tried["gain"]["value"] for tried in server["tried"] if tried["configuration"] == entry["name"]]
+                if server["target"] == "triton" and entry["settings"]:
+                    mean = f"{statistics.geometric_mean(own):.2f}"
+                    means.setdefault((server["server"], entry["settings"]["instances"]), []).append(mean)
+    page = " ".join((ROOT / "docs/triton.md").read_text().split())
+    shown = {key: " and ".join(sorted(values)) for key, values in means.items()}
+    assert f"with one instance {shown['d', '1']} of that, with four {shown['d', '4']}," in page
+    assert f"with two {shown['c', '2']}, with four {shown['c', '4']}, of what it serves with one" in page
 
 
 def test_a_server_beside_itself_has_no_winner_and_chooses_as_the_page_says() -> None:
