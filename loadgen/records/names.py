@@ -34,10 +34,11 @@ def names_of(requests: Sequence[ArmRequest], arms: Sequence[ArmRecord]) -> dict[
             continue
         asked = {setting_key(option) for request in alike for option in request.settings}
         told = {request.label: _settings_told(request, records.get(request.label), asked) for request in alike}
+        others = list(told.values())
+        one = next((key for key in others[0] if len({of.get(key, "") for of in others} - {""}) == len(others)), None)
         for request in alike:
-            others = [told[other.label] for other in alike]
             differ = [key for key in told[request.label] if len({of.get(key) for of in others}) > 1]
-            words = join([told[request.label][key] for key in differ][:2])
+            words = join([told[request.label][key] for key in ([one] if one else differ)][:2])
             base = TARGETS[request.target].title if request.embedded else name
             names[request.label] = f"{base} with {words}" if words else base
     short = {label: name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…" for label, name in names.items()}

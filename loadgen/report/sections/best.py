@@ -167,7 +167,7 @@ def tried(result: Result) -> doc.Section | None:
         doc.Text(
             "In the short runs that chose. Loses: against the configuration chosen for the load; on average: the "
             "geometric mean over the loads. A load gets other settings than were asked for if they are better there by "
-            "more than one standard error; all loads together, if that is shown at 99 %. Intervals include what another "
+            "more than one standard error, and all loads if that is shown at 99 %. Intervals include what another "
             "start of a server changes. These runs are part of no verdict.", "note",
         ),
         on=doc.READ,

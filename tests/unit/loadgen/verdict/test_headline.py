@@ -115,6 +115,13 @@ def test_the_settings_of_a_server_tell_an_arm_from_its_defaults(results: dict[st
     assert names == {"a": "native with max batch size 32", "b": "native with max batch size 8"}
 
 
+def test_arms_of_one_server_are_told_apart_by_one_setting_where_one_suffices() -> None:
+    onnx = {"tritonserver": "/opt/tritonserver", "backend": "onnxruntime", "batching": "dynamic", "instances": "1"}
+    torch = {"tritonserver": "/opt/tritonserver", "backend": "python", "engine": "torch", "instances": "2"}
+    asked = [ArmRequest(label=label, target="triton", settings=of) for label, of in (("b", onnx), ("c", torch))]
+    assert called(*asked) == ["Triton with backend onnxruntime", "Triton with backend python"]
+
+
 def test_of_several_arms_it_gives_the_order_and_the_best_beside_the_next(results: dict[str, Result]) -> None:
     text = results["four-arms"].headline
     assert text.startswith(
