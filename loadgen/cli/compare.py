@@ -85,8 +85,8 @@ EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 0, 1, 2
 _OUTPUT = partial(typer.Option, rich_help_panel=OUTPUT)
 OUT: dict[str, Any] = {"metavar": "DIR", "help": "Folder for the results (default: results/TIME-MODEL)."}
 GENERATED = (
-    "the inputs are random values made from A's metadata, where variable sizes are 16 and integers are 0 or 1; send "
-    "your own with --inputs FILE"
+    "the inputs are random values made from the first server's metadata, where variable sizes are 16 and integers are "
+    "0 or 1; send your own with --inputs FILE"
 )
 _SEVERITY = (EXIT_VALID, EXIT_THRESHOLD, EXIT_INVALID, EXIT_USAGE, EXIT_INTERRUPTED)
 

@@ -180,7 +180,7 @@ def _prepare(context: RunContext) -> None:
         progress.rule_decided(rule)
     if experiment.kind is Kind.TOKENS:
         progress.rule_decided(protocol_in_words(experiment))
-    elif experiment.deployment == "embedded":
+    elif experiment.deployment == "embedded" and any(arm.embedded for arm in experiment.arms):
         context.enter("exporting the model")
         exported = set() if context.prepared is None else context.prepared.exported
         export_artefacts(experiment, store, progress.now, context.abserve, exported)

@@ -83,6 +83,30 @@ def test_a_server_beside_itself_has_no_winner_and_chooses_as_the_page_says() -> 
         assert row in page
 
 
+def test_no_server_wins_beside_a_busy_core_and_the_page_has_the_runs() -> None:
+    runs = json.loads((ROOT / "docs/results/2026-11-29-busy-core-cpu/comparisons.json").read_text())
+    page = (ROOT / "docs/results/measured/statistics.md").read_text()
+    identical, planted = ([run for run in runs if run["servers"] == kind] for kind in ("identical", "planted"))
+    assert all(run["rough"] and not run["valid"] and run["winners"] == [] for run in runs)
+    for two in zip(identical, planted, strict=True):
+        cells = (f"{run['ratio']:.2f} ({run['ci95'][0]:.2f}–{run['ci95'][1]:.1f}) | {run['pairs']}" for run in two)
+        assert f"| {two[0]['run']} | {' | '.join(cells)} |" in page
+    lost = [share for run in runs for share in run["lost"]]
+    named = [sum(not holds(run["ci95_without_disturbance"], 1.0) for run in group) for group in (planted, identical)]
+    held = sum(holds(run["first_range"], run["ratio"]) for run in runs)
+    words = (
+        f"others took {100 * min(lost):.0f} to {100 * max(lost):.0f} % of the cores' time",
+        f"exclude 1 in {named[0]} of the {len(planted)} planted runs",
+        f"held the run's own ratio in {held} of {len(runs)} of these runs",
+    )
+    assert named[1] == 0, "in none of the identical ones"
+    assert [text for text in words if text not in " ".join(page.split())] == []
+
+
+def holds(interval: list[float], value: float) -> bool:
+    return interval[0] <= value <= interval[1]
+
+
 def test_the_repository_stays_small_with_one_report_as_an_example() -> None:
     """A larger tree cannot be carried to a rented machine, and is slow to clone."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
