@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from difflib import get_close_matches
 from time import monotonic, perf_counter_ns, sleep
@@ -150,6 +151,15 @@ class Deployment:
 
     def stop(self) -> None:
         """End a launched server. Bounded and idempotent."""
+
+
+def stop_all(deployments: Iterable[Deployment]) -> None:
+    """Stop them at the same time, since each may take seconds to end; all of them, whatever one raises."""
+    deployments = list(deployments)
+    with ThreadPoolExecutor(max(1, len(deployments))) as pool:
+        stopping = [pool.submit(deployment.stop) for deployment in deployments]
+    for stopped in stopping:
+        stopped.result()
 
 
 class RemoteDeployment(Deployment):

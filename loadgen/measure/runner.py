@@ -28,7 +28,7 @@ from loadgen.experiment.prompts import PromptPlan
 from loadgen.experiment.schedule import load_workloads, schedule
 from loadgen.findings.registry import Probe, probes
 from loadgen.launch.compose import ComposeDeployment, require_one_way
-from loadgen.launch.deployment import RUNNING_READY_SECONDS, DeploymentError
+from loadgen.launch.deployment import RUNNING_READY_SECONDS, Deployment, DeploymentError, stop_all
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.launch.work_folder import work_folder
 from loadgen.measure.answers import AnswersUnderLoad, ParityTarget, check_parity
@@ -249,8 +249,7 @@ def starts_servers(experiment: Experiment) -> bool:
 
 def _stop_servers(context: RunContext) -> None:
     context.enter("stopping the servers" if starts_servers(context.experiment) else "done")
-    for arm in context.arms.values():
-        arm.deployment.stop()
+    stop_all(arm.deployment for arm in context.arms.values())
 
 
 def _load(context: RunContext, measured: Sequence[Probe]) -> None:
@@ -363,6 +362,8 @@ def make_arms(context: RunContext) -> None:
     Raises `AddressError`, and `DeploymentError` for a stack that is not up."""
     experiment = context.experiment
     names = names_of(experiment.arms, ())
+    started: list[Deployment] = []
+    context.resources.callback(stop_all, started)
     for request in experiment.arms:
         deployment = make_deployment(request, experiment, context.store, context.work, context.abserve)
         model, payload = experiment.model_of(request) or experiment.model, experiment.payload_of(request)
@@ -375,7 +376,10 @@ def make_arms(context: RunContext) -> None:
             request_timeout_s=experiment.request_timeout_s,
             called=names[request.label],
         )
-        context.resources.callback(deployment.restore if isinstance(deployment, ComposeDeployment) else deployment.stop)
+        if isinstance(deployment, ComposeDeployment):
+            context.resources.callback(deployment.restore)
+        else:
+            started.append(deployment)
 
 
 def start_servers(context: RunContext) -> None:

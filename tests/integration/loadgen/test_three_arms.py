@@ -131,7 +131,7 @@ def test_an_arm_that_does_not_start_is_named_and_the_others_are_stopped(tmp_path
     state = run(make_experiment(others=[native("c", crash="true")]), tmp_path / "run")
     assert state.state == "failed"
     assert state.error is not None
-    assert "arm c (native): the server ended with exit status 3" in state.error
+    assert "native with crash: the server ended with exit status 3" in state.error
 
 
 @pytest.mark.slow
