@@ -105,7 +105,7 @@ class TorchEngine(RunnerEngine):
         """Build what this mode executes from the FP32 module on the CPU, and compare it with that module."""
         specification, mode, largest = self._specification, self._mode, self._settings.max_batch_size
         # What executes in its own form is compared with nothing but its description: one item does.
-        own = device.type == "cpu" and (mode == "eager" or (mode == "tuned" and not makes_choices()))
+        own = mode in OWN_MODES and device.type == "cpu"
         proof = proof_at_load(specification, 1 if own and specification.padded_axis is None else largest)
         with self.checking():  # the module's outputs too, before it is converted
             reference = executed_module(specification, module)
@@ -125,16 +125,15 @@ class TorchEngine(RunnerEngine):
                 self._start(None, bucket_sizes(largest, self._settings.buckets), device, call=form.call)
         self._form = form
         if mode == "tuned" and makes_choices():
-            self._form = form = self._tuned(form, proof, expected)
+            self._form = form = self._tuned(form)
         if device.type == "cpu":
             memory = (*form.parameters, *module.buffers())
             self._shared_memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in memory)
-        own = mode in OWN_MODES and device.type == "cpu"
         if self._checked is None and (not own or proof.lengths):  # else it is the module that gave these answers
             with self.checking():
                 self._check(proof, expected)
 
-    def _tuned(self, form: ModelForm, proof: Proof, expected: Mapping[str, Array]) -> ModelForm:
+    def _tuned(self, form: ModelForm) -> ModelForm:
         """The form with the products that are fastest here, or without them if the answers differ then."""
         specification, several = self._specification, min(TYPICAL_ITEMS, self._settings.max_batch_size)
         batches = [proof_batch(specification, rows, 0).inputs for rows in (1, several)]
@@ -153,6 +152,9 @@ class TorchEngine(RunnerEngine):
         if not products.changed:
             return tuned
         with self.checking():
+            proof = proof_at_load(specification, self._settings.max_batch_size)
+            with products.undone():
+                expected = proof.expected(partial(expected_answers, specification, form.module))
             compared = self._compared(proof, expected)
         if compared.fault is None:
             self._checked = compared

@@ -12,7 +12,8 @@ themselves; where their products are packed, they execute without those paths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from time import monotonic
@@ -119,6 +120,15 @@ class TunedProducts:
     def digest(self) -> str:
         """By which two modules are compared."""
         return digest([self.description, sorted(map(list, self._sizes)) if self._changes else []])
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Give the module its own products for a while."""
+        changes = _exchange(self._changes)
+        try:
+            yield
+        finally:
+            self._changes = _exchange(changes)
 
     def restore(self) -> None:
         """Give the module its own products back."""

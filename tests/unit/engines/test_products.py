@@ -297,6 +297,25 @@ def test_two_starts_choose_the_same_whatever_else_the_machine_does(monkeypatch: 
     np.testing.assert_array_equal(scores(starts[0], 3), scores(starts[-1], 3))
 
 
+@pytest.mark.parametrize("faster", [False, True])
+def test_a_second_start_proves_answers_only_where_products_changed(
+    faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted_times(monkeypatch, lambda call: 1 if is_packed(call) is faster else 2)
+    loaded()
+    items, forward = list[int](), Tokens.forward
+
+    def seen(module: Tokens, images: torch.Tensor) -> torch.Tensor:
+        items.append(len(images))
+        return forward(module, images)
+
+    monkeypatch.setattr(Tokens, "forward", seen)
+    details = loaded().describe().details
+    assert [count for count in items if count > 1] == ([3, 3] if faster else [])
+    assert ("relative_error_to_fp32" in details) is faster
+    assert len(items) <= 4
+
+
 def test_a_stored_choice_with_wrong_answers_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     planted_times(monkeypatch, lambda call: 1 if is_packed(call) else 2)
     right = loaded().describe().details
