@@ -58,6 +58,8 @@ several), and neither takes more than the second share."""
 SEVERAL = 4
 """Items of the larger batch: most batches on a CPU are small."""
 
+DISTURBED = "other programs used the cores while it was measured"
+
 Say = Callable[[str], None]
 
 
@@ -249,12 +251,15 @@ def chosen_engine(request: MeasurementRequest, others: Sequence[str]) -> Iterato
                 left_out[name] = f"its answers are not torch's: {fault}"
                 continue
             result = _raced(leader, engine, batches)
+            if not result.decided:  # so would the next ones be
+                left_out.update({other: DISTURBED for other in others if not left_out.get(other, DISTURBED)})
+                decided = False
+                break
             races.append(
                 f"{name} takes {_listed(result.other_ms)} ms of CPU time for {_listed(request.batches)} items and "
                 f"{memory_mib[name]} MiB, {leading} {_listed(result.own_ms)} ms and {memory_mib[leading]} MiB"
             )
             del left_out[name]
-            decided &= result.decided
             if result.won:
                 leader, leading = engine, name
             yield {"engine": leading, "decided": False, "races": races, "left_out": left_out}

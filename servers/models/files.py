@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,18 @@ def user_cache() -> Path:
 
 def keep_file(path: Path, content: bytes) -> OSError | None:
     """Write a file of a cache, whole or not at all: readers at the same time see the old one or the new one. One that
-    cannot be written is not kept, for the reason that is returned."""
+    cannot be written, as on a full disk, leaves nothing behind, and the reason is returned."""
+    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.stem}-", delete=False) as file:
+            temporary = Path(file.name)
             file.write(content)
-        Path(file.name).replace(path)
+        temporary.replace(path)
     except OSError as exc:
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink()
         return exc
     return None
 

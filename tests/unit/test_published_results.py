@@ -83,6 +83,19 @@ def test_a_server_beside_itself_has_no_winner_and_chooses_as_the_page_says() -> 
         assert row in page
 
 
+def test_the_table_of_second_starts_is_that_of_the_stored_ones() -> None:
+    found = json.loads((ROOT / "docs/results/2026-11-29-starts-cpu/starts.json").read_text())
+    page = (ROOT / "docs/engines.md").read_text()
+    for server in {start["server"] for start in found}:
+        cpu, wall, memory = (
+            [start[name] for start in found if start["server"] == server] for name in ("cpu_s", "wall_s", "memory_mib")
+        )
+        assert len(cpu) == 5
+        seconds = (f"{statistics.median(of):.1f}, {min(of):.1f} to {max(of):.1f}" for of in (cpu, wall))
+        command = f"`{server.replace('-', ' --engine ').replace('triton', 'triton --engine onnxruntime')}`"
+        assert f"| {command} | {' | '.join(seconds)} | {statistics.median(memory):,.0f} |" in page
+
+
 def test_no_server_wins_beside_a_busy_core_and_the_page_has_the_runs() -> None:
     runs = json.loads((ROOT / "docs/results/2026-11-29-busy-core-cpu/comparisons.json").read_text())
     page = (ROOT / "docs/results/measured/statistics.md").read_text()

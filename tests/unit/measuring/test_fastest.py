@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from math import inf
 from pathlib import Path
 from time import time
@@ -127,6 +130,15 @@ def test_an_engine_that_fails_or_answers_otherwise_is_left_out(factor: float, mo
     assert list(answer["left_out"]) == ["onnxruntime"]
 
 
+def test_on_a_busy_machine_torch_stays_and_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    toys(monkeypatch, ALIKE, lambda name, _rows: 100.0 if name == "torch" else 50.0)
+    waited = count(0, 10**10)
+    monkeypatch.setattr(choice, "waiting_ns", lambda: next(waited))
+    (answer,) = chosen_engine(REQUEST, fastest.OTHERS)
+    left_out = dict.fromkeys(fastest.OTHERS, fastest.DISTURBED)
+    assert answer == {"engine": "torch", "decided": False, "races": [], "left_out": left_out}
+
+
 def starts(
     monkeypatch: pytest.MonkeyPatch, answer: Callable[[], object], **options: str
 ) -> tuple[Callable[[], str], list[str]]:
@@ -186,6 +198,24 @@ def test_a_start_that_cannot_store_chooses_and_says_so(monkeypatch: pytest.Monke
     start, said = starts(monkeypatch, lambda: MEASURED)
     assert start() == "onnxruntime"
     assert PLANS_FOLDER in said[-1]
+
+
+def test_two_starts_at_once_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one waits until the first has measured, and reads that."""
+    waits = threading.Event()
+    monkeypatch.setattr(choice, "sleep", lambda _seconds: waits.set())
+
+    def measured() -> object:
+        seconds.append(threads.submit(start))
+        assert waits.wait(60)
+        return MEASURED
+
+    seconds = list[Future[str]]()
+    start, said = starts(monkeypatch, measured)
+    with ThreadPoolExecutor(1) as threads:
+        assert start() == "onnxruntime"
+        assert seconds[0].result() == "onnxruntime"
+    assert said.count("measured") == 1
 
 
 def late(said: bytes = b"") -> object:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
-from servers.models.files import atomic_folder, remove_abandoned
+from servers.models.files import atomic_folder, keep_file, remove_abandoned
 
 WRITER = """
 import sys
@@ -42,3 +44,18 @@ def test_what_a_killed_writer_left_goes_and_nothing_else(tmp_path: Path) -> None
     assert left.name.startswith(".file-x.pt-fused.")
     assert (final / "model.onnx").read_bytes() == b"kept"
     assert (tmp_path / ".file-x.pt.lock").exists()
+
+
+def test_a_file_that_does_not_fit_keeps_the_old_one_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "choice.json"
+    assert keep_file(path, b"old") is None
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, hard))  # the kernel refuses a larger file, as it does on a full disk
+    try:
+        failure = keep_file(path, b"too long")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert failure is not None
+    assert failure.errno == errno.EFBIG
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
