@@ -40,6 +40,8 @@ WIDTH, HEIGHT = 100, 30
 FILM_SECONDS, LAST_SECONDS, FRAMES = 20.0, 7.0, 60
 """Of a film, its last frame, and its most frames."""
 CHAR_WIDTH, LINE_HEIGHT = 8.4, 17.0
+VERDICT = "╭"
+"""The corner of the box with the verdict, with which a film ends."""
 CODE_FORMAT = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
 .{unique_id}-matrix {{ font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
@@ -129,10 +131,27 @@ class Screen:
             elif part != "\r" and not (part.startswith("\x1b[") and not part.endswith("m")):
                 self.lines[self.row] += part
 
-    def shown(self) -> tuple[str, ...]:
-        """What fits on the screen, without the empty lines at its end."""
-        lines = self.lines[: self.row + 1]
-        return tuple(lines[-HEIGHT:])
+    def shown(self, since: str = "") -> tuple[str, ...]:
+        """The last lines that fit on the screen, or as many from the last one on that holds `since`."""
+        lines = [row for line in self.lines[: self.row + 1] for row in wrapped(line)]
+        if not since:
+            return tuple(lines[-HEIGHT:])
+        first = max(number for number, row in enumerate(lines) if since in row)
+        return tuple(lines[first : first + HEIGHT])
+
+
+def wrapped(line: str) -> list[str]:
+    """A line with its colours, in pieces that are no wider than the terminal."""
+    text = Text.from_ansi(line)
+    if len(text) <= WIDTH:
+        return [line]
+    console = Console(width=WIDTH, force_terminal=True, color_system="truecolor", soft_wrap=True)
+    pieces = []
+    for piece in text.divide(range(WIDTH, len(text), WIDTH)):
+        with console.capture() as captured:
+            console.print(piece, end="")
+        pieces.append(captured.get())
+    return pieces
 
 
 def film(cast: Path) -> str:
@@ -145,7 +164,7 @@ def film(cast: Path) -> str:
         while len(shown) < bisect_right(begins, at):
             shown.append(screen.shown())
         screen.write(text)
-    shown = [*shown[1:], screen.shown()]
+    shown = [*shown[1:], screen.shown(since=VERDICT)]
     kept = [number for number, frame in enumerate(shown) if number == 0 or frame != shown[number - 1]]
     rows = {
         row: f"r{number}" for number, row in enumerate(dict.fromkeys(row for frame in shown for row in frame if row))
