@@ -213,7 +213,7 @@ def time_spent(result: Result, workload: str) -> list[doc.Item]:
     sides = {arm.label: arm for breakdown in breakdowns for arm in breakdown.sides if arm is not None}
     means = {s.label: s.latency_ms("mean") for s in result.summaries if s.workload == workload}
     return [
-        doc.Item(_spent(sides.get(label), mean_ms), charts.arm_style(result, label), shown(label))
+        doc.Item(_spent(sides.get(label), mean_ms), charts.arm_style(result, label), result.names[label])
         for label in result.experiment.labels
         if (mean_ms := means.get(label)) is not None
     ]

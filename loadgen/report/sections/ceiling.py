@@ -41,7 +41,7 @@ def ceilings(result: Result) -> doc.Section | None:
             sentences.append(max(closed or shares, key=lambda entry: entry.served_images_per_s).sentence)
     for gap in finding.missing:
         where = "" if gap.workload is None else f" in {gap.workload}"
-        sentences.append(f"{shown(gap.label)}{where} has no ceiling: {gap.reason}.")
+        sentences.append(f"{result.names[gap.label]}{where} has no ceiling: {gap.reason}.")
     columns = (
         *doc.names("scenario", "arm"),
         *doc.numbers("batch", f"engine alone, {unit}", f"served, {unit}", "share"),

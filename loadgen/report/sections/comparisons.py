@@ -246,7 +246,7 @@ def ranking(result: Result) -> doc.Section | None:
             "note",
         ),
         doc.Fold(
-            f"The arms other than {shown(base)} with each other",
+            f"The arms other than {result.names[base]} with each other",
             (
                 doc.Table(
                     (*doc.names("scenario", "metric"), *between),

@@ -121,7 +121,7 @@ def _per_arm(result: Result, describe: Callable[[ArmRecord], str], missing: str 
     descriptions = {arm.label: describe(arm) for arm in result.arms}
     if len(set(descriptions.values())) <= 1:
         return next(iter(descriptions.values()), "")
-    return ", ".join(f"{shown(label)} {words or missing}" for label, words in descriptions.items())
+    return ", ".join(f"{result.names[label]} {words or missing}" for label, words in descriptions.items())
 
 
 def _hardware(result: Result, arm: ArmRecord) -> str:
@@ -170,7 +170,7 @@ def brief_why(result: Result) -> doc.Section | None:
     blocks.append(doc.Items(spent))
     for scenario in explained:
         if several(result):
-            which = f"{shown(scenario.arm)} against {shown(scenario.baseline)}"
+            which = f"{result.names[scenario.arm]} against {result.names[scenario.baseline]}"
             blocks.append(doc.Items([doc.Item("", arm_style(result, scenario.arm), which, scenario.reasons)]))
         else:
             blocks += map(doc.Text, scenario.reasons)
