@@ -28,9 +28,11 @@ def photograph(report: str, heading: str, above: int, height: int, picture: Path
         page = Path(folder, "page.html")
         page.write_text(report + (f"<script>{move}</script>" if heading else ""))
         command = ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", f"--user-data-dir={folder}/profile"]
+        command += ["--virtual-time-budget=20000"]  # so that the charts are drawn
         command += [f"--window-size={WIDTH},{height}", f"--screenshot={picture}", page.as_uri()]
         subprocess.run(command, check=True, timeout=120, stderr=subprocess.DEVNULL)
-    Image.open(picture).convert("RGB").quantize(dither=Image.Dither.NONE).save(picture, optimize=True)
+    colours = Image.open(picture).convert("RGB")
+    colours.quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(picture, optimize=True)
 
 
 if __name__ == "__main__":

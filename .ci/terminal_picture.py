@@ -37,7 +37,7 @@ from loadgen.verdict.headline import consequence, headline
 from loadgen.verdict.result import Result, stored_result
 
 WIDTH, HEIGHT = 100, 30
-FILM_SECONDS, LAST_SECONDS, FRAMES = 20.0, 7.0, 60
+FILM_SECONDS, LAST_SECONDS, FRAMES = 20.0, 7.0, 14
 """Of a film, its last frame, and its most frames."""
 CHAR_WIDTH, LINE_HEIGHT = 8.4, 17.0
 VERDICT = "╭"
@@ -210,9 +210,7 @@ def svg_row(row: str) -> str:
             ' opacity="0.6"' if style and style.dim else ""
         )
         if piece.strip():
-            place, length = CHAR_WIDTH * column, CHAR_WIDTH * len(piece)
-            size = f'textLength="{length:g}" lengthAdjust="spacingAndGlyphs"'
-            pieces.append(f'<text x="{place:g}" fill="{colour}"{extra} {size}>{escape(piece)}</text>')
+            pieces.append(f'<text x="{CHAR_WIDTH * column:g}" fill="{colour}"{extra}>{escape(piece)}</text>')
         column += len(piece)
     return "".join(pieces)
 

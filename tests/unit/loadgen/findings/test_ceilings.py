@@ -181,7 +181,7 @@ def test_every_report_shows_the_table_and_a_sentence_of_each_arm(tmp_path: Path)
     said = (
         f"serves {share(best.share)} of its engine ceiling at batch {best.batch}",
         "server, transport and client take the rest.",
-        "B has no ceiling: its measurement ended with exit status 1.",
+        "Triton has no ceiling: its measurement ended with exit status 1.",
         "Engine ceilings",
     )
     for text in (render_html(result_document(result)), render_markdown(result_document(result)), shown(result)):

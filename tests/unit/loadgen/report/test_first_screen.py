@@ -99,8 +99,8 @@ def test_without_reasons_it_says_where_the_time_goes_and_what_that_cannot_tell(r
     quiet = msgspec.structs.replace(result, verdict=msgspec.structs.replace(result.verdict, scenarios=silent))
     text = words_of(brief_why(quiet))
     assert f"In {result.verdict.main_scenario}:" in text
-    assert re.search(r"A [\d.]+ ms per request: \d+ % executing the model, \d+ % waiting in the queue", text)
-    assert re.search(r"B [\d.]+ ms per request: \d+ % executing the model", text)
+    assert re.search(r"native\) [\d.]+ ms per request: \d+ % executing the model, \d+ % waiting in the queue", text)
+    assert re.search(r"Triton [\d.]+ ms per request: \d+ % executing the model", text)
     assert "does not prove a cause: no ablation was run; add `--explain`." in text
 
 
@@ -114,7 +114,7 @@ def test_why_is_never_empty_and_names_the_command_that_would_tell(result: Result
     unknown = msgspec.structs.replace(result, verdict=verdict, stages=unreported)
     for section in (brief_why(unknown), why(unknown)):
         text = words_of(section)
-        assert "A 15" in text
+        assert "PyTorch (native) 15" in text
         assert "its server reports no stages" in text
         assert "where a request spends its time is not known, and no ablation was run; add `--explain`." in text
     assert f"{result.environment and result.environment.command} --explain" in words_of(why(unknown))
@@ -189,7 +189,7 @@ def test_the_second_line_names_the_inputs_and_what_shares_a_batch(
         msgspec.structs.replace(b, model_config={"input": [{"dims": [-1]}]}),
     )
     _, second = conditions_in_brief(msgspec.structs.replace(changed, arms=apart))
-    assert " · A batches padded to 32,64, B only equal lengths share a batch · " in second
+    assert " · PyTorch (native) batches padded to 32,64, Triton only equal lengths share a batch · " in second
 
 
 def test_what_a_server_does_not_report_is_not_claimed(result: Result) -> None:
@@ -198,7 +198,10 @@ def test_what_a_server_does_not_report_is_not_claimed(result: Result) -> None:
     assert first == "openclip_vit_b32 · precision not reported · device not reported"
     mixed = (result.arms[0], msgspec.structs.replace(result.arms[1], in_effect={"precision": "fp16", "device": "cpu"}))
     first, _ = conditions_in_brief(msgspec.structs.replace(result, arms=mixed))
-    assert first.split(" · ")[1:3] == ["A random weights (seed 0), B weights not reported", "A fp32, B fp16"]
+    assert first.split(" · ")[1:3] == [
+        "PyTorch (native) random weights (seed 0), Triton weights not reported",
+        "PyTorch (native) fp32, Triton fp16",
+    ]
 
 
 def test_warnings_stand_beside_valid(result: Result) -> None:
