@@ -42,6 +42,8 @@ MOST_SECONDS = 20.0
 MOST_WAIT = 0.1
 """A round does not count if threads waited for a core for a larger share of its CPU time: on a busy machine threads
 that spin multiplied one form's CPU time by six, and caches that others use cost another form a tenth."""
+PATIENCE_SECONDS = 3.0
+"""How long other programs may disturb more rounds than not before a comparison ends."""
 UNDECIDED_SECONDS = 600
 """How long a choice holds that a busy machine did not let come to its end."""
 TURNS, REPLAYS = 9, 3
@@ -82,17 +84,18 @@ def race(
     for call in (call for pair in pairs for call in pair):
         cpu_ns(call)
     rounds, leads = list[list[tuple[int, int]]](), list[float]()
-    clear, late, disturbed = False, False, 0
-    for number in range(MOST_ROUNDS):
-        late = monotonic() > deadline or disturbed >= max(CLEAR_LEAD, len(rounds))
+    clear, late, disturbed, patience = False, False, 0, PATIENCE_SECONDS
+    while len(rounds) < MOST_ROUNDS:
+        began = monotonic()
+        late = began > deadline or (patience <= 0 and disturbed > len(rounds))
         if late or (len(rounds) >= CLEAR_LEAD and process_time_ns() > ends_ns):
             break
-        waited_ns, first, times = waiting_ns(), number % 2, list[tuple[int, int]]()
+        waited_ns, first, times = waiting_ns(), (len(rounds) + disturbed) % 2, list[tuple[int, int]]()
         for pair in pairs:
             earlier, later = cpu_ns(pair[first]), cpu_ns(pair[1 - first])
             times.append((later, earlier) if first else (earlier, later))
         if waiting_ns() - waited_ns > MOST_WAIT * sum(map(sum, times)):
-            disturbed += 1
+            disturbed, patience = disturbed + 1, patience - (monotonic() - began)
             continue
         ratios = [log(max(other, 1) / max(own, 1)) for own, other in times]
         leads.append(min(log(margin) - statistics.fmean(ratios), log(most_loss) - max(ratios)))

@@ -133,6 +133,7 @@ def test_an_engine_that_fails_or_answers_otherwise_is_left_out(factor: float, mo
 def test_on_a_busy_machine_torch_stays_and_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     toys(monkeypatch, ALIKE, lambda name, _rows: 100.0 if name == "torch" else 50.0)
     waited = count(0, 10**10)
+    monkeypatch.setattr(choice, "PATIENCE_SECONDS", 0)
     monkeypatch.setattr(choice, "waiting_ns", lambda: next(waited))
     (answer,) = chosen_engine(REQUEST, fastest.OTHERS)
     left_out = dict.fromkeys(fastest.OTHERS, fastest.DISTURBED)
