@@ -27,9 +27,9 @@ class CompareOptions(TypedDict, total=False):
     inputs: str | PathLike[str] | None
     """Your inputs: DIR (JPEG or raw files), FILE.npz, perf_analyzer's FILE.json, FILE.jsonl, or random."""
     scenarios: str | float | Sequence[str | float] | None
-    """Choose from cold-start, single, batched, concurrent, open (see --rates) and slo (see --slo-p99-ms); of a language
-    model from cold-start, single, concurrent, long-prompt, long-answer, open, goodput and shared-prefix (default:
-    single, concurrent)."""
+    """Choose from cold-start, single, batched, concurrent, open (see --rates), traffic and slo (see --slo-p99-ms); of a
+    language model from cold-start, single, concurrent, long-prompt, long-answer, open, goodput and shared-prefix
+    (default: single, concurrent)."""
     preset: Literal["smoke", "quick", "full"] | None
     """smoke: 1 minute for two arms, to see that everything works; quick: 5; full: 25, and up to 10 more for
     --explain."""
@@ -217,6 +217,10 @@ class CompareOptions(TypedDict, total=False):
     """Fewest requests per block of the scenario concurrent."""
     rates: str | float | Sequence[str | float] | None
     """Open loop: send this many requests/s whatever the server does; one workload per rate."""
+    traffic: str | PathLike[str] | None
+    """Replay windows of --open-seconds of the traffic in this folder, recorded by `abserve record`."""
+    speed: str | float | Sequence[str | float] | None
+    """Replay it so many times as fast, as in 1,2,4: one workload per speed (default: 1)."""
     arrivals: Literal["poisson", "constant"] | None
     """Gaps between open-loop requests: poisson (independent clients) or constant."""
     connections: int | None

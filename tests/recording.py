@@ -1,15 +1,19 @@
-"""A recorder in a process of its own, before a real server."""
+"""A recorder in a process of its own, before a real server; and traffic as one would have recorded it."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loadgen.records.traffic import RecordedTraffic
+import numpy as np
+
+from loadgen.client.grpc_messages import ModelInferRequest
+from loadgen.records.traffic import RecordedRequest, RecordedTensor, RecordedTraffic, TrafficRecording, TrafficWriter
 
 
 @dataclass
@@ -58,3 +62,26 @@ def recorder(
     finally:
         process.kill()
         process.communicate()
+
+
+def write_traffic(folder: Path, arrivals: Iterable[tuple[float, np.ndarray]], *, grpc: bool = False) -> Path:
+    """Traffic to the model `recorded`: an input x of FP32 for each moment in seconds."""
+    writer = TrafficWriter(folder, TrafficRecording(started_at="2026-11-29T00:00:00Z"))
+    for at_s, array in arrivals:
+        data = array.astype("<f4").tobytes()
+        tensor = {"name": "x", "datatype": "FP32", "shape": list(array.shape)}
+        head = json.dumps({"inputs": [{**tensor, "parameters": {"binary_data_size": len(data)}}],
+                           "parameters": {"binary_data_output": True}}).encode()  # fmt: skip
+        message = ModelInferRequest(model_name="recorded", model_version="7", raw_input_contents=[data])
+        message.inputs.add(**tensor)
+        content = message.SerializeToString() if grpc else head + data
+        request = RecordedRequest(
+            at_ns=int(at_s * 1e9), transport="grpc" if grpc else "http",
+            route="/inference.GRPCInferenceService/ModelInfer" if grpc else "/v2/models/recorded/versions/7/infer",
+            model="recorded", version="7", tensors=(RecordedTensor(name="x", datatype="FP32", shape=array.shape),),
+            content_bytes=len(content), status=0 if grpc else 200,
+            headers={} if grpc else {"inference-header-content-length": str(len(head))},
+        )  # fmt: skip
+        writer.add(request, content)
+    writer.flush(ended="written by a test")
+    return folder

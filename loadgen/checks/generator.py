@@ -21,6 +21,8 @@ from loadgen.records.run import Kind, Label, Workload
 from loadgen.stats.estimates import critical_t
 
 SEND_LAG_LIMIT = 0.02
+REPLAY_LAG_MS = 1.0
+"""The p99 of a block; of few requests the largest lag."""
 CONNECTION_WAIT_LIMIT = 0.02
 RECONNECT_LIMIT = 0.01
 """Share of an arm's requests that may reconnect: above 1 %, reconnecting decides the p99."""
@@ -184,6 +186,30 @@ def send_lag(load: WorkloadFacts, facts: Facts) -> Judgement:
     else:
         detail = f"the largest delay of the load generator is {share(worst)} of the mean latency"
     return Judgement(ok, detail, worst, severity=late_severity(ok, load, facts))
+
+
+@check(
+    "the replay kept the recorded times",
+    "Recorded requests were sent at other times",
+    "invalidates",
+    "Give the load generator a CPU core of its own, or replay at a lower --speed.",
+    unknown="warns",
+    threshold=f"p99 ≤ {REPLAY_LAG_MS:g} ms",
+    not_known="When the recorded requests were sent is not known",
+    fault="overloaded load generator",
+)
+@per_load
+def replay_on_time(load: WorkloadFacts, facts: Facts) -> Judgement | None:
+    """Judge the generator's own delay, without the wait for a connection, which the server's answers decide."""
+    if load.workload.traffic is None:
+        return None
+    lags = [_own_lag(block) for block in load.blocks]
+    known = [largest if p99 is None else p99 for p99, largest in lags if largest is not None]
+    if not known:
+        return Judgement(None, "no samples")
+    ok = max(known) <= REPLAY_LAG_MS
+    detail = f"requests were sent up to {number(max(known))} ms (p99 of a block) after their recorded time"
+    return Judgement(ok, detail, max(known), severity=late_severity(ok, load, facts))
 
 
 def _own_lag(block: BlockSummary) -> tuple[float | None, float | None]:

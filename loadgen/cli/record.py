@@ -55,7 +55,7 @@ def record(
     contents: Annotated[bool, typer.Option("--contents/--no-contents", help="Store what the requests contain.")] = True,
     answers: Annotated[bool, typer.Option("--answers/--no-answers", help="Store what the server answers.")] = False,
 ) -> None:
-    """Pass all traffic on to a server and record the inference requests in it.
+    """Pass all traffic on to a server and record the inference requests in it, for `abserve compare --traffic`.
 
     Clients connect to --listen in place of the server and notice nothing; if recording fails, their traffic goes on.
     Other requests pass unrecorded. Credentials, cookies and addresses are never stored.
@@ -79,7 +79,7 @@ def record(
         fail("give the server that gets the requests with --to URL, --grpc-to HOST:PORT, or both")
     try:
         servers = [
-            (place, address, "h2" if is_grpc else "http/1.1", GrpcTap if is_grpc else HttpTap)
+            (place, address, GrpcTap if is_grpc else HttpTap)
             for place, address, is_grpc in (
                 (listen, None if to is None else Address.parse(to), False),
                 (grpc_listen, None if grpc_to is None else parse_grpc_address(grpc_to), True),
@@ -87,7 +87,10 @@ def record(
             if address is not None
         ]
         places = [_place(place) for place, *_ in servers]
-        contexts = [tls_context(DEFAULT_ACCESS, alpn) if address.tls else None for _, address, alpn, _ in servers]
+        contexts = [
+            tls_context(DEFAULT_ACCESS, "h2" if tap is GrpcTap else "http/1.1") if address.tls else None
+            for _, address, tap in servers
+        ]
         if to is not None and servers[0][1].base_path:
             fail(f"--to {to}: give the address without a path, because the paths of requests pass unchanged")
         started = TrafficRecording(
@@ -105,7 +108,7 @@ def record(
     recorder = Recorder(writer, minutes=minutes, requests=requests, ended=_say_ended)
     relays = [
         (Relay(address, lambda tap=tap: tap(recorder), context), place)  # type: ignore[misc]  # of this round
-        for (_, address, _, tap), context, place in zip(servers, contexts, places, strict=True)
+        for (_, address, tap), context, place in zip(servers, contexts, places, strict=True)
     ]
     asyncio.run(_serve(relays, out))
     written = recorder.stop("it was stopped")

@@ -254,10 +254,14 @@ def raw_tensors(
 def for_server(request: PreparedRequest, address: Address, model: str) -> PreparedRequest:
     """The request of `prepare_body` with the head for one server; the body is shared, not copied."""
     length = len(request.body)
-    headers = {
-        "Content-Type": "application/octet-stream",
-        "Inference-Header-Content-Length": str(length - request.payload_bytes),
-    }
+    headers = (
+        {
+            "Content-Type": "application/octet-stream",
+            "Inference-Header-Content-Length": str(length - request.payload_bytes),
+        }
+        if request.headers is None
+        else dict(request.headers)
+    )
     path = f"{address.model_path(model)}/infer"
     return replace(request, head=request_head("POST", path, address, content_length=length, headers=headers))
 

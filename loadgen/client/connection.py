@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from html import unescape
@@ -331,13 +331,14 @@ class PreparedRequest:
     """One request over HTTP or gRPC: the head, then the body, `payload_bytes` of which are tensors. Requests to several
     servers share the body, and one that is not for a certain server yet has no head. Over gRPC the head is what comes
     before the message in its stream. `pieces` are the body's if a part of it varies. A request to a language model asks
-    for `output_tokens`."""
+    for `output_tokens`. A recorded one has its own `headers`."""
 
     head: bytes
     body: bytes = b""
     payload_bytes: int = 0
     pieces: Pieces = ()
     output_tokens: int = 0
+    headers: Mapping[str, str] | None = None
 
 
 def split_at(body: bytes, places: Sequence[int], byte_size: int) -> Pieces:

@@ -17,6 +17,7 @@ import msgspec
 from loadgen.client.endpoint import Signature
 from loadgen.client.event_stream import answer_limit_s
 from loadgen.experiment.prompts import SETTLING, PromptPlan, PromptShape, Trace
+from loadgen.experiment.replay import Replay
 from loadgen.experiment.schedule import Offsets, arrival_count, due_offsets_ns
 from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, WorkerRecord
 from loadgen.records.targets import Transport
@@ -55,6 +56,8 @@ class Prepare(GeneratorMessage, frozen=True, kw_only=True):
     """The prompts of a language model."""
     body: dict[str, Any] = {}
     """What differs from the usual fields of a request to a language model."""
+    replays: tuple[Replay, ...] = ()
+    """Also make the bodies of these replays."""
 
 
 class Open(GeneratorMessage, frozen=True, kw_only=True):
@@ -82,6 +85,8 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
     trace: Trace | None = None
     """A trace that was prepared, whose requests are sent at its times; without a shape. `arrivals_seed` is then the
     number of the replay, from which the first ids of all its prompts are made."""
+    replay: Replay | None = None
+    """A replay of recorded requests that was prepared; `arrivals_seed` chooses its window."""
     first_body: int = 0
     """The body to begin with: where inputs differ in length, no body should be the first of every block."""
     arrivals: Arrivals = "closed"
@@ -134,6 +139,8 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
         that cannot be read."""
         if self.trace is not None:
             return self.trace.due_offsets_ns()
+        if self.replay is not None:
+            return self.replay.window(self.arrivals_seed)[1]
         if self.arrivals == "closed" or self.rate_per_s is None:
             return None
         count = arrival_count(self.rate_per_s, self.requests, self.seconds, self.max_seconds)

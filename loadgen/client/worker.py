@@ -48,19 +48,21 @@ from loadgen.client.messages import (
 )
 from loadgen.client.outputs import ExpectedOutputs
 from loadgen.client.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
+from loadgen.client.recorded import RecordedBodies, prepare_recorded
 from loadgen.client.token_traffic import TokenTraffic
 from loadgen.client.traffic import Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.experiment.prompts import SETTLING, PromptShape, Trace
+from loadgen.experiment.replay import Replay
 from loadgen.records.samples import NS_PER_S, SampleWriter
 from loadgen.records.targets import TOKEN_TRANSPORTS, is_token_transport
 
 _FLUSH_SECONDS = 0.5
 
-BodyShape = tuple[int, int | None] | PromptShape | Trace
+BodyShape = tuple[int, int | None] | PromptShape | Trace | Replay
 """The batch size of a body, and the length of all its items; None: of any. Of a language model the shape of a prompt,
-or a trace."""
-Prepared = Mapping[BodyShape, PreparedBodies | PreparedPrompts]
+or a trace. Or a replay of recorded requests."""
+Prepared = Mapping[BodyShape, PreparedBodies | PreparedPrompts | RecordedBodies]
 
 _ALIVE_SECONDS = 1.0
 
@@ -104,6 +106,13 @@ class Block:
                     timeout_s=command.timeout_s, others=others, answers=answers,
                     first_body=command.part if replayed else command.first_body,
                     body_step=command.parts if replayed else 1,
+                )  # fmt: skip
+            elif isinstance(chosen, RecordedBodies):
+                assert command.replay is not None
+                first, window = command.replay.window(command.arrivals_seed)
+                self._traffic = Traffic(
+                    target, chosen.window(first, len(window)), 1, self._writer, timeout_s=command.timeout_s,
+                    others=others, answers=answers, first_body=command.part, body_step=command.parts,
                 )  # fmt: skip
             else:
                 self._traffic = Traffic(
@@ -308,7 +317,7 @@ class Block:
 
 def _key(command: Open) -> BodyShape:
     """Which of the prepared bodies a block sends."""
-    return command.trace or command.shape or (command.batch_size, command.length)
+    return command.replay or command.trace or command.shape or (command.batch_size, command.length)
 
 
 class BlockRunner:
@@ -361,7 +370,7 @@ class BlockRunner:
                 f"prompts cannot be sent over {transport}; choose one of {', '.join(TOKEN_TRANSPORTS)}"
             )
         model = command.signature.model
-        bodies: dict[BodyShape, PreparedBodies | PreparedPrompts] = {
+        bodies: dict[BodyShape, PreparedBodies | PreparedPrompts | RecordedBodies] = {
             shape: prepare_prompts(transport, model, plan, shape, self._numbers, command.body)
             for shape in {SETTLING, *plan.shapes}
         }
@@ -372,10 +381,12 @@ class BlockRunner:
     def _bodies(self, command: Prepare) -> Prepared:
         inputs, signature = read_inputs(Path(command.samples_directory), command.payload), command.signature
         variation = find_variation(inputs, signature)
-        bodies: dict[BodyShape, PreparedBodies | PreparedPrompts] = {}
+        bodies: dict[BodyShape, PreparedBodies | PreparedPrompts | RecordedBodies] = {}
         for shape in product(sorted({1, *command.batch_sizes}), (None, *command.lengths)):
             chosen = choose_items(inputs, shape[0], command.seed, length=shape[1])
             bodies[shape] = prepare_bodies(command.transport, inputs, signature, variation, chosen, self._numbers)
+        for replay in command.replays:
+            bodies[replay] = prepare_recorded(replay, signature)
         return bodies
 
     def _open(self, command: Open) -> CommandReply:

@@ -63,6 +63,7 @@ _MEANT_FOR_TENSORS = (
     ("pad_to", "servers of language models do not pad"),
     ("slo_p99_ms", "search with --scenarios goodput and --limits"),
     ("batch_sizes", "a request has one prompt; use --concurrency"),
+    ("traffic", "recorded prompts are not replayed; use --trace"),
     ("ceiling", "engines of language models are measured by `abserve engines`"),
     ("handicap_check", "it does not exist for language models"),
     ("matrix", "language models have one payload"),

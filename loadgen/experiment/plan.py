@@ -16,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from loadgen.base.quantities import significant
+from loadgen.experiment.replay import Replay
 from loadgen.experiment.settings import DEFAULT_SCENARIOS, SURFACE_SCENARIOS, ArmSettings, ExperimentSettings
 from loadgen.records.names import names_of
 from loadgen.records.payloads import BACKEND_ENDINGS, IMAGE_PAYLOADS, implied_payload, served_name, takes_images
@@ -32,6 +34,7 @@ from loadgen.records.run import (
 )
 from loadgen.records.scenarios import SCENARIOS, Scenario
 from loadgen.records.targets import ROUTES, TARGETS, TRANSPORTS, Transport
+from loadgen.records.traffic import TrafficError
 from loadgen.stats.percentiles import queries_needed
 
 GPU_WINDOW_S = 11.0
@@ -442,6 +445,32 @@ def _open(settings: ExperimentSettings, single: Workload, _: bool) -> list[Workl
     return [loop(rate_per_s=float(rate)) for rate in sorted(set(settings.rates))]
 
 
+def _traffic(settings: ExperimentSettings, single: Workload, _: bool) -> list[Workload]:
+    """A replay per speed. Raises `PlanError` for a folder that cannot be replayed."""
+    if settings.traffic is None:
+        return []
+    transports = settings.transport or ("http",)
+    if transports not in (("http",), ("grpc",)) or settings.matrix:
+        raise PlanError("--traffic is replayed over one transport; give --transport http or grpc")
+    workloads = []
+    for speed in sorted(set(settings.speed or (1.0,))):
+        due = max(settings.open_seconds, single.seconds)
+        replay = Replay(settings.traffic, "grpc" if transports == ("grpc",) else "http", due, speed)
+        try:
+            replay.window(0)
+            rate = significant(replay.rate_per_s(), 3)
+        except TrafficError as exc:
+            raise PlanError(f"--traffic {exc}") from exc
+        workloads.append(
+            msgspec.structs.replace(
+                single, scenario="traffic", concurrency=settings.connections, seconds=due, arrivals="trace",
+                max_seconds=max(due, PRESETS[settings.preset].max_seconds), traffic=settings.traffic, speed=speed,
+                rate_per_s=rate,
+            )
+        )  # fmt: skip
+    return workloads
+
+
 def _searches(settings: ExperimentSettings, _: Workload, __: bool) -> list[Workload]:
     """A search per latency bound."""
     preset = PRESETS[settings.preset]
@@ -483,11 +512,12 @@ LOADS: Mapping[Scenario, Callable[[ExperimentSettings, Workload, bool], list[Wor
     "concurrent": _concurrent,
     "surface": _surface,
     "open": _open,
+    "traffic": _traffic,
     "slo": _searches,
 }
 """The workloads of a scenario for models that take tensors, in the order of the report: from the settings, the workload
 of one user, and whether an arm may run on a GPU."""
-ASKED_BY_SETTING: tuple[Scenario, ...] = ("open", "slo")
+ASKED_BY_SETTING: tuple[Scenario, ...] = ("open", "traffic", "slo")
 """Scenarios whose setting asks for them without their name."""
 
 
@@ -523,7 +553,7 @@ def check_surface(settings: ExperimentSettings) -> None:
         raise PlanError("--surface is a scenario of its own; leave --scenarios out")
     if settings.until == "decided":
         raise PlanError("--surface adds rounds until its --minutes are over; leave --until out")
-    for name in ("rates", "slo_p99_ms", "trace"):
+    for name in ("rates", "slo_p99_ms", "trace", "traffic"):
         if getattr(settings, name):
             raise PlanError(
                 f"--surface varies the users of closed loops, so that --{name.replace('_', '-')} has no place in it; "

@@ -149,6 +149,7 @@ Payloads = Annotated[tuple[Payload, ...], SEPARATED, Field(min_length=1)]
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], SEPARATED]
 Prompts = Annotated[tuple[Annotated[int, Field(ge=1, le=1_000_000)], ...], SEPARATED, Field(min_length=1)]
 Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, le=RATE_LIMIT_PER_S)], ...], SEPARATED]
+Speeds = Annotated[tuple[Annotated[float, Field(ge=0.01, le=1000.0)], ...], SEPARATED, Field(min_length=1)]
 Bounds = Annotated[tuple[Annotated[float, Field(gt=0.0, le=60_000.0)], ...], SEPARATED]
 Lengths = Annotated[str, _sizes_or("text")]
 Buckets = Annotated[str, _sizes_or("none")]
@@ -374,6 +375,14 @@ class ExperimentSettings(Settings):
     requests: int = _load(1, ge=1, description="Fewest requests per block of the scenario concurrent.")
     rates: Rates = _load(
         (), description="Open loop: send this many requests/s whatever the server does; one workload per rate."
+    )
+    traffic: str | None = _load(
+        None,
+        min_length=1,
+        description="Replay windows of --open-seconds of the traffic in this folder, recorded by `abserve record`.",
+    )
+    speed: Speeds | None = _load(
+        None, description="Replay it so many times as fast, as in 1,2,4: one workload per speed (default: 1)."
     )
     arrivals: Literal["poisson", "constant"] = _load(
         "poisson", description="Gaps between open-loop requests: poisson (independent clients) or constant."

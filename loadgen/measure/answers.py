@@ -26,14 +26,17 @@ from loadgen.client.endpoint import Signature
 from loadgen.client.inputs import InputError, SampleInputs
 from loadgen.client.messages import BlockOutcome, KeptAnswer, Open
 from loadgen.client.outputs import AnswerError
+from loadgen.client.recorded import recorded_request
 from loadgen.client.traffic import unpacked
-from loadgen.client.transports import InferenceTarget, prepare, read_answer
+from loadgen.client.transports import InferenceTarget, Request, prepare, read_answer
 from loadgen.experiment.plan import FULL
-from loadgen.measure.arms import Arm
+from loadgen.experiment.replay import Replay
+from loadgen.measure.arms import Arm, replay_of
 from loadgen.measure.preparation import Inputs
 from loadgen.records.probes import AnswersCompared
 from loadgen.records.run import REQUEST_TIMEOUT_S, Label, ParityCase, ParityRecord, Workload
 from loadgen.records.store import RunStore
+from loadgen.records.traffic import RecordedTraffic, TrafficError
 from loadgen.stats.agreement import (
     NOT_FINITE,
     Agreement,
@@ -53,6 +56,8 @@ a screening every model gets these few."""
 LEAST_PARITY_ITEMS = 8
 ANSWERS_OF_A_TRIAL = 4
 """Few, because a search has dozens of trials."""
+RECORDED_PER_SHAPE = 3
+"""Recorded requests of each shape in the parity check."""
 _MIXED_SIZES = (2, 3, 1, 5, 1, 4, 7, 1, 8)
 _FEW_MIXED = 4
 """Of these in a screening."""
@@ -96,10 +101,12 @@ def check_parity(
     lengths: Collection[int] = (),
     *,
     few: bool = False,
+    replay: Replay | None = None,
 ) -> ParityRecord:
     """Send every arm, the baseline first, the same inputs: alone, in mixed batches sent at once (so that dynamic
     batching merges them), and in one batch of each size, of each of these lengths if there are any. Each arm's answers
-    must equal the baseline's but for rounding, and an arm's answers in a batch must equal its answers alone."""
+    must equal the baseline's but for rounding, and an arm's answers in a batch must equal its answers alone. Of a
+    `replay` they get recorded requests of every shape, too."""
     rules = next(iter(arms.values())).rules(tolerance)
     limits = [rule for rule in rules.values() if rule.kind != "labels"]
     limit = max(limits or [tolerance], key=lambda rule: rule.relative)
@@ -116,7 +123,8 @@ def check_parity(
         label, first = next(iter(arms.items()))
         sent = batches_to_send(first.inputs, batch_sizes, lengths, alone[label], _FEW_MIXED if few else None)
         cases = _cases(arms, alone, sent, rules)
-    except (AnswerError, ConnectionRefused, InputError) as exc:
+        cases += _recorded_cases(arms, replay, rules) if replay is not None else []
+    except (AnswerError, ConnectionRefused, InputError, TrafficError) as exc:
         failed = exc.arm if isinstance(exc, ParityError) else None
         return msgspec.structs.replace(record, error=str(exc), failed_arm=failed)
     alike = {
@@ -176,6 +184,29 @@ def _cases(
             expected = [alone[label][item] for item in chain.from_iterable(together)]
             title = f"{label}: {name} against alone"
             cases.append(compare_answers(title, expected, batched[label][name], label=label, kind="alone", rules=rules))
+    return cases
+
+
+def _recorded_cases(arms: Mapping[Label, ParityTarget], replay: Replay, rules: Rules) -> list[ParityCase]:
+    cases = []
+    for shape, numbers in replay.of_every_shape(RECORDED_PER_SHAPE).items():
+        answers: dict[Label, list[Answer]] = {}
+        for label, arm in arms.items():
+            try:
+                answers[label] = [_ask_recorded(arm, replay, number) for number in numbers]
+            except (AnswerError, ConnectionRefused) as exc:
+                raise ParityError(
+                    f"{arm.name or label} does not answer a recorded request ({shape}): {exc}", label
+                ) from exc
+        first, *others = arms
+        for label in others:
+            of = "" if len(others) == 1 else f"{label}: "
+            cases.append(
+                compare_answers(
+                    f"{of}recorded requests, {shape}", answers[first], answers[label], label=label, kind="reference",
+                    rules=rules,
+                )
+            )  # fmt: skip
     return cases
 
 
@@ -282,12 +313,7 @@ def _typical(answers: Sequence[Answer]) -> dict[str, float]:
 
 def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
     """The answer to one request, on its own connection. Raises `AnswerError`, `ConnectionRefused`."""
-    request = arm.target.sendable(prepare(arm.target.transport, arm.inputs, arm.signature, items))
-    connection = arm.target.connection((request,), timeout_s=max(arm.request_timeout_s, _LEAST_TIMEOUT_S))
-    try:
-        answer = read_answer(connection, connection.send(request), batched=arm.signature.batched)
-    finally:
-        connection.close()
+    answer = ask_prepared(arm, prepare(arm.target.transport, arm.inputs, arm.signature, items))
     expected = sorted(output.name for output in arm.signature.outputs)
     if sorted(answer) != expected:
         raise AnswerError(f"outputs {sorted(answer)} instead of {expected}, those of the model's metadata")
@@ -295,6 +321,22 @@ def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
         if array.ndim == 0 or len(array) != len(items):
             raise AnswerError(f"output {name} has shape {array.shape} for a batch of {len(items)}")
     return answer
+
+
+def ask_prepared(arm: ParityTarget, prepared: Request) -> Answer:
+    """The answer to a prepared request, on its own connection. Raises `AnswerError`, `ConnectionRefused`."""
+    request = arm.target.sendable(prepared)
+    connection = arm.target.connection((request,), timeout_s=max(arm.request_timeout_s, _LEAST_TIMEOUT_S))
+    try:
+        return read_answer(connection, connection.send(request), batched=arm.signature.batched)
+    finally:
+        connection.close()
+
+
+def _ask_recorded(arm: ParityTarget, replay: Replay, number: int) -> Answer:
+    """The answer to one recorded request. Raises as `ask_prepared`, and `TrafficError`."""
+    request, traffic = replay.requests()[number], RecordedTraffic(replay.folder)
+    return ask_prepared(arm, recorded_request(request, traffic.content(request) or b"", arm.signature))
 
 
 def _ask_all(label: Label, arm: ParityTarget, batches: Sequence[tuple[int, ...]], *, at_once: int) -> list[Answer]:
@@ -369,7 +411,7 @@ class AnswersUnderLoad:
             try:
                 variation = find_variation(target.inputs, target.signature)
                 expected = [_ask_alone(target, variation, self.seed, sample) for sample in of_arm]
-            except (AnswerError, ConnectionRefused, InputError) as exc:
+            except (AnswerError, ConnectionRefused, InputError, TrafficError) as exc:
                 error = f"{arms[reference].name} does not answer the inputs of the load again: {exc}"
             alone = list(chain.from_iterable(expected))
             typical = _typical(alone) if alone else {}
@@ -440,6 +482,9 @@ def _judged(
 def _ask_alone(reference: ParityTarget, variation: Variation | None, seed: int, sample: _AnswerSample) -> list[Answer]:
     inputs, answer = reference.inputs, sample.answer
     workload = sample.workload
+    if (replay := replay_of(workload, reference.target.transport)) is not None:
+        whole = _ask_recorded(reference, replay, answer.first)
+        return [{name: array[row : row + 1] for name, array in whole.items()} for row in answer.rows]
     items = choose_items(inputs, workload.batch_size, seed, length=workload.sequence_length)[answer.body]
     alone = []
     for row in answer.rows:

@@ -24,6 +24,7 @@ from loadgen.client.endpoint import Endpoint, EndpointError, Signature
 from loadgen.client.messages import Open, Prepare
 from loadgen.client.transports import InferenceTarget
 from loadgen.experiment.prompts import PromptPlan, PromptShape, Trace
+from loadgen.experiment.replay import Replay
 from loadgen.launch.deployment import Deployment
 from loadgen.records.model_config import (
     effective_settings,
@@ -49,7 +50,7 @@ from loadgen.records.run import (
     shown,
 )
 from loadgen.records.samples import NS_PER_MS
-from loadgen.records.targets import Transport
+from loadgen.records.targets import ROUTES, Transport
 
 OWN_STAGES = "abserve_stages"
 """The native server's own object in its statistics: receive, decode, queue, compute, encode."""
@@ -290,6 +291,7 @@ class Arm:
             batch_sizes=tuple(sorted(set(batch_sizes))),
             seed=experiment.seed,
             lengths=experiment.lengths,
+            replays=tuple(filter(None, (replay_of(load, self.transport) for load in experiment.workloads))),
             transport=self.transport,
             key=self.body_key,
         )
@@ -323,6 +325,7 @@ class Arm:
             length=workload.sequence_length,
             shape=None if trace else prompt_shape(workload),
             trace=trace,
+            replay=replay_of(workload, self.transport),
             first_body=turn * BODIES_PER_TURN,
             concurrency=workload.concurrency,
             requests=workload.requests,
@@ -417,6 +420,13 @@ class Arm:
 def replayed_trace(workload: Workload) -> Trace | None:
     """The trace that a workload replays, if it does."""
     return None if workload.trace is None else Trace(workload.trace, workload.seconds)
+
+
+def replay_of(workload: Workload, transport: Transport) -> Replay | None:
+    """The replay of recorded traffic that a workload is, if it is one."""
+    if workload.traffic is None:
+        return None
+    return Replay(workload.traffic, "grpc" if ROUTES[transport].is_grpc else "http", workload.seconds, workload.speed)
 
 
 def prompt_shape(workload: Workload) -> PromptShape | None:

@@ -32,7 +32,7 @@ from loadgen.launch.deployment import RUNNING_READY_SECONDS, Deployment, Deploym
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.launch.work_folder import work_folder
 from loadgen.measure.answers import AnswersUnderLoad, ParityTarget, check_parity
-from loadgen.measure.arms import Arm
+from loadgen.measure.arms import Arm, replay_of
 from loadgen.measure.context import OBSTACLES, RunContext, size_generator
 from loadgen.measure.errors import RunError
 from loadgen.measure.gpu_recording import SAMPLER
@@ -536,6 +536,7 @@ def require_parity(context: RunContext, tolerance: Tolerance) -> None:
     limits += [1 for signature in context.signatures.values() if not signature.batched]
     used = {workload.batch_size for workload in context.experiment.workloads}
     largest = max(1, min([*limits, max({8, *used})]))
+    experiment, arm = context.experiment, next(iter(context.arms.values()))
     arms = {
         label: ParityTarget(
             arm.target, context.signatures[label], context.inputs[arm.payload], arm.request_timeout_s, arm.name
@@ -544,7 +545,13 @@ def require_parity(context: RunContext, tolerance: Tolerance) -> None:
     }
     sizes = {largest, *(size for size in used if size < largest)}
     compare_arms = partial(
-        check_parity, arms, sizes, tolerance, context.experiment.lengths, few=context.care.few_inputs
+        check_parity,
+        arms,
+        sizes,
+        tolerance,
+        context.experiment.lengths,
+        few=context.care.few_inputs,
+        replay=next(filter(None, (replay_of(load, arm.transport) for load in experiment.workloads)), None),
     )
     record = compare_arms()
     while context.care.leaves_out and (wrong := _wrong_arms(record)) and context.experiment.baseline.label not in wrong:

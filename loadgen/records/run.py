@@ -228,7 +228,8 @@ class Workload(Record, frozen=True, kw_only=True):
     """Planned rounds of blocks, cold starts or searches; the minimum if time or the decision ends the load."""
     arrivals: Arrivals = "closed"
     """closed: a user sends its next request when the last one is answered. constant, poisson: requests fall due at
-    `rate_per_s`, whether or not earlier ones are answered (open loop). trace: they fall due as those of a trace did."""
+    `rate_per_s`, whether or not earlier ones are answered (open loop). trace: they fall due as those of a trace or
+    of recorded traffic did."""
     rate_per_s: float | None = None
     """Requests per second of an open loop; None in a closed one."""
     latency_bound_ms: float | None = None
@@ -244,6 +245,10 @@ class Workload(Record, frozen=True, kw_only=True):
     trace: str | None = None
     """The trace whose first `seconds` are replayed. Its requests have their own lengths; `prompt_tokens` and
     `output_tokens` are then those of the longest, and `rate_per_s` is their mean rate."""
+    traffic: str | None = None
+    """The folder of recorded traffic, of which each round replays a window; `rate_per_s` is its mean rate."""
+    speed: float = 1.0
+    """How many times as fast as recorded its requests fall due."""
     rate_share: float | None = None
     """An open loop's rate as a share of the rate at which the slowest arm answers a closed loop; that is measured in
     the warm-up, and `rate_per_s` is None until then."""

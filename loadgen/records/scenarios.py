@@ -14,7 +14,9 @@ from loadgen.base.quantities import counted
 
 LanguageScenario = Literal["long-prompt", "long-answer", "shared-prefix", "goodput"]
 """Scenarios of language models alone."""
-Scenario = Literal["cold-start", "single", "batched", "concurrent", "open", "slo", "surface", LanguageScenario]
+Scenario = Literal[
+    "cold-start", "single", "batched", "concurrent", "open", "traffic", "slo", "surface", LanguageScenario
+]  # fmt: skip
 
 
 class ScenarioEntry(NamedTuple):
@@ -69,6 +71,10 @@ def _open_place(workload: Any) -> str:
     return f"at {workload.rate_per_s or 0.0:g} requests/s"
 
 
+def _traffic_place(workload: Any) -> str:
+    return "with recorded traffic" + ("" if workload.speed == 1.0 else f" at {workload.speed:g}× its speed")
+
+
 SCENARIOS: Mapping[Scenario, ScenarioEntry] = {
     "cold-start": ScenarioEntry(lambda _: "from a cold start", has_blocks=False),
     "single": ScenarioEntry(lambda _: "one request at a time"),
@@ -82,6 +88,10 @@ SCENARIOS: Mapping[Scenario, ScenarioEntry] = {
     "long-prompt": ScenarioEntry(lambda _: "with long prompts", of_tensors=False),
     "long-answer": ScenarioEntry(lambda _: "with long answers", of_tensors=False),
     "open": ScenarioEntry(_open_place, _open_details, _open_word, settings={"rates": "20,50"}),
+    "traffic": ScenarioEntry(
+        _traffic_place, lambda workload: () if workload.speed == 1.0 else (f"{workload.speed:g}×",), of_tokens=False,
+        settings={"traffic": "FOLDER"},
+    ),
     "slo": ScenarioEntry(
         lambda workload: f"within p99 ≤ {workload.latency_bound_ms:g} ms",
         lambda workload: (f"p99≤{workload.latency_bound_ms:g}ms",), has_blocks=False, is_search=True, of_tokens=False,

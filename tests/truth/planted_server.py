@@ -46,6 +46,8 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cv", type=float, default=0.0, help="of a gamma distributed delay with that mean; 0: fixed")
     parser.add_argument("--tail-share", type=float, default=0.0, help="of requests that take --tail-factor as long")
     parser.add_argument("--tail-factor", type=float, default=1.0)
+    parser.add_argument("--crowded-factor", type=float, default=1.0, help="a request takes so many times as long …")
+    parser.add_argument("--crowded-from", type=int, default=1, help="… if so many are under way when it comes")
     parser.add_argument("--stall-ms", type=float, default=0.0, help="nothing is answered for so long …")
     parser.add_argument("--stall-every-s", type=float, default=10.0, help="… once in so many seconds")
     parser.add_argument("--rate", type=float, default=0.0, help="requests a second at most, one after the other")
@@ -173,6 +175,8 @@ class Planted:
             delay_ms = self.random.gammavariate(1 / settings.cv**2, delay_ms * settings.cv**2)
         if settings.tail_share and self.random.random() < settings.tail_share:
             delay_ms *= settings.tail_factor
+        if self.under_way >= settings.crowded_from:
+            delay_ms *= settings.crowded_factor
         if settings.drift:
             delay_ms *= 1.0 + settings.drift * (now_ns - settings.drift_from_ns) / 60e9
         done_ns = now_ns + int(delay_ms * 1e6)

@@ -85,7 +85,7 @@ ADDITIONS: Mapping[str, Mapping[str, Sequence[tuple[str, str]]]] = {
     },
     "a scenario": {
         "loadgen/records/scenarios.py": [
-            ('"open", "slo", "surface", ', '"burst", '),
+            ('"open", "traffic", "slo", "surface", ', '"burst", '),
             (
                 "SCENARIOS: Mapping[Scenario, ScenarioEntry] = {",
                 '"burst": ScenarioEntry(lambda _: "in a burst"),',

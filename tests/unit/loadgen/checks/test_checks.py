@@ -217,7 +217,7 @@ def test_a_planted_fault_fails_its_check(
 def test_the_faults_above_are_the_whole_registry() -> None:
     """send_lag, queue_delay and latency_breakdown have their own tests below, evidence has test_gpu_evidence, the open
     loop test_open_loop."""
-    open_loop = {"generator_ceiling", "connections_free", "rate_sustained"}
+    open_loop = {"generator_ceiling", "connections_free", "rate_sustained", "replay_on_time"}
     repetition = {"restarts", "noise_floor", "repeated_requests"}  # test_repetition
     elsewhere = (
         repetition | {"send_lag", "queue_delay", "latency_breakdown", "gpu_evidence", "negative_control"} | open_loop

@@ -146,12 +146,15 @@ def test_a_generator_that_is_held_up_does_not_blame_the_connections() -> None:
     assert own_ms.max() == pytest.approx(50.0)
 
 
-def open_run(directory: Path, play_arm: dict[str, Callable[[int], tuple[Samples, int]]], rate: float) -> Result:
+def open_run(
+    directory: Path, play_arm: dict[str, Callable[[int], tuple[Samples, int]]], rate: float, **more: object
+) -> Result:
     """A stored run of one open workload, its samples replaced by those of `play_arm`, by the number of the pair."""
     workload = Workload(
         scenario="open", batch_size=1, concurrency=8, requests=1, seconds=14.0, max_seconds=20.0, rounds=8,
         arrivals="constant", rate_per_s=rate,
     )  # fmt: skip
+    workload = msgspec.structs.replace(workload, **more)
     write_run(directory, Plan(workloads=(workload,), others=(SimulatedArm(),) * (len(play_arm) - 2)))
     for path in (directory / "blocks").glob("*.json"):
         record = msgspec.json.decode(path.read_bytes(), type=BlockRecord)
@@ -312,3 +315,15 @@ def test_an_arm_without_requests_does_not_hide_the_other_arms_errors(tmp_path: P
     assert errors.ok is False
     assert errors.detail.startswith("no request was sent to Triton; ")
     assert errors.detail.endswith("requests failed; first message: connection closed")
+
+
+@pytest.mark.parametrize(("late_ms", "kept"), [(0.9, True), (1.1, False)])
+def test_a_replay_must_keep_the_recorded_times(tmp_path: Path, late_ms: float, kept: bool) -> None:
+    """Within 1 ms, also where the latencies are so long that the delay is a small part of them."""
+    late = {label: lambda pair: play(50.0, 700, lambda _: 100.0 + pair * 0.01, late_ms=late_ms) for label in "ab"}
+    result = open_run(tmp_path, late, 50.0, scenario="traffic", traffic="folder", arrivals="trace")
+    times = find(result, "replay_on_time")
+    assert (times.ok, times.severity) == (kept, "invalidates")
+    assert find(result, "send_lag").ok
+    assert result.valid is kept
+    assert ("with recorded traffic" in result.verdict.sentence) is kept

@@ -1,0 +1,58 @@
+"""Recorded requests as they are sent again: the same contents, addressed to another model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from google.protobuf.message import DecodeError
+
+from loadgen.client.connection import PreparedRequest
+from loadgen.client.endpoint import Signature
+from loadgen.client.grpc import grpc_request
+from loadgen.client.grpc_messages import ModelInferRequest
+from loadgen.client.inputs import InputError
+from loadgen.experiment.replay import Replay
+from loadgen.records.traffic import RecordedRequest, RecordedTraffic
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBodies:
+    """Requests of one replay, beginning with number `first`."""
+
+    requests: tuple[PreparedRequest, ...]
+    first: int = 0
+
+    def window(self, first: int, count: int) -> RecordedBodies:
+        """The requests of one block."""
+        return replace(self, requests=self.requests[first : first + count], first=first)
+
+    def patches(self, body: int) -> tuple[int, tuple[()]]:
+        """The number of the recorded request; nothing of it varies."""
+        return self.first + body, ()
+
+
+def prepare_recorded(replay: Replay, signature: Signature) -> RecordedBodies:
+    """Every request of a replay for the model of a signature; requests with the same content are one object. Raises
+    `InputError`, and `TrafficError` if the folder cannot be read."""
+    traffic, made = RecordedTraffic(replay.folder), dict[object, PreparedRequest]()
+    requests = []
+    for request in replay.requests():
+        key = request.content, tuple(request.headers.items())
+        if key not in made:
+            made[key] = recorded_request(request, traffic.content(request) or b"", signature)
+        requests.append(made[key])
+    return RecordedBodies(tuple(requests))
+
+
+def recorded_request(request: RecordedRequest, content: bytes, signature: Signature) -> PreparedRequest:
+    """One recorded request. Only the names of the model and its version change. Raises `InputError`."""
+    if request.transport == "http":
+        length = request.headers.get("inference-header-content-length", "")
+        tensors = len(content) - int(length) if length.isdecimal() else len(content)
+        return PreparedRequest(b"", content, max(0, tensors), headers=request.headers)
+    try:
+        message = ModelInferRequest.FromString(content)
+    except DecodeError as exc:
+        raise InputError(f"a recorded request is not a ModelInferRequest: {exc}") from exc
+    message.model_name, message.model_version = signature.model, signature.version or ""
+    return grpc_request(message.SerializeToString(), sum(map(len, message.raw_input_contents)))
