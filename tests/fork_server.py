@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 TESTS = Path(__file__).parent
 GROUPS = {
@@ -46,9 +46,10 @@ GROUPS = {
     ),
     "abserve": (
         [
-            "servers.native.*", "servers.engines.null", "servers.measuring.*", "servers.commands.*", "torch",
-            "servers.plain.fastapi_server", "loadgen.cli.compare", "loadgen.measure.runner", "loadgen.verdict.result",
-            "loadgen.report.*", "scipy.optimize",
+            "servers.native.*", "servers.engines.null", "servers.measuring.*", "servers.commands.*", "torch._dynamo",
+            "servers.plain.fastapi_server", "servers.plain.generate_server", "loadgen.cli.compare",
+            "loadgen.measure.runner", "loadgen.verdict.result", "loadgen.report.*", "scipy.optimize",
+            "transformers.models.llama.modeling_llama",
         ],
         [
             "loadgen.entry", "tests/unwatched_abserve.py", "servers.measuring.worker", "servers.plain.fastapi_server",
@@ -60,7 +61,7 @@ GROUPS = {
 that it starts."""
 READ_AT_START = ("LD_", "PYTHON", "OMP_", "GOMP_", "TORCH", "TRITON_", "HF_", "TRANSFORMERS_")
 """Beginnings of variables that the loader, the interpreter and libraries read once: a program with other values than
-the fork server had starts as usual."""
+the fork server had starts as usual. OMP_NUM_THREADS is not among them: a fork that has torch tells it."""
 STARTERS = ("loadgen.entry", "tests/unwatched_abserve.py")
 """Programs that start others: each gets a fork server of its own, so that those are its children."""
 CAN_FORK = sys.platform == "linux" and platform.machine() == "x86_64"
@@ -85,7 +86,8 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     """Without the folder of the tests in PYTHONPATH, which every fork server has there."""
     found = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
-    return {name: value for name, value in found.items() if (name, value) != ("PYTHONPATH", str(TESTS.parent))}
+    told = (("PYTHONPATH", str(TESTS.parent)), ("OMP_NUM_THREADS", environment.get("OMP_NUM_THREADS")))
+    return {name: value for name, value in found.items() if (name, value) not in told}
 
 
 @dataclass
@@ -122,9 +124,17 @@ def fork_server(group: str) -> ForkServer:
     return ForkServer(ours)
 
 
+def _words_of(argv: list[str]) -> list[str]:
+    """What stands behind the interpreter. `-m abserve -m NAME` runs NAME, and `-m abserve` the command line."""
+    words = argv[2:] if argv[1:2] == ["-P"] else argv[1:]
+    if words[:2] != ["-m", "abserve"]:
+        return words
+    return words[2:] if words[2:3] == ["-m"] else ["-m", "loadgen.entry", *words[2:]]
+
+
 def _program_of(argv: list[str]) -> str:
     """A module or a file of the tests that this interpreter is to run, else an empty text."""
-    words = argv[2:] if argv[1:2] == ["-P"] else argv[1:]
+    words = _words_of(argv)
     if not words or argv[0] != sys.executable:
         return ""
     return words[1] if words[:1] == ["-m"] else words[0].removeprefix(f"{TESTS.parent}/")
@@ -213,9 +223,11 @@ def _become(request: dict[str, Any], descriptors: list[int], libc: ctypes.CDLL) 
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if "torch" in sys.modules and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        sys.modules["torch"].set_num_threads(int(threads))
     sys.orig_argv = argv = request["argv"]
     _show(argv)
-    words = argv[2:] if argv[1] == "-P" else argv[1:]
+    words = _words_of(argv)
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     if words[0] == "-m":
@@ -290,6 +302,29 @@ def _have_above(ours: socket.socket, environment: Mapping[str, str]) -> None:
     install()
 
 
+def _run(code: types.CodeType) -> NoReturn:
+    """Run the program and end as the interpreter would, but for its last step: it would free all that the fork server
+    has imported, object by object, and libraries would say what of it they miss."""
+    status: Any = 0
+    try:
+        exec(code, vars(sys.modules["__main__"]))
+    except SystemExit as exc:
+        status = exc.code
+    except Exception:  # noqa: BLE001 – as the interpreter does
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    if not isinstance(status, int | None):
+        sys.stderr.write(f"{status}\n")
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            status = 120
+    os._exit((status or 0) & 0xFF)
+
+
 if __name__ == "__main__":
-    code = main()
-    exec(code, vars(sys.modules["__main__"]))
+    _run(main())

@@ -85,7 +85,7 @@ def test_failures_are_locusts_failures_too(fake_url: Callable[..., str], images:
 
 def test_the_stopwatch_waits_for_the_server(unused_url: str, images: Path) -> None:
     port = unused_url.rpartition(":")[2]
-    command = [sys.executable, str(FAKE), "--http-port", port, "--startup-ms", "300"]
+    command = [sys.executable, str(FAKE), "--http-port", port, "--startup-ms", "2000"]
     late = subprocess.Popen(["sh", "-c", f"sleep 2; exec {' '.join(command)}"], stdout=subprocess.DEVNULL)
     try:
         done = locust(unused_url, "--samples-dir", str(images), "--json", "ColdStart", seconds=60)

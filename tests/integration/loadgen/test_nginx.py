@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.launch.embedded import EmbeddedDeployment
 from tests.integration.loadgen.conftest import await_true
 from tests.integration.loadgen.test_language_run import compare, record
 from tests.integration.native.conftest import free_port
+from tests.toy_language_server import toy_process
 
 NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
 pytestmark = [
@@ -33,36 +33,30 @@ http {{
     access_log off;
     client_body_temp_path {folder}/1; proxy_temp_path {folder}/2; fastcgi_temp_path {folder}/3;
     uwsgi_temp_path {folder}/4; scgi_temp_path {folder}/5;
-    server {{ listen 127.0.0.1:{on}; location / {{ proxy_pass {url}; proxy_http_version 1.0; }} }}
+    server {{ listen 127.0.0.1:{on}; location / {{ proxy_pass {closing}; proxy_http_version 1.0; }} }}
     server {{ listen 127.0.0.1:{off}; location / {{ proxy_pass {url}; proxy_http_version 1.1; proxy_buffering off; }} }}
 }}
 """
 """Over HTTP/1.1 nginx passes on each chunk of its upstream's chunked coding at once, whether or not it buffers."""
+PACED = "--first-ms 20 --step-ms 8"
+"""So slow that a busy machine still reads the tokens one by one."""
 
 
 @pytest.fixture
 def urls(tmp_path: Path) -> Iterator[tuple[str, str, str]]:
-    """A native server, the same behind an nginx that buffers, and behind one that does not."""
+    """A planted server, an equal one behind an nginx that buffers, and the first behind one that does not."""
     assert NGINX is not None
-    server = EmbeddedDeployment("native", {"model": "language:demo", "engine": "slots"}, tmp_path / "native.log")
     on, off = free_port(), free_port()
     configuration = tmp_path / "nginx.conf"
-    proxy = None
-    try:
-        server.start()
-        assert server.model is not None
-        server.wait_ready(server.model, 120.0)
-        configuration.write_text(CONFIGURATION.format(folder=tmp_path, url=server.url, on=on, off=off))
-        with (tmp_path / "nginx.log").open("wb") as log:
-            command = [NGINX, "-p", str(tmp_path), "-e", "stderr", "-c", str(configuration)]
-            proxy = subprocess.Popen(command, stderr=log)
-        await_true(lambda: _listens(on) and _listens(off), "nginx listens")
-        yield server.url, f"http://127.0.0.1:{on}", f"http://127.0.0.1:{off}"
-    finally:
-        if proxy is not None:
-            proxy.kill()
-            proxy.wait()
-        server.stop()
+    with toy_process(PACED) as url, toy_process(f"{PACED} --framing close") as closing:
+        configuration.write_text(CONFIGURATION.format(folder=tmp_path, url=url, closing=closing, on=on, off=off))
+        command = [NGINX, "-p", str(tmp_path), "-e", "stderr", "-c", str(configuration)]
+        with (tmp_path / "nginx.log").open("wb") as log, subprocess.Popen(command, stderr=log) as proxy:
+            try:
+                await_true(lambda: _listens(on) and _listens(off), "nginx listens")
+                yield url, f"http://127.0.0.1:{on}", f"http://127.0.0.1:{off}"
+            finally:
+                proxy.kill()
 
 
 def _listens(port: int) -> bool:

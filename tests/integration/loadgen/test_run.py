@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +96,6 @@ def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
     assert all(len(bodies) == 1 for bodies in begun.values()), "the arms of a round begin with the same body"
     assert begun["single", 0] != begun["single", 1]
     assert not list(out.rglob("*.part"))
-
-
-def test_blocks_do_not_overlap_and_the_pairs_lie_side_by_side(tmp_path: Path) -> None:
-    run(make_experiment(), tmp_path / "run")
-    records = blocks(tmp_path / "run")
-    for earlier, later in pairwise(records):
-        assert earlier.window_end_ns <= later.window_start_ns
 
 
 def test_a_slower_arm_is_measured_as_slower_by_what_was_added(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from loadgen.experiment.schedule import schedule
 from loadgen.launch.work_folder import remove_abandoned
 from loadgen.records.checks import Check
-from loadgen.records.run import Experiment, RunState, Workload
+from loadgen.records.run import ArmRequest, Experiment, RunState, Workload
 from loadgen.records.samples import read_samples
 from loadgen.records.store import RunStore, StorageError
 from loadgen.report.files import published
@@ -26,13 +26,18 @@ from tests.integration.loadgen.conftest import await_true, blocks, make_experime
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
 
+def paced(label: str) -> ArmRequest:
+    """A server that leaves the cores to others during a long block."""
+    return ArmRequest(label=label, target="native", settings={"delay-ms": "5"})
+
+
 def long_experiment() -> Experiment:
     short = Workload(scenario="single", batch_size=1, concurrency=1, requests=5, seconds=0.1, max_seconds=5, rounds=1)
     long = Workload(
         scenario="concurrent", batch_size=1, concurrency=4, requests=1, seconds=60, max_seconds=60, rounds=1
     )
     for seed in range(20):  # one in which the short workload comes first
-        experiment = make_experiment(workloads=(short, long), seed=seed)
+        experiment = make_experiment(a=paced("a"), b=paced("b"), workloads=(short, long), seed=seed)
         if schedule(experiment)[0].workload == short:
             return experiment
     raise AssertionError
@@ -137,7 +142,7 @@ def test_a_killed_runner_leaves_no_process_and_loses_at_most_a_second(
 def test_a_full_disk_ends_the_run_with_a_sentence_and_no_half_file(tmp_path: Path) -> None:
     out = tmp_path / "run"
     long = Workload(scenario="single", batch_size=1, concurrency=1, requests=1, seconds=60, max_seconds=60, rounds=1)
-    process = start_runner(make_experiment(workloads=(long,)), out)
+    process = start_runner(make_experiment(a=paced("a"), b=paced("b"), workloads=(long,)), out)
     await_true((out / "samples" / "0000.npy.part").exists, "the block begins")
     for child in psutil.Process(process.pid).children():
         if "loadgen.client.worker" in child.cmdline():
