@@ -378,7 +378,7 @@ def same_payload(facts: Facts) -> Iterator[Judgement]:
     first, *others = experiment.payloads
     if others:
         sent = {names[arm.label]: experiment.payload_of(arm) for arm in experiment.arms}
-        apart = join([f"{arm} {payload}" for arm, payload in sent.items()])
+        apart = join([arm if payload in arm else f"{arm} {payload}" for arm, payload in sent.items()])
         yield Judgement(False, f"the arms got different payloads ({apart})", ", ".join(experiment.payloads))
     elif facts.run.blocks or facts.run.records_of(ServerStart):
         yield Judgement(True, f"{first} over {experiment.transport}", first)

@@ -46,6 +46,7 @@ def context(tmp_path: Path, kind: str, abserve: Sequence[str]) -> Any:
     """What the probe reads of a run with one arm whose server says that it has this engine."""
     return SimpleNamespace(
         experiment=make_experiment(workloads=(SINGLE,), ceiling=True), records=[arm(kind)], inputs={}, work=tmp_path,
+        arms={"a": SimpleNamespace(name="native")},
         store=RunStore(tmp_path / "run"), progress=RunProgress(), abserve=abserve, enter=lambda _: None,
     )  # fmt: skip
 

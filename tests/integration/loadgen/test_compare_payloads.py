@@ -43,7 +43,7 @@ def test_arms_with_different_payloads_are_measured_and_no_winner_is_named(tmp_pa
     assert 3_000 < sizes["b"] < 120_000
     models = {arm["label"]: arm["model_config"]["name"] for arm in result["arms"]}
     assert models == {"a": "openclip_vit_b32_uint8", "b": "openclip_vit_b32_jpeg"}
-    sentence = "No winner: the arms got different payloads (A uint8 and B jpeg)"
+    sentence = "No winner: the arms got different payloads (native with uint8 payloads and native with jpeg payloads)"
     assert sentence in result["verdict"]["sentence"]
     assert "different payloads" in " ".join(done.stdout.split())
     for name in ("summary.md", "report.html"):
