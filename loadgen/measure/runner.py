@@ -249,7 +249,11 @@ def starts_servers(experiment: Experiment) -> bool:
 
 def _stop_servers(context: RunContext) -> None:
     context.enter("stopping the servers" if starts_servers(context.experiment) else "done")
-    stop_all(arm.deployment for arm in context.arms.values())
+    deployments = [arm.deployment for arm in context.arms.values()]
+    stop_all(deployment for deployment in deployments if not isinstance(deployment, ComposeDeployment))
+    for deployment in deployments:  # arms in containers may be models of the same one
+        if isinstance(deployment, ComposeDeployment):
+            deployment.stop()
 
 
 def _load(context: RunContext, measured: Sequence[Probe]) -> None:

@@ -106,6 +106,10 @@ class Load:
         return SimpleNamespace(round_s=self.round_s)
 
     @property
+    def arms(self) -> Any:
+        return {label: SimpleNamespace(name=label) for label in self.experiment.labels}
+
+    @property
     def progress(self) -> Any:
         return self
 

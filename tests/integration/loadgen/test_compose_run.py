@@ -192,11 +192,13 @@ def test_three_arms_are_the_native_server_and_both_models_of_one_triton(tmp_path
     assert {(one.arm, one.workload) for one in result.comparisons if one.ratio} >= {
         (label, scenario) for label in "bc" for scenario in ("cold-start", "single")
     }
+    onnx, tensorrt = "Triton with backend onnxruntime", "Triton with backend tensorrt"
     shared = next(check for check in result.checks if check.name == "shared_server")
-    assert (shared.ok, shared.severity, shared.value) == (False, "informs", "B, C")
+    assert (shared.ok, shared.severity, shared.value) == (False, "informs", f"{onnx}, {tensorrt}")
     starts = msgspec.json.decode((tmp_path / "cold_starts.json").read_bytes(), type=list[ServerStart])
     beside = {start.label: str(start.conditions).partition("the other servers stopped")[2] for start in starts}
-    assert beside == {"a": "", "b": ", C loaded in the same container", "c": ", B loaded in the same container"}
+    there = "loaded in the same container"
+    assert beside == {"a": "", "b": f", {tensorrt} {there}", "c": f", {onnx} {there}"}
     assert all(container.status() == "running" for container in stack.values())
 
 

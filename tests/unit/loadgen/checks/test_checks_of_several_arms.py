@@ -263,7 +263,7 @@ def test_one_arm_with_another_payload_is_named_in_the_sentence(tmp_path: Path) -
     (judged,) = checks(result, "same_payload")
     assert (judged.ok, judged.value) == (False, "fp32, jpeg")
     assert result.verdict.sentence.startswith("No winner: ")
-    assert "native fp32, Triton fp32 and native with jpeg payloads jpeg" in result.verdict.sentence
+    assert "native fp32, Triton fp32 and native with jpeg payloads" in result.verdict.sentence
     assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
 
 
