@@ -445,16 +445,23 @@ def failure_message(exchange: Exchange) -> str:
     return exchange.failure or f"HTTP {exchange.status}: {server_words(exchange)}"
 
 
+def uncompressed(body: bytes, coding: str, most_bytes: int) -> bytes | None:
+    """The beginning of a body without its compression; None if it is damaged or in another coding than gzip and
+    deflate."""
+    if coding in ("gzip", "x-gzip", "deflate"):
+        with suppress(zlib.error):
+            return zlib.decompressobj(_GZIP_OR_ZLIB).decompress(body, most_bytes)
+    return body if coding == "identity" else None
+
+
 def server_words(exchange: Exchange) -> str:
     """What a server says in a response that is not the expected one, as one line: the target of a redirect, the words
     of an error in any of the usual forms, the title of a web page, or else the text itself."""
     if 300 <= exchange.status < 400 and (target := exchange.header("location")):
         return f"redirects to {one_line(target)}"
-    body, coding = bytes(exchange.body[:_MOST_ERROR_BYTES]), exchange.header("content-encoding") or "identity"
-    if coding in ("gzip", "x-gzip", "deflate"):
-        with suppress(zlib.error):
-            body, coding = zlib.decompressobj(_GZIP_OR_ZLIB).decompress(body, _MOST_ERROR_BYTES), "identity"
-    if coding != "identity":
+    coding = exchange.header("content-encoding") or "identity"
+    body = uncompressed(bytes(exchange.body[:_MOST_ERROR_BYTES]), coding, _MOST_ERROR_BYTES)
+    if body is None:
         return f"a body in the coding {one_line(coding)}, which was not asked for"
     event = _DATA_LINE.search(body)  # the form of an error of a server that streams
     try:

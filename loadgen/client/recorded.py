@@ -12,7 +12,7 @@ from loadgen.client.grpc import grpc_request
 from loadgen.client.grpc_messages import ModelInferRequest
 from loadgen.client.inputs import InputError
 from loadgen.experiment.replay import Replay
-from loadgen.records.traffic import RecordedRequest, RecordedTraffic
+from loadgen.records.traffic import RecordedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class RecordedBodies:
 def prepare_recorded(replay: Replay, signature: Signature) -> RecordedBodies:
     """Every request of a replay for the model of a signature; requests with the same content are one object. Raises
     `InputError`, and `TrafficError` if the folder cannot be read."""
-    traffic, made = RecordedTraffic(replay.folder), dict[object, PreparedRequest]()
+    made = dict[object, PreparedRequest]()
     requests = []
     for request in replay.requests():
         key = request.content, tuple(request.headers.items())
         if key not in made:
-            made[key] = recorded_request(request, traffic.content(request) or b"", signature)
+            made[key] = recorded_request(request, replay.content(request), signature)
         requests.append(made[key])
     return RecordedBodies(tuple(requests))
 

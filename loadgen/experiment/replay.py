@@ -35,6 +35,10 @@ class Replay(msgspec.Struct, frozen=True):
         """The requests of the folder that can be replayed. Raises `TrafficError`."""
         return _replayable(self.folder, self.transport)
 
+    def content(self, request: RecordedRequest) -> bytes:
+        """The body of one of them. Raises `TrafficError`."""
+        return _traffic(self.folder).content(request) or b""
+
     def rate_per_s(self) -> float:
         """Mean rate of the replay."""
         requests = self.requests()
@@ -42,7 +46,7 @@ class Replay(msgspec.Struct, frozen=True):
 
     def window(self, seed: int) -> tuple[int, Offsets]:
         """The first request of a block, and when each of its requests is due. The window is random, among those without
-        a gap in the recording. Raises `TrafficError` if there is none."""
+        a gap in the recording. Raises `TrafficError` if every window has one."""
         at_ns, missing = _times_ns(self.folder, self.transport)
         span_ns = min(int(self.seconds * self.speed * 1e9), int(at_ns[-1] - at_ns[0]))
         random = np.random.default_rng(seed)
@@ -72,10 +76,15 @@ class Replay(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=4)
+def _traffic(folder: str) -> RecordedTraffic:
+    return RecordedTraffic(folder)
+
+
+@lru_cache(maxsize=4)
 def _replayable(folder: str, transport: Literal["http", "grpc"]) -> tuple[RecordedRequest, ...]:
     requests = tuple(
         request
-        for request in RecordedTraffic(folder).requests
+        for request in _traffic(folder).requests
         if request.transport == transport
         and (INFER.search(request.route) if transport == "http" else request.route == MODEL_INFER)
         and request.status not in _WRONG[transport]
@@ -109,4 +118,4 @@ def _require_one_model(folder: str, requests: Sequence[RecordedRequest]) -> None
 def _times_ns(folder: str, transport: Literal["http", "grpc"]) -> tuple[Offsets, frozenset[int]]:
     """The arrivals, and the stretches that the recording left out."""
     at_ns = np.array([request.at_ns for request in _replayable(folder, transport)], dtype=np.int64)
-    return at_ns, frozenset(RecordedTraffic(folder).recording.left_out)
+    return at_ns, frozenset(_traffic(folder).recording.left_out)

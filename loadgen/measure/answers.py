@@ -36,7 +36,7 @@ from loadgen.measure.preparation import Inputs
 from loadgen.records.probes import AnswersCompared
 from loadgen.records.run import REQUEST_TIMEOUT_S, Label, ParityCase, ParityRecord, Workload
 from loadgen.records.store import RunStore
-from loadgen.records.traffic import RecordedTraffic, TrafficError
+from loadgen.records.traffic import TrafficError
 from loadgen.stats.agreement import (
     NOT_FINITE,
     Agreement,
@@ -335,8 +335,8 @@ def ask_prepared(arm: ParityTarget, prepared: Request) -> Answer:
 
 def _ask_recorded(arm: ParityTarget, replay: Replay, number: int) -> Answer:
     """The answer to one recorded request. Raises as `ask_prepared`, and `TrafficError`."""
-    request, traffic = replay.requests()[number], RecordedTraffic(replay.folder)
-    return ask_prepared(arm, recorded_request(request, traffic.content(request) or b"", arm.signature))
+    request = replay.requests()[number]
+    return ask_prepared(arm, recorded_request(request, replay.content(request), arm.signature))
 
 
 def _ask_all(label: Label, arm: ParityTarget, batches: Sequence[tuple[int, ...]], *, at_once: int) -> list[Answer]:

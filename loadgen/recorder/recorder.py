@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import threading
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -19,6 +18,7 @@ from urllib.parse import unquote
 import msgspec
 
 from loadgen.base.documents import one_line
+from loadgen.client.connection import uncompressed
 from loadgen.client.grpc_messages import ModelInferRequest
 from loadgen.records.traffic import KEPT_HEADERS, RecordedRequest, RecordedTensor, TrafficWriter
 
@@ -29,7 +29,6 @@ LAST_ANSWERS_S = 5.0
 """How long a recording that ends by itself waits for the answers to its last requests."""
 _BYTES_BESIDE = 2000
 """Memory of a request besides its bodies."""
-_GZIP_OR_ZLIB = 47
 _MOST_NAME = 200
 
 
@@ -290,10 +289,6 @@ def _tensors(inputs: Any) -> tuple[RecordedTensor, ...]:
 
 
 def _plain(content: bytes, coding: str | None) -> bytes:
-    """Content without its compression, where that is gzip or deflate."""
-    if coding not in ("gzip", "deflate") or not content:
-        return content
-    try:
-        return zlib.decompressobj(_GZIP_OR_ZLIB).decompress(content, MOST_HELD_BYTES)
-    except zlib.error:
-        return content
+    """Content without its compression, if that is known."""
+    plain = uncompressed(content, coding or "identity", MOST_HELD_BYTES)
+    return content if plain is None else plain
