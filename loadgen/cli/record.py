@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -86,7 +88,7 @@ def record(
             )
             if address is not None
         ]
-        places = [_place(place) for place, *_ in servers]
+        places = [parse_place(place) for place, *_ in servers]
         contexts = [
             tls_context(DEFAULT_ACCESS, "h2" if tap is GrpcTap else "http/1.1") if address.tls else None
             for _, address, tap in servers
@@ -110,7 +112,7 @@ def record(
         (Relay(address, lambda tap=tap: tap(recorder), context), place)  # type: ignore[misc]  # of this round
         for (_, address, tap), context, place in zip(servers, contexts, places, strict=True)
     ]
-    asyncio.run(_serve(relays, out))
+    asyncio.run(serve(relays, f"recorded in {out}"))
     written = recorder.stop("it was stopped")
     state = writer.recording
     typer.echo(f"{counted(state.requests, 'request')} in {out}, {state.lost} lost")
@@ -118,25 +120,32 @@ def record(
         raise typer.Exit(1)
 
 
-async def _serve(relays: list[tuple[Relay, tuple[str, int]]], out: Path) -> None:
-    """Pass traffic on until the process is told to end."""
+async def serve(
+    relays: list[tuple[Relay, tuple[str, int]]], what: str, beside: Coroutine[Any, Any, None] | None = None
+) -> None:
+    """Pass traffic on until the process is told to end, and run `beside` as long."""
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    task = None if beside is None else asyncio.get_running_loop().create_task(beside)
     for relay, (host, port) in relays:
         try:
             bound = await relay.listen(host, port)
         except OSError as exc:
             fail(f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --listen or --grpc-listen")
-        typer.echo(f"{host}:{bound} → {relay.address.authority}, recorded in {out}")
+        typer.echo(f"{host}:{bound} → {relay.address.authority}, {what}")
     await ended.wait()
+    if task is not None:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 def _say_ended(why: str) -> None:
     complain(f"the recording has ended: {why}", kind="note", style="yellow")
 
 
-def _place(value: str) -> tuple[str, int]:
+def parse_place(value: str) -> tuple[str, int]:
     """Host and port. Raises `ValueError`."""
     host, _, port = value.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:

@@ -22,7 +22,7 @@ from loadgen.client.grpc import (
     RST_STREAM,
     SERVICE,
 )
-from loadgen.recorder.recorder import PassedRequest, Recorder
+from loadgen.recorder.recorder import Observer, PassedRequest
 
 RECORDED = (f"{SERVICE}ModelInfer", f"{SERVICE}ModelStreamInfer")
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -94,7 +94,7 @@ class _Call:
 class GrpcTap:
     """The calls of one connection."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Observer) -> None:
         self._recorder = recorder
         self._calls: dict[int, _Call] = {}
         self._requests, self._answers = _Frames(len(_PREFACE)), _Frames(0)

@@ -10,7 +10,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
-from loadgen.recorder.recorder import PassedRequest, Recorder
+from loadgen.recorder.recorder import Observer, PassedRequest
 
 MOST_HEAD_BYTES = 2**16
 RECORDED = re.compile(
@@ -34,8 +34,9 @@ class _Message:
         self._chunked = self._in_trailers = False
         self._in_body = False
 
-    def read(self, data: bytes, now_ns: int) -> Iterator[tuple[str, Headers, int] | bytes | None]:
-        """The heads with the time of their first byte, the pieces of bodies, and None at the end of each message."""
+    def read(self, data: bytes, now_ns: int) -> Iterator[tuple[str, Headers, int, str] | bytes | None]:
+        """The heads (first line, fields, the time of the first byte, text), the pieces of bodies, and None at the end
+        of each message."""
         place = 0
         while place < len(data):
             if self._in_body and self._left:
@@ -69,10 +70,10 @@ class _Message:
         """Whether the end of the connection is that of the message."""
         return self._in_body and self._left == _UNTIL_THE_END
 
-    def _head(self, text: str) -> Iterator[tuple[str, Headers, int] | None]:
+    def _head(self, text: str) -> Iterator[tuple[str, Headers, int, str] | None]:
         first, *lines = text.lstrip("\r\n").split("\r\n")
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        yield first, headers, self._began_ns
+        yield first, headers, self._began_ns, text
         length = self._body_of(first, headers)
         self._chunked, self._left = length is None, length or 0
         self._in_body = self._chunked or self._left != 0
@@ -99,12 +100,14 @@ def _length(headers: Headers, otherwise: int) -> int | None:
 class HttpTap:
     """The requests of one connection, each until its answer has passed."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Observer) -> None:
         self._recorder = recorder
         self._waiting: deque[tuple[str, PassedRequest | None]] = deque()
         """The methods of requests without a whole answer, and what is recorded of them."""
         self._request: PassedRequest | None = None
         self._status = 0
+        self.ends_connection = False
+        """Whether the server closes the connection after the last answer that has begun."""
         self._requests = _Message(lambda _, headers: _length(headers, 0))
         self._answers = _Message(self._answer_length)
 
@@ -112,16 +115,23 @@ class HttpTap:
         """Bytes on their way to the server."""
         for part in self._requests.read(data, now_ns):
             if isinstance(part, tuple):
-                first, headers, began_ns = part
+                first, headers, began_ns, head = part
                 method, target, version = first.split(" ", 2)
                 if not version.startswith("HTTP/1."):
                     raise ValueError("it is not HTTP/1.1")
                 path = target.partition("?")[0]
                 wanted = method == "POST" and RECORDED.fullmatch(path) is not None
-                self._request = self._recorder.begin("http", path, headers, began_ns) if wanted else None
-                self._waiting.append((method, self._request))
-            elif part is not None and self._request is not None:
-                self._request.add_content(part)
+                self._request = self._recorder.begin("http", path, headers, began_ns, head) if wanted else None
+                self.expect(method, self._request)
+            elif self._request is not None:
+                if part is None:
+                    self._request.forwarded(now_ns)
+                else:
+                    self._request.add_content(part)
+
+    def expect(self, method: str, request: PassedRequest | None) -> None:
+        """A request is on its way, whose answer comes after those that are expected already."""
+        self._waiting.append((method, request))
 
     def received(self, data: bytes, now_ns: int) -> None:
         """Bytes on their way to the client."""
@@ -130,8 +140,9 @@ class HttpTap:
                 raise ValueError("an answer without a request")
             _, request = self._waiting[0]
             if isinstance(part, tuple):
-                first, _, _ = part
+                first, headers, _, _ = part
                 self._status = int(first.split(" ", 2)[1])
+                self.ends_connection = first[:8] == "HTTP/1.0" or "close" in headers.get("connection", "").lower()
                 if self._status == 101:
                     raise ValueError("the connection speaks another protocol from here on")
             elif part is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -27,12 +28,44 @@ MOST_HELD_BYTES = 2**28
 FLUSH_S = 0.25
 LAST_ANSWERS_S = 5.0
 """How long a recording that ends by itself waits for the answers to its last requests."""
-_BYTES_BESIDE = 2000
+BYTES_BESIDE = 2000
 """Memory of a request besides its bodies."""
 _MOST_NAME = 200
 
 
-class Recorder:
+class Observer(ABC):
+    """Whom a tap tells of the requests that it sees. The memory of their bodies is bounded."""
+
+    def __init__(self) -> None:
+        self.taken_bytes = self.freed_bytes = 0
+        """Memory of requests that was taken by the relay, and freed by the thread that has worked on them."""
+
+    @abstractmethod
+    def begin(
+        self, transport: Literal["http", "grpc"], route: str, headers: Mapping[str, str], at_ns: int, head: str = ""
+    ) -> PassedRequest | None:
+        """A request of which the head has come, over HTTP as the text `head`; None if it is not wanted."""
+
+    def forwarded(self, request: PassedRequest) -> None:  # noqa: B027 (who only records has no use for it)
+        """The whole request has passed."""
+
+    @abstractmethod
+    def take(self, request: PassedRequest) -> None:
+        """The answer has ended, or the connection before it."""
+
+    @abstractmethod
+    def keeps(self, what: Literal["contents", "answers"]) -> bool:
+        """Whether these bodies are wanted."""
+
+    def holds(self, size: int) -> bool:
+        """Whether so many more bytes have a place in memory, which is then taken."""
+        if self.taken_bytes - self.freed_bytes + size > MOST_HELD_BYTES:
+            return False
+        self.taken_bytes += size
+        return True
+
+
+class Recorder(Observer):
     """Records into a folder until `minutes` or `requests` are reached, or `stop` is called."""
 
     def __init__(
@@ -40,10 +73,9 @@ class Recorder:
         ended: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """`ended` is called with the reason when the recording ends by itself, from the recorder's thread."""
+        super().__init__()
         self.started_ns = perf_counter_ns()
         self.lost = 0
-        self._taken_bytes = self._freed_bytes = 0
-        """Memory of requests that was taken by the relay, and freed by the recorder's thread."""
         self._under_way = 0
         self.failed = False
         """Whether it ended because it could not go on."""
@@ -60,7 +92,12 @@ class Recorder:
         self._thread.start()
 
     def begin(
-        self, transport: Literal["http", "grpc"], route: str, headers: Mapping[str, str], at_ns: int
+        self,
+        transport: Literal["http", "grpc"],
+        route: str,
+        headers: Mapping[str, str],
+        at_ns: int,
+        head: str = "",  # noqa: ARG002 (only the kept headers)
     ) -> PassedRequest | None:
         """A request of which the head has come; None if it is not recorded."""
         if self._why is not None or (self._recording.share < 1.0 and random.random() >= self._recording.share):
@@ -71,20 +108,13 @@ class Recorder:
         if self._most is not None and self._begun >= self._most:
             self._why = "its requests were recorded"
             return None
-        if not self.holds(_BYTES_BESIDE):
+        if not self.holds(BYTES_BESIDE):
             self.lost += 1
             return None
         self._begun += 1
         self._under_way += 1
         kept = {name: headers[name] for name in KEPT_HEADERS if name in headers}
-        return PassedRequest(self, transport, route, kept, at_ns, held_bytes=_BYTES_BESIDE)
-
-    def holds(self, size: int) -> bool:
-        """Whether so many more bytes have a place in memory, which is then taken."""
-        if self._taken_bytes - self._freed_bytes + size > MOST_HELD_BYTES:
-            return False
-        self._taken_bytes += size
-        return True
+        return PassedRequest(self, transport, route, kept, at_ns, held_bytes=BYTES_BESIDE)
 
     def keeps(self, what: Literal["contents", "answers"]) -> bool:
         """Whether these bodies are recorded."""
@@ -95,7 +125,7 @@ class Recorder:
         self._under_way -= 1
         if request.lost or not self._thread.is_alive():
             self.lost += 1
-            self._taken_bytes -= request.held_bytes
+            self.taken_bytes -= request.held_bytes
         else:
             self._queue.put(request)
 
@@ -134,7 +164,7 @@ class Recorder:
             if passed is None:  # it is to stop
                 break
             self._writer.add(*passed.recorded(self.started_ns))
-            self._freed_bytes += passed.held_bytes
+            self.freed_bytes += passed.held_bytes
             if left_s < -1.0:  # more comes than is written: what was written must be found on the disk
                 break
         if self._why is None:
@@ -149,13 +179,15 @@ class Recorder:
 class PassedRequest:
     """One request on its way, seen from its head to the end of its answer."""
 
-    recorder: Recorder
+    recorder: Observer
     transport: Literal["http", "grpc"]
     route: str
     headers: dict[str, str]
     at_ns: int
     content: list[bytes] = field(default_factory=list)
     content_bytes: int = 0
+    sent_ns: int | None = None
+    """When its last byte was passed on."""
     first_byte_ns: int | None = None
     answer: list[bytes] = field(default_factory=list)
     answer_bytes: int = 0
@@ -174,6 +206,11 @@ class PassedRequest:
         """A part of the body has passed."""
         self.content_bytes += len(piece)
         self._keep(piece, self.content)
+
+    def forwarded(self, now_ns: int) -> None:
+        """The whole request has passed."""
+        self.sent_ns = now_ns
+        self.recorder.forwarded(self)
 
     def add_answer(self, piece: bytes, now_ns: int) -> None:
         """A part of the answer has passed; empty: its head."""

@@ -1,0 +1,319 @@
+"""Copies the requests that a relay has passed on to a second server, the candidate, and pairs the answers of both.
+
+The traffic comes first. A copy begins when the whole request has passed, waits in a queue of bounded size for one of a
+bounded number of connections, and is dropped and counted where there is no room. A candidate that answers so much that
+reading it would delay the traffic gets no copies for a while; all that is held for it has a place in `Observer.holds`.
+
+Both latencies begin when the last piece of a request is passed on, and end with bytes that the same event loop reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter_ns, thread_time_ns
+from typing import Literal, cast
+
+from loadgen.client.connection import Address
+from loadgen.client.tls import failure_reason
+from loadgen.recorder.http import HttpTap
+from loadgen.recorder.recorder import BYTES_BESIDE, Observer, PassedRequest
+from loadgen.records.run import REQUEST_TIMEOUT_S
+
+MOST_UNDER_WAY = 256
+"""Copies without an answer, each on a connection of its own."""
+MOST_WAITING = 1024
+CONNECT_TIMEOUT_S = 10.0
+_WINDOW_NS, _MOST_READING_NS = 100_000_000, 50_000_000
+"""The candidate's answers get at most half of the time of a core, counted over a tenth of a second."""
+REST_S, REST_UNCONNECTED_S = 1.0, 0.25
+"""How long a candidate that answered too much, or refused a connection, gets no copies."""
+_READ_BYTES = 2**16
+_NOT_COPIED = {
+    "connection", "content-length", "expect", "host", "keep-alive", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade",
+}  # fmt: skip
+"""Headers of one connection; the copy's body is sent in one piece of a known length."""
+
+
+@dataclass(slots=True)
+class PairedRequest(PassedRequest):
+    """A request to the primary, or its copy for the candidate."""
+
+    head: str = ""
+    """Over HTTP its first line and its fields, with the client's credentials, as the candidate needs them."""
+    other: PairedRequest | None = None
+    """The same request on the other server."""
+    is_copy: bool = False
+    ended: bool = False
+    failure: str | None = None
+    """Why a copy has no whole answer."""
+    is_dropped: bool = False
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of the requests that were chosen, so far."""
+
+    copied: int = 0
+    dropped: int = 0
+    """Not copied, or without the time to read the answer: the candidate or the recorder was too slow."""
+    unpaired: int = 0
+    """Without a whole answer of the primary."""
+    failed: int = 0
+    """Copies without a whole answer."""
+
+
+class Shadow(Observer):
+    """Gives copies of a share of all requests to the candidate, and each pair of answered requests to `paired`."""
+
+    def __init__(
+        self, candidate: Address, context: ssl.SSLContext | None, *, share: float = 1.0,
+        timeout_s: float = REQUEST_TIMEOUT_S, paired: Callable[[PairedRequest, PairedRequest], None],
+    ) -> None:  # fmt: skip
+        """`paired` gets the primary's request and the copy, and frees the memory of both (`freed_bytes`)."""
+        super().__init__()
+        self.counts = Counts()
+        self.candidate = candidate
+        self._context = context
+        self._share = share
+        self._timeout_s = timeout_s
+        self._paired = paired
+        self._waiting: deque[PairedRequest] = deque()
+        self._connections: set[_CopyConnection] = set()
+        self._idle: list[_CopyConnection] = []
+        self._connecting: dict[asyncio.Task[None], PairedRequest] = {}
+        self._rest_until_ns = 0
+        self._window_ns = self._reading_ns = 0
+
+    def keeps(self, what: Literal["contents", "answers"]) -> bool:  # noqa: ARG002 (both)
+        """Contents are copied, and answers compared."""
+        return True
+
+    def begin(
+        self, transport: Literal["http", "grpc"], route: str, headers: Mapping[str, str], at_ns: int, head: str = ""
+    ) -> PassedRequest | None:
+        """A request of which the head has come; None if it is not chosen."""
+        if self._share < 1.0 and random.random() >= self._share:
+            return None
+        if not self.holds(BYTES_BESIDE):
+            self.counts.dropped += 1
+            return None
+        return PairedRequest(self, transport, route, dict(headers), at_ns, head=head, held_bytes=BYTES_BESIDE)
+
+    def forwarded(self, request: PassedRequest) -> None:
+        """Copy a request that has passed whole, or drop it."""
+        primary = cast(PairedRequest, request)
+        now_ns = request.sent_ns or 0
+        if primary.lost or now_ns < self._rest_until_ns or len(self._waiting) >= MOST_WAITING:
+            self.counts.dropped += 1
+            return
+        copy = PairedRequest(
+            self, primary.transport, primary.route, primary.headers, primary.at_ns, content=primary.content,
+            content_bytes=primary.content_bytes, head=primary.head, other=primary, is_copy=True,
+        )  # fmt: skip
+        primary.other = copy
+        self.counts.copied += 1
+        self._waiting.append(copy)
+        self._send_waiting()
+
+    def take(self, request: PassedRequest) -> None:
+        """A request has its answer, or has none."""
+        ended = cast(PairedRequest, request)
+        ended.ended = True
+        other = ended.other
+        if other is None:
+            self._free(ended)
+        elif other.ended:
+            self._pair(other, ended) if ended.is_copy else self._pair(ended, other)
+
+    def _pair(self, primary: PairedRequest, copy: PairedRequest) -> None:
+        if copy.is_dropped:
+            self.counts.dropped += 1
+        elif primary.end_ns is None:
+            self.counts.unpaired += 1
+        else:
+            self.counts.failed += copy.end_ns is None
+            self._paired(primary, copy)
+            return
+        self._free(primary, copy)
+
+    def _free(self, *requests: PairedRequest) -> None:
+        self.taken_bytes -= sum(request.held_bytes for request in requests)
+
+    # The connections to the candidate
+
+    def _send_waiting(self) -> None:
+        while self._waiting and len(self._connections) - len(self._idle) + len(self._connecting) < MOST_UNDER_WAY:
+            self._send(self._waiting.popleft())
+
+    def _send(self, copy: PairedRequest) -> None:
+        if self._idle:
+            self._idle.pop().send(copy)
+            return
+        task = asyncio.get_running_loop().create_task(self._connect(copy))
+        self._connecting[task] = copy
+        task.add_done_callback(lambda done: self._connecting.pop(done))
+
+    async def _connect(self, copy: PairedRequest) -> None:
+        loop, address = asyncio.get_running_loop(), self.candidate
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, connection = await loop.create_connection(
+                    partial(_CopyConnection, self), address.host, address.port, ssl=self._context
+                )
+        except OSError as exc:  # also a timeout
+            self._rest(REST_UNCONNECTED_S)
+            copy.failure = f"no connection: {failure_reason(exc)}"
+            copy.end(None, perf_counter_ns())
+            return
+        self._connections.add(connection)
+        connection.send(copy)
+
+    def unneeded(self, connection: _CopyConnection) -> None:
+        """A connection is ready for the next copy."""
+        self._idle.append(connection)
+        self._send_waiting()
+
+    def lost(self, connection: _CopyConnection, again: PairedRequest | None) -> None:
+        """A connection is closed; a copy of which the candidate took no notice is sent `again`."""
+        self._connections.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+        if again is not None:
+            self._waiting.appendleft(again)
+        self._send_waiting()
+
+    def has_read(self, connection: _CopyConnection, cpu_ns: int, now_ns: int) -> None:
+        """Reading a part of an answer took so long. Where that is too much, nobody reads any more for a while."""
+        if now_ns - self._window_ns > _WINDOW_NS:
+            self._window_ns, self._reading_ns = now_ns, 0
+        self._reading_ns += cpu_ns
+        if self._reading_ns > _MOST_READING_NS:
+            self._window_ns = 0
+            connection.fail("reading its answer takes more time than the traffic allows")
+            self._rest(REST_S)
+            for other in [*self._connections]:
+                other.drop()
+
+    def _rest(self, seconds: float) -> None:
+        self._rest_until_ns = perf_counter_ns() + int(seconds * 1e9)
+        waiting, self._waiting = self._waiting, deque()
+        for copy in waiting:
+            _drop(copy)
+
+    async def watch(self) -> None:
+        """End copies that wait too long, until cancelled; then close every connection."""
+        try:
+            while True:
+                await asyncio.sleep(min(1.0, self._timeout_s / 4))
+                latest_ns = perf_counter_ns() - int(self._timeout_s * 1e9)
+                for connection in [*self._connections]:
+                    if connection.copy is not None and (connection.copy.sent_ns or latest_ns) < latest_ns:
+                        connection.fail(f"no answer within {self._timeout_s:g} s")
+        finally:
+            self._rest(CONNECT_TIMEOUT_S)
+            for task, copy in self._connecting.items():
+                task.cancel()
+                _drop(copy)
+            for connection in [*self._connections]:
+                connection.drop()
+
+
+class _CopyConnection(asyncio.BufferedProtocol):
+    """One connection to the candidate, with one copy at a time."""
+
+    def __init__(self, shadow: Shadow) -> None:
+        self.copy: PairedRequest | None = None
+        self._shadow = shadow
+        self._tap = HttpTap(shadow)
+        self._buffer = bytearray(_READ_BYTES)
+        self._transport: asyncio.Transport | None = None
+        self._is_used = self._has_received = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def get_buffer(self, sizehint: int) -> bytearray:  # noqa: ARG002 (one size bounds how long a read delays others)
+        return self._buffer
+
+    def send(self, copy: PairedRequest) -> None:
+        """Send a copy. Its time begins with the last piece, as that of the request to the primary does."""
+        self.copy, self._has_received = copy, False
+        if self._transport is None or self._transport.is_closing():
+            self.connection_lost(None)
+            return
+        parts = [_head_of(copy, self._shadow.candidate.authority), *copy.content]
+        came_at_once = copy.other is not None and copy.at_ns == copy.other.sent_ns
+        if len(parts) > 1 and not came_at_once:
+            self._transport.write(b"".join(parts[:-1]))
+            del parts[:-1]
+        copy.sent_ns = perf_counter_ns()
+        self._transport.write(b"".join(parts))
+        self._tap.expect("POST", copy)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        now_ns, began_ns = perf_counter_ns(), thread_time_ns()
+        self._has_received = True
+        try:
+            self._tap.received(bytes(memoryview(self._buffer)[:nbytes]), now_ns)
+        except Exception:  # noqa: BLE001 (the candidate may answer anything)
+            self.fail("it does not answer in HTTP/1.1")
+        copy = self.copy
+        if copy is not None and copy.ended:
+            self.copy, self._is_used = None, True
+            if self._tap.ends_connection:
+                self._close()
+            elif self._transport is not None:
+                self._shadow.unneeded(self)
+        self._shadow.has_read(self, thread_time_ns() - began_ns, now_ns)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 (the copy failed either way)
+        self._transport = None
+        copy, self.copy = self.copy, None
+        again = None
+        if copy is not None and self._is_used and not self._has_received and not copy.ended:
+            again = copy  # the candidate closed an idle connection
+        elif copy is not None:
+            copy.failure = copy.failure or "it closed the connection"
+            self._tap.closed(perf_counter_ns())
+        self._shadow.lost(self, again)
+
+    def fail(self, why: str) -> None:
+        """End the copy without a whole answer, and the connection."""
+        copy, self.copy = self.copy, None
+        if copy is not None and not copy.ended:
+            copy.failure = why
+            copy.end(copy.status, perf_counter_ns(), whole=False)
+        self._close()
+
+    def drop(self) -> None:
+        """Drop the copy, and end the connection."""
+        if self.copy is not None:
+            self.copy.is_dropped = True
+        self.fail("it was dropped")
+
+    def _close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        self._shadow.lost(self, None)
+
+
+def _drop(copy: PairedRequest) -> None:
+    if not copy.ended:
+        copy.is_dropped = True
+        copy.end(None, perf_counter_ns())
+
+
+def _head_of(copy: PairedRequest, authority: str) -> bytes:
+    """The head of an HTTP request for another server."""
+    first, *lines = copy.head.lstrip("\r\n").split("\r\n")
+    method, target, _ = first.split(" ", 2)
+    fields = [line for line in lines if line.partition(":")[0].strip().lower() not in _NOT_COPIED]
+    head = [f"{method} {target} HTTP/1.1", f"Host: {authority}", f"Content-Length: {copy.content_bytes}", *fields]
+    return "\r\n".join([*head, "", ""]).encode("latin-1")
