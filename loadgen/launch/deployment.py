@@ -102,8 +102,13 @@ class Deployment:
     def check(self, model: str) -> None:
         """Find what would keep the server from serving the load, before a run begins. Raises `DeploymentError`."""
 
+    def plan(self) -> None:
+        """Find how the next `start` creates the process, which may take seconds; from any thread. Raises
+        `DeploymentError`."""
+
     def start(self) -> None:
-        """Create the process, on fresh ports, and return at once. Raises `DeploymentError`."""
+        """Create the process, on fresh ports, and return at once. It ends with the thread that calls this. Raises
+        `DeploymentError`."""
 
     def wait_ready(self, model: str, timeout_s: float) -> tuple[int, int, int]:
         """Ask `live`, then `ready`, every 5 ms until the model is ready. Returns when the server was started, was live

@@ -75,11 +75,20 @@ class EmbeddedDeployment(Deployment):
         self._abserve = abserve
         self._process: ChildProcess | None = None
         self._ports: PortReservation | None = None
+        self._plan: PrintedLaunchPlan | None = None
+        """That of the next start."""
+
+    def plan(self) -> None:
+        """Stop the server, and ask `abserve serve` how the next one is started."""
+        self.stop()
+        self._plan = self._make_plan()
 
     def start(self) -> None:
-        """Plan, then create the process. The clock starts after the planning."""
-        self.stop()
-        plan = self._make_plan()
+        """Plan, if `plan` has not, then create the process. The clock starts after the planning."""
+        if self._plan is None:
+            self.plan()
+        plan, self._plan = self._plan, None
+        assert plan is not None
         self.url, self.grpc_address, self.metrics_url = plan.http_url, plan.grpc_address, plan.metrics_url
         self.model, self.title, self.argv, self.artefact = plan.model, plan.title, plan.argv, plan.artefact
         self.tuning = plan.tuning
@@ -129,6 +138,7 @@ class EmbeddedDeployment(Deployment):
         return None if self._process is None else self._process.cpu_ns()
 
     def stop(self) -> None:
+        self._plan = None
         if self._process is not None:
             self._process.stop(timeout_s=_STOP_SECONDS)
             self._process = None

@@ -10,6 +10,8 @@ from pathlib import Path
 from time import monotonic, perf_counter_ns, sleep, time_ns
 from typing import Any, TypeVar
 
+import msgspec
+
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.messages import BlockOutcome, GeneratorError, Open
 from loadgen.experiment.schedule import (
@@ -26,11 +28,13 @@ from loadgen.measure.errors import RunError
 from loadgen.measure.gpu_recording import GpuRecording
 from loadgen.measure.machine import utc_now
 from loadgen.measure.machine_watch import machine_load, read_processors, server_processes
-from loadgen.measure.progress import Forecast, RunProgress
+from loadgen.measure.progress import Forecast, LiveRatio, RunProgress
 from loadgen.metrics.barrier import attempt
+from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import sound, summarise_blocks
-from loadgen.records.run import BlockRecord, Kind, Label, Record, StageTotals, Workload
+from loadgen.records.run import BlockRecord, Experiment, Kind, Label, Record, StageTotals, Workload
 from loadgen.records.store import RunStore, StorageError, StoredBlock, read_block, storage_sentence, store_empty
+from loadgen.stats.ratios import estimate_ratio, lone_correlation
 
 GAP_EVERY_SECONDS = 90.0
 """Interval between measurements of the idle GPU; each takes six seconds."""
@@ -41,6 +45,10 @@ WARM_UP_SECONDS = 1.0
 MOST_CROWDING = 4.0
 """More users make an answer at most so many times slower in the estimate of a load: with one answer so slow that it
 outlasts all time left, the three answers of a block on each arm in two rounds would not fit either."""
+FIRST_FIGURE_SECONDS, MOST_FIRST_ROUNDS = 3.0, 4
+"""No further round of the first figure begins after this time, or beyond so many."""
+FIRST_TURN_SECONDS, FIRST_TURN_LIMIT_S = 0.4, 10.0
+"""The least and the most time of one arm's turn in it."""
 MOST_IN_A_ROW = 3
 """Workloads in a row in which an arm may fail before it is measured no more."""
 _SETTLED_SECONDS = 0.5
@@ -180,6 +188,33 @@ class LoadRunner:
                 took.setdefault(key, {})[label] = slowest
         if failed and not any(label in arms for key, arms in took.items() if key not in failed):
             raise next(iter(failed.values()))
+
+    def first_figure(self, experiment: Experiment, workload: Workload) -> list[LiveRatio]:
+        """Compare the throughput of the arms at a workload, in a few seconds and without storing anything: two to four
+        rounds in balance, after one request that may be slow. Raises `RunError`."""
+        metric = METRICS["throughput"]
+        until_s = monotonic() + FIRST_FIGURE_SECONDS
+        once = closed_loop(workload.concurrency, workload.concurrency, max_seconds=FIRST_TURN_LIMIT_S, of=workload)
+        turn = msgspec.structs.replace(once, seconds=FIRST_TURN_SECONDS)
+        labels, rounds = workload.loaded(tuple(self.arms)), list[dict[Label, float]]()
+        for label in labels:
+            self.unstored(f"first request of {self.arms[label].name}", label, once)
+        while len(rounds) < 2 or (len(rounds) < MOST_FIRST_ROUNDS and monotonic() < until_s):
+            ordered = labels[::-1] if len(rounds) % 2 else labels
+            done = {label: self.unstored(f"first turn of {self.arms[label].name}", label, turn) for label in ordered}
+            rounds.append({label: outcome.requests_per_s or 0.0 for label, outcome in done.items()})
+        found = []
+        for two in experiment.pairings_in(workload):
+            ratios = [of_round[two.arm] / of_round[two.baseline] for of_round in rounds if of_round[two.baseline]]
+            estimate = estimate_ratio(ratios, experiment.equivalence_margin, lone_correlation(ratios))
+            found.append(
+                LiveRatio(
+                    workload=workload.name, baseline=two.baseline, arm=two.arm, metric=metric.title,
+                    pairs=estimate.pairs, planned=None, ratio=estimate.ratio, ci95=estimate.ci95,
+                    reason=estimate.reason,
+                )
+            )  # fmt: skip
+        return found
 
     def unstored(self, title: str, label: Label, load: Workload) -> BlockOutcome:
         """Run a load on one arm without storing samples; `title` is for messages. Raises `RunError`."""

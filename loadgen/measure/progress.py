@@ -62,6 +62,9 @@ class RunProgress:
     def arm_left_out(self, label: Label, why: str) -> None:
         """A screening goes on without an arm."""
 
+    def first_figure(self, ratios: Sequence[LiveRatio]) -> None:
+        """How the arms compare in seconds of load, right after their start and before any check."""
+
     def parity_done(self, record: ParityRecord) -> None:
         """All servers have answered the same inputs."""
 

@@ -2,14 +2,15 @@
 
 Order: inputs and export → for each restart (all servers up → parity → warm-up → probes under load → servers down) →
 probes of stopped servers: engines alone, cold starts. Parity comes before any load, so that a wrong server costs no
-time; cold starts come last, when the page cache is warm for all. Under load all servers are up and one of them gets
-requests. At each restart all servers are started, described and compared again. The probes are in
-`loadgen.measure.probes`.
+time; only a run by minutes shows a first figure of seconds before it, which counts for nothing. Cold starts come last,
+when the page cache is warm for all. Under load all servers are up and one of them gets requests. At each restart all
+servers are started, described and compared again. The probes are in `loadgen.measure.probes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -138,11 +139,15 @@ def _run_phases(context: RunContext) -> None:
             _stop_servers(context)
         context.restart = restart
         context.enter("starting the servers" if starts_servers(experiment) else "connecting")
+        if under_load and restart == 0:  # it imports while the servers start
+            context.start_generator(max(1, experiment.processes))
         started = monotonic()
         start_servers(context)
         context.forecast.start_s = monotonic() - started
         if restart == 0:
             _describe(context)
+            if under_load:
+                _first_figure(context)
         context.enter("checking parity")
         tolerance = tolerance_of(record.in_effect.get("precision") for record in context.records)
         if context.prompts is not None:
@@ -256,13 +261,30 @@ def _stop_servers(context: RunContext) -> None:
             deployment.stop()
 
 
+def _first_figure(context: RunContext) -> None:
+    """Show how the arms compare at their smallest load, at once: what follows may take a minute before its first pair.
+    A fault is left to the checks, which say more about it. A run by rounds, or a screening, shows nothing."""
+    loads = load_workloads(context.experiment.workloads)
+    if context.experiment.minutes is None or context.care.leaves_out or not loads:
+        return
+
+    def look() -> None:
+        smallest = min(loads, key=lambda load: (load.batch_size, load.concurrency))
+        context.prepare_bodies([smallest.batch_size])
+        runner = context.load_runner(context.arms, watched=False)
+        context.progress.first_figure(runner.first_figure(context.experiment, smallest))
+
+    context.attempt(look)
+    if not context.generator.alive:
+        context.generator.stop()
+        context.start_generator(max(1, context.experiment.processes))
+
+
 def _load(context: RunContext, measured: Sequence[Probe]) -> None:
     """Warm-up and the probes under load, on servers that have just been started."""
     context.answers.begin()
     context.enter("warming up")
     first = context.restart == 0
-    if first:
-        context.start_generator(max(1, context.experiment.processes))
     workloads = load_workloads(context.experiment.workloads)
     if first and not context.care.leaves_out:
         context.faults = ArmFaults(context.experiment.labels, workloads)
@@ -390,9 +412,15 @@ def start_servers(context: RunContext) -> None:
     """Start all at once on fresh ports, in the reverse order each time; describe and store them. Raises
     `DeploymentError`, `EndpointError`, `RunError`."""
     order = list(context.arms.items())
-    for label, arm in reversed(order) if context.restart % 2 else order:
+    if context.restart % 2:
+        order.reverse()
+    with ThreadPoolExecutor(len(order)) as pool:
+        planning = [(label, arm, pool.submit(arm.deployment.plan)) for label, arm in order]
+    for label, arm, planned in planning:
         context.progress.now(f"{shown(label)}: {arm.request.target}")
-        _unless_left_out(context, label, arm.deployment.start)
+        _unless_left_out(context, label, planned.result)
+        if label in context.arms:
+            _unless_left_out(context, label, arm.deployment.start)
     require_one_way([arm.deployment for arm in context.arms.values()])
     ready_s, began, records = READY_SECONDS, monotonic(), []
     for label in tuple(context.arms):

@@ -164,6 +164,11 @@ class RichProgress(MovingLine, RunProgress):
         """Say why an arm is not measured."""
         self._say(f"{self._name(label)} is left out: {one_line(why)}", style="red")
 
+    def first_figure(self, ratios: Sequence[LiveRatio]) -> None:
+        """Say how the arms compare before the checks, and that it decides nothing."""
+        figure = in_one_line(ratios, self._names())
+        self._say(f"first figure, before the checks and the warm-up, not stored: {figure}", style="bold")
+
     def parity_done(self, record: ParityRecord) -> None:
         """Print whether the arms give the same answers."""
         if record.ok:
@@ -272,8 +277,13 @@ def _better(ratio: LiveRatio, names: Mapping[Label, str] | None = None) -> tuple
 
 def round_line(place: int, ratios: Sequence[LiveRatio], names: Mapping[Label, str] | None = None) -> str:
     """For a log: "round 3 of 8: batched(8) throughput Triton 1.31× (1.22–1.40); single p50 vLLM 1.05×"."""
-    names = names or {}
     planned = [ratio.planned for ratio in ratios if ratio.planned is not None]
+    return f"round {place}{f' of {max(planned)}' if planned else ''}: {in_one_line(ratios, names)}"
+
+
+def in_one_line(ratios: Sequence[LiveRatio], names: Mapping[Label, str] | None = None) -> str:
+    """Each ratio with its workload, its metric and, among several, its two arms."""
+    names = names or {}
     several = len({ratio.arm for ratio in ratios}) > 1
     parts = []
     for ratio in ratios:
@@ -283,7 +293,7 @@ def round_line(place: int, ratios: Sequence[LiveRatio], names: Mapping[Label, st
         bounds = "" if interval == "–" else f" ({interval})"
         known = f"{better}{bounds}" if ratio.ratio is not None else f"no ratio: {ratio.reason}"
         parts.append(f"{ratio.workload} {ratio.metric.removesuffix(' latency')} {arms}{known}")
-    return f"round {place}{f' of {max(planned)}' if planned else ''}: {'; '.join(parts)}"
+    return "; ".join(parts)
 
 
 def ratio_table(ratios: Sequence[LiveRatio], width: int) -> Table:

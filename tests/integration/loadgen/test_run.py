@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,25 @@ import pytest
 from loadgen.checks.registry import invalidating
 from loadgen.experiment.schedule import schedule
 from loadgen.launch import deployment
+from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.measure import runner
 from loadgen.measure.errors import RunError
 from loadgen.measure.preparation import export_artefacts
-from loadgen.measure.progress import RunProgress
+from loadgen.measure.progress import LiveRatio, RunProgress
 from loadgen.measure.runner import run_experiment
+from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, ParityRecord, RunState, Workload
-from loadgen.records.store import RunStore, StorageError
+from loadgen.records.store import RunStore, StorageError, StoredBlock
 from loadgen.verdict.result import analyse
-from tests.integration.loadgen.conftest import FAKE_ABSERVE, FAULTY_GENERATOR, blocks, make_experiment, stored
+from tests.integration.loadgen.conftest import (
+    DEADLINE_S,
+    FAKE_ABSERVE,
+    FAULTY_GENERATOR,
+    blocks,
+    make_experiment,
+    stored,
+)
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
@@ -357,6 +368,40 @@ def test_each_restart_is_a_fresh_start_with_its_share_of_the_pairs(tmp_path: Pat
     assert (state.state, state.error) == ("finished", None)
     assert len(set(ready)) == 4  # fresh ports: other processes
     assert [(record.round, record.restart) for record in blocks(out)[::2]] == [(0, 0), (1, 1), (2, 1)]
+
+
+def test_the_first_figure_comes_when_all_servers_are_ready_and_before_their_answers_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    both = threading.Barrier(2)
+    plan = EmbeddedDeployment.plan
+
+    def at_the_same_time(deployment: EmbeddedDeployment) -> None:
+        both.wait(DEADLINE_S)
+        plan(deployment)
+
+    monkeypatch.setattr(EmbeddedDeployment, "plan", at_the_same_time)
+
+    class Listener(RunProgress):
+        def arm_ready(self, record: ArmRecord) -> None:
+            events.append(f"{record.label} is ready")
+
+        def first_figure(self, ratios: Sequence[LiveRatio]) -> None:
+            assert all(ratio.ratio for ratio in ratios)
+            events.append("first figure")
+
+        def parity_done(self, record: ParityRecord) -> None:
+            events.append("parity")
+
+        def block_done(self, block: StoredBlock, summary: BlockSummary) -> None:
+            events.append("block")
+
+    out = tmp_path / "run"
+    state = run_experiment(make_experiment(minutes=0.01), out, Listener(), abserve=FAKE_ABSERVE)
+    assert (state.state, state.error) == ("finished", None)
+    assert events[:5] == ["a is ready", "b is ready", "first figure", "parity", "block"]
+    assert events.count("first figure") == 1
 
 
 def test_a_batch_that_a_server_would_refuse_fails_with_the_option_before_any_load(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The warm-up of language models ends in the time of the run, however slow an arm is."""
+"""What is run before the load: the warm-up ends in the time of the run, and the first figure alternates the arms."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from loadgen.measure import load_runner
 from loadgen.measure.load_runner import LoadRunner
 from loadgen.measure.progress import RunProgress
 from loadgen.records.run import Workload
+from tests.integration.loadgen.conftest import make_experiment
 
 LOADS = [
     Workload(
@@ -47,3 +49,21 @@ def test_without_a_limit_every_load_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     took, ran = warmed_up(monkeypatch, None)
     assert len(ran) == 8
     assert took["concurrent(64)"]["b"] == pytest.approx(64 * 256 / 24)
+
+
+def test_the_first_figure_alternates_the_arms_and_is_the_ratio_of_their_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, bool]] = []
+
+    def unstored(_: LoadRunner, __: str, label: str, load: Workload) -> Any:
+        ran.append((label, load.seconds > 0.0))
+        return SimpleNamespace(requests_per_s=10.0 if label == "a" else 15.0 + len(ran) / 10.0)
+
+    monkeypatch.setattr(LoadRunner, "unstored", unstored)
+    monkeypatch.setattr(load_runner, "FIRST_FIGURE_SECONDS", 0.0)
+    arms: Any = {label: SimpleNamespace(name=label) for label in "ab"}
+    runner = LoadRunner(arms, None, None, RunProgress())  # type: ignore[arg-type]
+    experiment = make_experiment()
+    (figure,) = runner.first_figure(experiment, experiment.workloads[0])
+    assert ran == [("a", False), ("b", False), ("a", True), ("b", True), ("b", True), ("a", True)]
+    assert (figure.baseline, figure.arm, figure.pairs) == ("a", "b", 2)
+    assert figure.ratio == pytest.approx(1.545, abs=0.001)
