@@ -344,7 +344,7 @@ class CudaCopies:
 
 
 def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of one `run()`, in the memory `pool` where one is given."""
+    """A CUDA graph of one `run()`, in the memory `pool` where one is given; what `run` holds lives as long as it."""
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -355,4 +355,6 @@ def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -
     # Other threads of a server may free pinned memory during the capture, which must not break it.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
+    # The graph knows addresses alone. Memory that `run` owns would be freed with it, and be given to another model.
+    graph.captured_call = run  # type: ignore[attr-defined]
     return graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,4 +162,21 @@ def test_a_batch_beyond_the_largest_is_refused() -> None:
         with pytest.raises((EngineError, ValueError), match="largest bucket, 2"):
             engine.infer({"pixel_values": np.zeros((3, 224, 224, 3), np.uint8)})
     finally:
+        engine.close()
+
+
+def test_two_engines_in_one_process_keep_their_memory() -> None:
+    """The first one's kernels write to memory of their own, which the second must not be given."""
+    specification = get_variant("openclip_vit_b32", "uint8")
+    engines = {}
+    for name, executed in (("tower", specification), ("layers", replace(specification, fused_tower=False))):
+        engine = build_engine(executed, WEIGHTS, EngineSettings("torch", "fp16", "graph", "cuda:0", 0, MAX_BATCH))
+        engine.load()
+        engine.warm_up((1, MAX_BATCH))
+        engines[name] = engine
+    for rows in (1, MAX_BATCH):
+        inputs = {"pixel_values": corpus_pixels(specification, rows)}
+        answers = [engine.infer(inputs)["embedding"] for _ in range(2) for engine in engines.values()]
+        assert all(row_cosines(answer, answers[0]).min() > MIN_COSINE["fp16"] for answer in answers)
+    for engine in engines.values():
         engine.close()
