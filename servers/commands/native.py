@@ -33,6 +33,7 @@ from servers.native.shared.settings import (
     NativeSettings,
     artefact_field,
     of_other_kind,
+    watched_files,
 )
 from servers.options.command_line import given_options, takes_settings, to_argument, tuning_of, with_tuning
 from servers.options.defaults import ARTEFACTS, OptionError, usable_cores
@@ -140,7 +141,12 @@ def check(options: Mapping[str, Any], artefacts: Path = Path(ARTEFACTS)) -> Nati
         weights, reference = pin_language_weights(models.weights, models.fields), models.reference
     else:
         first = models[0]
+        if settings.reload != "off" and "@sha256:" in (settings.weights or ""):
+            raise OptionError(
+                "--reload with a pinned --weights would never load another file: leave out @sha256: and the hash"
+            )
         weights = pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
+        watched_files(settings, models, weights)
         # A user's own module is tried in no other engine.
         if requested.engine == "auto" and settings.engine == OWN and not module_file.takes(first.reference):
             engine = settings.of_engines()[0].engine_settings()

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from servers.engines.batches import random_inputs
+from servers.engines.settings import EngineError
 from servers.models.items import valid_items
 from servers.models.specification import ModelSpecification, OutputKind
 from servers.protocol.tensors import Array, TensorSpec
@@ -272,6 +273,13 @@ def proof_batch(specification: ModelSpecification, rows: int, seed: int, share: 
         return Proof(specification, random_inputs(specification, rows, seed, sizes))
     lengths = tuple(max(1, sizes[axis.name] * (rows - row) // rows) for row in range(rows))
     return Proof(specification, valid_items(specification, seed, lengths), lengths)
+
+
+def check_finite(proof: Proof, answer: Answer) -> None:
+    """Raise `EngineError` if an output of floating-point numbers has none that is finite, as with damaged weights."""
+    for name, array in answer(proof.inputs).items():
+        if array.dtype.kind == "f" and array.size and not np.isfinite(array).any():
+            raise EngineError(f"no value of output {name} is a finite number: are the weights damaged?")
 
 
 def proof_at_load(specification: ModelSpecification, max_batch_size: int) -> Proof:

@@ -17,11 +17,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
 from servers.models import descriptions, sources
-from servers.models.sources import open_clip
+from servers.models.sources import module_file, open_clip
 from servers.models.specification import PAYLOADS, ModelSpecification, choose_from, closest
 from servers.models.specification import UnknownModelError as UnknownModelError
 from servers.protocol.tensors import TensorSpec
@@ -102,6 +103,19 @@ def _identity(reference: str) -> descriptions.Identity | None:
         if hasattr(module, "names"):
             return descriptions.Identity(reference)
     return None
+
+
+def model_files(reference: str) -> tuple[Path, ...]:
+    """The files of a user from which a model is described; none for one that a library has."""
+    identity = _identity(reference)
+    return () if identity is None else identity.files
+
+
+def forget_models() -> None:
+    """Describe every model from its files as they are now."""
+    _variants.cache_clear()
+    describe.cache_clear()
+    module_file.forget()
 
 
 @cache

@@ -20,7 +20,7 @@ def main() -> int:
     from servers.language.specification import LanguageModel, is_language_model, language_model
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
-    from servers.native.shared.settings import NativeSettings
+    from servers.native.shared.settings import NativeSettings, watched_files
     from servers.options.command_line import from_argument, validation_sentence
     from servers.options.defaults import OptionError
     from servers.options.launch import bind
@@ -42,6 +42,7 @@ def main() -> int:
             settings.engine_settings().check()
             padding_of(specifications[0], settings.pad_sizes)
             weights = parse_weights(settings.weights, specifications[0].default_weights)
+            watched_files(settings, specifications, weights)
         listener = bind(settings.host, settings.http_port)
         grpc_listener = bind(settings.host, settings.grpc_port, "--grpc-port") if settings.grpc_port else None
     except ValidationError as error:

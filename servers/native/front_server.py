@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -24,7 +24,7 @@ import structlog
 import uvicorn
 
 from servers.models.specification import ModelSpecification
-from servers.native.front.engine_link import BusyPolling, EngineClient, EnginePool
+from servers.native.front.engine_link import DRAIN_POLL_S, BusyPolling, EngineClient, EnginePool
 from servers.native.front.inference import InferenceService, ServedModels
 from servers.native.front.region_table import RegionTable
 from servers.native.http.app import create_app
@@ -38,7 +38,7 @@ from servers.native.shared.interface import (
     OpenRegion,
     signature_of,
 )
-from servers.native.shared.ipc import CLOSED, GRPC
+from servers.native.shared.ipc import CLOSED, ENGINE, GRPC, SWITCHED
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
@@ -128,6 +128,10 @@ class FrontServer(uvicorn.Server, ABC):
         else:
             await loop.connect_accepted_socket(lambda: self._connect(self.server_state), connection)
 
+    def take_engine(self, engine: socket.socket) -> None:
+        """A socket to an engine that has loaded another version, of those for all devices in their order."""
+        engine.close()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Only the first signal counts: at a second SIGINT uvicorn would drop accepted requests.
 
@@ -191,10 +195,10 @@ class NativeServer(FrontServer):
         http = InferenceFrontEnd(application, self.models, self.regions, settings, memory)
         super().__init__(settings, http, on_listening, on_open, grpc_listener, supervisor)
 
-    async def execute(self, operation: FrontEndOperation) -> None:
-        """Execute an operation of the engine's side. Raises `ContractError`."""
+    async def execute(self, operation: FrontEndOperation, models: ServedModels[InferenceService] | None = None) -> None:
+        """Execute an operation of the engine's side, which has these models. Raises `ContractError`."""
         if isinstance(operation, ApplyStatus):
-            await self.models.apply(operation.models)
+            await (models or self.models).apply(operation.models)
         elif isinstance(operation, OpenRegion):
             self.regions.open(operation)
         else:
@@ -230,7 +234,7 @@ class Supervised:
         self._supervisor = supervisor
         self._server = server
         self._opening: set[asyncio.Task[None]] = set()
-        self._unreported = 0  # connections that have closed, of which the supervisor does not know yet
+        self._unreported = b""  # what the supervisor does not know yet: `CLOSED` and `SWITCHED`
 
     def open(self) -> None:
         """Accept connections from now on."""
@@ -243,21 +247,20 @@ class Supervised:
 
     def on_close(self) -> None:
         """A connection has closed: the supervisor knows who has the fewest."""
-        self._unreported += 1
-        if self._unreported == 1:
-            self._report_closed()
+        self.report(CLOSED)
 
-    def _report_closed(self) -> None:
-        """Tell the supervisor of all connections that have closed, as soon as it takes that."""
+    def report(self, what: bytes = b"") -> None:
+        """Tell the supervisor, as soon as it takes that."""
         loop = asyncio.get_running_loop()
+        self._unreported += what
         try:
-            self._unreported -= self._supervisor.send(CLOSED * self._unreported)
+            self._unreported = self._unreported[self._supervisor.send(self._unreported) :]
         except BlockingIOError:
             pass
         except OSError:  # it has ended
-            self._unreported = 0
+            self._unreported = b""
         if self._unreported:
-            loop.add_writer(self._supervisor, self._report_closed)
+            loop.add_writer(self._supervisor, self.report)
         else:
             loop.remove_writer(self._supervisor)
 
@@ -270,7 +273,10 @@ class Supervised:
                 except ConnectionResetError:  # it has ended without reading who has closed connections
                     data, descriptors = b"", []
                 for kind, descriptor in zip(data, descriptors, strict=False):
-                    self._open(socket.socket(fileno=descriptor), grpc=kind == GRPC)
+                    if kind == ENGINE:
+                        self._server.take_engine(socket.socket(fileno=descriptor))
+                    else:
+                        self._open(socket.socket(fileno=descriptor), grpc=kind == GRPC)
                 for _ in data[len(descriptors) :]:  # no descriptor was left for these: they are closed
                     self.on_close()
                 if not data:
@@ -304,16 +310,12 @@ class FrontProcessServer(NativeServer):
         supervisor: socket.socket,
         engines: Sequence[socket.socket],
     ) -> None:
-        signatures = [signature_of(specification, settings) for specification in specifications]
-        self._link: EngineClient | EnginePool
-        polling = BusyPolling(settings.busy_poll_us / 1e6) if settings.busy_poll_us else None
-        if len(engines) == 1:
-            self._link = client = EngineClient(memory, signatures, self._engine_ended, polling=polling)
-            self._connect_engines = partial(client.open, engines[0])
-        else:
-            self._link = pool = EnginePool(settings.devices, memory, signatures, self._engine_ended, polling)
-            self._connect_engines = partial(pool.open, engines)
-        self._opening: asyncio.Task[None] | None = None
+        self._signatures = [signature_of(specification, settings) for specification in specifications]
+        self._polling = BusyPolling(settings.busy_poll_us / 1e6) if settings.busy_poll_us else None
+        self._engines = engines
+        self._new_engines: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._link = self._link_to(settings, memory, lambda: served.fail())
         super().__init__(
             settings,
             specifications,
@@ -324,17 +326,62 @@ class FrontProcessServer(NativeServer):
             self._opened,
             supervisor=supervisor,
         )
+        self._served = served = ServedModels(list(self.models))
+
+    def _link_to(
+        self, settings: NativeSettings, memory: RequestMemory, on_end: Callable[[], None]
+    ) -> EngineClient | EnginePool:
+        if len(settings.devices) == 1:
+            return EngineClient(memory, self._signatures, on_end, polling=self._polling)
+        return EnginePool(settings.devices, memory, self._signatures, on_end, self._polling)
+
+    async def _connect_engines(self, engines: Sequence[socket.socket]) -> None:
+        execute = partial(self.execute, models=self._served)
+        if isinstance(self._link, EngineClient):
+            await self._link.open(engines[0], execute)
+        else:
+            await self._link.open(engines, execute)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Connect to the engines' processes first: then health checks can be answered."""
-        await self._connect_engines(self.execute)
+        await self._connect_engines(self._engines)
         await super().startup(sockets)
 
     def _opened(self) -> None:
-        self._opening = asyncio.get_running_loop().create_task(self._link.control(FrontEndOpened()))
+        self._begin(self._link.control(FrontEndOpened()))
 
-    def _engine_ended(self) -> None:
-        self.models.fail()
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def take_engine(self, engine: socket.socket) -> None:
+        """See `FrontServer`; with the last of them their version is served."""
+        self._new_engines.append(engine)
+        if len(self._new_engines) == len(self._settings.devices):
+            engines, self._new_engines = self._new_engines, []
+            self._begin(self._switch(engines))
+
+    async def _switch(self, engines: Sequence[socket.socket]) -> None:
+        """Queue requests at these engines from now on, and tell the supervisor when those before have answered all.
+
+        A request is queued for one of them, and its answer has the number of that version, since the service that
+        queues it is the one that answers.
+        """
+        old_link, old_services = self._link, list(self._served)
+        served: ServedModels[InferenceService]
+        link = self._link_to(self._settings, self._memory, lambda: served.fail())
+        served = ServedModels([service.on(link) for service in old_services])
+        self._link, self._served = link, served
+        await self._connect_engines(engines)
+        while not served.ready:
+            await asyncio.sleep(DRAIN_POLL_S)
+        for old, new in zip(old_services, served, strict=True):
+            old.direct, old.successor = False, new
+        self.models.replace(list(served))
+        await old_link.drain()
+        assert self._supervised is not None
+        self._supervised.report(SWITCHED)
 
 
 def run_front_end(server: FrontServer) -> int:

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
@@ -86,12 +87,19 @@ class ServedLanguageModel:
 
     # The `Children` of a supervisor
 
+    files: Sequence[Path] = ()
+
     @property
     def models(self) -> int:
         return 1
 
     def run_engine(
-        self, settings: NativeSettings, statistics: Sequence[Statistics], arena: Arena, supervisor: socket.socket
+        self,
+        settings: NativeSettings,
+        statistics: Sequence[Statistics],
+        arena: Arena,
+        supervisor: socket.socket,
+        reloads: int,  # noqa: ARG002  see `Children`: a language model is not loaded again
     ) -> int:
         return GenerationProcess(self.build, settings, statistics[0], arena, supervisor).run()
 

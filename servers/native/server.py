@@ -11,20 +11,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 
 from servers.engines.interface import Engine
-from servers.engines.settings import EngineSettings, engine_kind
-from servers.models.registry import SOURCES
+from servers.engines.settings import EngineError, EngineSettings, engine_kind
+from servers.models.registry import SOURCES, UnknownModelError, forget_models, get_variants
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsSource
+from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
+from servers.native.shared.errors import NOT_RELOADED
 from servers.native.shared.memory import Arena, RequestMemory
-from servers.native.shared.settings import NativeSettings, artefact_field
+from servers.native.shared.settings import NativeSettings, artefact_field, watched_files
 from servers.native.shared.statistics import Statistics
 from servers.native.supervisor import Children, Supervisor, exit_status, keep_early_signals
+from servers.options.defaults import OptionError
 from servers.options.launch import host_in_url
 from servers.options.stages import stage
 
@@ -32,6 +36,17 @@ if TYPE_CHECKING:
     from servers.native.engine.model_host import Offer
 
 log = structlog.get_logger("abserve.server")
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """How models are loaded again: from these files, by what `offers` makes of them for the so-manieth reload."""
+
+    files: Sequence[Path]
+    offers: Callable[[int], Sequence[Offer]]
+
+
+NO_RELOAD = Reload((), lambda _: ())
 
 
 def run(
@@ -49,6 +64,7 @@ def run(
         [_offer(settings, specification, weights) for specification in specifications],
         listener,
         grpc_listener,
+        Reload(watched_files(settings, specifications, weights), partial(_offers_again, settings, specifications)),
     )
 
 
@@ -57,11 +73,15 @@ def serve(
     offers: Sequence[Offer],
     listener: socket.socket,
     grpc_listener: socket.socket | None = None,
+    reload: Reload = NO_RELOAD,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, and return the process's exit status; without `grpc_listener`, only over HTTP."""
+    """Serve until SIGTERM or SIGINT, and return the process's exit status; without `grpc_listener`, only over HTTP.
+
+    `reload` is how the models are loaded again, if the settings say so.
+    """
     names = ",".join(specification.name for specification, _ in offers)
     alone = partial(serve_in_one_process, settings, offers, listener, grpc_listener)
-    return serve_by(settings, TensorChildren(offers), names, listener, grpc_listener, alone)
+    return serve_by(settings, TensorChildren(offers, reload), names, listener, grpc_listener, alone)
 
 
 def serve_by(
@@ -92,19 +112,36 @@ def serve_by(
 class TensorChildren:
     """The `Children` of a server of models that take and answer tensors."""
 
-    def __init__(self, offers: Sequence[Offer]) -> None:
+    def __init__(self, offers: Sequence[Offer], reload: Reload) -> None:
         self._offers = offers
+        self._reload = reload
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return self._reload.files
 
     @property
     def models(self) -> int:
         return len(self._offers)
 
     def run_engine(
-        self, settings: NativeSettings, statistics: Sequence[Statistics], arena: Arena, supervisor: socket.socket
+        self,
+        settings: NativeSettings,
+        statistics: Sequence[Statistics],
+        arena: Arena,
+        supervisor: socket.socket,
+        reloads: int,
     ) -> int:
         from servers.native.engine.process import EngineServer
 
-        return EngineServer(settings, self._offers, statistics, arena, supervisor).run()
+        offers = self._offers
+        if reloads:
+            try:
+                offers = self._reload.offers(reloads)
+            except (UnknownModelError, WeightsError, EngineError, OptionError) as error:
+                log.error(NOT_RELOADED, reason=str(error))  # noqa: TRY400  the sentence says it all
+                return 1
+        return EngineServer(settings, offers, statistics, arena, supervisor, reloaded=reloads > 0).run()
 
     def run_front_end(
         self,
@@ -184,6 +221,24 @@ def configure_logs(level: str) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+def _offers_again(settings: NativeSettings, served: Sequence[ModelSpecification], reloads: int) -> list[Offer]:
+    """The models as their files are now; in a process of its own. Raises what describing a model raises, and
+    `EngineError` for one that takes or answers other tensors."""
+    forget_models()
+    specifications = get_variants(settings.model, settings.payloads)
+    for now, before in zip(specifications, served, strict=True):
+        for name in ("name", "inputs", "outputs", "axes", "id_counts"):
+            if getattr(now, name) != getattr(before, name):
+                raise EngineError(
+                    f"the new file has other {name} than the model that is served: start the server again"
+                )
+    first = specifications[0]
+    text = settings.weights and settings.weights.partition("@sha256:")[0]
+    weights = pin(parse_weights(text, first.default_weights), first.find_pretrained)
+    versions = [replace(now, version=str(int(now.version) + reloads)) for now in specifications]
+    return [_offer(settings, specification, weights) for specification in versions]
 
 
 def _offer(settings: NativeSettings, specification: ModelSpecification, weights: WeightsSource) -> Offer:

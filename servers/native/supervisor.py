@@ -4,25 +4,30 @@ This process accepts connections and passes each to the front end that has the f
 wait in the kernel's backlog. It imports nothing slow and has one thread, so that it can fork at any time: a front end
 that dies is started again, and only its own clients notice.
 The end of an engine's process is that of the server: what was in it is lost, and your process manager starts all again.
+A reload starts engines beside those that serve. When each could serve, the front ends get sockets to them and queue
+requests there; the engines before end when every front end has all their answers. If one cannot serve nothing changes.
 Children end when the socket to this process does, so none outlives it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
 import structlog
 
-from servers.native.shared.ipc import GRPC, HTTP, STOP_BY
+from servers.native.shared.errors import NOT_RELOADED
+from servers.native.shared.ipc import CLOSED, ENGINE, GRPC, HTTP, STOP_BY, SWITCHED
 from servers.native.shared.memory import Arena, ByteBudget, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics, row_width
@@ -39,6 +44,10 @@ RESERVE_S = 0.2
 """Time for a child to end by itself after its work should have been finished."""
 KILLED_S = 1.0
 """How long to wait for a child after SIGKILL: one that waits in a driver that hangs may never end."""
+POLL_S = 0.5
+"""How often the files of a model are looked at, and how long they must have stayed as they are."""
+RELOAD_S = 1800.0
+"""Within this time a new version must have been loaded."""
 RETRY_S = 0.001
 """Pause before a connection that no front end could take is offered again, if the system did not say that one can."""
 
@@ -54,6 +63,41 @@ class _FrontEnd:
     since: float
     open_connections: int = 0
     short_lives: int = 0
+    switches: bool = False
+    """Whether the engines that are to end may still owe it answers."""
+    unsent: list[socket.socket] = field(default_factory=list)
+    """To new engines: its own ends, which it has not taken yet."""
+
+
+FileStates = tuple[tuple[int, ...] | None, ...]
+
+
+def states_of(files: Sequence[Path]) -> FileStates:
+    """What is another when a file is written or replaced; None for one that is missing."""
+    states: list[tuple[int, ...] | None] = []
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError:
+            states.append(None)
+        else:
+            states.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return tuple(states)
+
+
+@dataclass(eq=False, slots=True)
+class _Engines:
+    """The engines' processes that serve one version of the model."""
+
+    reloads: int
+    files: FileStates
+    ends: float = NEVER
+    """When those that load, or are to end, are ended by force."""
+    controls: dict[int, socket.socket] = field(default_factory=dict)
+    """By process, in the order of the devices: the sockets to them."""
+    ready: set[int] = field(default_factory=set)
+    told: bool = False
+    """To end."""
 
 
 class Children(Protocol):
@@ -63,10 +107,20 @@ class Children(Protocol):
     def models(self) -> int:
         """How many models are served."""
 
+    @property
+    def files(self) -> Sequence[Path]:
+        """From which the models are made."""
+
     def run_engine(
-        self, settings: NativeSettings, statistics: Sequence[Statistics], arena: Arena, supervisor: socket.socket
+        self,
+        settings: NativeSettings,
+        statistics: Sequence[Statistics],
+        arena: Arena,
+        supervisor: socket.socket,
+        reloads: int,
     ) -> int:
-        """Execute, until the supervisor says or has gone; its socket brings the sockets of front ends."""
+        """Execute, until the supervisor says or has gone; its socket brings the sockets of front ends. After `reloads`
+        the models are made of their files as they are now, and the process says when it could serve."""
 
     def run_front_end(
         self,
@@ -99,8 +153,12 @@ class Supervisor:
         self._arena = make_arena(settings, children.models)
         self._selector = selectors.DefaultSelector()
         self._front_ends: dict[int, _FrontEnd] = {}
-        self._engines: dict[int, socket.socket] = {}
-        """By process, in the order of the devices: the sockets to them."""
+        self._engines = _Engines(0, states_of(children.files))
+        self._loading: _Engines | None = None
+        self._ending: _Engines | None = None
+        self._seen = self._tried = self._engines.files
+        self._reload_asked = False
+        self._next_poll = 0.0
         self._waiting: tuple[socket.socket, int] | None = None
         """A connection that no front end could take, and its protocol: as long as it waits, no other is accepted."""
         self._signals: list[int] = []
@@ -116,9 +174,11 @@ class Supervisor:
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, self._record_signal)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        if self._settings.reload != "off":
+            signal.signal(signal.SIGHUP, self._ask_for_reload)
         self._inherited = [wakes, wakeup]
         for number, settings in enumerate(self._settings.of_engines()):
-            self._start_engine(number, settings)
+            self._start_engine(self._engines, number, settings)
         for number in range(self._settings.fronts or 0):
             self._start_front_end(number, number, 0)
         for listener in self._listeners:
@@ -127,15 +187,18 @@ class Supervisor:
         self._on_listening()
         self._selector.register(wakes, selectors.EVENT_READ)
         while not self._signals and not self._failed:
-            for key, events in self._selector.select():
+            for key, events in self._selector.select(self._turn_s):
                 if key.fileobj in self._listeners:
                     self._accept(key.fileobj)
                 elif key.fileobj is wakes:
                     wakes.recv(4096)
+                elif isinstance(key.data, int):
+                    self._note_loaded(key.data)
                 elif events & selectors.EVENT_READ:
-                    self._count_closed(key.data)
+                    self._hear(key.data)
             self._reap()
             self._retry_held()
+            self._reload()
         return self._end()
 
     def _record_signal(self, number: int, _frame: object) -> None:
@@ -152,10 +215,15 @@ class Supervisor:
         status = 1
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGINT):
+            reload_signal = [] if self._settings.reload == "off" else [signal.SIGHUP]
+            for number in (signal.SIGTERM, signal.SIGINT, *reload_signal):
                 signal.signal(number, signal.SIG_IGN)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            controls = [*self._engines.values(), *(inherited.control for inherited in self._front_ends.values())]
+            controls = [
+                *(control for engines in self._all_engines for control in engines.controls.values()),
+                *(inherited.control for inherited in self._front_ends.values()),
+                *(unsent for inherited in self._front_ends.values() for unsent in inherited.unsent),
+            ]
             waiting = [] if self._waiting is None else [self._waiting[0]]
             for inherited in [*self._listeners, *self._inherited, *controls, *waiting]:
                 if inherited not in keeps:
@@ -167,19 +235,30 @@ class Supervisor:
         finally:
             os._exit(status)
 
-    def _start_engine(self, number: int, settings: NativeSettings) -> None:
+    @property
+    def _all_engines(self) -> list[_Engines]:
+        return [engines for engines in (self._engines, self._loading, self._ending) if engines is not None]
+
+    def _start_engine(self, engines: _Engines, number: int, settings: NativeSettings) -> int:
         control, childs = socket.socketpair()
 
         def run() -> int:
             control.close()
-            return self._children.run_engine(settings, self._statistics(number), self._arena, childs)
+            statistics = self._statistics(self._row(engines, number))
+            return self._children.run_engine(settings, statistics, self._arena, childs, engines.reloads)
 
-        self._engines[self._fork(run, [childs])] = control
+        process = self._fork(run, [childs])
+        engines.controls[process] = control
         childs.close()
+        return process
+
+    def _row(self, engines: _Engines, number: int) -> int:
+        """Where an engine counts: two versions that serve at the same time have a row each."""
+        return number + len(self._settings.devices) * (engines.reloads % 2)
 
     def _start_front_end(self, number: int, partition: int, short_lives: int) -> None:
         control_socket, childs = socket.socketpair()
-        pairs = [socket.socketpair() for _ in self._engines]
+        pairs = [socket.socketpair() for _ in self._engines.controls]
         to_engines = [to_engine for to_engine, _ in pairs]
 
         def run() -> int:
@@ -187,7 +266,7 @@ class Supervisor:
                 other_end.close()
             budget = ByteBudget(self._settings.max_held_bytes, self._arena.held, partition)
             memory = RequestMemory(self._arena, budget, partition)
-            statistics = self._statistics(len(to_engines) + number)
+            statistics = self._statistics(_engine_rows(self._settings) + number)
             for of_model in statistics:
                 of_model.set_decoding(0)  # its predecessor may have died with some
             return self._children.run_front_end(self._settings, statistics, memory, childs, to_engines)
@@ -198,11 +277,9 @@ class Supervisor:
         front_end = _FrontEnd(number, process, control_socket, partition, time.monotonic(), short_lives=short_lives)
         self._front_ends[process] = front_end
         self._selector.register(control_socket, self._control_events, front_end)
-        for control, (to_engine, to_front_end) in zip(self._engines.values(), pairs, strict=True):
-            with suppress(OSError):  # it has ended, as this process will know soon
-                socket.send_fds(control, [b"f"], [to_front_end.fileno()])
+        for control, (to_engine, to_front_end) in zip(self._engines.controls.values(), pairs, strict=True):
+            _give(control, to_front_end)
             to_engine.close()
-            to_front_end.close()
 
     def _statistics(self, process: int) -> list[Statistics]:
         """Of each model: one row for each engine, then one for each front end."""
@@ -224,19 +301,26 @@ class Supervisor:
                 return
             if process == 0:
                 return
-            if process in self._engines:
-                self._engines.pop(process).close()
+            code = os.waitstatus_to_exitcode(status)
+            if process in self._engines.controls:
+                self._engines.controls.pop(process).close()
                 self._failed = True
-                if os.waitstatus_to_exitcode(status) < 0:
-                    log.error("the engine's process has died", status=os.waitstatus_to_exitcode(status))
+                if code < 0:
+                    log.error("the engine's process has died", status=code)
+            elif self._loading is not None and process in self._loading.controls:
+                # One that found a reason has logged it.
+                self._abandon(f"the new engine's process has died with status {code}" if code < 0 else "")
+            elif self._ending is not None and process in self._ending.controls:
+                self._note_ended(self._ending, process)
             elif process in self._front_ends:
-                self._restart(self._remove(process), os.waitstatus_to_exitcode(status))
+                self._restart(self._remove(process), code)
 
     def _remove(self, process: int) -> _FrontEnd:
         front_end = self._front_ends.pop(process)
         with suppress(KeyError):
             self._selector.unregister(front_end.control)
-        front_end.control.close()
+        for used in (front_end.control, *front_end.unsent):
+            used.close()
         for counters in (self._arena.held, *self._arena.rows):  # nothing holds its bytes or waits for its rows any more
             counters[front_end.partition] = 0
         return front_end
@@ -307,16 +391,134 @@ class Supervisor:
             if isinstance(key.data, _FrontEnd):
                 self._selector.modify(key.fileobj, self._control_events, key.data)
 
-    def _count_closed(self, front_end: _FrontEnd) -> None:
+    def _hear(self, front_end: _FrontEnd) -> None:
+        """A front end has closed connections, or has switched to other engines."""
         try:
-            closed = len(front_end.control.recv(4096))
+            data = front_end.control.recv(4096)
         except BlockingIOError:
             return
         except OSError:
-            closed = 0
-        front_end.open_connections -= closed
-        if closed == 0:  # it ends, as this process will know soon
+            data = b""
+        front_end.open_connections -= data.count(CLOSED)
+        if SWITCHED in data:
+            front_end.switches = False
+        if not data:  # it ends, as this process will know soon
             self._selector.unregister(front_end.control)
+
+    # Reload
+
+    def _ask_for_reload(self, _number: int, _frame: object) -> None:
+        self._reload_asked = True
+
+    @property
+    def _turn_s(self) -> float | None:
+        """How long to wait for an event: one that is missing is only that of a file, or of a clock."""
+        waits = self._settings.reload != "poll" and self._loading is None and self._ending is None
+        return None if waits else POLL_S
+
+    def _reload(self) -> None:
+        """Begin a reload that is due, or go on with the one that is under way."""
+        now = time.monotonic()
+        if self._ending is not None:
+            self._switch(self._ending, now)
+        elif self._loading is not None:
+            if now > self._loading.ends:
+                self._abandon(f"the new version was not ready within {RELOAD_S:g} s")
+        elif self._is_due(now):
+            self._begin_reload(now)
+
+    def _is_due(self, now: float) -> bool:
+        if self._reload_asked:
+            self._reload_asked = False
+            self._seen = states_of(self._children.files)
+            if self._seen == self._engines.files:
+                log.info("nothing to reload: no file has changed", reloads=self._engines.reloads)
+            return self._seen != self._engines.files
+        if self._settings.reload != "poll" or now < self._next_poll:
+            return False
+        self._next_poll = now + POLL_S
+        before, self._seen = self._seen, states_of(self._children.files)
+        settled = before == self._seen and None not in self._seen  # nobody is writing them any more
+        return settled and self._seen not in (self._tried, self._engines.files)
+
+    def _begin_reload(self, now: float) -> None:
+        self._tried = self._seen
+        needed, available = _memory_of(self._engines.controls), _available_memory()
+        if needed > available:
+            log.error(
+                NOT_RELOADED,
+                reason=f"the engines that serve have {needed >> 20} MiB, and {available >> 20} MiB are left for others",
+            )
+            return
+        self._loading = _Engines(self._engines.reloads + 1, self._seen, now + RELOAD_S)
+        log.info("reloading", reload=self._loading.reloads)
+        for number, settings in enumerate(self._settings.of_engines()):
+            process = self._start_engine(self._loading, number, settings)
+            self._selector.register(self._loading.controls[process], selectors.EVENT_READ, process)
+
+    def _note_loaded(self, process: int) -> None:
+        """A new engine could serve, or ends, as this process will know soon; front ends get them when all could."""
+        loading = self._loading
+        assert loading is not None
+        control = loading.controls[process]
+        self._selector.unregister(control)
+        with suppress(OSError):
+            if control.recv(1):
+                loading.ready.add(process)
+        if len(loading.ready) < len(loading.controls):
+            return
+        self._ending, self._engines, self._loading = self._engines, loading, None
+        self._ending.ends = time.monotonic() + self._settings.shutdown_timeout_s
+        for front_end in self._front_ends.values():
+            front_end.switches = True
+            for control in loading.controls.values():
+                to_engine, to_front_end = socket.socketpair()
+                _give(control, to_front_end)
+                front_end.unsent.append(to_engine)
+
+    def _switch(self, ending: _Engines, now: float) -> None:
+        """Give front ends their new engines, and let those before end when no front end waits for them any more."""
+        for front_end in self._front_ends.values():
+            with suppress(OSError):  # it has died, or is too busy to take one
+                while front_end.unsent:
+                    socket.send_fds(front_end.control, [bytes([ENGINE])], [front_end.unsent[0].fileno()])
+                    front_end.unsent.pop(0).close()
+        if now <= ending.ends and any(front_end.switches for front_end in self._front_ends.values()):
+            return
+        if not ending.told:
+            log.info("reloaded", reloads=self._engines.reloads)
+            ending.told, ending.ends = True, now + self._settings.shutdown_timeout_s
+            for control in ending.controls.values():
+                with suppress(OSError):  # it has ended
+                    control.send(STOP_BY.pack(ending.ends - RESERVE_S))
+        elif now > ending.ends:
+            ending.ends = NEVER
+            for process in ending.controls:
+                log.error("ended by force: the engine of the version before could not stop in time", process=process)
+                _kill(process)
+
+    def _note_ended(self, ending: _Engines, process: int) -> None:
+        """An engine of the version before has ended; with the last of them the reload is over."""
+        ending.controls.pop(process).close()
+        if not ending.controls:
+            self._ending = None
+            for front_end in self._front_ends.values():
+                front_end.switches = False
+            for number in range(len(self._settings.devices)):
+                for of_model in self._statistics(self._row(ending, number)):
+                    of_model.set_queued(0)
+
+    def _abandon(self, reason: str) -> None:
+        """The version before goes on."""
+        loading, self._loading = self._loading, None
+        assert loading is not None
+        for process, control in loading.controls.items():
+            with suppress(KeyError):
+                self._selector.unregister(control)
+            control.close()
+            _kill(process)
+        if reason:
+            log.error(NOT_RELOADED, reason=reason)
 
     # The end
 
@@ -331,11 +533,14 @@ class Supervisor:
             front_end.control.close()
         for process in list(self._front_ends):
             self._wait_for(process, ends)
-        for control in self._engines.values():
+        if self._loading is not None:
+            self._abandon("")
+        engines = [engine for served in self._all_engines for engine in served.controls.items()]
+        for _, control in engines:
             with suppress(OSError):  # it has ended
                 control.send(STOP_BY.pack(ends - RESERVE_S))
             control.close()
-        if any([self._wait_for(process, ends) for process in self._engines]) or self._failed:  # noqa: C419  wait for all
+        if any([self._wait_for(process, ends) for process, _ in engines]) or self._failed:  # noqa: C419  wait for all
             return 1
         return exit_status(self._signals)
 
@@ -403,4 +608,46 @@ def make_arena(settings: NativeSettings, models: int) -> Arena:
 
 def _process_count(settings: NativeSettings) -> int:
     """How many processes count what they do."""
-    return len(settings.devices) + (settings.fronts or 0)
+    return _engine_rows(settings) + (settings.fronts or 0)
+
+
+def _engine_rows(settings: NativeSettings) -> int:
+    return len(settings.devices) * (1 if settings.reload == "off" else 2)
+
+
+def _give(control: socket.socket, to_front_end: socket.socket) -> None:
+    """Give an engine its end of the socket to a front end."""
+    with suppress(OSError):  # it has ended, as the supervisor will know soon
+        socket.send_fds(control, [b"f"], [to_front_end.fileno()])
+    to_front_end.close()
+
+
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+def _memory_of(processes: Iterable[int]) -> int:
+    """The bytes that these have for themselves, which others of the same model need as well."""
+    total = 0
+    for process in processes:
+        with suppress(OSError):
+            total += _kib(Path(f"/proc/{process}/status"), "RssAnon")
+    return total
+
+
+def _available_memory() -> int:
+    """The bytes that new processes may take: of the machine and, where a container limits them, of that."""
+    available = _kib(Path("/proc/meminfo"), "MemAvailable")
+    with suppress(OSError, ValueError):  # no limit, or no version 2 of control groups
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        inactive = int(re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)[0])
+        available = min(available, limit - used + inactive)
+    return available
+
+
+def _kib(file: Path, name: str) -> int:
+    """A line of the kernel that counts in KiB, in bytes."""
+    match = re.search(rf"^{name}:\s*(\d+) kB", file.read_text(), re.M)
+    return 1024 * int(match[1]) if match else 0

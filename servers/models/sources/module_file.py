@@ -15,10 +15,12 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from hashlib import sha256
+from importlib import invalidate_caches
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import Parameter, isclass, isfunction, signature
 from pathlib import Path
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     import torch
 
 _REFERENCE = re.compile(r"(?P<file>.+?\.py)(?::(?P<function>\w*))?(?::(?P<sample>.+\.np[yz]))?")
+_PREFIX = "abserve_user_"
 _SAMPLES = ("sample",)
 _MAX_PADDING_ERROR = 1e-3
 
@@ -135,9 +138,22 @@ def _is_module(value: object) -> TypeGuard[torch.nn.Module]:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
+def forget() -> None:
+    """Execute users' files again when they are needed, with the modules that lie beside them."""
+    folders = {Path(str(module.__file__)).parent for name, module in sys.modules.items() if name.startswith(_PREFIX)}
+    for name, module in list(sys.modules.items()):
+        if (file := getattr(module, "__file__", None)) and Path(file).parent in folders:
+            del sys.modules[name]
+            # Python takes compiled code for that of a file with the same size and the same second of its last change.
+            with suppress(OSError):
+                Path(str(getattr(module, "__cached__", ""))).unlink()
+    _executed.cache_clear()
+    invalidate_caches()
+
+
 @cache
 def _executed(path: Path) -> ModuleType:
-    name = f"abserve_user_{served_name(str(path))}"
+    name = f"{_PREFIX}{served_name(str(path))}"
     spec = spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

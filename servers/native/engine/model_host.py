@@ -11,6 +11,7 @@ from functools import partial
 
 import structlog
 
+from servers.engines.agreement import check_finite, proof_at_load
 from servers.engines.batches import warm_up_sizes
 from servers.engines.choice import choices_folder
 from servers.engines.interface import Engine, EngineDescription, EngineError, profiled
@@ -18,6 +19,7 @@ from servers.engines.padding import padding_of
 from servers.engines.settings import EngineSettings
 from servers.models.specification import ModelSpecification
 from servers.native.engine.batcher import Batcher, LoopBatcher
+from servers.native.shared.errors import NOT_RELOADED
 from servers.native.shared.interface import ModelState, QueuedRequest, check_ready, signature_of
 from servers.native.shared.memory import Arena
 from servers.native.shared.settings import NativeSettings
@@ -52,16 +54,20 @@ class ModelHost:
         on_complete: Callable[[Sequence[QueuedRequest]], None],
         on_change: Callable[[bool], None],
         wake: Callable[[], None] | None,
+        reloaded: bool = False,
     ) -> None:
         """`on_complete` gets requests that the engine is done with.
 
-        `wake`: see `LoopBatcher`.
+        `wake`: see `LoopBatcher`. One that is `reloaded` is to replace a model that is served: it has to prove itself
+        before it is ready.
         `on_change` is called when `state` or `description` is another; with True it returns when all front ends know.
         """
         self.signature = signature_of(specification, settings)
         self.state = ModelState.LOADING
         self.description: EngineDescription | None = None  # set before the state becomes READY, None once unloaded
         self._build_engine = partial(build_engine, settings.engine_settings())
+        self._proof = proof_at_load(specification.executed, settings.max_batch_size) if reloaded else None
+        self._no_use = NOT_RELOADED if reloaded else "the model cannot be served"
         self._settings = settings
         self._statistics = statistics
         self._arena = arena
@@ -166,6 +172,8 @@ class ModelHost:
         try:
             with _LOADING:
                 engine, self.description = _load_engine(self._build_engine, self.signature)
+                if self._proof is not None:
+                    check_finite(self._proof, engine.infer)
             if engine.device_index is not None:
                 self._arena.page_locks = True
             kind = LoopBatcher if engine.flights > 1 and self._wake is not None else Batcher
@@ -181,9 +189,9 @@ class ModelHost:
                 self._wake,
             )
         except EngineError as error:
-            log.error("the model cannot be served", reason=str(error))  # noqa: TRY400  the sentence says it all
+            log.error(self._no_use, reason=str(error))  # noqa: TRY400  the sentence says it all
         except Exception:
-            log.exception("the model cannot be served")
+            log.exception(self._no_use)
         return None
 
     def _broken(self) -> None:

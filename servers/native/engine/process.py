@@ -46,6 +46,7 @@ from servers.native.shared.interface import (
 from servers.native.shared.ipc import (
     FAILED,
     FORM_UNKNOWN,
+    LOADED,
     REQUESTS,
     STOP_BY,
     Cancel,
@@ -93,14 +94,17 @@ class EngineSide:
         statistics: Sequence[Statistics],
         arena: Arena,
         wake: Callable[[], None] | None = None,
+        *,
+        reloaded: bool = False,
     ) -> None:
-        """`wake`: see `LoopBatcher`."""
+        """`wake`: see `LoopBatcher`; it is also called when a model's state changes. `reloaded`: see `ModelHost`."""
         self._front_ends: list[FrontEnd] = []
         self._lock = threading.RLock()  # so that all front ends are notified in the same order
         self._device = settings.device
+        self._wake = wake or (lambda: None)
         self.regions = RegionRegister(self._notify_all, device=self._gpu, others_come=wake is not None)
         self.hosts = [
-            ModelHost(specification, build, settings, counters, arena, complete, self._changed, wake)
+            ModelHost(specification, build, settings, counters, arena, complete, self._changed, wake, reloaded)
             for (specification, build), counters in zip(offers, statistics, strict=True)
         ]
         self._blocking = ThreadPoolExecutor(MAX_BLOCKING, "control")
@@ -202,6 +206,10 @@ class EngineSide:
         return all(finished)
 
     @property
+    def ready(self) -> bool:
+        return all(host.state is ModelState.READY for host in self.hosts)
+
+    @property
     def failed(self) -> bool:
         return any(host.state is ModelState.FAILED for host in self.hosts)
 
@@ -209,6 +217,7 @@ class EngineSide:
         """A model has another state: notify the front ends, and wait for them if `wait`."""
         with self._lock:
             notified = self._notify(self._status())
+        self._wake()
         if wait:
             _wait_for(notified)
 
@@ -218,7 +227,7 @@ class EngineSide:
             # Details may hold objects of an engine's library, which no message can carry.
             plain = msgspec.to_builtins(host.description, enc_hook=str)
             description = None if plain is None else msgspec.convert(plain, EngineDescription)
-            statuses.append(ModelStatus(host.state, description))
+            statuses.append(ModelStatus(host.state, description, host.signature.version))
         return ApplyStatus(tuple(statuses))
 
     def _notify_all(self, operation: FrontEndOperation) -> None:
@@ -490,16 +499,24 @@ class EngineServer:
         statistics: Sequence[Statistics],
         arena: Arena,
         supervisor: socket.socket,
+        *,
+        reloaded: bool = False,
     ) -> None:
-        """The supervisor's socket brings the sockets of front ends; its end means that this process is to stop."""
+        """The supervisor's socket brings the sockets of front ends; its end means that this process is to stop.
+
+        One that is `reloaded` is to replace an engine that serves: it says when it could, and gets front ends then.
+        """
         self._settings = settings
         self._arena = arena
         self._supervisor = supervisor
         self._front_ends = FrontEnds(
             arena, self._handle, lambda channel, message: channel.fail(message, sent=False), self._remove
         )
-        self._side = EngineSide(settings, offers, statistics, arena, self._front_ends.wake)
+        self._side = EngineSide(settings, offers, statistics, arena, self._front_ends.wake, reloaded=reloaded)
+        self._unannounced = reloaded
         self._front_ends_open = threading.Event()
+        if reloaded:
+            self._front_ends_open.set()
         self._opened: set[FrontEndChannel] = set()
         self._failed = threading.Event()
         self._stop_by: float | None = None
@@ -510,6 +527,9 @@ class EngineServer:
         self._side.start(self._fail, self._front_ends_open)
         while not self._failed.is_set() and self._stop_by is None:
             self._turn()
+            if self._unannounced and self._side.ready:
+                self._unannounced = False
+                self._supervisor.send(LOADED)
         stop_by = self._stop_by or time.monotonic() + self._settings.shutdown_timeout_s
         self._front_ends.forget(self._supervisor)
         stopping = ThreadPoolExecutor(1).submit(self._side.stop, max(0.0, stop_by - time.monotonic()))

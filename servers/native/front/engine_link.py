@@ -63,6 +63,7 @@ from servers.protocol.tensors import Array
 
 log = FailureLog("abserve.front")
 
+DRAIN_POLL_S = 0.01
 ENGINE_ENDED = "the engine has ended, send the request again later"
 
 Execute = Callable[[FrontEndOperation], Coroutine[Any, Any, None]]
@@ -187,6 +188,13 @@ class EngineClient(EngineSocket):
         """Begin to use a connected socket; `execute` serves the operations of the engine's side."""
         self._execute = execute
         await asyncio.get_running_loop().create_connection(lambda: self, sock=connected)
+
+    async def drain(self) -> None:
+        """Close it once every request has been answered; nothing may be submitted any more."""
+        while self._waiting or self._controls:
+            await asyncio.sleep(DRAIN_POLL_S)
+        if self._transport is not None:
+            self._transport.close()
 
     # EngineLink
 
@@ -373,6 +381,10 @@ class EnginePool:
         for engine, engine_socket in zip(self._engines, connected, strict=True):
             await engine.open(engine_socket, partial(self._execute_for, engine))
 
+    async def drain(self) -> None:
+        """See `EngineClient`."""
+        await asyncio.gather(*(engine.drain() for engine in self._engines))
+
     # EngineLink
 
     def submit(self, model: int, queued: QueuedRequest) -> None:
@@ -467,7 +479,7 @@ def combined(statuses: Sequence[ModelStatus]) -> ModelStatus:
     least = min((status.state for status in statuses), key=_LEAST_READY_FIRST.index)
     descriptions = [status.description for status in statuses if status.description is not None]
     if len(descriptions) < len(statuses):
-        return ModelStatus(least, None)
+        return ModelStatus(least, None, statuses[0].version)
     devices = ",".join(description.device for description in descriptions)
     details = details_on_all([description.details for description in descriptions])
-    return ModelStatus(least, replace(descriptions[0], device=devices, details=details))
+    return ModelStatus(least, replace(descriptions[0], device=devices, details=details), statuses[0].version)

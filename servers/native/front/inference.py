@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from math import prod
 from typing import Generic, TypeVar
 
@@ -154,6 +155,8 @@ class ModelService:
 
     def set_status(self, status: ModelStatus) -> None:
         """What the engine's side says, unless the server stops."""
+        if status.version and status.version != self.signature.version:
+            self.signature = replace(self.signature, version=status.version)
         if self.state is not ModelState.STOPPING:
             self.state = status.state
             self.description = status.description
@@ -204,6 +207,23 @@ class InferenceService(ModelService):
         self._number = number
         self._link = link
         self._memory = memory
+        self.direct = self._decoder is None and not settings.added_delay_ms and not settings.queue_timeout_us
+        """Whether a checked request needs only the queue, so that `enqueue` can replace `infer`."""
+        self.successor: InferenceService | None = None
+        """The same model on another link, in another version: requests that are not queued yet are for it."""
+
+    def on(self, link: EngineLink) -> InferenceService:
+        """The same model on another link, not ready until `apply` says so; see `ServedModels.replace`."""
+        service = copy(self)
+        service._link, service.state, service.description = link, ModelState.LOADING, None
+        return service
+
+    def latest(self) -> InferenceService:
+        """The service that has replaced this one, or this one."""
+        service = self
+        while service.successor is not None:
+            service = service.successor
+        return service
 
     async def apply(self, status: ModelStatus) -> None:
         await super().apply(status)
@@ -214,12 +234,6 @@ class InferenceService(ModelService):
         super().stop()
         if self._decoder is not None:
             self._decoder.close()
-
-    @property
-    def direct(self) -> bool:
-        """Whether a checked request needs only the queue, so that `enqueue` can replace `infer`."""
-        settings = self.settings
-        return self._decoder is None and not settings.added_delay_ms and not settings.queue_timeout_us
 
     def enqueue(self, queued: QueuedRequest) -> None:
         """Queue a checked request. Raises `ContractError`."""
@@ -238,7 +252,7 @@ class InferenceService(ModelService):
         the caller's task takes the request out of the queue, or waits until the engine is done with it: the arrays of
         `request` are read until this returns. Raises `ContractError`.
         """
-        self.check_accepting()
+        self.latest().check_accepting()
         rows, arrays = self.signature.validate(request)
         timeout_us = self._timeout_us(request)
         loop = asyncio.get_running_loop()
@@ -261,14 +275,15 @@ class InferenceService(ModelService):
         queued.device_inputs = _device_places(request.inputs)
         queued.device_outputs = _device_places(request.outputs or ())
         del arrays
-        self._link.submit(self._number, queued)  # also while the model is being unloaded: it was accepted before
+        service = self.latest()
+        service._link.submit(self._number, queued)  # also while the model is being unloaded: it was accepted before
         timer = None
         if deadline_ns is not None:
-            timer = loop.call_later((deadline_ns - time.perf_counter_ns()) / 1e9, self._expire, queued)
+            timer = loop.call_later((deadline_ns - time.perf_counter_ns()) / 1e9, service._expire, queued)
         try:
             await complete.wait()
         except asyncio.CancelledError:
-            if not self.withdraw(queued) and not queued.complete:
+            if not service.withdraw(queued) and not queued.complete:
                 await complete.wait()
             raise
         finally:
@@ -279,7 +294,7 @@ class InferenceService(ModelService):
         if queued.error is not None:
             raise copy(queued.error)  # else its traceback would keep this frame and its arrays
         executed_ns = time.perf_counter_ns()
-        response = _response(self.signature, request, queued.outputs or {})
+        response = _response(service.signature, request, queued.outputs or {})
         times.encode_ns += time.perf_counter_ns() - executed_ns
         return response
 
@@ -357,6 +372,13 @@ def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping
     return InferResponse(signature.name, signature.version, request.id, tuple(tensors))
 
 
+def check_version(response: InferResponse, version: str | None) -> None:
+    """Raise `NotFoundError` if a request that named a version was answered by the one that has replaced it."""
+    if version is not None and version != response.model_version:
+        name = shown(response.model_name)
+        raise NotFoundError(f"Request for unknown model: {name} version {shown(version)} is not found")
+
+
 MAX_NAME_CHARACTERS = 255
 
 
@@ -402,6 +424,11 @@ class ServedModels(Generic[S_co]):
     async def apply(self, models: Sequence[ModelStatus]) -> None:
         """What the engine's side says about each model; see `InferenceService.apply`."""
         await asyncio.gather(*(service.apply(status) for service, status in zip(self, models, strict=True)))
+
+    def replace(self, services: Sequence[S_co]) -> None:
+        """Use these services of the same models, in the same order, from the next request on."""
+        self._services = {service.signature.name: service for service in services}
+        self.default = services[0]
 
     def fail(self) -> None:
         """The engine's process has ended: nothing is ready, and never will be."""

@@ -21,7 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
 from servers.native.front import documents
-from servers.native.front.inference import InferenceService, ModelService, ServedModels
+from servers.native.front.inference import InferenceService, ModelService, ServedModels, check_version
 from servers.native.front.region_table import RegionTable
 from servers.native.grpc.call import Call, GrpcMessage, MessageAnswer
 from servers.native.grpc.connection import GrpcConnections
@@ -187,29 +187,31 @@ class PendingGrpcRequest:
     async def _infer(self, content: memoryview, start_ns: int) -> list[bytes]:
         front_end, times = self._front_end, self._times
         if is_short(content):
-            request, raw = self._read(content)
+            request, raw, version = self._read(content)
         else:
-            request, raw = await in_thread(front_end.reading, self._read, content)
+            request, raw, version = await in_thread(front_end.reading, self._read, content)
         service = self._service
         if service.direct and not self._message.compressed:
             front_end.templates.keep(content, raw, request, service)
         times.decode_ns = time.perf_counter_ns() - start_ns
         response = await service.infer(request, times, self._call.deadline_ns)
+        check_version(response, version)
         inferred_ns = time.perf_counter_ns()
         answer = encode_message(response)
         pieces = with_prefix(encode_streamed(answer) if self._call.method.streams else answer)
         times.encode_ns += time.perf_counter_ns() - inferred_ns
         return pieces
 
-    def _read(self, content: memoryview) -> tuple[InferRequest, list[RawInput]]:
-        """The request and its raw inputs; any thread. Raises `ContractError`."""
+    def _read(self, content: memoryview) -> tuple[InferRequest, list[RawInput], str | None]:
+        """The request, its raw inputs and the version that it names; any thread. Raises `ContractError`."""
         front_end = self._front_end
         parsed = message, raw, _ = parse_message(content)
         self._request_id = shown_id(message)
-        self._service = service = front_end.models.find(message.model_name, message.model_version or None)
+        version = message.model_version or None
+        self._service = service = front_end.models.find(message.model_name, version)
         service.check_accepting()
         request = decode_message(parsed, front_end.regions.find, service.signature, front_end.allocate)
-        return request, raw
+        return request, raw, version
 
     def _succeed(self, pieces: list[bytes]) -> None:
         self._message.release()

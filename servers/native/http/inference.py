@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from servers.native.front.inference import InferenceService, ServedModels
+from servers.native.front.inference import InferenceService, ServedModels, check_version
 from servers.native.front.region_table import RegionTable
 from servers.native.front.templates import KEPT_BYTES, Repeated, RequestTemplate, TemplateCache
 from servers.native.http.connection import CONTINUE, Application, HttpFrontEnd, HttpServerConnection
@@ -39,6 +39,16 @@ _ENCODINGS = ("gzip", "x-gzip", "deflate")
 _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 
 
+class ServiceTemplates(dict[InferenceService, TemplateCache]):
+    """The templates of each model; without those of services that others have replaced."""
+
+    def __missing__(self, service: InferenceService) -> TemplateCache:
+        for replaced in [known for known in self if known.successor is not None]:
+            del self[replaced]
+        self[service] = templates = TemplateCache(service.signature, service.padding)
+        return templates
+
+
 class InferenceFrontEnd(HttpFrontEnd):
     """The front end of models that take and answer tensors."""
 
@@ -52,14 +62,14 @@ class InferenceFrontEnd(HttpFrontEnd):
     ) -> None:
         super().__init__(application, models, settings, memory)
         self.regions = regions
-        self.templates = {service: TemplateCache(service.signature, service.padding) for service in models}
+        self.templates = ServiceTemplates()
         # One thread each: JSON holds the interpreter, so that more threads would only take longer each.
         self.parsing = ThreadPoolExecutor(1, "parsing")
         self.encoding = ThreadPoolExecutor(1, "encoding")
         self.inflating = InflatingThread(
             f"the server inflates {MAX_INFLATING} bodies now; send this later or uncompressed"
         )
-        self._services = models
+        self.models = models
 
     def pending(self, connection: HttpServerConnection, request: HttpRequest) -> PendingHttpRequest:
         return PendingHttpRequest(self, connection, request)
@@ -67,15 +77,15 @@ class InferenceFrontEnd(HttpFrontEnd):
     def service(self, head: RequestHead) -> InferenceService:
         assert head.target is not None
         try:
-            return self._services.named(*head.target)
+            return self.models.named(*head.target)
         except ContractError:
-            return self._services.default
+            return self.models.default
 
     def check(self, head: RequestHead) -> ContractError | None:
         """Why this inference request is refused whatever its body is."""
         assert head.target is not None
         try:
-            self._models.find(*head.target).check_accepting()
+            self.models.find(*head.target).check_accepting()
             if head.encoding is not None and head.encoding not in _ENCODINGS:
                 raise InvalidRequestError("Content-Encoding must be identity, gzip or deflate")
             if head.length is not None and head.encoding is None:
@@ -175,6 +185,9 @@ class PendingHttpRequest:
 
     def _prepare(self, body: memoryview) -> Repeated[RequestTemplate] | Coroutine[Any, Any, HttpResponse]:
         """What to queue, or to run as a task. Raises `ContractError`."""
+        if self._service.successor is not None:  # since its head came
+            assert self._head.target is not None
+            self._service = self._front_end.models.find(*self._head.target)
         front_end, service, times = self._front_end, self._service, self._times
         received_ns = time.perf_counter_ns()
         times.receive_ns = received_ns - times.start_ns
@@ -220,6 +233,8 @@ class PendingHttpRequest:
                 request = await in_thread(self._front_end.parsing, self._decode, body, json_bytes)
         times.decode_ns = time.perf_counter_ns() - started_ns
         response = await self._service.infer(request, times)
+        assert self._head.target is not None
+        check_version(response, self._head.target[1])
         inferred_ns = time.perf_counter_ns()
         if is_slow_to_encode(response):
             budget = self._front_end.memory.budget

@@ -21,6 +21,7 @@ from servers.protocol.errors import (
     UnsupportedError,
 )
 
+NOT_RELOADED = "not reloaded: the version before is still served"
 REFUSALS = ("not_ready", "queue_full", "expired", "slow_client", "shutting_down")
 
 

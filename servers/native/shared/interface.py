@@ -168,6 +168,8 @@ class ModelStatus(msgspec.Struct, array_like=True, frozen=True):
 
     state: ModelState
     description: EngineDescription | None
+    version: str = ""
+    """Of the model that the engine has loaded; empty: that of the front end's own specification."""
 
 
 class ApplyStatus(msgspec.Struct, array_like=True, tag=5, frozen=True):

@@ -29,10 +29,13 @@ MAX_GROUP_ROWS = 8
 INLINE_BYTES = 64 * 1024
 """Answers with more bytes than this are written to the arena, where their sizes are known before."""
 
-HTTP, GRPC = b"hg"
-"""The supervisor sends one with each connection that it has accepted."""
-CLOSED = b"c"
-"""A front end sends the supervisor one for each connection that it has closed."""
+HTTP, GRPC, ENGINE = b"hge"
+"""The supervisor sends one with each connection that it has accepted, or with the socket to a new engine."""
+CLOSED, SWITCHED = b"c", b"s"
+"""A front end sends the supervisor one for each connection that it has closed, and one when the engines that it had
+before owe it no answer any more."""
+LOADED = b"r"
+"""An engine's process that is to replace another one sends it to the supervisor once it could serve."""
 STOP_BY = struct.Struct("d")
 """Tells the engine's process to stop, and when it must have finished, in `time.monotonic` seconds."""
 

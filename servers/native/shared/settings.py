@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,9 +15,11 @@ from servers.engines.settings import EngineError, EngineSettings, engine_kind, p
 from servers.language.engine import DEFAULT_ENGINE, GENERATING_ENGINES, GenerationSettings, generation_precision
 from servers.language.options import GeneratingOptions
 from servers.language.specification import LanguageModel, is_language_model
+from servers.models.files import onnx_parts
 from servers.models.images import MAX_PIXELS
-from servers.models.registry import DEFAULT_MODEL
+from servers.models.registry import DEFAULT_MODEL, model_files
 from servers.models.specification import ModelSpecification, choose_from
+from servers.models.weights import CheckpointWeights, WeightsSource
 from servers.options import defaults, search
 from servers.options.command_line import OptionTraits, Tuning, flag_of, settings_of
 from servers.options.defaults import ALL, OptionError, usable_cores
@@ -24,7 +27,7 @@ from servers.options.defaults import ALL, OptionError, usable_cores
 TENSORS_ONLY = (
     *("payloads", "mode", "max_queue_delay_us", "pad_to", "queue_timeout_us"),
     *("max_json_bytes", "decode_threads", "max_image_pixels", "allow_shared_memory", "allow_model_control"),
-    *("busy_poll_us", "added_delay_ms"),
+    *("busy_poll_us", "added_delay_ms", "reload"),
 )
 """Options that only a model of tensors has."""
 TOKENS_ONLY = ("slots", "max_length", "prefill_chunk", "graphs", "max_client_requests")
@@ -194,6 +197,12 @@ class NativeSettings(GeneratingOptions):
     allow_model_control: bool = Field(
         False, title="Access and process", description="Let clients unload and load models."
     )
+    reload: Literal["off", "poll", "signal"] = Field(
+        "off",
+        title="Access and process",
+        description="When the model's files are loaded again, beside the served version, which answers until the new "
+        "one has proved itself. signal: at SIGHUP; poll: also once they have changed. Needs --fronts 1 or more.",
+    )
     shutdown_timeout_s: float = Field(
         30, gt=0, le=3600, title="Access and process", description="Time to finish accepted work after SIGTERM (s)."
     )
@@ -242,7 +251,13 @@ class NativeSettings(GeneratingOptions):
                 "max_batch_size": self.max_batch_size if chosen else specification.max_batch_size,
             }
         )
-        fronts = resolved._fronts_here() if resolved.fronts is None else resolved.fronts
+        least = 0 if self.reload == "off" else 1
+        fronts = max(least, resolved._fronts_here()) if resolved.fronts is None else resolved.fronts
+        if fronts < least:
+            raise OptionError("--reload needs front ends in processes of their own: add --fronts 1")
+        for option in ("allow_shared_memory", "allow_model_control"):
+            if least and getattr(self, option):
+                raise OptionError(f"--reload and {flag_of(option)} exclude each other: leave one of them out")
         if self.busy_poll_us and not fronts:
             raise OptionError("--busy-poll-us is for front ends in processes of their own: add --fronts 1")
         return resolved.model_copy(update={"precision": resolved.engine_settings().precision, "fronts": fronts})
@@ -361,3 +376,26 @@ class NativeSettings(GeneratingOptions):
 def artefact_field(executed: ModelSpecification) -> str:
     """The field with the exported file of a variant that an engine executes."""
     return "artefact_uint8" if executed.payload == "uint8" else "artefact"
+
+
+def watched_files(
+    settings: NativeSettings, specifications: Sequence[ModelSpecification], weights: WeightsSource
+) -> list[Path]:
+    """The files of this machine from which the models are made. Raises `OptionError` if they are to be loaded again and
+    there are none."""
+    if settings.reload == "off":
+        return []
+    files: list[Path | None] = [settings.artefact, settings.artefact_uint8, specifications[0].file]
+    if isinstance(weights, CheckpointWeights):
+        files.append(weights.path)
+    files += model_files(specifications[0].reference)
+    found = [part for file in dict.fromkeys(files) if file is not None for part in _parts(file)]
+    if not found:
+        raise OptionError(
+            f"--reload {settings.reload}: neither {settings.model} nor its weights are a file; give --weights FILE"
+        )
+    return found
+
+
+def _parts(file: Path) -> Sequence[Path]:
+    return onnx_parts(file) if file.suffix == ".onnx" else (file,)
