@@ -42,7 +42,13 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Repeatable:
         f"{SOUND} --gap-share 0.01 --gap-ms 300",  # h
     )
     folder = tmp_path_factory.mktemp("timed")
-    return Repeatable(lambda time: compare_streams(folder / f"run{time}", arms, users(8, 64, 2)))
+
+    def compare(time: int) -> Result:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(load_runner, "WARM_UP_SECONDS", 0.2)
+            return compare_streams(folder / f"run{time}", arms, users(8, 64, 2))
+
+    return Repeatable(compare)
 
 
 @pytest.fixture(scope="module")

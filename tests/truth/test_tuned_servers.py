@@ -16,9 +16,7 @@ from loadgen.experiment.settings import ExperimentSettings
 from loadgen.experiment.tuning import TuneSettings
 from loadgen.measure.progress import RunProgress
 from loadgen.measure.runner import run_experiment
-from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.run import Experiment, RunState
-from loadgen.records.store import StoredBlock
 from loadgen.records.tuning import Tuning, TuningRun
 from loadgen.tune.declared import read_spaces
 from loadgen.tune.files import read_tuning
@@ -34,7 +32,7 @@ ABSERVE = (sys.executable, str(Path(tuned_server.__file__)))
 
 @dataclass
 class Watched(RaceProgress):
-    """Interrupts the process at the first block after so many runs."""
+    """Interrupts the process as the stage after so many runs begins."""
 
     interrupt_after: int = 0
     runs: list[TuningRun] = field(default_factory=list)
@@ -44,7 +42,7 @@ class Watched(RaceProgress):
         self.runs.append(run)
         self.leads = leads
 
-    def block_done(self, block: StoredBlock, summary: BlockSummary) -> None:
+    def stage_begins(self, title: str) -> None:
         if self.interrupt_after and len(self.runs) == self.interrupt_after:
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -125,8 +125,7 @@ def test_engines_modes_lengths_and_threads_of_one_model(tmp_path: Path) -> None:
 
 
 def assert_measured(cell: Measured, *, null: bool) -> None:
-    assert len(cell.calls_ns) >= 7
-    assert min(cell.calls_ns) > 0
+    assert min(cell.calls_ns) > 0  # as many as fit into the time, which another program may take
     assert cell.first_call_ns > 0
     assert cell.rss_bytes is not None
     assert cell.rss_bytes > 10_000_000

@@ -6,7 +6,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,8 +79,7 @@ MODULES = modules()
 PUBLIC = {name for name in MODULES if name.partition(".")[0] == "abserve"}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Every module that a file imports, also inside functions and under TYPE_CHECKING."""
+def imports_in(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -91,12 +91,19 @@ def imports(path: Path) -> Iterator[str]:
                 yield submodule if submodule in MODULES else node.module
 
 
-GRAPH = {
-    name: {target for target in imports(path) if target in MODULES and target != name} for name, path in MODULES.items()
-}
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Every module that a file imports, also inside functions and under TYPE_CHECKING."""
+    return frozenset(imports_in(path))
 
 
-def cycle(graph: dict[str, set[str]]) -> list[str] | None:
+@cache  # not when the tests are collected, which every worker does
+def graph() -> dict[str, set[str]]:
+    """By module of ours: those that it imports."""
+    return {name: {to for to in imports(path) if to in MODULES and to != name} for name, path in MODULES.items()}
+
+
+def cycle(edges: dict[str, set[str]]) -> list[str] | None:
     """One circle of the graph, or None. A package's `__init__` counts only where it is named itself."""
     done: set[str] = set()
 
@@ -105,14 +112,14 @@ def cycle(graph: dict[str, set[str]]) -> list[str] | None:
             return [*trail[trail.index(name) :], name]
         if name in done:
             return None
-        for target in sorted(graph[name]):
+        for target in sorted(edges[name]):
             found = visit(target, [*trail, name])
             if found:
                 return found
         done.add(name)
         return None
 
-    for name in sorted(graph):
+    for name in sorted(edges):
         found = visit(name, [])
         if found:
             return found
@@ -121,11 +128,11 @@ def cycle(graph: dict[str, set[str]]) -> list[str] | None:
 
 def test_there_is_something_to_check() -> None:
     assert len(MODULES) > 20
-    assert sum(map(len, GRAPH.values())) > 20
+    assert sum(map(len, graph().values())) > 20
 
 
 def test_no_circle() -> None:
-    assert cycle(GRAPH) is None
+    assert cycle(graph()) is None
 
 
 def test_the_circle_finder_finds_circles() -> None:
@@ -134,12 +141,12 @@ def test_the_circle_finder_finds_circles() -> None:
 
 
 def test_the_two_sides_meet_only_on_the_wire() -> None:
-    crossing = [(a, b) for a, targets in GRAPH.items() for b in targets if a.split(".")[0] != b.split(".")[0]]
+    crossing = [(a, b) for a, targets in graph().items() for b in targets if a.split(".")[0] != b.split(".")[0]]
     assert [pair for pair in crossing if pair[0].split(".")[0] != "abserve"] == []
 
 
 def test_the_public_package_is_imported_at_once_and_by_nothing_of_ours() -> None:
-    assert [name for name, targets in GRAPH.items() if targets & PUBLIC and name not in PUBLIC] == []
+    assert [name for name, targets in graph().items() if targets & PUBLIC and name not in PUBLIC] == []
     program = "import sys, abserve; print(*sorted(sys.modules), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     heavy = ("loadgen", "servers", "numpy", "pandas", "torch", "msgspec", "pydantic", "asyncio", "IPython")
@@ -156,7 +163,7 @@ def server_room(module: str) -> str | None:
 def server_arrows() -> dict[str, set[str]]:
     """By room of `servers`: the other rooms that it imports."""
     found: dict[str, set[str]] = {}
-    for name, targets in GRAPH.items():
+    for name, targets in graph().items():
         if name.startswith("servers."):
             arrows = found.setdefault(str(server_room(name)), set())
             arrows |= {str(server_room(target)) for target in targets if target != "servers"} - {str(server_room(name))}
@@ -189,12 +196,12 @@ def test_every_folder_of_the_load_generator_is_a_room() -> None:
     assert rooms - {None} == set(LOADGEN)
     beside = {name for name in MODULES if name.startswith("loadgen.") and load_generator_room(name) is None}
     assert beside == {"loadgen.entry", "loadgen.scenarios"}
-    assert [name for name, targets in GRAPH.items() if targets & beside] == ["abserve.__main__"]
+    assert [name for name, targets in graph().items() if targets & beside] == ["abserve.__main__"]
 
 
 def test_rooms_of_the_load_generator_import_only_those_before_them() -> None:
     upward = set()
-    for name, targets in GRAPH.items():
+    for name, targets in graph().items():
         own = load_generator_room(name)
         for other in map(load_generator_room, targets) if own else ():
             if other and LOADGEN.index(other) > LOADGEN.index(str(own)):
@@ -213,7 +220,7 @@ def test_a_probe_never_imports_another() -> None:
     assert len({probe(name) for name in MODULES}) > 10
     crossing = [
         (name, target)
-        for name, targets in GRAPH.items()
+        for name, targets in graph().items()
         for target in targets
         if probe(name) and probe(target) and probe(name) != probe(target)
     ]
@@ -238,7 +245,7 @@ def test_reading_and_showing_a_result_loads_no_client() -> None:
 def load_generator_arrows() -> dict[str, set[str]]:
     """By room of `loadgen`: the other rooms that it imports."""
     arrows: dict[str, set[str]] = {}
-    for name, targets in GRAPH.items():
+    for name, targets in graph().items():
         own = load_generator_room(name)
         if own:
             ends = {end for end in map(load_generator_room, targets) if end}
@@ -260,11 +267,11 @@ def drawn_arrows(arrows: dict[str, set[str]]) -> set[tuple[str, str]]:
     }
 
 
-@pytest.mark.parametrize(("side", "arrows"), [("servers", server_arrows()), ("loadgen", load_generator_arrows())])
-def test_the_drawing_in_the_docs_is_that_of_the_code(side: str, arrows: dict[str, set[str]]) -> None:
+@pytest.mark.parametrize(("side", "arrows"), [("servers", server_arrows), ("loadgen", load_generator_arrows)])
+def test_the_drawing_in_the_docs_is_that_of_the_code(side: str, arrows: Callable[[], dict[str, set[str]]]) -> None:
     text = (ROOT / "docs/architecture.md").read_text().partition(f"### Of {side}\n")[2]
     drawn = re.findall(r"^ +\w+\[(.+)\] --> \w+\[(.+)\]$", text.partition("\n#")[0], re.MULTILINE)
-    right = drawn_arrows(arrows)
+    right = drawn_arrows(arrows())
     ids = {name: f"{side[0]}{number}" for number, name in enumerate(sorted({name for two in right for name in two}))}
     now = "\n".join(f"    {ids[a]}[{a}] --> {ids[b]}[{b}]" for a, b in sorted(right))
     assert set(drawn) == right, f"draw it anew:\n{now}"
@@ -277,7 +284,7 @@ def reachable(name: str) -> set[str]:
         module = waiting.pop()
         if module not in found:
             found.add(module)
-            waiting += GRAPH[module]
+            waiting += graph()[module]
     return found
 
 
@@ -312,7 +319,7 @@ def test_the_run_needs_little_of_the_analysis() -> None:
     """What both need is in `records` and `metrics`: besides the probes, a run reads stored noise floors alone."""
     users = {
         (name, target)
-        for name, targets in GRAPH.items()
+        for name, targets in graph().items()
         for target in targets
         if name.startswith("loadgen.measure.")
         and not name.startswith("loadgen.measure.probes.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -22,19 +23,23 @@ def counting() -> ModuleType:
 
 
 COUNT = counting()
-TREES = {name: ast.parse(text) for name, text in COUNT.tree_sources()}
+
+
+@cache  # not when the tests are collected, which every worker does
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(text) for name, text in COUNT.tree_sources()}
 
 
 def test_no_class_name_stands_twice() -> None:
     places = defaultdict(list)
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for class_name in COUNT.class_names(tree):
             places[class_name].append(name)
     assert {class_name: names for class_name, names in places.items() if len(names) > 1} == {}
 
 
 def test_few_variables_have_a_name_that_says_nothing() -> None:
-    counts = {name: number for name, tree in TREES.items() if (number := COUNT.empty_names(tree))}
+    counts = {name: number for name, tree in trees().items() if (number := COUNT.empty_names(tree))}
     assert sum(counts.values()) <= 100, sorted(counts.items(), key=lambda count: -count[1])[:20]
 
 
@@ -52,7 +57,7 @@ def test_sentences_call_arms_by_their_names() -> None:
     rooms = ("loadgen/checks/", "loadgen/findings/tokens", "loadgen/findings/ceiling", "loadgen/measure/probes/")
     lettered = [
         name
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if name.startswith(rooms) and any(isinstance(node, ast.Name) and node.id == "shown" for node in ast.walk(tree))
     ]
     assert lettered == []
