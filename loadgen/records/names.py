@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, combinations
 
 from loadgen.base.quantities import counted, join
 from loadgen.records.run import ArmRecord, ArmRequest, Label, setting_key, shown
@@ -35,15 +36,31 @@ def names_of(requests: Sequence[ArmRequest], arms: Sequence[ArmRecord]) -> dict[
         asked = {setting_key(option) for request in alike for option in request.settings}
         told = {request.label: _settings_told(request, records.get(request.label), asked) for request in alike}
         others = list(told.values())
-        one = next((key for key in others[0] if len({of.get(key, "") for of in others} - {""}) == len(others)), None)
+        keys = _fewest_that_differ(others)
         for request in alike:
-            differ = [key for key in told[request.label] if len({of.get(key) for of in others}) > 1]
-            words = join([told[request.label][key] for key in ([one] if one else differ)][:2])
+            own = told[request.label]
+            said = [key for key in keys if key in own]
+            shorter = (said[:count] for count in range(1, len(said)))
+            said = next((some for some in shorter if _times(own, some, others) == 1), said)
+            words = join([own[key] for key in said])
             base = TARGETS[request.target].title if request.embedded else name
             names[request.label] = f"{base} with {words}" if words else base
     short = {label: name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…" for label, name in names.items()}
     counts = Counter(short.values())
     return unasked | {label: name if counts[name] == 1 else f"{name} ({shown(label)})" for label, name in short.items()}
+
+
+def _fewest_that_differ(settings: Sequence[Mapping[str, str]]) -> Sequence[str]:
+    """The fewest settings that no two arms have in common, three at most; else the first two that differ."""
+    differing = [key for key in dict.fromkeys(chain(*settings)) if len({own.get(key) for own in settings}) > 1]
+    choices = chain.from_iterable(combinations(differing, size) for size in (1, 2, 3))
+    told = (keys for keys in choices if all(any(key in own for key in keys) for own in settings))
+    return next((keys for keys in told if all(_times(own, keys, settings) == 1 for own in settings)), differing[:2])
+
+
+def _times(own: Mapping[str, str], keys: Sequence[str], settings: Sequence[Mapping[str, str]]) -> int:
+    """How many arms have the same of these settings."""
+    return sum(all(other.get(key) == own.get(key) for key in keys) for other in settings)
 
 
 def _server_name(request: ArmRequest, record: ArmRecord | None) -> str:

@@ -122,6 +122,18 @@ def test_arms_of_one_server_are_told_apart_by_one_setting_where_one_suffices() -
     assert called(*asked) == ["Triton with backend onnxruntime", "Triton with backend python"]
 
 
+def test_an_arm_is_told_by_as_few_settings_as_tell_it_from_all_others() -> None:
+    onnx = {"tritonserver": "t", "backend": "onnxruntime", "cudnn-conv-algo-search": "1", "batch-multiple": "1"}
+    torch = {"tritonserver": "t", "engine": "torch"}
+    asked = [onnx, torch, torch | {"instances": "1"}, torch | {"instances": "4"}]
+    assert called(*(ArmRequest(label=f"c{place}", target="triton", settings=of) for place, of in enumerate(asked))) == [
+        "Triton with backend onnxruntime",
+        "Triton with engine torch",
+        "Triton with engine torch and 1 instance",
+        "Triton with engine torch and 4 instances",
+    ]
+
+
 def test_of_several_arms_it_gives_the_order_and_the_best_beside_the_next(results: dict[str, Result]) -> None:
     text = results["four-arms"].headline
     assert text.startswith(
