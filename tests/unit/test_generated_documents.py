@@ -14,12 +14,10 @@ import pytest
 from loadgen.base.documents import read_stored
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLISHED = ROOT / "docs/results/2026-11-23-h200/three-arms/result.json"
 SCENARIOS = {
     "1 client": "single",
     "batch 8": "batched(8)",
     "batch 32": "batched(32)",
-    "batch 64": "batched(64)",
     "16 clients": "concurrent(16)",
     "64 clients": "concurrent(64)",
 }
@@ -59,38 +57,6 @@ def rounded_like(shown: str, value: float) -> str:
     return f"{round(value, -zeros):,.0f}"
 
 
-def test_the_table_of_three_servers_has_the_published_figures() -> None:
-    result = json.loads(read_stored(PUBLISHED))
-    comparisons = {
-        (one["scenario"], one["baseline"] + one["arm"]): one
-        for one in result["comparisons"]
-        if one["metric"] == "throughput"
-    }
-    cell = r"(?:\*\*([ABC]) ([\d.]+)×\*\*|(not separated)) \(([\d.]+)–([\d.]+)\)"
-    rows = re.findall(
-        r"^\| (\w+ \d+|\d+ \w+) \|" + r" ([\d,]+) \|" * 3 + f" {cell} \\|" * 3 + "$",
-        (ROOT / "docs/results/README.md").read_text(),
-        re.MULTILINE,
-    )
-    assert [row[0] for row in rows] == list(SCENARIOS)
-    for load, *shown in rows:
-        scenario = SCENARIOS[load]
-        first, second = (comparisons[scenario, pair] for pair in ("ab", "bc"))
-        values = [first["baseline_value"], first["arm_value"], second["arm_value"]]
-        assert shown[:3] == [rounded_like(text, value) for text, value in zip(shown[:3], values, strict=True)]
-        for pair, cells in zip(("ab", "ac", "bc"), (shown[3:8], shown[8:13], shown[13:18]), strict=True):
-            winner, factor, open_question, *interval = cells
-            one = comparisons[scenario, pair]
-            assert bool(open_question) == (one["verdict"] == "inconclusive"), (load, pair)
-            ratio, (low, high) = one["ratio"], one["ci95"]
-            if winner.lower() == pair[0]:
-                ratio, low, high = 1 / ratio, 1 / high, 1 / low
-            assert interval == [rounded_like(interval[0], low), rounded_like(interval[1], high)], (load, pair)
-            if winner:
-                assert one["verdict"] == f"{'baseline' if winner.lower() == pair[0] else 'arm'}_better", (load, pair)
-                assert factor == rounded_like(factor, ratio), (load, pair)
-
-
 def test_the_table_of_the_readme_has_the_figures_of_the_run_that_it_names() -> None:
     """Another run takes its place by another name in the comment above the table, and other figures below."""
     named = r"<!-- The figures of (docs/results/\S+); a test compares them. -->\n((?:\|.*\n)+)"
@@ -101,9 +67,9 @@ def test_the_table_of_the_readme_has_the_figures_of_the_run_that_it_names() -> N
         if comparison["metric"] == "throughput" and comparison["baseline"] == "a"
     }
     _, _, *rows = (line.strip("| \n").split(" | ") for line in table.splitlines())
-    arms = sorted({arm for _, arm in comparisons})
-    assert len(rows) * len(arms) == len(comparisons)
+    assert sum(len(row) - 2 for row in rows) == 2 * len(comparisons)
     for load, baseline, *cells in rows:
+        arms = sorted(arm for scenario, arm in comparisons if scenario == SCENARIOS[load])
         for arm, value, claim in zip(arms, cells[: len(arms)], cells[len(arms) :], strict=True):
             comparison = comparisons[SCENARIOS[load], arm]
             assert baseline == rounded_like(baseline, comparison["baseline_value"]), load
@@ -114,6 +80,6 @@ def test_the_table_of_the_readme_has_the_figures_of_the_run_that_it_names() -> N
                 ratio, interval = 1 / ratio, [1 / interval[1], 1 / interval[0]]
             assert [low, high] == [rounded_like(low, interval[0]), rounded_like(high, interval[1])], (load, arm)
             words = {"no_difference": "no meaningful difference", "inconclusive": "inconclusive"}
-            winner = {"baseline_better": "A", "arm_better": arm.upper()}.get(comparison["verdict"])
+            winner = {"baseline_better": "A", "arm_better": arm[0].upper()}.get(comparison["verdict"])
             factor = re.sub(r"[^\d.]", "", what)
             assert what == words.get(comparison["verdict"], f"**{winner} {rounded_like(factor or '0', ratio)}×**"), load

@@ -25,7 +25,7 @@ TRACES = set(re.findall(r'moduleType:"trace",name:"(\w+)"', gzip.decompress(PLOT
 OTHER_TYPES = {"date", "log", "category", "data", "rect", "line"}
 """Types of axes, error bars and shapes."""
 LARGE = {
-    "four arms, six workloads": "2026-11-23-h200/four-arms",
+    "seven arms, five workloads": "2026-11-29-h200/table",
     "four models, 300 cells": "2026-11-24-engines-cpu/matrix",
     "heat map by length": "2026-11-22-h200-models/bert-base-lengths",
 }
