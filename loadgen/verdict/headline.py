@@ -299,13 +299,15 @@ def _besides(comparisons: Sequence[Comparison], names: Mapping[Label, str]) -> A
     """The metrics by which an arm wins that does not lead its workload."""
     leading = {(c.workload, c.pairing): c.winner for c in comparisons if c.leading}
     against: dict[Label, dict[str, None]] = {}
+    where: set[str] = set()
     for c in comparisons:
         if not c.leading and c.verdict != "invalid" and c.winner not in (None, leading.get((c.workload, c.pairing))):
             against.setdefault(c.winner or "", {})[METRICS[c.metric].title] = None
+            where.add(c.workload)
     if not against:
         return ("",)
     words = [f"{names[label]} has better {join(list(metrics))}" for label, metrics in against.items()]
-    return (f", but {join(words)} in some", "")
+    return (f", but {join(words)}{'' if where == {'cold-start'} else ' at some loads'}", "")
 
 
 def _no_winner(experiment: Experiment, usable: Sequence[Comparison], names: Mapping[Label, str]) -> Alternatives:
