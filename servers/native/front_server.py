@@ -42,6 +42,7 @@ from servers.native.shared.ipc import CLOSED, ENGINE, GRPC, SWITCHED
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
+from servers.native.shared.traces import flush_traces
 
 if TYPE_CHECKING:
     from servers.native.grpc.connection import GrpcConnections
@@ -159,6 +160,7 @@ class FrontServer(uvicorn.Server, ABC):
             self._grpc_server.close()
         grpc = [] if self.grpc is None else [self.grpc.stop(self._finish_s)]
         await asyncio.gather(super().shutdown(sockets), *grpc)
+        await asyncio.to_thread(flush_traces, self._settings)
         giving_up.cancel()
         self.models.stop()
 

@@ -30,6 +30,16 @@ SPINNING = (
     "by default; off suits cores that other programs use."
 )
 """The help of `--engine`, `--precision` and `--spinning`."""
+TRACE_SHARE = 0.01
+TRACES = "Where OpenTelemetry's spans are sent, such as http://127.0.0.1:4318/v1/traces (OTLP/HTTP)."
+TRACE_SHARES = "Share of the requests without a traceparent that are traced; one with it says so itself."
+"""The help of `--traces` and `--trace-share`."""
+
+
+def check_traces(url: str) -> None:
+    """Raise `OptionError` for what is not an address of OTLP over HTTP; empty means no traces."""
+    if url and not url.startswith(("http://", "https://")):
+        raise OptionError(f"--traces {url}: give an address such as http://127.0.0.1:4318/v1/traces")
 
 
 ALL = "all"

@@ -29,7 +29,7 @@ from servers.language.weights import pin_language_weights, weights_sha256
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.weights import WeightsSource
 from servers.options.command_line import flag_of
-from servers.options.defaults import ALL, OptionError
+from servers.options.defaults import ALL, OptionError, check_traces
 from servers.options.launch import LaunchPlan, check_free, host_in_url
 from servers.protocol.examples import generate_commands, in_path, infer_commands
 from servers.triton.config import MODEL_PY, language_config, vllm_config
@@ -506,6 +506,16 @@ def _listed(folder: Path) -> str:
     return f"its models: {', '.join(names)}" if names else "it has no folders at all"
 
 
+def _trace_options(settings: TritonSettings) -> list[str]:
+    """Triton's own spans, which its native backends and the python one have alike. Raises `OptionError`."""
+    check_traces(settings.traces)
+    if not settings.traces:
+        return []
+    rate = round(1 / settings.trace_share) if settings.trace_share else 0  # 0: only what a client traces
+    config = ("mode=opentelemetry", f"rate={rate}", "level=TIMESTAMPS", f"opentelemetry,url={settings.traces}")
+    return [f"--trace-config={option}" for option in config]
+
+
 def _shared_fields(
     settings: TritonSettings,
     installation: Installation,
@@ -540,6 +550,7 @@ def _shared_fields(
         # Includes loading and warming up every batch size; Triton's 30 s are too short for a large model on few cores.
         f"--backend-config=python,stub-timeout-seconds={STUB_TIMEOUT_SECONDS}",
         *_client_shm(installation.version, address),
+        *_trace_options(settings),
         *more,
     )
     # The stub embeds Python: it finds its environment by the `python3` on PATH, and libpython by the loader.

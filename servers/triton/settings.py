@@ -157,6 +157,10 @@ class TritonSettings(EngineOptions, GeneratingOptions):
     work_dir: Path | None = Field(
         None, title="Output", description="Folder for the model repository; default: ARTEFACTS/triton/HTTP_PORT."
     )
+    traces: str = Field("", title="Output", description=defaults.TRACES)
+    trace_share: float = Field(
+        defaults.TRACE_SHARE, ge=0, le=1, title="Output", description=f"{defaults.TRACE_SHARES} 1 in a whole number."
+    )
     log_file: Path | None = Field(
         None, title="Output", description="Triton's log; default: tritonserver.log in the working folder."
     )

@@ -34,6 +34,7 @@ from servers.native.shared.interface import QueuedRequest
 from servers.native.shared.memory import Arena
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
+from servers.native.shared.traces import tracer_of
 from servers.protocol.errors import ContractError, InternalError
 from servers.protocol.tensors import Array, like
 
@@ -228,6 +229,7 @@ class Batcher:
         self._queue_size = settings.queue_size
         self._max_batch_size = settings.max_batch_size
         self._statistics = statistics
+        self._tracer = tracer_of(settings)
         self._on_complete = on_complete
         self._on_broken = on_broken
         self._padding = padding
@@ -516,6 +518,8 @@ class Batcher:
             time.perf_counter_ns() - finished_ns,
         )
         self._on_complete(complete)
+        if self._tracer is not None:
+            self._tracer.executed(batch.requests, batch.rows, batch.start_ns, batch.started_ns, finished_ns)
 
     def _execute_alone(self) -> None:
         """After a batch has failed: each request alone, so that only the cause of the failure fails."""

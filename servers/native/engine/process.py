@@ -70,6 +70,7 @@ from servers.native.shared.ipc import (
 from servers.native.shared.memory import Arena
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
+from servers.native.shared.traces import flush_traces
 from servers.protocol.errors import ContractError, UnavailableError
 from servers.protocol.tensors import Array, like
 
@@ -538,6 +539,7 @@ class EngineServer:
             self._turn()
         log.info("stopped", accepted_work_finished=stopping.result())
         self._front_ends.close()
+        flush_traces(self._settings)
         return 1 if self._side.failed or self._failed.is_set() else 0
 
     def _turn(self) -> None:
@@ -601,7 +603,7 @@ class EngineServer:
             else:
                 inputs = form.arrays(data, self._arena)
             queued = QueuedRequest(inputs, message.rows, form.key, message.deadline_ns, None)
-            queued.front_end, queued.number = channel, number
+            queued.front_end, queued.number, queued.trace = channel, number, message.trace
             if message.device_inputs or message.device_outputs:
                 queued.device_inputs, queued.device_outputs = message.device_inputs or {}, message.device_outputs or {}
             channel.requests[number] = queued, form.model, message.room

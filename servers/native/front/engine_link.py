@@ -217,7 +217,7 @@ class EngineClient(EngineSocket):
         self._rows[self._own_rows] += queued.rows
         self._waiting[number] = queued, memory, message.room is not None, number_of_form
         plain = message.deadline_ns is None and message.room is None and not message.device_outputs
-        if plain and all([isinstance(place, int) for place in message.data[0]]):  # noqa: C419  faster
+        if plain and message.trace is None and all([isinstance(place, int) for place in message.data[0]]):  # noqa: C419  faster
             group = self._groups.get(number_of_form)
             if group is not None and (len(group.numbers) + 1) * group.rows <= MAX_GROUP_ROWS:
                 group.numbers.append(number)

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from hpack import Decoder, Encoder, HPACKError
 
 from servers.native.shared.errors import grpc_status
+from servers.native.shared.traces import trace_headers
 from servers.protocol.errors import ContractError
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
@@ -254,6 +255,7 @@ class CallHead:
     timeout_ns: int | None = None
     encoding: str = "identity"
     refusal: CallStatus | None = None
+    trace_headers: dict[str, str] | None = None
 
 
 def read_call_head(fields: list[tuple[bytes, bytes]], methods: Mapping[bytes, GrpcMethod]) -> CallHead:
@@ -277,4 +279,4 @@ def read_call_head(fields: list[tuple[bytes, bytes]], methods: Mapping[bytes, Gr
     if timeout is not None and match is None:
         return CallHead(refusal=CallStatus("INTERNAL", "grpc-timeout must be up to eight digits and a unit"))
     timeout_ns = None if match is None else min(int(match[1]) * _UNIT_NS[match[2]], LONGEST_NS)
-    return CallHead(method, timeout_ns, encoding)
+    return CallHead(method, timeout_ns, encoding, trace_headers=trace_headers(fields))

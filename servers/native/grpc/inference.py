@@ -42,6 +42,7 @@ from servers.native.shared.limits import CONTROL_BODY_BYTES, decompress, in_thre
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
+from servers.native.shared.traces import tracer_of
 from servers.protocol.codec import MAX_ID_CHARACTERS
 from servers.protocol.errors import (
     ContractError,
@@ -95,7 +96,11 @@ class PendingGrpcRequest:
         self._call = call
         self._message = message
         self._service = front_end.models.default  # counts a request for an unknown model
-        self._times = RequestTimes(message.start_ns, message.receive_ns)
+        self._times = times = RequestTimes(message.start_ns, message.receive_ns)
+        if front_end.tracer is not None:
+            signature = self._service.signature
+            headers = call.head.trace_headers
+            times.trace = front_end.tracer.begin(signature.name, signature.version, message.start_ns, headers)
         self._template: MessageTemplate | None = None
         self._request_id = b""
         self._targets: Mapping[str, RegionWindow] = {}
@@ -122,6 +127,8 @@ class PendingGrpcRequest:
             self._targets = template.targets(queued, find)
             self._times.decode_ns = time.perf_counter_ns() - begun_ns
             self._queued = queued
+            if self._times.trace is not None:
+                queued.trace = self._times.trace.context
             service.enqueue(queued)
         except Exception as error:  # noqa: BLE001  see `for_client`
             if self._queued is not None:
@@ -136,6 +143,7 @@ class PendingGrpcRequest:
             self._service.statistics.record_failure(reason, self._times.start_ns)
         else:
             self._service.statistics.record_disconnect()
+        self._times.failed(reason or "disconnected")
         if self._task is not None:
             self._task.cancel()
         elif self._queued is not None and self._service.withdraw(self._queued):
@@ -229,7 +237,9 @@ class PendingGrpcRequest:
         self._over = True
         deadline_ns = self._call.deadline_ns
         late = deadline_ns is not None and time.perf_counter_ns() + TIMER_SLACK_NS >= deadline_ns
-        self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
+        reason = failure_reason(error)
+        self._service.statistics.record_failure(reason, self._times.start_ns)
+        self._times.failed(reason)
         if late and isinstance(error, RefusedError) and error.reason == "expired":
             self._call.failed(CallStatus("DEADLINE_EXCEEDED", "the call's deadline passed while the request waited"))
         elif isinstance(error, TooLargeError) and self._message.compressed:  # as for one that comes uncompressed
@@ -268,6 +278,7 @@ class GrpcFrontEnd(GrpcConnections):
         super().__init__(settings, memory, service_methods(max_message_bytes(settings)), models.default.statistics)
         self.models = models
         self.regions = regions
+        self.tracer = tracer_of(settings)
         self._documents = {**model_documents(models), **_region_documents(regions)}
 
     def answering(self, call: Call, message: GrpcMessage) -> MessageAnswer:

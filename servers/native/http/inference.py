@@ -24,6 +24,7 @@ from servers.native.shared.limits import MAX_INFLATING, InflatingThread, decompr
 from servers.native.shared.memory import ByteBudget, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
+from servers.native.shared.traces import tracer_of
 from servers.protocol.codec import HEADER_LENGTH, decode_request, encode_pieces, is_slow_to_encode, parse_header_length
 from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
 from servers.protocol.records import InferRequest, InferResponse, RegionWindow
@@ -70,6 +71,7 @@ class InferenceFrontEnd(HttpFrontEnd):
             f"the server inflates {MAX_INFLATING} bodies now; send this later or uncompressed"
         )
         self.models = models
+        self.tracer = tracer_of(settings)
 
     def pending(self, connection: HttpServerConnection, request: HttpRequest) -> PendingHttpRequest:
         return PendingHttpRequest(self, connection, request)
@@ -120,7 +122,11 @@ class PendingHttpRequest:
         self._connection = connection
         self._head = request.head
         self._service = front_end.service(request.head)
-        self._times = RequestTimes(request.start_ns)
+        self._times = times = RequestTimes(request.start_ns)
+        if front_end.tracer is not None:
+            signature = self._service.signature
+            headers = request.head.trace_headers
+            times.trace = front_end.tracer.begin(signature.name, signature.version, request.start_ns, headers)
         self._template: RequestTemplate | None = None
         self._request_id = b""
         self._targets: Mapping[str, RegionWindow] = {}
@@ -141,6 +147,8 @@ class PendingHttpRequest:
                 queued = self._template.queued(body, offset, find, None, self.wake)
                 self._targets = self._template.targets(queued, find)
                 self._queued = queued
+                if self._times.trace is not None:
+                    queued.trace = self._times.trace.context
                 self._service.enqueue(queued)
                 return
         except Exception as error:  # noqa: BLE001  see `for_client`
@@ -169,6 +177,7 @@ class PendingHttpRequest:
             self._service.withdraw(queued)
             queued.waiter = None
         self._service.statistics.record_failure("shutting_down", self._times.start_ns)
+        self._times.failed("shutting_down")
 
     def wake(self, queued: QueuedRequest) -> None:
         self._queued = None  # breaks the cycle of the two, which with the arrays would wait for the garbage collector
@@ -273,7 +282,9 @@ class PendingHttpRequest:
                 self._refuse(UnavailableError(HOLDS_ENOUGH))
 
     def _refuse(self, error: ContractError) -> None:
-        self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
+        reason = failure_reason(error)
+        self._service.statistics.record_failure(reason, self._times.start_ns)
+        self._times.failed(reason)
         self._connection.answer(refusal(error))
 
     def _encode(self, queued: QueuedRequest) -> bytes | None:

@@ -32,6 +32,7 @@ from servers.native.shared.errors import HOLDS_ENOUGH, HttpError, http_status, u
 from servers.native.shared.limits import CONTROL_BODY_BYTES
 from servers.native.shared.memory import ALIGNMENT, ArenaSlot, Receiver, RequestMemory
 from servers.native.shared.settings import NativeSettings
+from servers.native.shared.traces import trace_headers
 from servers.protocol.codec import HEADER_LENGTH
 from servers.protocol.errors import ContractError, UnavailableError
 
@@ -228,6 +229,7 @@ class RequestHead:
     json_length: bytes | None = None
     encoding: str | None = None
     target: tuple[str, str | None] | None = None
+    trace_headers: dict[str, str] | None = None
 
     @property
     def infers(self) -> bool:
@@ -294,7 +296,7 @@ class HeadReader:
         head = self._kept.get(raw)
         if head is None:
             head = self._parse(raw)
-            if len(raw) <= _KEPT_HEAD_BYTES:
+            if len(raw) <= _KEPT_HEAD_BYTES and head.trace_headers is None:  # whose number never comes again
                 if len(self._kept) >= _KEPT_HEADS:  # heads that differ each time must not accumulate
                     self._kept.clear()
                 self._kept[raw] = head
@@ -337,6 +339,7 @@ class HeadReader:
         )
         _frame(head)
         head.target = self._target(head.path)
+        head.trace_headers = trace_headers(head.headers)
         return head
 
 

@@ -107,6 +107,8 @@ class QueuedRequest:
     borrowed: Sequence[DeviceWindow] = ()  # the windows that the engine uses itself, as the two below, until it is done
     borrowed_inputs: Mapping[str, DeviceMemory] = field(default_factory=lambda: _NOTHING)
     borrowed_outputs: Mapping[str, DeviceMemory] = field(default_factory=lambda: _NOTHING)
+    trace: bytes | None = None
+    """Of a traced request: see `RequestTrace.context`."""
 
     @property
     def complete(self) -> bool:

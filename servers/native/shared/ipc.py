@@ -89,6 +89,7 @@ class Submit(msgspec.Struct, array_like=True, tag=0, gc=False):
     room: tuple[int, int] | None = None
     device_inputs: dict[str, DevicePlace] | None = None
     device_outputs: dict[str, DevicePlace] | None = None
+    trace: bytes | None = None
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -359,6 +360,7 @@ def submit_message(
             in_use.append(array)
             data.append(offset)
     message = Submit([number], form, queued.rows, [data], queued.deadline_ns)
+    message.trace = queued.trace
     if queued.device_inputs or queued.device_outputs:
         message.device_inputs, message.device_outputs = dict(queued.device_inputs), dict(queued.device_outputs)
     if answer_bytes > INLINE_BYTES:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,7 +29,7 @@ from servers.options.defaults import ALL, OptionError, usable_cores
 TENSORS_ONLY = (
     *("payloads", "mode", "max_queue_delay_us", "pad_to", "queue_timeout_us"),
     *("max_json_bytes", "decode_threads", "max_image_pixels", "allow_shared_memory", "allow_model_control"),
-    *("busy_poll_us", "added_delay_ms", "reload"),
+    *("busy_poll_us", "added_delay_ms", "reload", "traces", "trace_share"),
 )
 """Options that only a model of tensors has."""
 TOKENS_ONLY = ("slots", "max_length", "prefill_chunk", "graphs", "max_client_requests")
@@ -43,6 +45,16 @@ SEARCHED_FRONTS = search.Searched(
     by_load=True,
 )
 """On a CPU they take cores from the engine, which is slower than one of them."""
+
+
+NO_TRACES = "--traces needs OpenTelemetry; run: pip install 'abserve[traces]'"
+
+
+def traces_installed() -> bool:
+    """Whether this environment has the extra; imports nothing of it."""
+    with suppress(PackageNotFoundError):
+        return bool(version("opentelemetry-exporter-otlp-proto-http"))
+    return False
 
 
 def of_other_kind(name: str) -> str:
@@ -203,6 +215,10 @@ class NativeSettings(GeneratingOptions):
         description="When the model's files are loaded again, beside the served version, which answers until the new "
         "one has proved itself. signal: at SIGHUP; poll: also once they have changed. Needs --fronts 1 or more.",
     )
+    traces: str = Field("", title="Access and process", description=f"{defaults.TRACES} Needs abserve[traces].")
+    trace_share: Annotated[float, OptionTraits(tunes=True)] = Field(
+        defaults.TRACE_SHARE, ge=0, le=1, title="Access and process", description=defaults.TRACE_SHARES
+    )
     shutdown_timeout_s: float = Field(
         30, gt=0, le=3600, title="Access and process", description="Time to finish accepted work after SIGTERM (s)."
     )
@@ -258,6 +274,9 @@ class NativeSettings(GeneratingOptions):
         for option in ("allow_shared_memory", "allow_model_control"):
             if least and getattr(self, option):
                 raise OptionError(f"--reload and {flag_of(option)} exclude each other: leave one of them out")
+        defaults.check_traces(self.traces)
+        if self.traces and not traces_installed():
+            raise OptionError(NO_TRACES)
         if self.busy_poll_us and not fronts:
             raise OptionError("--busy-poll-us is for front ends in processes of their own: add --fronts 1")
         return resolved.model_copy(update={"precision": resolved.engine_settings().precision, "fronts": fronts})

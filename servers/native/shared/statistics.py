@@ -14,8 +14,12 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from servers.native.shared.errors import FAILURE_REASONS
+
+if TYPE_CHECKING:
+    from servers.native.shared.traces import RequestTrace
 
 DURATION_BOUNDS_NS = tuple(round(10 ** (4.5 + step / 12)) for step in range(75))
 """Upper bounds from 32 µs to 47 s, twelve per decade: neighbours differ by 21 %, so that a quantile is useful."""
@@ -44,6 +48,13 @@ class RequestTimes:
     receive_ns: int = 0
     decode_ns: int = 0
     encode_ns: int = 0
+    trace: RequestTrace | None = None
+    """None for a request that is not traced."""
+
+    def failed(self, reason: str) -> None:
+        """The request is refused or has failed, for this reason."""
+        if self.trace is not None:
+            self.trace.failed(reason)
 
 
 @dataclass(slots=True)
@@ -206,6 +217,8 @@ class Statistics:
             counters[_DECODE_NS] += times.decode_ns
             counters[_ENCODE_NS] += times.encode_ns
             self._add(_REQUEST_NS, total_ns)
+        if times.trace is not None:
+            times.trace.answered(times.receive_ns, times.decode_ns, times.encode_ns)
 
     def record_failure(self, reason: str, start_ns: int) -> None:
         """One request that was refused or failed; `reason` is one of `FAILURE_REASONS`."""

@@ -23,6 +23,7 @@ from servers.triton.launch import prepare
 from servers.triton.process import TritonProcess
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
+from tests.span_receiver import CALLER, PARENT, TRACE, receiving
 
 pytestmark = pytest.mark.triton
 MODEL = "openclip_vit_b32"
@@ -75,6 +76,24 @@ def test_start_counts_no_inference_and_stop_leaves_nothing(
     assert own_triton.process.stop() == 0
     assert not any(process.is_running() for process in processes)
     assert not any(region.exists() for region in regions)
+
+
+def test_a_request_is_a_part_of_its_callers_trace(
+    own_settings: TritonSettings, specification: ModelSpecification, tmp_path: Path
+) -> None:
+    with receiving() as receiver:
+        traced = own_settings.model_copy(update={"traces": receiver.url, "trace_share": 0.0})
+        plan = prepare(traced, [PlacedModel(specification)], RandomWeights(0))
+        with TritonProcess(plan, tmp_path / "log") as process:
+            assert process.wait_ready(100)
+            for headers in ({}, {"traceparent": CALLER}):
+                client = http_client.InferenceServerClient(plan.http_url.removeprefix("http://"))
+                tensor = http_client.InferInput("pixel_values", [1, 3, 224, 224], "FP32")
+                tensor.set_data_from_numpy(np.zeros((1, 3, 224, 224), np.float32))
+                client.infer(MODEL, [tensor], headers=headers)
+                client.close()
+            await_true(lambda: any(span.parent_span_id.hex() == PARENT for span in receiver.spans))
+    assert {span.trace_id.hex() for span in receiver.spans} == {TRACE}
 
 
 def test_a_dead_model_process_is_noticed_though_triton_says_ready(own_triton: Any) -> None:
