@@ -43,7 +43,7 @@ def assert_covers(share: promises.Share, *, may_exceed: bool = False) -> None:
 
 
 @NOISES
-@trials(250, 1000)
+@trials(120, 1000)
 @pytest.mark.parametrize("pairs", [4, 12])
 def test_identical_arms_name_a_winner_in_at_most_one_run_in_twenty(noise: Noise, pairs: int, trials: int) -> None:
     """Seven workloads with four metrics each: one false name among 28 spoils the run."""
@@ -51,14 +51,14 @@ def test_identical_arms_name_a_winner_in_at_most_one_run_in_twenty(noise: Noise,
 
 
 @NOISES
-@trials(60, 1000)
+@trials(30, 1000)
 def test_nor_do_four_identical_arms(noise: Noise, trials: int) -> None:
     """Three of them beside the baseline, and for the ranking among themselves: 105 chances of a false name."""
     assert_at_most(promises.false_winners(trials, noise, 12, arms=4))
 
 
 @NOISES
-@trials(40, 1000)
+@trials(20, 1000)
 @pytest.mark.parametrize("lost", [0.0, 0.25, 0.5])
 def test_nor_where_others_have_half_of_the_machine(noise: Noise, lost: float, trials: int) -> None:
     """One of two cores is busy, whatever part of it B loses and A does not; a B that is 20 % faster never loses."""
@@ -76,7 +76,7 @@ def test_four_arms_are_ranked_and_like_neighbours_not_told_apart(trials: int) ->
     assert_at_most(wrong)
 
 
-@trials(100, 1000)
+@trials(50, 1000)
 @pytest.mark.parametrize("pairs", [pytest.param(12, marks=pytest.mark.slow), 24])
 def test_nor_where_each_round_resembles_the_next(pairs: int, trials: int) -> None:
     """Arms that drift each by itself: clocks, caches, neighbours."""
@@ -142,7 +142,7 @@ def test_rare_pauses_of_a_warm_server_are_no_missing_warm_up() -> None:
     assert fired <= 1
 
 
-@trials(100, 1000)
+@trials(50, 1000)
 @pytest.mark.parametrize("spread", [0.0, 0.03])
 def test_nor_with_restarts_that_shift_the_ratio(spread: float, trials: int) -> None:
     assert_at_most(promises.false_winners(trials, plain, 10, restarts=5, restart_spread=spread))
@@ -219,7 +219,7 @@ def test_large_differences_and_equivalence_are_decided_in_few_pairs() -> None:
         assert pairs_needed.median <= 8
 
 
-@trials(120, 500)
+@trials(60, 500)
 @pytest.mark.parametrize(("pairs", "restarts"), [(4, 1), (8, 1), (16, 1), (20, 5)])
 def test_a_difference_of_the_stated_size_is_found_in_four_runs_of_five(pairs: int, restarts: int, trials: int) -> None:
     power = promises.power_at_the_stated_effect(trials, plain, pairs, restarts)
@@ -232,7 +232,7 @@ def test_the_noise_floor_stops_what_a_restart_would_make_a_winner_of() -> None:
     assert_at_most(promises.false_winners_beside_the_floor(1000, 0.02, floor=True))
 
 
-@trials(8, 400)
+@trials(4, 400)
 @pytest.mark.parametrize("truth", TRUTHS, ids=lambda truth: truth.name)
 def test_a_planted_truth_is_covered_and_gets_its_verdict(truth: Truth, trials: int) -> None:
     """Request by request, through the summaries too. The allowance for rounds that resemble each other, and what all

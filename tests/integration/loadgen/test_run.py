@@ -225,7 +225,7 @@ def test_a_warm_up_that_fails_costs_that_workload(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"minutes": 0.2}, {"until_decided": True, "time_limit_minutes": 0.1}, {"others": 1}, {"restarts": 2}],
+    [{}, {"minutes": 0.08}, {"until_decided": True, "time_limit_minutes": 0.05}, {"others": 1}, {"restarts": 2}],
 )
 def test_an_arm_that_fails_in_one_workload_costs_that_workload(tmp_path: Path, changes: dict[str, Any]) -> None:
     """However the rounds are counted; a third arm goes on there."""

@@ -24,8 +24,10 @@ from servers.engines.torch.engine import TorchEngine
 from servers.engines.torch.fused_layers import Patches, Product, SumNorm, dynamic_shapes, fused_layers
 from servers.engines.torch.plans import FUSED_LAYERS, OWN_LAYERS
 from servers.models.registry import get_specification
+from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from tests.host_copies import graph_mode_on_cpu
+from tests.tiny_bert import write_tiny_bert
 
 WIDTH, HEADS = 16, 2
 TEXTS = "transformers:distilbert-base-uncased"
@@ -125,7 +127,10 @@ def test_nothing_to_fuse() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("reference", "norms", "gelu"), [(TEXTS, 12, 6), ("transformers:bert-base-uncased", 24, 12)])
+@pytest.mark.parametrize(
+    ("reference", "norms", "gelu"),
+    [(TEXTS, 12, 6), pytest.param("transformers:bert-base-uncased", 24, 12, marks=pytest.mark.slow)],
+)
 def test_library_models_answer_as_before(reference: str, norms: int, gelu: int) -> None:
     pytest.importorskip("transformers")
     specification = get_specification(reference)
@@ -253,10 +258,17 @@ def test_other_convolutions_stay(options: Any) -> None:
 Times = dict[str, float]
 
 
-@pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., TorchEngine]]:
-    """Engines in mode graph on the CPU, with planted times of both plans by rows and an empty store of choices each."""
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> ModelSpecification:
     pytest.importorskip("transformers")
+    return get_specification(str(write_tiny_bert(tmp_path_factory.mktemp("model"))))
+
+
+@pytest.fixture
+def loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small: ModelSpecification
+) -> Iterator[Callable[..., TorchEngine]]:
+    """Engines in mode graph on the CPU, with planted times of both plans by rows and an empty store of choices each."""
     graph_mode_on_cpu(monkeypatch)
     engines: list[TorchEngine] = []
     threads = torch.get_num_threads()
@@ -272,7 +284,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable
         monkeypatch.setattr(plans, "MEASURING_SECONDS", 600.0)  # on a busy machine
         monkeypatch.setenv(PLANS_FOLDER, str(tmp_path / (folder or str(len(engines)))))
         settings = EngineSettings("torch", "fp32", "graph", "cpu", 1, 2, pad_to=(16,))
-        engine = TorchEngine(get_specification(TEXTS), settings, RandomWeights(0))
+        engine = TorchEngine(small, settings, RandomWeights(0))
         engine.load()
         engines.append(engine)
         return engine
@@ -299,8 +311,9 @@ def plans_of(engine: TorchEngine) -> list[str]:
     ],
 )
 def test_the_faster_plan_executes(
-    loaded: Any, planted: dict[int, tuple[float, float]], chosen: Any, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    loaded: Any, small: ModelSpecification, planted: dict[int, tuple[float, float]], chosen: Any, kernels: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     called = list[int]()
     calls = SumNorm.forward
 
@@ -317,8 +330,8 @@ def test_the_faster_plan_executes(
     assert details["kernels"].endswith(kernels)
     for rows in (1, 2):
         called.clear()
-        inputs = proof_batch(get_specification(TEXTS), rows, 3, 0.1).inputs
-        expected = get_specification(TEXTS).load_module(RandomWeights(0))(*map(torch.from_numpy, inputs.values()))
+        inputs = proof_batch(small, rows, 3, 0.1).inputs
+        expected = small.load_module(RandomWeights(0))(*map(torch.from_numpy, inputs.values()))
         known = inputs["attention_mask"].astype(bool)
         actual = engine.infer(inputs)["last_hidden_state"]
         np.testing.assert_allclose(actual[known], expected.detach().numpy()[known], atol=1e-4)

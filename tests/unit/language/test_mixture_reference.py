@@ -120,7 +120,10 @@ def no_sinks(module: Any, _: LanguageModel) -> Any:
     return module
 
 
-@pytest.mark.parametrize("plant", [other_seed, wrong_window, no_sinks, swapped_experts])
+@pytest.mark.parametrize(
+    "plant",
+    [swapped_experts, *(pytest.param(plant, marks=pytest.mark.slow) for plant in (other_seed, wrong_window, no_sinks))],
+)
 def test_planted_faults_are_found(
     model: LanguageModel, prompts: Answers, plant: Callable[[Any, LanguageModel], Any]
 ) -> None:
