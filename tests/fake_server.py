@@ -341,6 +341,10 @@ def main(argv: list[str]) -> None:
         sys.exit(3)
     import subprocess
 
+    if plans := os.environ.get("ABSERVE_PLANS_FOLDER"):
+        Path(plans).mkdir(parents=True, exist_ok=True)
+        (Path(plans) / "choice.json").touch()
+    sys.stderr.write("start import_s=0.01 load_s=0.02\n")
     for _ in range(settings.children):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     asyncio.run(listen(settings))

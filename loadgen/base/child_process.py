@@ -52,11 +52,21 @@ def cause_in(log: str, causes: Sequence[str]) -> str | None:
     return next((match["cause"].strip() for match in matches if match), None)
 
 
-def printed(command: Sequence[str], kind: type[T], seconds: float, name: str, *, before: str = "") -> T:
-    """The last line that a command prints, which is JSON. Raises `ProcessError`: the message calls the command `name`,
-    or is the command's own last line, behind `before`, if it fails."""
+def printed(
+    command: Sequence[str],
+    kind: type[T],
+    seconds: float,
+    name: str,
+    *,
+    before: str = "",
+    env: Mapping[str, str] | None = None,
+) -> T:
+    """The last line that a command prints, which is JSON. `env` is added to its environment. Raises `ProcessError`: the
+    message calls the command `name`, or is the command's own last line, behind `before`, if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, check=False, timeout=seconds)
+        done = subprocess.run(
+            command, capture_output=True, check=False, timeout=seconds, env={**os.environ, **(env or {})}
+        )
     except subprocess.TimeoutExpired:
         raise ProcessError(f"{name} did not answer within {seconds:g} s") from None
     if done.returncode != 0:
@@ -175,11 +185,14 @@ class ChildProcess:
 
     def cause(self) -> str | None:
         """Why the server ended or does not get ready, as far as the beginning of its log says."""
-        text = ""
+        return cause_in(self.log_of_start(), self._causes)
+
+    def log_of_start(self) -> str:
+        """The beginning of its log; empty if it cannot be read."""
         with suppress(OSError), self.log_path.open("rb") as log:
             log.seek(self._log_start)
-            text = log.read(_LOG_START_BYTES).decode("utf-8", "replace")
-        return cause_in(text, self._causes)
+            return log.read(_LOG_START_BYTES).decode("utf-8", "replace")
+        return ""
 
     def tree(self) -> tuple[psutil.Process, ...]:
         """This process and all its descendants that are alive now."""

@@ -700,7 +700,7 @@ def handicap(facts: Facts) -> Iterator[Judgement]:
     if stored is None:
         return
     slow = [load for load in facts.of(HandicapsFound).loads if load.slower]
-    for workload in load_workloads(facts.run.experiment.workloads):
+    for workload in facts.run.experiment.workloads:
         like_it = [load for load in slow if _stands_for(load, workload)]
         if like_it:
             detail = "; ".join(f"{names[load.label]} {slow_words(load)}" for load in like_it)
@@ -714,22 +714,27 @@ def handicap(facts: Facts) -> Iterator[Judgement]:
 
 
 def _stands_for(load: LoadHandicap, workload: Workload) -> bool:
-    """Whether a load of the probe is like this workload: one user, or several."""
+    """Whether a load of the probe is like this workload: a start, one user, or several."""
+    if not load.users or not workload.has_blocks:
+        return not load.users and workload.scenario == "cold-start"
     return (load.users == 1) == (workload.concurrency == 1 and not workload.is_open)
 
 
 def slow_words(load: LoadHandicap) -> str:
     """The end of a sentence about a slow arm: "is slowed by its own settings: …"."""
-    at = "for one user" if load.users == 1 else f"for {load.users} users"
-    plain = (
-        f"the same server without them has {ratio(load.ratio.ratio, _bounds(load))} its throughput {at} "
-        f"({ratio_interval(_bounds(load))})"
-    )
+    at = "" if not load.users else " for one user" if load.users == 1 else f" for {load.users} users"
+    plain = f"the same server without them {_plain_words(load, at)}"
     causes = ", ".join(
         f"{name} {ratio(part.ratio, (part.low, part.high))}" if len(load.explained_by) > 1 else name
         for name, part in load.explained_by
     )
     return f"is slowed by its own settings{f' ({causes})' if causes else ''}: {plain}"
+
+
+def _plain_words(load: LoadHandicap, at: str = "") -> str:
+    """How the plain server compares, after its name."""
+    factor, bounds = ratio(load.ratio.ratio, _bounds(load)), f"({ratio_interval(_bounds(load))})"
+    return f"has {factor} its throughput{at} {bounds}" if load.users else f"starts {factor} as fast {bounds}"
 
 
 def _bounds(load: LoadHandicap) -> tuple[float, float]:
@@ -741,12 +746,10 @@ def _not_slow(name: str, arm: ArmTuning, loads: list[LoadHandicap]) -> Judgement
         return Judgement(None, f"{name} {arm.reason}", scope=RUN, severity="informs")
     if not arm.settings:
         return Judgement(True, f"{name} has its server's own defaults", 1.0)
+    loads = [load for load in loads if load.users]  # a few starts say little where they do not say that it is slow
     if not loads:
         return Judgement(None, f"{name} was not compared with its plain server")
     worst = max(loads, key=lambda load: load.ratio.ratio)
-    detail = (
-        f"without {join(list(arm.settings))} {name} has {ratio(worst.ratio.ratio, _bounds(worst))} its throughput "
-        f"({ratio_interval(_bounds(worst))})"
-    )
+    detail = f"without {join(list(arm.settings))} {name} {_plain_words(worst)}"
     hidden = max(load.ratio.high for load in loads)
     return Judgement(True if hidden <= LARGEST_HIDDEN else None, detail, round(worst.ratio.ratio, 4))

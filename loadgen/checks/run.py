@@ -687,7 +687,7 @@ def samples_complete(load: WorkloadFacts, _: Facts) -> Judgement:
     fault="incomplete run",
 )
 def cold_starts_succeeded(facts: Facts) -> Iterator[Judgement]:
-    starts = facts.run.records_of(ServerStart)
+    starts = [start for start in facts.run.records_of(ServerStart) if start.compared]
     for workload in facts.run.experiment.workloads:
         if workload.scenario == "cold-start":
             planned = len(facts.run.experiment.arms) * workload.rounds

@@ -20,12 +20,12 @@ class ColdStartsFound(Found, frozen=True, kw_only=True):
     """Every start of a container, step by step; empty except with `--deployment compose`."""
 
     def figures(self) -> list[Figure]:
-        """The seconds of every start that succeeded; each repetition is a start of the servers."""
+        """The seconds of every compared start that succeeded; each repetition is a start of the servers."""
         return [
             Figure(metric.name, SCENARIO, start.label, start.repetition, start.repetition, elapsed_ns / NS_PER_S)
             for start in self.starts
             for metric, elapsed_ns in ((TIME_TO_READY, start.ready_ns), (TIME_TO_FIRST_ANSWER, start.first_answer_ns))
-            if start.error is None and elapsed_ns
+            if start.error is None and elapsed_ns and start.compared
         ]
 
 

@@ -3,6 +3,9 @@
     DIR/handicap.json   HandicapRecord   rewritten after each pair of servers
     DIR/handicap/…      the blocks of each pair
 
+With cold starts, those of the arm and of its plain server took turns as well (`ServerStart.plain`); their figure is the
+time to ready of the arm over that of the plain server.
+
 A pair is two servers of one arm, loaded in interleaved rounds: `tuned` with the settings that only affect its speed, or
 with one of them, and `plain` without any. The figure is the throughput of the plain server over that of the tuned one,
 per round.
@@ -23,6 +26,7 @@ import msgspec
 from loadgen.metrics.comparisons import side_by_side
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, summarise_blocks
+from loadgen.records.probes import ServerStart
 from loadgen.records.run import Found, Label, Pairing, Record, Workload
 from loadgen.stats.estimates import t_estimate
 from loadgen.stats.ratios import error_of_mean
@@ -120,6 +124,7 @@ class LoadHandicap(Record, frozen=True, kw_only=True):
     label: Label
     load: str
     users: int
+    """0: it is a start."""
     ratio: PlainRatio
     slower: bool | None
     """Whether the arm is slower than its plain server by more than the margin; None: not decided."""
@@ -173,7 +178,26 @@ def analyse(facts: Facts) -> HandicapsFound:
                     explained_by=tuple(sorted(causes, key=lambda cause: -cause[1].ratio)) if slower else (),
                 )
             )
-    return HandicapsFound(loads=tuple(handicaps))
+    starts = facts.run.records_of(ServerStart)
+    of_starts = (_of_starts(arm, starts, margin) for arm in stored.arms)
+    return HandicapsFound(loads=(*handicaps, *filter(None, of_starts)))
+
+
+def _of_starts(arm: ArmTuning, starts: Sequence[ServerStart], margin: float) -> LoadHandicap | None:
+    """How an arm's starts compare with those of its plain server; None where too few of both got ready."""
+    own = [start for start in starts if start.label == arm.label and start.caches == "cached" and start.error is None]
+    plain_ns = {start.repetition: start.ready_ns for start in own if start.plain}
+    ratios = [
+        start.ready_ns / plain
+        for start in own
+        if not start.plain and start.ready_ns and (plain := plain_ns.get(start.repetition))
+    ]
+    ratio = estimate(ratios)
+    if ratio is None:
+        return None
+    slower = ratio.slower(margin)
+    causes = tuple((name, ratio) for name in arm.settings) if slower and len(arm.settings) == 1 else ()
+    return LoadHandicap(label=arm.label, load="cold-start", users=0, ratio=ratio, slower=slower, explained_by=causes)
 
 
 def _explains(part: PlainRatio, whole: PlainRatio) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import re
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,9 @@ from loadgen.records.targets import TARGETS
 PLAN_SECONDS = 1800.0
 """Includes an export and the building of a TensorRT plan."""
 _STOP_SECONDS = 15.0
+
+_START_LINE = re.compile(r"(?:^|[\s\"])start\s((?:\s*\w+=[^\s\"]+)+)", re.MULTILINE)
+_STAGE = re.compile(r"\b([a-z_]+)_s=(\d+(?:\.\d+)?)(?=[\s\"]|$)")
 
 T = TypeVar("T")
 
@@ -70,7 +74,7 @@ class EmbeddedDeployment(Deployment):
         self._options = dict(options)
         self._log_path = log_path
         self.environment: dict[str, str] = {}
-        """Added to the server's environment at the next start."""
+        """Added to the environment of the planning and of the server at the next start."""
         self.metrics_url: str | None = None
         self._abserve = abserve
         self._process: ChildProcess | None = None
@@ -119,6 +123,10 @@ class EmbeddedDeployment(Deployment):
         finally:
             self.stop()
 
+    def stages_s(self) -> dict[str, float]:
+        """The seconds of each stage of this start, by the server's log; empty if it does not say."""
+        return {} if self._process is None else stages_in(self._process.log_of_start())
+
     def failure(self) -> str | None:
         return None if self._process is None else self._process.failure()
 
@@ -157,8 +165,9 @@ class EmbeddedDeployment(Deployment):
         ports = zip(TARGETS[self._kind].ports, map(str, self._ports.ports), strict=True)
         options = {**self._options, **dict(ports)}
         plan = ask_server(
-            "--print-launch", self._kind, options, PrintedLaunchPlan, self.plan_seconds, abserve=self._abserve
-        )
+            "--print-launch", self._kind, options, PrintedLaunchPlan, self.plan_seconds,
+            abserve=self._abserve, env=self.environment,
+        )  # fmt: skip
         if plan.cannot_measure is not None:
             raise DeploymentError(plan.cannot_measure)
         if plan.max_batch_size is None or self.largest_batch <= plan.max_batch_size:
@@ -170,8 +179,25 @@ class EmbeddedDeployment(Deployment):
         return self._make_plan()
 
 
+def stages_in(log: str) -> dict[str, float]:
+    """The seconds of each stage by the lines `start` of a log. Of several engines that start at once, each stage is
+    the longest of its kind."""
+    stages: dict[str, float] = {}
+    for line in _START_LINE.findall(log):
+        for name, seconds in _STAGE.findall(line):
+            stages[name] = max(float(seconds), stages.get(name, 0.0))
+    return stages
+
+
 def ask_server(
-    option: str, target: str, options: Mapping[str, str], kind: type[T], seconds: float, *, abserve: Sequence[str]
+    option: str,
+    target: str,
+    options: Mapping[str, str],
+    kind: type[T],
+    seconds: float,
+    *,
+    abserve: Sequence[str],
+    env: Mapping[str, str] | None = None,
 ) -> T:
     """What `abserve serve TARGET OPTION` prints with these options, as its last line of JSON. Raises
     `DeploymentError`."""
@@ -179,7 +205,7 @@ def ask_server(
     command = [*abserve, "serve", target, option, *to_arguments(options)]
     serve = f"abserve serve {target}"
     try:
-        return printed(command, kind, seconds, f"{serve} {option}", before=f"{serve} cannot start: ")
+        return printed(command, kind, seconds, f"{serve} {option}", before=f"{serve} cannot start: ", env=env)
     except ProcessError as exc:
         raise DeploymentError(str(exc)) from exc
 

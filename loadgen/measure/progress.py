@@ -222,7 +222,9 @@ class Forecast:
         self._took: dict[tuple[str, Label], list[float]] = {}
         self._preset_seconds = 60.0 * (experiment.minutes or preset.minutes)
         self._starts = sum(
-            arms * workload.rounds for workload in experiment.workloads if workload.scenario == "cold-start"
+            arms * (workload.rounds + (workload.rounds > 1))  # where there are several, a first start as well
+            for workload in experiment.workloads
+            if workload.scenario == "cold-start"
         )
         self._starts_took: list[float] = []
 

@@ -115,6 +115,22 @@ class ServerStart(Record, frozen=True, kw_only=True):
     error: str | None = None
     conditions: str | None = None
     """State of the machine: "page cache warm, fresh ports, the other servers stopped"."""
+    caches: Caches = "cached"
+    """Uncached: a first start, which found the folders empty in which servers keep choices and compiled code. It is not
+    compared."""
+    filled: tuple[str, ...] = ()
+    """The caches that a first start has filled, which the server's other starts found warm."""
+    plain: bool = False
+    """Without the settings that only affect the server's speed, for the handicap check. It is not compared."""
+    command_ns: int | None = None
+    """The time of the command that plans the start, before the process is created; a first start may choose in it."""
+    stages_s: dict[str, float] = msgspec.field(default_factory=dict)
+    """Seconds of each stage of the start, by the server's log; empty if it does not say."""
+
+    @property
+    def compared(self) -> bool:
+        """Whether it is one of the starts whose seconds are compared."""
+        return self.caches == "cached" and not self.plain
 
 
 class ContainerStart(Record, frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
 """Measures cold starts: from no process to the first answer, several times, the arms taking turns.
 
 The page cache is warm: the files of all arms have been read before (by the export, by earlier repetitions). Ports are
-fresh for every start, and the other arms are stopped. For containers the compared starts keep the compile caches; one
-more start of each arm, after them, finds the caches emptied and is not compared.
+fresh for every start, and the other arms are stopped. The compared starts find what earlier ones have kept, such as
+choices and compiled code. Where there are several, one more start of each arm, after them, finds these caches empty and
+is not compared; neither are those of an arm without its own settings, which the handicap check has.
 
 The steps between a container's start and "ready" are the times at which the Docker engine received the server's log
 lines, on this machine's clock. A step that the server does not log is missing, never 0. The container and its image are
@@ -14,8 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from random import Random
+from time import perf_counter_ns
 
 import msgspec
 
@@ -26,20 +30,30 @@ from loadgen.client.outputs import AnswerError
 from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.transports import Request, prepare
 from loadgen.experiment.prompts import PromptPlan
-from loadgen.experiment.schedule import arm_orders
+from loadgen.experiment.schedule import arm_orders, has_load
 from loadgen.launch.compose import ComposeDeployment, LogLine, wall_to_monotonic_ns
 from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.measure.arms import Arm
 from loadgen.measure.context import RunContext
 from loadgen.measure.language import probe_prompts
-from loadgen.measure.preparation import READY_SECONDS
-from loadgen.records.probes import Caches, ContainerStart, ServerStart
+from loadgen.measure.preparation import READY_SECONDS, make_deployment
+from loadgen.records.probes import Caches, ContainerStart, ServerStart, Variant
 from loadgen.records.run import Label
+from loadgen.records.store import RunStore
 
 CONDITIONS = "page cache warm, fresh ports, the other servers stopped"
+CONDITIONS_OF_FIRST = f"{CONDITIONS}, no choices and no compiled code kept"
 WITHOUT_PROFILE = {"ABSERVE_PROFILE_AT_START": "0"}
 """A timed start skips the kernel probe, which only GPU verification needs."""
+CACHES = {
+    "choices": "ABSERVE_PLANS_FOLDER",
+    "code of torch.compile": "TORCHINDUCTOR_CACHE_DIR",
+    "Triton kernels": "TRITON_CACHE_DIR",
+    "CUDA kernels": "CUDA_CACHE_PATH",
+    "vLLM's caches": "VLLM_CACHE_ROOT",
+}
+"""What servers keep for their next start → the variable that says where."""
 CONTAINER_BATCH_SIZES = (1, 8)
 """Batch sizes requested from a container besides those of the experiment's workloads."""
 CACHE_CONDITIONS: Mapping[Caches, str] = {
@@ -73,7 +87,7 @@ def measure_cold_starts(context: RunContext, repetitions: int) -> None:
     starts: list[ServerStart] = []
     container_starts: list[ContainerStart] = []
 
-    def start(label: Label, repetition: int, caches: Caches = "cached") -> ServerStart:
+    def start(label: Label, repetition: int, caches: Caches = "cached", plain: Arm | None = None) -> ServerStart:
         arm = arms[label]
         if not isinstance(arm.deployment, ComposeDeployment):
             if context.prompts is not None:
@@ -81,23 +95,63 @@ def measure_cold_starts(context: RunContext, repetitions: int) -> None:
             else:
                 inputs, signature = context.inputs[arm.payload], context.signatures[label]
                 ask = partial(_first_answer, first=prepare(arm.transport, inputs, signature, [0]))
-            return _start_process(arm, repetition, ask)
+            if caches == "uncached":
+                return _start_without_caches(arm, ask, context.work / f"caches-{label}")
+            started = _start_process(plain or arm, repetition, ask)
+            return msgspec.structs.replace(started, plain=plain is not None)
         container = _start_container(context, label, arm.deployment, repetition, caches)
         container_starts.append(container)
         context.store.write_all(ContainerStart, container_starts)
         return _as_server_start(context, container, arm.deployment)
 
+    def store(measured: ServerStart) -> None:
+        starts.append(measured)
+        context.store.write_all(ServerStart, starts)
+        progress.cold_start_done(measured)
+
+    plain = {label: _without_settings(context, label) for label in launched}
     for place, (repetition, label) in enumerate(order, start=1):
         progress.now(f"start {place} of {len(order)}: {arms[label].name}")
-        starts.append(start(label, repetition))
-        context.store.write_all(ServerStart, starts)
+        store(start(label, repetition))
         context.forecast.start_took((starts[-1].first_answer_ns or 0) / 1e9 + 1.0)
-        progress.cold_start_done(starts[-1])
         progress.plan(context.forecast.remaining_s())
+        if (without := plain[label]) is not None:
+            progress.now(f"{arms[label].name} without its own settings")
+            store(start(label, repetition, plain=without))
     for label in launched:
         if isinstance(arms[label].deployment, ComposeDeployment):
             progress.now(f"{arms[label].name} once more, with its compile caches emptied")
             progress.cold_start_done(start(label, 0, "uncached"))
+        elif repetitions > 1:
+            progress.now(f"{arms[label].name} once more, as at its first start: without choices and compiled code")
+            store(start(label, 0, "uncached"))
+
+
+def _without_settings(context: RunContext, label: Label) -> Arm | None:
+    """The arm without the settings that only affect its speed; None if the handicap check does not ask for it."""
+    arm, experiment = context.arms[label], context.experiment
+    asked = experiment.handicap_check and has_load(experiment) and isinstance(arm.deployment, EmbeddedDeployment)
+    if not asked or not arm.deployment.tuning.keys() - arm.request.tried:
+        return None
+    variant = Variant(payload=arm.payload, transport=arm.transport, settings={"tuning": "none"})
+    request = variant.request(arm.request)
+    experiment, work = variant.experiment(experiment, request), context.work / f"plain-{label}"
+    deployment = make_deployment(request, experiment, RunStore(context.store.directory / "handicap"), work)
+    return replace(arm, request=request, deployment=deployment)
+
+
+def _start_without_caches(arm: Arm, ask: Callable[[Arm], int], folder: Path) -> ServerStart:
+    """A start with empty folders for everything that servers keep for later ones, and which of these it filled."""
+    assert isinstance(arm.deployment, EmbeddedDeployment)
+    folders = {name: folder / variable.lower() for name, variable in CACHES.items()}
+    before = arm.deployment.environment
+    arm.deployment.environment = before | {CACHES[name]: str(place) for name, place in folders.items()}
+    try:
+        start = _start_process(arm, 0, ask)
+    finally:
+        arm.deployment.environment = before
+    filled = tuple(name for name, place in folders.items() if place.is_dir() and any(place.iterdir()))
+    return msgspec.structs.replace(start, caches="uncached", filled=filled, conditions=CONDITIONS_OF_FIRST)
 
 
 def cold_start_order(labels: Sequence[Label], repetitions: int, seed: int) -> list[tuple[int, Label]]:
@@ -112,14 +166,20 @@ def _start_process(arm: Arm, repetition: int, ask: Callable[[Arm], int]) -> Serv
     if isinstance(arm.deployment, EmbeddedDeployment):
         arm.deployment.environment |= WITHOUT_PROFILE
     moments: dict[str, int] = {}
+    stages_s: dict[str, float] = {}
     error: str | None = None
+    asked_ns = perf_counter_ns()
     try:
+        arm.deployment.plan()
+        moments["command_ns"] = perf_counter_ns() - asked_ns
         arm.deployment.start()
         started_ns, live_ns, ready_ns = arm.deployment.wait_ready(arm.model, READY_SECONDS)
-        moments = {"live_ns": live_ns - started_ns, "ready_ns": ready_ns - started_ns}
+        moments |= {"live_ns": live_ns - started_ns, "ready_ns": ready_ns - started_ns}
         moments["first_answer_ns"] = ask(arm) - started_ns
     except (AnswerError, DeploymentError, ConnectionRefused) as exc:
         error = str(exc)
+    if isinstance(arm.deployment, EmbeddedDeployment):
+        stages_s = arm.deployment.stages_s()
     arm.deployment.stop()
     return ServerStart(
         label=arm.request.label,
@@ -129,6 +189,8 @@ def _start_process(arm: Arm, repetition: int, ask: Callable[[Arm], int]) -> Serv
         first_answer_ns=moments.get("first_answer_ns"),
         error=error,
         conditions=CONDITIONS,
+        command_ns=moments.get("command_ns"),
+        stages_s=stages_s,
     )
 
 

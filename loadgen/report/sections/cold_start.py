@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from statistics import median
+
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.base.quantities import number
+from loadgen.base.quantities import join, number
 from loadgen.findings.cold_start import ColdStartsFound
-from loadgen.records.probes import ContainerStart
+from loadgen.records.probes import ContainerStart, ServerStart
 from loadgen.records.run import shown
 from loadgen.verdict.result import Result
 
@@ -18,6 +21,28 @@ PHASES = (
 """Field, title and opacity of its bar."""
 
 
+STAGES = {
+    "command": "command",
+    "describe": "describe",
+    "import": "import",
+    "build": "build",
+    "load": "load",
+    "choose": "choose",
+    "verify": "verify",
+    "warm_up": "warm-up",
+    "capture": "capture",
+    "rest": "rest",
+    "ready": "ready",
+    "answer": "first answer",
+}
+"""Rows of the table of stages."""
+STAGES_NOTE = (
+    "Seconds by each server's log; – means that it does not say, or has no such stage. Command: abserve plans the "
+    "start, before the process. The process's stages: describe the model, import libraries, build the module with its "
+    "weights, load the rest, choose among forms, verify answers, warm up, capture CUDA graphs; rest: what is left "
+    "until it is ready. Ready and first answer count from the start of the process. Later starts: the median of those "
+    "compared. All starts find the exported file, and files in the page cache."
+)
 STEPS = (
     ("process", "first log line"),
     ("imported", "imported"),
@@ -37,11 +62,20 @@ CAPTION = (
 
 def cold_starts(result: Result) -> doc.Section | None:
     """One bar per start, from the creation of the process to its first answer."""
-    starts = [s for s in result.of(ColdStartsFound).starts if s.first_answer_ns is not None or s.ready_ns is not None]
+    starts = [
+        start
+        for start in result.of(ColdStartsFound).starts
+        if not start.plain and (start.first_answer_ns is not None or start.ready_ns is not None)
+    ]
     if not starts:
         return None
-    starts.sort(key=lambda start: (charts.place_of(result, start.label), start.repetition))
-    rows = [charts.label_text(f"{shown(start.label)} start {start.repetition + 1}") for start in starts]
+    starts.sort(key=lambda start: (charts.place_of(result, start.label), start.compared, start.repetition))
+    rows = [
+        charts.label_text(
+            f"{shown(start.label)} {f'start {start.repetition + 1}' if start.compared else 'first start'}"
+        )
+        for start in starts
+    ]
     data: list[doc.Figure] = []
     reached = [0] * len(starts)
     for attribute, title, opacity in PHASES:
@@ -57,7 +91,7 @@ def cold_starts(result: Result) -> doc.Section | None:
         "cold-starts",
         "Cold start",
         "From the creation of the process; from pale to full: until it is live, until it is ready (model loaded and "
-        "warm), until its first answer. File caches are warm after the first start.",
+        "warm), until its first answer. A first start has no choices and no compiled code of earlier ones.",
         data,
         {
             "height": 110 + 26 * len(rows),
@@ -67,7 +101,53 @@ def cold_starts(result: Result) -> doc.Section | None:
             "yaxis": charts.ROWS,
         },
     )
-    return doc.section("Cold start", chart)
+    return doc.section("Cold start", chart, *start_stages(result, starts))
+
+
+def start_stages(result: Result, starts: Sequence[ServerStart]) -> Iterator[doc.Block]:
+    """A column for each arm's first start and its later ones, a row for each stage, and which caches were warm."""
+    kinds: dict[str, dict[str, float]] = {}
+    warm = []
+    for label in result.experiment.labels:
+        own = [start for start in starts if start.label == label and start.error is None]
+        for title, alike in (
+            ("first start", [start for start in own if not start.compared]),
+            ("later starts", [start for start in own if start.compared]),
+        ):
+            if alike:
+                measured = list(map(_stages, alike))
+                kinds[f"{shown(label)} {title}"] = {
+                    name: median(stages[name] for stages in measured if name in stages)
+                    for name in set[str]().union(*measured)
+                }
+        if first := next((start for start in own if start.caches == "uncached"), None):
+            kept = join(list(first.filled)) if first.filled else "nothing"
+            warm.append(doc.Item(f"{shown(label)}: its first start kept {kept} for the later ones"))
+    if not any(start.stages_s or start.command_ns for start in starts):
+        return
+    known = set[str]().union(*kinds.values())
+    rows = [*(name for name in STAGES if name in known), *sorted(known - STAGES.keys())]
+    yield doc.Table(
+        (*doc.names("stage"), *doc.numbers(*kinds)),
+        [
+            (STAGES.get(name, name), *("–" if name not in k else f"{k[name]:.2f} s" for k in kinds.values()))
+            for name in rows
+        ],
+        title="Where a start's seconds go",
+        caption=STAGES_NOTE,
+        on=doc.READ,
+    )
+    yield doc.Items(warm)
+
+
+def _stages(start: ServerStart) -> dict[str, float]:
+    """The seconds of each row of the table that are known."""
+    known = dict(start.stages_s)
+    moments = {"command": start.command_ns, "ready": start.ready_ns, "answer": start.first_answer_ns}
+    known |= {name: ns / 1e9 for name, ns in moments.items() if ns is not None}
+    if start.stages_s and start.ready_ns is not None:
+        known["rest"] = max(0.0, start.ready_ns / 1e9 - sum(start.stages_s.values()))
+    return known
 
 
 def container_starts(result: Result) -> doc.Section | None:

@@ -70,8 +70,13 @@ def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
     assert parity.ok
     assert {case.kind for case in parity.cases} == {"reference", "alone"}
     starts = stored(out / "cold_starts.json", list[ServerStart])
-    assert sorted((start.label, start.repetition) for start in starts) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    compared = sorted((start.label, start.repetition) for start in starts if start.compared)
+    assert compared == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert [(start.label, start.filled) for start in starts[4:]] == [("a", ("choices",)), ("b", ("choices",))]
+    assert {start.caches for start in starts[4:]} == {"uncached"}
     for start in starts:
+        assert start.stages_s == {"import": 0.01, "load": 0.02}
+        assert start.command_ns is not None
         assert start.live_ns is not None
         assert start.ready_ns is not None
         assert start.first_answer_ns is not None

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.findings.handicap import MIN_ROUNDS, estimate
+from loadgen.findings.handicap import MIN_ROUNDS, ArmTuning, HandicapRecord, HandicapsFound, estimate
 from loadgen.measure.probes.handicap import ROUNDS, probe_loads
+from loadgen.records.probes import ServerStart
 from loadgen.records.run import Workload
+from loadgen.verdict.result import analyse
+from tests.golden.synthetic_run import Plan, write_run
 
 MARGIN = 0.05
 RUNS = 2000
@@ -52,6 +58,31 @@ def test_too_few_rounds_decide_nothing_and_intervals_hold_their_ratio(ratios: li
     if interval is not None:
         assert interval.low <= interval.ratio * (1 + 1e-9)
         assert interval.high >= interval.ratio * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("tuned_s", "slow"), [(4.0, True), (2.0, False)])
+def test_a_setting_that_slows_the_start_is_found_by_starts_without_it(
+    tmp_path: Path, tuned_s: float, slow: bool
+) -> None:
+    write_run(tmp_path, Plan(pairs=4))
+    arms = [ArmTuning(label=label, settings={"graphs": "all"} if label == "a" else {}) for label in "ab"]
+    (tmp_path / HandicapRecord.FILE).write_bytes(msgspec.json.encode(HandicapRecord(arms=tuple(arms))))
+    starts = [
+        ServerStart(
+            label="a", repetition=repetition, live_ns=1, first_answer_ns=9 * 10**9, plain=plain,
+            ready_ns=int((2.0 if plain else tuned_s) * (1.0 + 0.002 * repetition * plain) * 1e9),
+        )
+        for repetition in range(4)
+        for plain in (False, True)
+    ]  # fmt: skip
+    path = tmp_path / ServerStart.FILE
+    others = [start for start in msgspec.json.decode(path.read_bytes()) if start["label"] == "b"]
+    path.write_bytes(msgspec.json.encode([*others, *starts]))
+    result = analyse(tmp_path)
+    (of_start,) = result.of(HandicapsFound).loads
+    assert (of_start.load, of_start.slower) == ("cold-start", slow)
+    failed = [check.scope for check in result.checks if check.name == "handicap" and check.ok is False]
+    assert failed == (["workload cold-start"] if slow else [])
 
 
 def test_a_probe_has_one_user_and_the_largest_load() -> None:
