@@ -41,7 +41,7 @@ GROUPS = {
             "servers.native", "tests/fake_server.py", "tests/toy_language_server.py", "tests/truth/planted_server.py",
             "tests/truth/tuned_server.py", "tests/conformance/toy_server.py",
             "tests/integration/native/controlled_server.py", "tests/integration/native/echo_server.py",
-            "tests.integration.native.health_probe",
+            "tests.integration.native.health_probe", "tests/unit/loadgen/engines/fake_worker.py",
         ],
     ),
     "abserve": (

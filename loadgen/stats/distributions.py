@@ -73,6 +73,7 @@ def _beta_fraction(x: float, a: float, b: float) -> float:
     return value
 
 
+@lru_cache(maxsize=65_536)
 def beta_quantile(share: float, a: float, b: float) -> float:
     """The value below which this share of a beta distribution lies, by Newton's method within a bracket."""
     low, high = 0.0, 1.0

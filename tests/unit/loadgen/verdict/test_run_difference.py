@@ -145,13 +145,13 @@ def test_symmetric_intervals_of_percentiles_agree_with_t(runs: dict[str, Path]) 
 def test_identical_runs_with_rare_stalls_are_rarely_called_changed() -> None:
     """0.8 to 1.2 % of the requests stall, so that the p99 of a run lies below the stalls or among them by chance.
 
-    Of 200 pairs of runs each, Student's t called up to 7 % changed, and at p < 0.5 %, as Holm's adjustment for ten
+    Student's t called up to 7 % changed, and at p < 0.5 %, as Holm's adjustment for ten
     comparisons asks for, up to 4 %."""
     rng = np.random.default_rng(32)
     for share in (0.008, 0.012):
-        tested = [run_difference._test(stalling(rng, share), stalling(rng, share)) for _ in range(200)]
+        tested = [run_difference._test(stalling(rng, share), stalling(rng, share)) for _ in range(60)]
         excluded = [ci95 is not None and not ci95[0] <= 1.0 <= ci95[1] for _, ci95, _, _ in tested]
-        assert sum(excluded) <= 10
+        assert sum(excluded) <= 3
         assert sum(p is not None and p < 0.005 for _, _, p, _ in tested) <= 1
 
 
