@@ -3,6 +3,7 @@
     native.sh, triton.sh …      the command line of each target's best
     triton/models/              Triton's model repository with its config.pbtxt, as the final served it
     compose.override.yml        the settings of both servers for docker-compose.yml
+    exposed/                    the winner behind TLS and keys, for compose and for Kubernetes (see `exposed`)
     experiment.yaml             repeats the final comparison
 
 Nothing is started. The repository is laid out by `abserve serve triton … --print-launch`, so it is the one that the
@@ -26,9 +27,10 @@ from loadgen.launch.embedded import EmbeddedDeployment, to_arguments
 from loadgen.measure.preparation import serve_options
 from loadgen.records.payloads import is_language
 from loadgen.report.files import EXPERIMENT_FILE
+from loadgen.tune.exposed import compose_file, kubernetes_manifest, nginx_conf
 from loadgen.tune.outcome import TuningOutcome
 
-FOLDER, COMPOSE_FILE = "deploy", "compose.override.yml"
+FOLDER, COMPOSE_FILE, EXPOSED = "deploy", "compose.override.yml", "exposed"
 REPOSITORY = "triton/models"
 IN_STACK = ("native", "triton")
 """Targets that docker-compose.yml has."""
@@ -83,7 +85,43 @@ def write_deployment(directory: Path, outcome: TuningOutcome, abserve: Sequence[
         problems.append(f"no compose file: {problem}")
     else:
         write_atomically(folder / COMPOSE_FILE, compose_override(options).encode())
+    target = winner(outcome, list(options))
+    if problem := _write_exposed(folder / EXPOSED, outcome, target, options[target]):
+        problems.append(f"no deployment behind TLS and keys: {problem}")
     return tuple(problems)
+
+
+def winner(outcome: TuningOutcome, targets: Sequence[str]) -> str:
+    """The target that leads the final; the first one where none does."""
+    best = outcome.pairs[0].at_best if outcome.pairs else None
+    leads = [t.space.target for t in outcome.targets if t.best is not None and best and best.winner == t.best.name]
+    return next((target for target in leads if target in targets), targets[0])
+
+
+def _write_exposed(folder: Path, outcome: TuningOutcome, target: str, options: Mapping[str, str]) -> str | None:
+    """Write the files that let others reach the winner. Returns why they cannot be made, without a full stop."""
+    assert outcome.final is not None
+    labels = [t.best.name for t in outcome.targets if t.best is not None and t.space.target == target]
+    in_effect = next(arm.in_effect for arm in outcome.final.arms if arm.label in labels)
+    device, threads = str(in_effect.get("device", "cpu")), str(in_effect.get("threads", ""))
+    gpus = sum(name.startswith("cuda") for name in device.split(","))
+    if problem := no_compose_file({target: options}):
+        return problem
+    if target == "triton" and gpus:
+        return "on a GPU the containers have NVIDIA's Triton, which compose.override.yml starts"
+    environment = outcome.final.environment
+    cores = int((environment.host.get("cpu_count") if environment is not None else None) or 1)
+    if threads.isdigit() and not gpus:
+        cores = int(threads) or cores
+    arguments = to_arguments({name: value for name, value in options.items() if name not in ("host", "artefacts")})
+    folder.mkdir()
+    for name, content in (
+        ("nginx.conf", nginx_conf(target)),
+        ("compose.yml", compose_file(target, arguments, cores, gpus)),
+        ("kubernetes.yml", kubernetes_manifest(target, arguments, cores, gpus)),
+    ):
+        write_atomically(folder / name, content.encode())
+    return None
 
 
 def deployed_files(directory: Path) -> dict[str, str]:
@@ -94,6 +132,8 @@ def deployed_files(directory: Path) -> dict[str, str]:
         },
         REPOSITORY: "Triton's model repository; copy it with cp -rL",
         COMPOSE_FILE: f"docker compose -f docker-compose.yml -f {COMPOSE_FILE} up --wait",
+        f"{EXPOSED}/compose.yml": "the winner behind TLS and keys: docker compose up --wait",
+        f"{EXPOSED}/kubernetes.yml": "the same for Kubernetes: kubectl apply -f kubernetes.yml",
         EXPERIMENT_FILE: f"abserve compare {EXPERIMENT_FILE} repeats the final",
     }
     return {f"{FOLDER}/{name}": what for name, what in words.items() if (directory / FOLDER / name).exists()}

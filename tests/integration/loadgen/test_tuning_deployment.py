@@ -18,7 +18,7 @@ from loadgen.base.child_process import ABSERVE
 from loadgen.base.documents import indented, kind_of
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.launch.embedded import PortReservation
-from loadgen.tune.deploy import compose_override, deployed_files, no_compose_file, write_deployment
+from loadgen.tune.deploy import compose_override, deployed_files, no_compose_file, winner, write_deployment
 from loadgen.tune.files import published, read_tuning, stored_outcome
 from loadgen.tune.outcome import TuningOutcome, outcome_of
 from loadgen.verdict.result import Result, encode_result
@@ -143,6 +143,17 @@ def test_the_containers_plan_the_best(folder: Path, outcome: TuningOutcome, tmp_
     settings = json.loads(json.loads((tmp_path / "launch/native.json").read_text())["argv"][-1])
     assert (settings["engine"], settings["max_batch_size"], settings["max_queue_delay_us"]) == ("null", 16, 500)
     assert added["ABSERVE_TRITON_MAX_BATCH_SIZE"] == "8"
+
+
+def test_the_winner_is_put_behind_tls_and_keys(folder: Path, outcome: TuningOutcome) -> None:
+    assert winner(outcome, ["native", "triton"]) == "triton"
+    services = yaml.safe_load((folder / "deploy/exposed/compose.yml").read_text())["services"]
+    command = services["server"]["command"]
+    assert command[:3] == ["abserve", "serve", "triton"]
+    assert command[command.index("--max-queue-delay-us") + 1] == BEST["triton-2"]["max-queue-delay-us"]
+    assert services["server"]["deploy"]["resources"] == {"limits": {"cpus": "2", "memory": "16G"}}
+    *_, deployment = list(yaml.safe_load_all((folder / "deploy/exposed/kubernetes.yml").read_text()))[:2]
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["command"] == command
 
 
 def test_what_compose_cannot_serve_gets_no_file() -> None:
