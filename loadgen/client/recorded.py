@@ -20,11 +20,14 @@ class RecordedBodies:
     """Requests of one replay, beginning with number `first`."""
 
     requests: tuple[PreparedRequest, ...]
+    sizes: tuple[int, ...]
+    """The items in each of them."""
     first: int = 0
 
     def window(self, first: int, count: int) -> RecordedBodies:
         """The requests of one block."""
-        return replace(self, requests=self.requests[first : first + count], first=first)
+        block = slice(first, first + count)
+        return replace(self, requests=self.requests[block], sizes=self.sizes[block], first=first)
 
     def patches(self, body: int) -> tuple[int, tuple[()]]:
         """The number of the recorded request; nothing of it varies."""
@@ -35,13 +38,15 @@ def prepare_recorded(replay: Replay, signature: Signature) -> RecordedBodies:
     """Every request of a replay for the model of a signature; requests with the same content are one object. Raises
     `InputError`, and `TrafficError` if the folder cannot be read."""
     made = dict[object, PreparedRequest]()
-    requests = []
+    requests, sizes = [], []
     for request in replay.requests():
         key = request.content, tuple(request.headers.items())
         if key not in made:
             made[key] = recorded_request(request, replay.content(request), signature)
         requests.append(made[key])
-    return RecordedBodies(tuple(requests))
+        shape = request.tensors[0].shape if request.tensors else ()
+        sizes.append(shape[0] if signature.batched and shape and shape[0] > 0 else 1)
+    return RecordedBodies(tuple(requests), tuple(sizes))
 
 
 def recorded_request(request: RecordedRequest, content: bytes, signature: Signature) -> PreparedRequest:

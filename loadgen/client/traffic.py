@@ -264,14 +264,15 @@ class Traffic:
     def __init__(
         self, target: InferenceTarget, bodies: Bodies, batch_size: int, writer: SampleWriter,
         *, timeout_s: float = 60.0, others: tuple[Request, ...] = (), expected: ExpectedOutputs | None = None,
-        answers: KeptAnswers | None = None, first_body: int = 0, body_step: int = 1,
+        answers: KeptAnswers | None = None, first_body: int = 0, body_step: int = 1, sizes: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """`others` are further requests that a user may send. Without `expected` every answer with a good status is
-        good."""
+        good. `sizes` are the items in each request where not all have `batch_size`."""
         self.target = target
         made = {id(body): target.sendable(body) for body in bodies.requests}  # a replay has one body in many places
         self.requests = tuple(made[id(body)] for body in bodies.requests)
         self.batch_size = batch_size
+        self._sizes = sizes or (batch_size,) * len(self.requests)
         self.writer = writer
         self.timeout_s = timeout_s
         self.error_messages: list[str] = []
@@ -379,7 +380,7 @@ class Traffic:
         self.writer.add(
             exchange.send_ns if intended_ns is None else intended_ns, exchange.send_ns, exchange.first_byte_ns,
             exchange.end_ns, exchange.request_bytes,
-            exchange.response_bytes, self.batch_size, user, body, exchange.status, error,
+            exchange.response_bytes, self._sizes[body], user, body, exchange.status, error,
         )  # fmt: skip
 
     def _error_index(self, message: str) -> int:

@@ -110,9 +110,10 @@ class Block:
             elif isinstance(chosen, RecordedBodies):
                 assert command.replay is not None
                 first, window = command.replay.window(command.arrivals_seed)
+                recorded = chosen.window(first, len(window))
                 self._traffic = Traffic(
-                    target, chosen.window(first, len(window)), 1, self._writer, timeout_s=command.timeout_s,
-                    others=others, answers=answers, first_body=command.part, body_step=command.parts,
+                    target, recorded, 1, self._writer, timeout_s=command.timeout_s, others=others, answers=answers,
+                    first_body=command.part, body_step=command.parts, sizes=recorded.sizes,
                 )  # fmt: skip
             else:
                 self._traffic = Traffic(

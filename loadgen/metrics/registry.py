@@ -122,8 +122,9 @@ def items_per_s(samples: Samples, workload: Workload) -> float | None:
     """Items per second of a whole block: at full load, or in an open loop at the rate of the responses."""
     if not workload.is_open:
         return throughput_per_s(samples)
-    rate = _answers_per_s(good(samples))
-    return None if rate is None else rate * workload.batch_size
+    answered = good(samples)
+    rate = _answers_per_s(answered)
+    return None if rate is None else rate * float(np.mean(answered["batch"]))
 
 
 def tokens_per_s(samples: Samples, workload: Workload, column: str) -> float | None:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import tritonclient.http
 from onnx import TensorProto, helper
 
 from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
+from tests.recording import recorder
 from tests.tiny_bert import write_tiny_bert
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -123,11 +125,16 @@ def test_sizes_that_an_arm_cannot_pad_to_are_refused_before_a_server_starts(tmp_
     assert "the largest sequence of tiny is 128" in refused(tmp_path, *native, "--pad-to", "32,256")
 
 
-def test_a_file_with_a_variable_axis_is_compared_without_options_of_padding(tmp_path: Path) -> None:
-    """Its items cannot be padded, so no server is asked to."""
+def write_relu(folder: Path) -> None:
+    """The model a.onnx of x [batch, length]."""
     shapes = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", "length"]) for name in ("x", "y")]
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "axis", shapes[:1], shapes[1:])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "a.onnx")
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), folder / "a.onnx")
+
+
+def test_a_file_with_a_variable_axis_is_compared_without_options_of_padding(tmp_path: Path) -> None:
+    """Its items cannot be padded, so no server is asked to."""
+    write_relu(tmp_path)
     result = compare(tmp_path / "run", "--model", "a.onnx", "--a", "native", "--b", "native", "--scenarios", "single")
     assert not [one for one in result["checks"] if one["name"] in ("same_pad_to", "padding_held_back")]
     assert result["experiment"]["pad_to"] == []
@@ -142,3 +149,29 @@ def test_inputs_that_the_model_cannot_take_are_refused_before_a_server_starts(tm
     null = ("--a", "native", "--a-option", "engine=null", "--b", "native", "--b-option", "engine=null")
     words = "item 1 has the length 200, and the model takes at most 128"
     assert words in refused(tmp_path, "--model", "tiny", *null, "--inputs", "long.npz")
+
+
+def test_what_was_recorded_is_replayed_against_servers_that_abserve_starts(tmp_path: Path) -> None:
+    """A server with another name of the model was recorded; requests have different numbers of items."""
+    write_relu(tmp_path)
+    planted = [sys.executable, str(Path(__file__).parents[2] / "truth/planted_server.py"), "--no-spin", "--sequences"]
+    with subprocess.Popen(planted, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        with recorder(tmp_path / "traffic", to=f"http://127.0.0.1:{server.stdout.readline().split()[0]}") as recording:
+            with tritonclient.http.InferenceServerClient(recording.url.removeprefix("http://")) as client:
+                for rows in (1, 3, 2) * 4:
+                    array = np.full((rows, 8), rows, np.float32)
+                    tensor = tritonclient.http.InferInput("x", list(array.shape), "FP32")
+                    tensor.set_data_from_numpy(array)
+                    client.infer("planted", [tensor])
+            recorded = recording.end().requests
+        server.kill()
+    assert len(recorded) == 12
+    result = compare(
+        tmp_path / "run", "--model", "a.onnx", "--a", "native", "--b", "native", "--traffic", "traffic",
+        "--scenarios", "traffic", "--open-seconds", "1", "--speed", "0.5",
+    )  # fmt: skip
+    blocks = {block["label"]: (block["requests"], block["items"]) for block in result["blocks"]}
+    assert blocks["a"] == blocks["b"]
+    requests, items = blocks["a"]
+    assert items > requests >= 2

@@ -79,19 +79,19 @@ def test_no_window_has_a_gap_of_the_recording(tmp_path: Path) -> None:
 
 
 def test_contents_stay_and_the_model_changes(tmp_path: Path) -> None:
-    arrivals = [(0.0, rows(1)), (1.0, rows(2)), (2.0, rows(1))]
+    arrivals = [(0.0, rows(1)), (1.0, rows(2, 2)), (2.0, rows(1))]
     http = Replay(str(write_traffic(tmp_path / "http", arrivals)), "http", 5.0)
     bodies = prepare_recorded(http, SIGNATURE)
     traffic = RecordedTraffic(http.folder)
     assert [each.body for each in bodies.requests] == [traffic.content(each) for each in traffic.requests]
     assert bodies.requests[0] is bodies.requests[2]
-    assert [each.payload_bytes for each in bodies.requests] == [8, 8, 8]
+    assert [each.payload_bytes for each in bodies.requests] == [8, 16, 8]
     window = bodies.window(1, 2)
-    assert (window.requests, window.patches(1)[0]) == (bodies.requests[1:], 2)
+    assert (window.requests, window.patches(1)[0], window.sizes) == (bodies.requests[1:], 2, (2, 1))
     grpc = Replay(str(write_traffic(tmp_path / "grpc", arrivals, grpc=True)), "grpc", 5.0)
     message = ModelInferRequest.FromString(prepare_recorded(grpc, SIGNATURE).requests[1].body)
     assert (message.model_name, message.model_version) == ("other", "")
-    assert message.raw_input_contents[0] == rows(2).tobytes()
+    assert message.raw_input_contents[0] == rows(2, 2).tobytes()
 
 
 def test_parity_has_requests_of_every_shape(folder: str) -> None:
