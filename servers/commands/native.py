@@ -26,6 +26,7 @@ from servers.models.registry import get_variants
 from servers.models.sources import module_file
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource, parse_weights, pin
+from servers.native.shared.keys import Keys
 from servers.native.shared.settings import (
     NO_BATCHES,
     TENSORS_ONLY,
@@ -134,6 +135,7 @@ def check(options: Mapping[str, Any], artefacts: Path = Path(ARTEFACTS)) -> Nati
     settings, models = _resolved(requested)
     language = isinstance(models, LanguageModel)
     enter(generating_environment(settings.engine) if language else environment_of(settings.engine))
+    Keys.of(settings)
     bind(settings.host, settings.http_port).close()
     check_free(settings.host, settings.grpc_port, "--grpc-port")
     weights: WeightsSource | FileWeights

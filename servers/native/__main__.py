@@ -20,6 +20,7 @@ def main() -> int:
     from servers.language.specification import LanguageModel, is_language_model, language_model
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
+    from servers.native.shared.keys import Keys
     from servers.native.shared.settings import NativeSettings, watched_files
     from servers.options.command_line import from_argument, validation_sentence
     from servers.options.defaults import OptionError
@@ -43,6 +44,7 @@ def main() -> int:
             padding_of(specifications[0], settings.pad_sizes)
             weights = parse_weights(settings.weights, specifications[0].default_weights)
             watched_files(settings, specifications, weights)
+        Keys.of(settings)
         listener = bind(settings.host, settings.http_port)
         grpc_listener = bind(settings.host, settings.grpc_port, "--grpc-port") if settings.grpc_port else None
     except ValidationError as error:

@@ -39,6 +39,7 @@ from servers.native.shared.interface import (
     signature_of,
 )
 from servers.native.shared.ipc import CLOSED, ENGINE, GRPC, SWITCHED
+from servers.native.shared.keys import Keys
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
@@ -55,6 +56,7 @@ class FrontServer(uvicorn.Server, ABC):
 
     models: ServedModels[Any]
     _supervised: Supervised | None = None
+    _keys: Keys | None = None
 
     def __init__(
         self,
@@ -101,13 +103,28 @@ class FrontServer(uvicorn.Server, ABC):
             )
         )
 
+    def protect(self, keys: Keys | None) -> None:
+        """Answer only requests with one of these keys, which are read again at SIGHUP; before `run`."""
+        self._keys = self.http.heads.keys = keys
+
+    def _reload_keys(self) -> None:
+        assert self._keys is not None
+        if self._keys.reload():
+            self.http.heads.forget()
+            if self.grpc is not None:
+                self.grpc.forget_heads()
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and open the gRPC front end, whose imports take a good part of a second."""
+        if self._keys is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload_keys)
+            self._reload_keys()  # a signal may have come between the fork and now
         await super().startup(sockets)
         self._on_listening()
         if self._settings.grpc_port:
             self.grpc = await self.make_grpc()
             self.grpc.on_close = self.http.on_close
+            self.grpc.keys = self._keys
             if self._grpc_listener is not None:
                 loop = asyncio.get_running_loop()
                 self._grpc_server = await loop.create_server(self.grpc.connect, sock=self._grpc_listener, backlog=2048)
@@ -386,8 +403,9 @@ class FrontProcessServer(NativeServer):
         self._supervised.report(SWITCHED)
 
 
-def run_front_end(server: FrontServer) -> int:
+def run_front_end(server: FrontServer, keys: Keys | None) -> int:
     """Serve in a front end's process until the supervisor ends it; returns the process's exit status."""
+    server.protect(keys)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     server.run(sockets=[])

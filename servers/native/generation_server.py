@@ -26,6 +26,7 @@ from servers.native.front_server import FrontServer, run_front_end
 from servers.native.http.app import create_language_app
 from servers.native.http.generation import GenerationFrontEnd
 from servers.native.server import serve_by
+from servers.native.shared.keys import Keys
 from servers.native.shared.memory import Arena, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
@@ -110,9 +111,10 @@ class ServedLanguageModel:
         memory: RequestMemory,
         supervisor: socket.socket,
         engines: Sequence[socket.socket],
+        keys: Keys | None,
     ) -> int:
         server = GenerationServer(settings, self, statistics[0], memory, engines[0], supervisor=supervisor)
-        return run_front_end(server)
+        return run_front_end(server, keys)
 
 
 def serve_language(
@@ -142,6 +144,7 @@ def _serve_in_one_process(
     loop = GenerationLoop(model.build, settings, statistics, memory.arena, stop)
     loop.add(to_front_end)
     server = GenerationServer(settings, model, statistics, memory, to_engine, on_listening, grpc_listener)
+    server.protect(Keys.of(settings))
     received = keep_early_signals(stop)
     loop.start()
     server.run(sockets=[listener])

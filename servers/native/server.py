@@ -24,6 +24,7 @@ from servers.models.registry import SOURCES, UnknownModelError, forget_models, g
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
 from servers.native.shared.errors import NOT_RELOADED
+from servers.native.shared.keys import Keys
 from servers.native.shared.memory import Arena, RequestMemory
 from servers.native.shared.settings import NativeSettings, artefact_field, watched_files
 from servers.native.shared.statistics import Statistics
@@ -150,11 +151,14 @@ class TensorChildren:
         memory: RequestMemory,
         supervisor: socket.socket,
         engines: Sequence[socket.socket],
+        keys: Keys | None,
     ) -> int:
         from servers.native.front_server import FrontProcessServer, run_front_end
 
         specifications = [specification for specification, _ in self._offers]
-        return run_front_end(FrontProcessServer(settings, specifications, statistics, memory, supervisor, engines))
+        return run_front_end(
+            FrontProcessServer(settings, specifications, statistics, memory, supervisor, engines), keys
+        )
 
 
 def serve_in_one_process(
@@ -189,6 +193,7 @@ def serve_in_one_process(
         server.should_exit = True
 
     server = NativeServer(settings, specifications, statistics, link, memory, begin, front_ends_open.set, grpc_listener)
+    server.protect(Keys.of(settings))
     received = keep_early_signals(stop)
     server.run(sockets=[listener])
     failed = side.failed

@@ -28,6 +28,7 @@ import structlog
 
 from servers.native.shared.errors import NOT_RELOADED
 from servers.native.shared.ipc import CLOSED, ENGINE, GRPC, HTTP, STOP_BY, SWITCHED
+from servers.native.shared.keys import Keys
 from servers.native.shared.memory import Arena, ByteBudget, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics, row_width
@@ -129,8 +130,10 @@ class Children(Protocol):
         memory: RequestMemory,
         supervisor: socket.socket,
         engines: Sequence[socket.socket],
+        keys: Keys | None,
     ) -> int:
-        """Receive and answer; the supervisor's socket brings the clients' connections."""
+        """Receive and answer; the supervisor's socket brings the clients' connections, which need one of
+        the `keys`."""
 
 
 class Supervisor:
@@ -146,6 +149,7 @@ class Supervisor:
     ) -> None:
         self._on_listening = on_listening
         self._settings = settings
+        self._keys = Keys.of(settings)
         self._children = children
         self._listeners = {listener: HTTP}
         if grpc_listener is not None:
@@ -157,7 +161,7 @@ class Supervisor:
         self._loading: _Engines | None = None
         self._ending: _Engines | None = None
         self._seen = self._tried = self._engines.files
-        self._reload_asked = False
+        self._reload_asked = self._keys_asked = False
         self._next_poll = 0.0
         self._waiting: tuple[socket.socket, int] | None = None
         """A connection that no front end could take, and its protocol: as long as it waits, no other is accepted."""
@@ -174,7 +178,7 @@ class Supervisor:
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, self._record_signal)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-        if self._settings.reload != "off":
+        if self._takes_hangups:
             signal.signal(signal.SIGHUP, self._ask_for_reload)
         self._inherited = [wakes, wakeup]
         for number, settings in enumerate(self._settings.of_engines()):
@@ -199,6 +203,7 @@ class Supervisor:
             self._reap()
             self._retry_held()
             self._reload()
+            self._reload_keys()
         return self._end()
 
     def _record_signal(self, number: int, _frame: object) -> None:
@@ -215,7 +220,7 @@ class Supervisor:
         status = 1
         try:
             signal.set_wakeup_fd(-1)
-            reload_signal = [] if self._settings.reload == "off" else [signal.SIGHUP]
+            reload_signal = [signal.SIGHUP] if self._takes_hangups else []
             for number in (signal.SIGTERM, signal.SIGINT, *reload_signal):
                 signal.signal(number, signal.SIG_IGN)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -269,7 +274,7 @@ class Supervisor:
             statistics = self._statistics(_engine_rows(self._settings) + number)
             for of_model in statistics:
                 of_model.set_decoding(0)  # its predecessor may have died with some
-            return self._children.run_front_end(self._settings, statistics, memory, childs, to_engines)
+            return self._children.run_front_end(self._settings, statistics, memory, childs, to_engines, self._keys)
 
         process = self._fork(run, [childs])
         childs.close()
@@ -407,8 +412,21 @@ class Supervisor:
 
     # Reload
 
+    @property
+    def _takes_hangups(self) -> bool:
+        return self._settings.reload != "off" or self._keys is not None
+
     def _ask_for_reload(self, _number: int, _frame: object) -> None:
-        self._reload_asked = True
+        self._reload_asked = self._settings.reload != "off"
+        self._keys_asked = self._keys is not None
+
+    def _reload_keys(self) -> None:
+        """Let front ends read the keys again, if they can be read."""
+        if self._keys_asked and self._keys is not None:
+            self._keys_asked = False
+            if self._keys.reload():
+                for process in self._front_ends:
+                    os.kill(process, signal.SIGHUP)
 
     @property
     def _turn_s(self) -> float | None:

@@ -21,9 +21,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 from servers.native.grpc import http2
 from servers.native.grpc.call import STREAM_WINDOW, Call, GrpcMessage, MessageAnswer, OutgoingMessages
-from servers.native.grpc.http2 import MAX_METADATA_BYTES, CallHead, GrpcMethod, Http2Error, ending_frame, read_call_head
+from servers.native.grpc.http2 import (
+    MAX_METADATA_BYTES,
+    CallHead,
+    CallStatus,
+    GrpcMethod,
+    Http2Error,
+    ending_frame,
+    read_call_head,
+)
 from servers.native.grpc.messages import MessageTemplates
 from servers.native.shared.errors import HOLDS_ENOUGH, FailureLog, failure_reason
+from servers.native.shared.keys import NO_KEY, OPEN_METHODS, Keys
 from servers.native.shared.limits import MAX_INFLATING, STREAM_UNREAD_BYTES, InflatingThread, Turns, Uptake
 from servers.native.shared.memory import ALIGNMENT, RequestMemory, UnreadAnswers
 from servers.native.shared.settings import NativeSettings
@@ -166,6 +175,10 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
             self._go_on()
 
     # Called by the front end
+
+    def forget_heads(self) -> None:
+        """What equal headers meant is not what they mean now."""
+        self._blocks.forget()
 
     @property
     def transport(self) -> asyncio.Transport:
@@ -607,6 +620,8 @@ class GrpcConnections(ABC):
         """`methods` by path; `statistics` count what fails before a message names its model."""
         self.settings = settings
         self.memory = memory
+        self.keys: Keys | None = None
+        """One of which a call needs; None: it needs none."""
         self._memory, self.budget = memory, memory.budget
         # One thread: reading values holds the interpreter, so that more threads would only take longer each.
         self.reading = ThreadPoolExecutor(1, "reading")
@@ -678,7 +693,16 @@ class GrpcConnections(ABC):
 
     def read_head(self, fields: list[tuple[bytes, bytes]]) -> CallHead:
         """What the headers of a call say."""
-        return read_call_head(fields, self._methods)
+        head = read_call_head(fields, self._methods)
+        if self.keys is None or (head.method is not None and head.method.name in OPEN_METHODS):
+            return head
+        known = self.keys.knows([value for name, value in fields if name == b"authorization"])
+        return head if known else CallHead(refusal=CallStatus("UNAUTHENTICATED", NO_KEY))
+
+    def forget_heads(self) -> None:
+        """Read the headers of calls anew: the keys have changed."""
+        for connection in self._connections:
+            connection.forget_heads()
 
     def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage | None:
         """Memory for a call's message; None if none is free, even after messages that are arriving have been ended."""

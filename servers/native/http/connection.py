@@ -61,6 +61,8 @@ LINGER_S = 5.0
 """How long a refused client may go on sending before it is cut off."""
 LINGER_BYTES = 256 * 2**20
 """Bytes that a refused client may still send before it is cut off; they are read and dropped."""
+KEYLESS_LINGER_BYTES = 2**20
+"""The same, of a client without a key."""
 LAST_BODY_S = 5.0
 """How long an arriving body may take to complete once the server is told to stop."""
 ROOM_WAIT_S = 5.0
@@ -606,6 +608,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         self._front_end.count_failure(self._parser.head, error, self._parser.start_ns)
         self._transport.write(self._front_end.refusal(self._parser.head, error).encode(self.common_headers))
         self._parser.give_up()
-        self._unparsed, self._lingered = bytearray(), 0
+        self._unparsed = bytearray()
+        self._lingered = LINGER_BYTES - KEYLESS_LINGER_BYTES if error.status == 401 else 0
         self._wait_at_most(LINGER_S)
         self._transport.write_eof()

@@ -29,6 +29,7 @@ import httptools
 import numpy as np
 
 from servers.native.shared.errors import HOLDS_ENOUGH, HttpError, http_status, unread
+from servers.native.shared.keys import Keys
 from servers.native.shared.limits import CONTROL_BODY_BYTES
 from servers.native.shared.memory import ALIGNMENT, ArenaSlot, Receiver, RequestMemory
 from servers.native.shared.settings import NativeSettings
@@ -288,6 +289,8 @@ class HeadReader:
     def __init__(self, settings: NativeSettings, target: InferTarget | None = None) -> None:
         """`target`: `infer_target` unless given."""
         self.settings = settings
+        self.keys: Keys | None = None
+        """One of which a request needs; None: it needs none."""
         self._target = target or infer_target
         self._kept: dict[bytes, RequestHead] = {}
 
@@ -301,6 +304,10 @@ class HeadReader:
                     self._kept.clear()
                 self._kept[raw] = head
         return head
+
+    def forget(self) -> None:
+        """Parse heads anew: the keys have changed."""
+        self._kept.clear()
 
     def check_size(self, size: int) -> None:
         """Raises `HttpError` for a head that is too long."""
@@ -325,13 +332,16 @@ class HeadReader:
             path = (url.path or b"/").decode("ascii")
         except (httptools.HttpParserError, UnicodeDecodeError) as exc:
             raise HttpError(400, "the request is not valid HTTP") from exc
+        path = unquote(path) if "%" in path else path
+        if self.keys is not None:
+            self.keys.admit_path(path, [value for name, value in parsed.headers if name == b"authorization"])
         version = parser.get_http_version()
         if version not in ("1.0", "1.1"):
             raise HttpError(505, "the server speaks only HTTP/1.1 and HTTP/1.0")
         head = RequestHead(
             method=parser.get_method(),
             url=parsed.url,
-            path=unquote(path) if "%" in path else path,
+            path=path,
             query=url.query or b"",
             version=version,
             headers=parsed.headers,
@@ -614,4 +624,6 @@ def json_response(status: int, body: bytes) -> HttpResponse:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if status == 503:
         headers.append((b"retry-after", b"1"))
+    elif status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     return HttpResponse(status, headers, body)

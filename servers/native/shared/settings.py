@@ -203,6 +203,15 @@ class NativeSettings(GeneratingOptions):
     max_image_pixels: int = Field(
         MAX_PIXELS, ge=1, title="Limits", description="Largest JPEG that is decoded, in pixels; read from its header."
     )
+    api_key_file: Path | None = Field(
+        None,
+        title="Access and process",
+        description="File of keys, one per line, read again at SIGHUP; all but health checks then need one: "
+        "Authorization: Bearer KEY.",
+    )
+    open_metrics: bool = Field(
+        False, title="Access and process", description="/metrics and /gpu-info need no key."
+    )
     allow_shared_memory: bool = Field(
         False, title="Access and process", description="Let clients register shared memory of this machine."
     )

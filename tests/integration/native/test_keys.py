@@ -1,0 +1,214 @@
+"""A server with keys answers nothing but health without one of them, and reads only the head of such a request."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
+
+from servers.native.shared.keys import VARIABLE
+from tests.integration.native.conftest import Server, status_of, wait_until
+from tests.integration.native.test_processes import front_ends
+
+KEY, OTHER, WRONG = "first-key-0123456789", "other-key-0123456789", "wrong-key-0123456789"
+BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}).encode()
+INFER = "/v2/models/rows/infer"
+Begin = Callable[..., Server]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def key_file(folder: Path) -> Path:
+    return folder / "keys"
+
+
+@pytest.fixture(params=["0", "2"])
+def begin(request: pytest.FixtureRequest, tmp_path: Path, controlled: Begin) -> Begin:
+    """Starts a ready server with the key of a file, in one process and in several."""
+
+    def start(*options: str) -> Server:
+        key_file(tmp_path).write_text(f"# for tests\n\n{KEY}  # the first\n")
+        keys = ("--api-key-file", str(key_file(tmp_path)))
+        server = controlled("--fronts", request.param, *keys, *options, grpc=True)
+        server.open("load", "infer")
+        server.wait_ready()
+        return server
+
+    return start
+
+
+@pytest.fixture
+def grpc_client(
+    request: pytest.FixtureRequest,
+) -> Iterator[Callable[[Server], tritonclient.grpc.InferenceServerClient]]:
+    clients: list[tritonclient.grpc.InferenceServerClient] = []
+
+    def connect(server: Server) -> tritonclient.grpc.InferenceServerClient:
+        clients.append(tritonclient.grpc.InferenceServerClient(server.grpc_address))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
+def rows() -> list[tritonclient.grpc.InferInput]:
+    tensor = tritonclient.grpc.InferInput("x", [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.ones((1, 4), np.float32))
+    return [tensor]
+
+
+def test_every_route_but_health_needs_a_key(begin: Begin) -> None:
+    server = begin()
+    for path in ("/", "/v2", "/docs", "/metrics", "/gpu-info", "/openapi.json", "/v2/models/rows/ready", "/nothing"):
+        refused = server.request("GET", path)
+        assert (refused.status, refused.headers["www-authenticate"]) == (401, "Bearer"), path
+        assert server.request("GET", path, headers=bearer(KEY)).status in (200, 404), path
+    for path in ("/v2/health/live", "/v2/health/ready"):
+        assert server.status(path) == 200
+        assert server.status(path + "/") == 401
+    assert server.request("POST", INFER, BODY, bearer(KEY)).status == 200
+    assert server.request("POST", INFER, BODY, {"authorization": f"bearer  {KEY}"}).status == 200
+    for value in (KEY, f"Basic {KEY}", "Bearer", "Bearer ", f"Bearer {KEY[:-1]}", f"Bearer {KEY}x", f"Bearer {WRONG}"):
+        assert server.request("POST", INFER, BODY, {"Authorization": value}).status == 401, value
+
+
+def test_two_authorization_headers_are_none(begin: Begin) -> None:
+    server = begin()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        twice = f"Authorization: Bearer {WRONG}\r\nAuthorization: Bearer {KEY}\r\n"
+        client.sendall(f"GET /v2 HTTP/1.1\r\nHost: a\r\n{twice}\r\n".encode())
+        assert client.makefile("rb").readline().split()[1] == b"401"
+
+
+def test_every_call_but_health_needs_a_key(begin: Begin, grpc_client: Callable[..., object]) -> None:
+    client = grpc_client(begin())
+    assert isinstance(client, tritonclient.grpc.InferenceServerClient)
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    for headers in ({}, {"authorization": KEY}, {"authorization": f"Bearer {WRONG}"}):
+        for call in (client.get_server_metadata, client.get_inference_statistics):
+            with pytest.raises(InferenceServerException) as caught:
+                call(headers=headers)
+            assert status_of(caught) == "UNAUTHENTICATED"
+        with pytest.raises(InferenceServerException) as caught:
+            client.infer("rows", rows(), headers=headers)
+        assert status_of(caught) == "UNAUTHENTICATED"
+    good = {"authorization": f"Bearer {KEY}"}
+    assert client.get_server_metadata(headers=good).name
+    assert client.infer("rows", rows(), headers=good).as_numpy("y").shape == (1, 4)
+
+
+@pytest.mark.parametrize("expect", ["", "Expect: 100-continue\r\n"])
+def test_a_wrong_key_is_refused_before_its_body_comes(begin: Begin, expect: str) -> None:
+    server = begin()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        head = f"POST {INFER} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {WRONG}\r\n{expect}"
+        client.sendall(f"{head}Content-Length: {32 * 2**20}\r\n\r\n".encode())
+        answer = client.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"connection: close" in answer
+    # Nothing was counted as an inference, held or taken.
+    stats = json.loads(server.request("GET", "/v2/models/stats", headers=bearer(KEY)).body)["model_stats"][0]
+    assert stats["inference_stats"]["fail"]["count"] == 0
+
+
+def test_a_body_behind_a_wrong_key_is_cut_off(begin: Begin) -> None:
+    server = begin()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        head = f"POST {INFER} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {WRONG}\r\n"
+        client.sendall(f"{head}Content-Length: {60 * 2**20}\r\n\r\n".encode())
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            client.sendall(bytes(60 * 2**20))
+    assert server.request("POST", INFER, BODY, bearer(KEY)).status == 200
+
+
+def test_curl_gets_the_refusal_of_a_large_body(begin: Begin, tmp_path: Path) -> None:
+    server = begin()
+    (tmp_path / "large").write_bytes(bytes(8 * 2**20))
+    (tmp_path / "headers").write_text(f"Authorization: Bearer {WRONG}\n")
+    options = ["-s", "-o", str(tmp_path / "out"), "-w", "%{http_code}", "-H", f"@{tmp_path / 'headers'}"]
+    body = ["--expect100-timeout", "60", "--data-binary", f"@{tmp_path / 'large'}"]
+    command = ["curl", *options, *body, f"http://{server.address}{INFER}"]
+    assert subprocess.run(command, capture_output=True, check=False).stdout == b"401"
+
+
+def test_metrics_may_be_open(begin: Begin) -> None:
+    server = begin("--open-metrics", "true")
+    assert (server.status("/metrics"), server.status("/gpu-info"), server.status("/v2")) == (200, 200, 401)
+
+
+def test_keys_change_at_a_hangup_and_no_request_is_lost(begin: Begin, tmp_path: Path, grpc_client: Begin) -> None:
+    server, file = begin(), key_file(tmp_path)
+    calls = grpc_client(server)
+    assert isinstance(calls, tritonclient.grpc.InferenceServerClient)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+
+    def status(key: str) -> int:
+        connection.request("POST", INFER, BODY, bearer(key))
+        response = connection.getresponse()
+        response.read()
+        return response.status
+
+    def called(key: str) -> str:
+        try:
+            calls.infer("rows", rows(), headers={"authorization": f"Bearer {key}"})
+        except InferenceServerException as error:
+            return str(error.status()).removeprefix("StatusCode.")
+        return "OK"
+
+    assert (called(OTHER), called(KEY)) == ("UNAUTHENTICATED", "OK")
+    for change in range(100):
+        file.with_suffix(".new").write_text(f"{KEY}\n" + (f"{OTHER}\n" if change % 2 else ""))
+        file.with_suffix(".new").rename(file)
+        os.kill(server.process.pid, signal.SIGHUP)
+        assert (status(KEY), called(KEY)) == (200, "OK")
+    wait_until(lambda: (status(OTHER), called(OTHER)) == (200, "OK"), "the other key is known")
+    file.write_text(OTHER)
+    os.kill(server.process.pid, signal.SIGHUP)
+    wait_until(lambda: (status(KEY), called(KEY)) == (401, "UNAUTHENTICATED"), "the first key is gone")
+    file.write_text("short")  # not a key: those before are kept
+    os.kill(server.process.pid, signal.SIGHUP)
+    log = tmp_path / f"log-{server.port}"
+    wait_until(lambda: "the keys before are kept" in log.read_text(), "the file is refused")
+    assert (status(OTHER), called(OTHER)) == (200, "OK")
+    connection.close()
+    assert not {"short", KEY, OTHER} & set(log.read_text().split())
+
+
+def test_a_front_end_that_is_started_again_has_the_keys_of_the_last_hangup(controlled: Begin, tmp_path: Path) -> None:
+    key_file(tmp_path).write_text(KEY)
+    server = controlled("--fronts", "1", "--api-key-file", str(key_file(tmp_path)))
+    server.open("load", "infer")
+    server.wait_ready()
+    key_file(tmp_path).write_text(OTHER)
+    os.kill(server.process.pid, signal.SIGHUP)
+    wait_until(lambda: server.request("GET", "/v2", headers=bearer(OTHER)).status == 200, "the other key is known")
+    key_file(tmp_path).write_text("short")
+    (front_end,) = front_ends(server)
+    front_end.kill()
+    wait_until(lambda: server.status("/v2") == 401, "another front end answers")
+    assert server.request("GET", "/v2", headers=bearer(OTHER)).status == 200
+
+
+def test_keys_of_the_environment_are_in_no_argument_of_a_process(
+    controlled: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"{KEY}\n{OTHER}")
+    server = controlled("--fronts", "1")
+    server.open("load")
+    server.wait_ready()
+    assert [server.request("GET", "/v2", headers=bearer(key)).status for key in (KEY, OTHER, WRONG)] == [200, 200, 401]
+    assert not [process for process in server.processes if KEY in " ".join(process.cmdline())]
