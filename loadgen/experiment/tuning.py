@@ -88,10 +88,15 @@ class TuneSettings(Settings):
     rate: float | None = _main(
         None, gt=0.0, le=100_000.0, description="Load: this many requests/s that arrive at random, in place of users."
     )
+    traffic: str | None = _main(
+        None,
+        min_length=1,
+        description="Load: the traffic in this folder, recorded by `abserve record`, in place of users.",
+    )
     goal: Goal | None = _main(
         None,
-        description="What is best (default: throughput, with --rate latency): energy is the GPU's joules per item, "
-        "cost needs --price.",
+        description="What is best (default: throughput, with --rate and --traffic latency): energy is the GPU's "
+        "joules per item, cost needs --price.",
     )
     limit: LimitsText | None = _main(
         None,
@@ -157,12 +162,17 @@ class TuneSettings(Settings):
     @property
     def aim(self) -> Goal:
         """The goal in effect."""
-        return self.goal or ("throughput" if self.rate is None else "latency")
+        return self.goal or ("latency" if self.is_open else "throughput")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests fall due at a rate or at recorded times, in place of users."""
+        return self.rate is not None or self.traffic is not None
 
     @property
     def users(self) -> int:
         """The users of the closed loop, or the most requests of an open one that can be under way at once."""
-        return self.connections if self.rate is not None else self.concurrency or USERS
+        return self.connections if self.is_open else self.concurrency or USERS
 
     @property
     def limits(self) -> dict[str, float]:
@@ -211,10 +221,12 @@ def _experiment(settings: TuneSettings, arms: Mapping[Label, ArmSettings], **mor
     for name in ("transport", "payload", "prompt_tokens"):
         if (value := getattr(settings, name)) is not None:
             content[name] = (value,)
-    if settings.rate is None:
-        content |= {"scenarios": ("concurrent",), "concurrency": (settings.users,)}
-    else:
+    if settings.traffic is not None:
+        content |= {"scenarios": ("traffic",), "traffic": settings.traffic}
+    elif settings.rate is not None:
         content |= {"scenarios": ("open",), "rates": (settings.rate,)}
+    else:
+        content |= {"scenarios": ("concurrent",), "concurrency": (settings.users,)}
     if all(arm.target != "triton" for arm in arms.values()):
         content.pop("tritonserver", None)
     return ExperimentSettings(arms=dict(arms), handicap_check=False, **content, **more)
@@ -222,10 +234,11 @@ def _experiment(settings: TuneSettings, arms: Mapping[Label, ArmSettings], **mor
 
 def check_tuning(settings: TuneSettings, *, gpu: bool) -> None:
     """Raises `PlanError` for settings that contradict each other or cannot be measured. `gpu`: there may be one."""
-    if settings.rate is not None and settings.concurrency is not None:
-        raise PlanError("--rate and --concurrency are two loads; give one of them")
-    if settings.rate is not None and settings.aim in ("throughput", "cost"):
-        raise PlanError(f"--goal {settings.aim}: --rate sets the throughput of every server; use --goal latency")
+    loads = [name for name in ("rate", "traffic", "concurrency") if getattr(settings, name) is not None]
+    if len(loads) > 1:
+        raise PlanError(f"--{loads[0]} and --{loads[1]} are two loads; give one of them")
+    if settings.is_open and settings.aim in ("throughput", "cost"):
+        raise PlanError(f"--goal {settings.aim}: --{loads[0]} sets the throughput of every server; use --goal latency")
     if settings.aim == "cost" and settings.price is None:
         raise PlanError("--goal cost needs --price, the price of the machine per hour")
     if settings.aim == "energy" and not gpu:

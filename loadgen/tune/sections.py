@@ -79,6 +79,8 @@ def load_in_words(settings: TuneSettings) -> str:
     load = f"for {counted(settings.users, 'user')}"
     if settings.rate is not None:
         load = f"at {number(settings.rate)} requests/s"
+    elif settings.traffic is not None:
+        load = "with recorded traffic"
     return load + (f", within {limits_in_words(settings.limits)}" if settings.limits else "")
 
 

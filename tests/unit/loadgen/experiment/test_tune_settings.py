@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ArmSettings, read_limits
 from loadgen.experiment.tuning import LIMITED, TuneSettings, check_tuning, final_settings, screening_settings
+from tests.recording import write_traffic
 
 ARMS = {"anchor": ArmSettings(target="native"), "triton-0": ArmSettings(target="triton")}
 
@@ -32,6 +36,8 @@ def test_a_limit_that_is_none_is_refused(text: str) -> None:
     ("content", "words"),
     [
         ({"rate": 5, "concurrency": 4}, "two loads"),
+        ({"traffic": "folder", "concurrency": 4}, "--traffic and --concurrency are two loads"),
+        ({"traffic": "folder", "goal": "throughput"}, "use --goal latency"),
         ({"rate": 5, "goal": "throughput"}, "use --goal latency"),
         ({"rate": 5, "goal": "cost", "price": 1}, "use --goal latency"),
         ({"goal": "cost"}, "needs --price"),
@@ -72,6 +78,15 @@ def test_an_open_loop_of_a_screening_is_short() -> None:
     assert workload.seconds <= 1.5
     (slow,) = plan_experiment(screening_settings(made(rate=2.0), ARMS)).runs
     assert slow[1].workloads[0].seconds == 5.0
+
+
+def test_recorded_traffic_is_the_load_of_a_screening(tmp_path: Path) -> None:
+    folder = write_traffic(tmp_path / "traffic", ((at / 10, np.ones((1, 3))) for at in range(99)))
+    settings = made(model="torchvision:resnet50", traffic=str(folder))
+    assert settings.aim == "latency"
+    (run,) = plan_experiment(screening_settings(settings, ARMS)).runs
+    (workload,) = run[1].workloads
+    assert (workload.name, workload.traffic, workload.rounds) == ("traffic", str(folder), 4)
 
 
 def test_the_final_has_the_time_that_is_left() -> None:
