@@ -22,6 +22,9 @@ import tritonclient.grpc
 from tests.integration.native.conftest import Server, _starter, _stop, wait_until
 
 MODEL = """
+import pathlib
+import time
+
 import torch
 
 class Scaled(torch.nn.Module):
@@ -33,6 +36,8 @@ class Scaled(torch.nn.Module):
         return x * self.scale
 
 def scaled():
+    while pathlib.Path(__file__).with_name("hold").exists():
+        time.sleep(0.01)
     return Scaled()
 
 sample = torch.zeros(1, 4)
@@ -51,6 +56,8 @@ class Reloading:
     """A server of a model that multiplies by its only weight."""
 
     def __init__(self, start: Callable[..., Server], folder: Path, *options: str) -> None:
+        self.hold = folder / "hold"
+        """While it exists nothing is loaded."""
         self.weights = folder / "weights.pt"
         self.model = folder / "model.py"
         self.model.write_text(MODEL)
@@ -240,12 +247,14 @@ def test_bursts_of_signals_end_with_the_last_file(reloading) -> None:
 def test_a_new_engine_that_dies_changes_nothing(reloading, devices: str) -> None:
     served = reloading("--reload", "signal", "--device", devices)
     engines = len(devices.split(","))
+    served.hold.touch()
     write_weights(served.weights, 2.0)
     served.hang_up()
     wait_until(lambda: served.processes == 2 * engines + 1, "the new engines load")
     max(psutil.Process(served.server.process.pid).children(), key=lambda child: child.pid).kill()
     served.server.wait_until(lambda: "died with status -9" in served.log, "it is logged")
     wait_until(lambda: served.processes == engines + 1, "no new engine is left")
+    served.hold.unlink()
     with closing(http.client.HTTPConnection("127.0.0.1", served.server.port, timeout=60)) as connection:
         assert served.ask(connection, 2.0) == (200, "1", 1.0)
         served.hang_up()
@@ -264,7 +273,7 @@ def test_a_file_that_changes_is_loaded_without_a_signal(reloading) -> None:
 
 def test_the_server_ends_in_the_middle_of_a_reload(reloading) -> None:
     served = reloading("--reload", "signal")
-    children = psutil.Process(served.server.process.pid).children()
+    served.hold.touch()
     write_weights(served.weights, 2.0)
     served.hang_up()
     wait_until(lambda: served.processes == 3, "the new engine loads")
