@@ -27,8 +27,8 @@ $(VENV)-engines/.ready: pyproject.toml docker/constraints.txt .ci/setup .ci/engi
 compare: setup ## compare both servers: start them, measure, print the verdict, write the report
 	@$(BIN)/abserve compare $(ARGS)
 
-# Tests in folders named `alone` watch time pass, so nothing runs beside them; the others run two at a time, with one
-# thread for torch, whose threads otherwise keep a core busy while they wait. Folders with long files come first, and
+# Tests in folders named `alone` watch time pass, so nothing runs beside them; the others run three at a time, since
+# half of their time they wait, with one thread for torch, whose threads otherwise keep a core busy while they wait. Folders with long files come first, and
 # xdist keeps that order, so that no worker has a long file alone at the end.
 ALONE        := tests/integration/loadgen/alone tests/truth/alone
 SIDE_BY_SIDE := --no-loadscope-reorder --ignore-glob='*/alone/*' \
@@ -39,7 +39,7 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: setup ## run the tests
 ifeq ($(strip $(ARGS)),)
 	@status=0; \
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(SIDE_BY_SIDE) || status=$$?; \
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile $(SIDE_BY_SIDE) || status=$$?; \
 	$(BIN)/python -m pytest $(ALONE) || status=$$?; \
 	exit $$status
 else

@@ -42,6 +42,7 @@ GROUPS = {
             "tests/truth/tuned_server.py", "tests/conformance/toy_server.py",
             "tests/integration/native/controlled_server.py", "tests/integration/native/echo_server.py",
             "tests.integration.native.health_probe", "tests/unit/loadgen/engines/fake_worker.py",
+            "tests/truth/planted_reference.py", "tests/scripted_sampler.py",
         ],
     ),
     "abserve": (

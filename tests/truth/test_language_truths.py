@@ -18,6 +18,7 @@ import pytest
 
 from loadgen.findings.tokens import TokensFound
 from loadgen.measure import load_runner
+from loadgen.measure.probes import fairness
 from loadgen.records.run import TokenLimits
 from loadgen.verdict.result import Result
 from tests.again import Repeatable, again
@@ -46,6 +47,7 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Repeatable:
     def compare(time: int) -> Result:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(load_runner, "WARM_UP_SECONDS", 0.2)
+            patch.setattr(fairness, "GROUPS", 8)
             return compare_streams(folder / f"run{time}", arms, users(8, 64, 2))
 
     return Repeatable(compare)

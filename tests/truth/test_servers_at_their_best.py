@@ -55,9 +55,14 @@ def test_the_best_setting_of_each_load_and_the_compromise_are_found(tmp_path: Pa
     chosen = {load: lanes.named(name).settings for load, name in lanes.best.items()}
     assert chosen == {"single": {"lanes": "1"}, "concurrent(8)": {"lanes": "4"}}
     assert lanes.named(lanes.compromise).settings == {"lanes": "1"}
-    assert result.experiment.labels == ("a", "a2", "b")
-    assert [load.arms for load in result.experiment.workloads] == [("a", "b"), ("a2", "b")]
-    ratios = {(c.workload, *c.pairing): c.ratio for c in result.comparisons if c.leading}
+    alike = {"b2": "b"}  # a setting that changes nothing may look best by chance
+    arms = [tuple(alike.get(label, label) for label in load.arms) for load in result.experiment.workloads]
+    assert arms == [("a", "b"), ("a2", "b")]
+    ratios = {
+        (c.workload, *(alike.get(label, label) for label in c.pairing)): c.ratio
+        for c in result.comparisons
+        if c.leading
+    }
     assert ratios == {
         ("single", "a", "b"): pytest.approx(LANES_MS["1"] / LITSERVE_MS, rel=0.25),
         ("concurrent(8)", "a2", "b"): pytest.approx(2 * LANES_MS["4"] / (4 * LITSERVE_MS), rel=0.25),
@@ -65,7 +70,7 @@ def test_the_best_setting_of_each_load_and_the_compromise_are_found(tmp_path: Pa
     loss = {f.workload: f.loss and f.loss.value for f in found.compromises if f.server == "a"}
     worst = 4 * LANES_MS["1"] / LANES_MS["4"]
     assert loss == {"single": 1.0, "concurrent(8)": pytest.approx(worst, rel=0.25)}
-    assert found.mean_loss == {"a": pytest.approx(worst**0.5, rel=0.1), "b": 1.0}
+    assert found.mean_loss == {"a": pytest.approx(worst**0.5, rel=0.1), "b": pytest.approx(1.0, rel=0.1)}
     assert not record.problems
     handicap = read_one(tmp_path / "run", HandicapRecord)
     assert handicap is not None

@@ -20,6 +20,7 @@ from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.transports import InferenceTarget
 from loadgen.experiment.prompts import PromptPlan
 from loadgen.measure import load_runner
+from loadgen.measure.probes import fairness
 from loadgen.records.targets import Transport
 from loadgen.verdict.result import Result
 from tests.again import Repeatable, again
@@ -138,6 +139,7 @@ def alone(folder: Path, arms: dict[str, Planted]) -> Repeatable:
     def ask(time: int) -> Result:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(load_runner, "WARM_UP_SECONDS", 0.2)
+            patch.setattr(fairness, "GROUPS", 8)
             return compare_streams(folder / f"run{time}", flags, users(1, 8, 4), model="planted")
 
     return Repeatable(ask)

@@ -156,7 +156,7 @@ def test_unfinished_grpc_messages_are_bounded_and_others_are_served(wide) -> Non
         assert client.infer("rows", [item], client_timeout=60).as_numpy("y").tolist() == [[1.0] * 4]
     for call in calls + streams:
         call.close()
-    assert (most - before) / MIB < 72
+    assert (most - before) / MIB < 120  # what is held and the heap around it; of all messages, 180
 
 
 def all_ended(calls: list[UnfinishedCall]) -> bool:
