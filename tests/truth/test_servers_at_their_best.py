@@ -11,6 +11,7 @@ from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.findings.best import BestFound, BestRecord
 from loadgen.findings.handicap import HandicapRecord
+from loadgen.measure.machine_watch import read_processors
 from loadgen.measure.preparation import Prepared
 from loadgen.measure.progress import RunProgress
 from loadgen.measure.runner import run_experiment
@@ -18,11 +19,17 @@ from loadgen.records.run import Experiment, RunState
 from loadgen.records.store import read_one
 from loadgen.tune.best import CHOOSING_ROUNDS, choose, final_experiment, read_servers
 from loadgen.verdict.result import Result, analyse
-from tests.integration.loadgen.conftest import descendants
+from tests.integration.loadgen.conftest import NO_MACHINE, descendants
 from tests.truth import tuned_server
 from tests.truth.tuned_server import LANES_MS, LITSERVE_MS
 
 ABSERVE = (sys.executable, str(Path(tuned_server.__file__)))
+
+
+@pytest.fixture(autouse=True)
+def machine_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that others disturb shows no difference as small as those between settings."""
+    monkeypatch.setattr(read_processors, "__defaults__", NO_MACHINE)
 
 
 def at_best(out: Path, arms: dict[str, str], **more: object) -> tuple[BestRecord, Result]:
