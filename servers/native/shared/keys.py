@@ -6,9 +6,11 @@ A key is found by its keyed hash: 10,000 keys cost one look-up, and how long tha
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import re
 import secrets
+import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -33,6 +35,15 @@ _COMMENT = re.compile(rb"(?:^|\s)#.*")
 _BEARER = re.compile(rb"bearer +(\S+)\s*", re.IGNORECASE)
 
 
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address; True for a name that has none, which cannot be bound either."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return True
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
 class Keys:
     """The keys that a server takes; front ends have those of the process that has started them."""
 
@@ -51,6 +62,11 @@ class Keys:
         if settings.api_key_file is None and not variable.strip():
             if settings.open_metrics:
                 raise OptionError("--open-metrics is for a server with keys: add --api-key-file FILE")
+            if not settings.anyone and not _is_loopback(settings.host):
+                raise OptionError(
+                    f"--host {settings.host} lets other machines use the server without a key: add "
+                    "--api-key-file FILE, or --anyone if something in front protects it"
+                )
             return None
         return cls(settings.api_key_file, variable, open_metrics=settings.open_metrics)
 

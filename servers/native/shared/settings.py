@@ -209,9 +209,12 @@ class NativeSettings(GeneratingOptions):
         description="File of keys, one per line, read again at SIGHUP; all but health checks then need one: "
         "Authorization: Bearer KEY.",
     )
-    open_metrics: bool = Field(
-        False, title="Access and process", description="/metrics and /gpu-info need no key."
+    anyone: bool = Field(
+        False,
+        title="Access and process",
+        description="Listen beyond loopback without keys: something in front protects the server.",
     )
+    open_metrics: bool = Field(False, title="Access and process", description="/metrics and /gpu-info need no key.")
     allow_shared_memory: bool = Field(
         False, title="Access and process", description="Let clients register shared memory of this machine."
     )

@@ -68,3 +68,17 @@ def test_without_a_file_and_a_variable_there_are_no_keys(tmp_path: Path, monkeyp
     keys = Keys.of(NativeSettings())
     assert keys is not None
     assert knows(keys, KEY)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_beyond_loopback_a_server_needs_keys_or_says_that_anyone_may_use_it(host: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="--anyone"):
+        Keys.of(NativeSettings(host=host))
+    assert Keys.of(NativeSettings(host=host, anyone=True)) is None
+    (tmp_path / "keys").write_text(KEY)
+    assert Keys.of(NativeSettings(host=host, api_key_file=tmp_path / "keys")) is not None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_on_loopback_a_server_needs_no_keys(host: str) -> None:
+    assert Keys.of(NativeSettings(host=host)) is None
