@@ -19,7 +19,7 @@ from tests.compose.stand_ins import pinned_images
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "docker/kubernetes"
-OVERLAYS = ("gpu", "cpu", "compare/gpu", "compare/cpu")
+OVERLAYS = ("gpu", "cpu", "compare/gpu", "compare/cpu", "record/gpu", "record/cpu")
 SERVERS = ("gpu", "cpu")
 BUILDER = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
 VERSIONS = ("1.29", "1.33", "1.37")
@@ -118,6 +118,21 @@ def test_services_lead_to_ports_of_pods(overlay: str) -> None:
         ports = {port["name"]: port["containerPort"] for one in pod["spec"]["containers"] for port in one["ports"]}
         for port in service["spec"]["ports"]:
             assert ports[port["targetPort"]] == port["port"]
+
+
+@pytest.mark.parametrize("overlay", SERVERS)
+def test_the_recorder_stands_between_the_service_and_the_server(overlay: str) -> None:
+    server, recorder = pods(f"record/{overlay}")["native"]["spec"]["containers"]
+    listening, served = ([port["containerPort"] for port in one["ports"]] for one in (recorder, server))
+    words = recorder["command"][-1].split()
+    options = dict(zip(words[3::2], words[4::2], strict=False))
+    assert [options[name].rpartition(":")[2] for name in ("--listen", "--grpc-listen")] == [*map(str, listening)]
+    assert [options[name].rpartition(":")[2] for name in ("--to", "--grpc-to")] == [*map(str, served)]
+    names = [port["name"] for port in recorder["ports"]]
+    service = resource(f"record/{overlay}", "Service", "native")["spec"]
+    assert [port["targetPort"] for port in service["ports"]] == names
+    policy = resource(f"record/{overlay}", "NetworkPolicy", "load-to-recorder")["spec"]
+    assert [port["port"] for port in policy["ingress"][0]["ports"]] == names
 
 
 @pytest.mark.parametrize("overlay", SERVERS)
