@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,8 @@ def test_what_was_recorded_is_replayed_against_servers_that_abserve_starts(tmp_p
     """A server with another name of the model was recorded; requests have different numbers of items."""
     write_relu(tmp_path)
     planted = [sys.executable, str(Path(__file__).parents[2] / "truth/planted_server.py"), "--no-spin", "--sequences"]
-    with subprocess.Popen(planted, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(planted, stdout=subprocess.PIPE, text=True) as server, ExitStack() as ending:
+        ending.callback(server.kill)
         assert server.stdout is not None
         with recorder(tmp_path / "traffic", to=f"http://127.0.0.1:{server.stdout.readline().split()[0]}") as recording:
             with tritonclient.http.InferenceServerClient(recording.url.removeprefix("http://")) as client:
@@ -165,7 +167,6 @@ def test_what_was_recorded_is_replayed_against_servers_that_abserve_starts(tmp_p
                     tensor.set_data_from_numpy(array)
                     client.infer("planted", [tensor])
             recorded = recording.end().requests
-        server.kill()
     assert len(recorded) == 12
     result = compare(
         tmp_path / "run", "--model", "a.onnx", "--a", "native", "--b", "native", "--traffic", "traffic",
