@@ -65,7 +65,8 @@ READ_AT_START = ("LD_", "PYTHON", "OMP_", "GOMP_", "TORCH", "TRITON_", "HF_", "T
 the fork server had starts as usual. OMP_NUM_THREADS is not among them: a fork that has torch tells it."""
 STARTERS = ("loadgen.entry", "tests/unwatched_abserve.py")
 """Programs that start others: each gets a fork server of its own, so that those are its children."""
-CAN_FORK = sys.platform == "linux" and platform.machine() == "x86_64"
+CAN_FORK = sys.platform == "linux" and platform.machine() == "x86_64" and importlib.util.find_spec("torch") is not None
+"""Not where the client is tested alone, which lacks what the fork servers import."""
 _SYS_CLONE, _PR_SET_PDEATHSIG, _PR_GET_TID_ADDRESS = 56, 1, 40
 _CLONE_PARENT, _CHILD_CLEARTID, _CHILD_SETTID = 0x8000, 0x00200000, 0x01000000
 _TITLE_BYTES = 8192
