@@ -132,7 +132,7 @@ def _item(item: doc.Item) -> RenderableType:
     """The mark stays alone in the first two columns where the text wraps."""
     style = STYLES.get(item.style or "", "")
     mark = doc.MARKS.get(item.style or "", "")
-    lead = (f"{item.lead}{':' if item.text and len(item.lead) > 1 else ''} ", style if not mark else "bold")
+    lead = (f"{item.lead}{':' if item.text and len(item.lead) > 2 else ''} ", style if not mark else "bold")
     first = Words.assemble(lead if item.lead else "", doc.readable(item.text))
     grid = Grid.grid(padding=(0, 1, 0, 0))
     grid.add_column(width=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -37,7 +38,7 @@ def test_a_moment_that_is_not_known_has_no_bar(result: Result) -> None:
 
 
 def test_a_first_start_has_a_column_beside_the_median_of_the_later_ones(result: Result) -> None:
-    moments = {"live_ns": 1, "first_answer_ns": 8 * 10**9}
+    moments: dict[str, Any] = {"live_ns": 1, "first_answer_ns": 8 * 10**9}
     first = ServerStart(
         label="a", repetition=0, ready_ns=7 * 10**9, caches="uncached", filled=("choices",), command_ns=2 * 10**9,
         stages_s={"choose": 4.0, "import": 1.5, "else": 0.5}, **moments,
