@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -47,10 +47,10 @@ def _is_loopback(host: str) -> bool:
 class Keys:
     """The keys that a server takes; front ends have those of the process that has started them."""
 
-    def __init__(self, file: Path | None, variable: str, *, open_metrics: bool) -> None:
+    def __init__(self, file: Path | None, variable: str | None, *, open_metrics: bool) -> None:
         """Raises `OptionError`, which quotes no key."""
         self._file = file
-        self._variable = variable.encode()
+        self._variable = variable
         self._open_paths = OPEN_PATHS | (METRICS_PATHS if open_metrics else frozenset())
         self._secret = secrets.token_bytes(32)
         self._hashes = self._read()
@@ -58,8 +58,8 @@ class Keys:
     @classmethod
     def of(cls, settings: NativeSettings) -> Keys | None:
         """The keys of the settings and the environment; None if there are none, so that every request is answered."""
-        variable = os.environ.get(VARIABLE, "")
-        if settings.api_key_file is None and not variable.strip():
+        variable = os.environ.get(VARIABLE)
+        if settings.api_key_file is None and variable is None:
             if settings.open_metrics:
                 raise OptionError("--open-metrics is for a server with keys: add --api-key-file FILE")
             if not settings.anyone and not _is_loopback(settings.host):
@@ -93,7 +93,7 @@ class Keys:
         return hashlib.blake2b(key, digest_size=32, key=self._secret).digest()
 
     def _read(self) -> frozenset[bytes]:
-        hashes = set(self._hashes_of(VARIABLE, self._variable))
+        hashes: set[bytes] = set() if self._variable is None else self._hashes_of(VARIABLE, self._variable.encode())
         if self._file is not None:
             try:
                 with self._file.open("rb") as opened:
@@ -102,12 +102,11 @@ class Keys:
                 raise OptionError(f"--api-key-file {self._file} cannot be read: {exc.strerror}") from exc
             if len(content) > MOST_FILE_BYTES:
                 raise OptionError(f"--api-key-file {self._file} has more than {MOST_FILE_BYTES >> 20} MiB")
-            hashes |= set(self._hashes_of(str(self._file), content))
-        if not hashes:
-            raise OptionError(f"--api-key-file {self._file} has no key; write one per line")
+            hashes |= self._hashes_of(f"--api-key-file {self._file}", content)
         return frozenset(hashes)
 
-    def _hashes_of(self, source: str, content: bytes) -> Iterable[bytes]:
+    def _hashes_of(self, source: str, content: bytes) -> set[bytes]:
+        hashes: set[bytes] = set()
         for number, line in enumerate(content.splitlines(), 1):
             key = _COMMENT.sub(b"", line).strip()
             if key and not _KEY.fullmatch(key):
@@ -116,4 +115,7 @@ class Keys:
                     "printable ASCII characters without spaces, such as `openssl rand -hex 32` writes"
                 )
             if key:
-                yield self._hash(key)
+                hashes.add(self._hash(key))
+        if not hashes:  # a key was meant: a secret that is not there must not open the server
+            raise OptionError(f"{source} has no key: write one per line, or leave it out")
+        return hashes

@@ -51,6 +51,19 @@ def test_a_file_without_keys_is_refused_and_not_quoted(tmp_path: Path, text: str
     assert KEY not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["", " \n\t", "# none yet\n"])
+def test_a_variable_without_keys_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    (tmp_path / "keys").write_text(KEY)
+    monkeypatch.setenv(VARIABLE, text)
+    for settings in (NativeSettings(), NativeSettings(anyone=True), NativeSettings(api_key_file=tmp_path / "keys")):
+        with pytest.raises(OptionError, match=f"^{VARIABLE} has no key"):
+            Keys.of(settings)
+    (tmp_path / "keys").write_text(text)
+    monkeypatch.setenv(VARIABLE, KEY)
+    with pytest.raises(OptionError, match="keys has no key"):
+        Keys.of(NativeSettings(api_key_file=tmp_path / "keys"))
+
+
 def test_a_file_that_cannot_be_read_any_more_leaves_the_keys(tmp_path: Path) -> None:
     keys = keys_of(KEY, tmp_path)
     (tmp_path / "keys").unlink()
