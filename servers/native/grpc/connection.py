@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from servers.native.grpc import http2
 from servers.native.grpc.call import STREAM_WINDOW, Call, GrpcMessage, MessageAnswer, OutgoingMessages
@@ -33,7 +34,14 @@ from servers.native.grpc.http2 import (
 from servers.native.grpc.messages import MessageTemplates
 from servers.native.shared.errors import HOLDS_ENOUGH, FailureLog, failure_reason
 from servers.native.shared.keys import NO_KEY, OPEN_METHODS, Keys
-from servers.native.shared.limits import MAX_INFLATING, STREAM_UNREAD_BYTES, InflatingThread, Turns, Uptake
+from servers.native.shared.limits import (
+    KEYLESS_LINGER_BYTES,
+    MAX_INFLATING,
+    STREAM_UNREAD_BYTES,
+    InflatingThread,
+    Turns,
+    Uptake,
+)
 from servers.native.shared.memory import ALIGNMENT, RequestMemory, UnreadAnswers
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
@@ -93,6 +101,8 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         self._settled = False  # and its settings
         self._calls: dict[int, Call] = {}
         self._last_stream = 0
+        self._keyed_stream = 0  # the last call with a key, or of a server without keys
+        self._keyless_bytes = 0  # dropped since then
         self._idle_since = time.monotonic()  # when the last call ended
         # The DATA frame whose content is arriving
         self._left = 0  # of its content
@@ -380,9 +390,24 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
             self._ends = call if call.ending else None
             if call.trailers is not None:  # its answer waits for the client
                 call = None
+        elif stream > self._keyed_stream:
+            self._drop_keyless(length)
         self._call = call
         if not self._left and not self._padding:
             self._end_data()
+
+    def _drop_keyless(self, length: int) -> None:
+        """Count bytes behind the refusal of a call without a key: the connection takes no more calls, and is closed.
+
+        Closed with bytes unread, the system takes the refusal back before the client reads it. So the client, told to
+        go, may send what one call's window allows before it reads that. Raises `Http2Error`.
+        """
+        self._keyless_bytes += length
+        if self._keyless_bytes > KEYLESS_LINGER_BYTES and not self.stopping:
+            self.stopping = True
+            self._goaway(http2.NO_ERROR)
+        if self._keyless_bytes > KEYLESS_LINGER_BYTES + STREAM_WINDOW:
+            raise Http2Error(http2.ENHANCE_YOUR_CALM, "a client without a key sends on")
 
     def _feed(self, data: bytes | bytearray, place: int, end: int) -> int:
         """Use content of the present DATA frame; returns where it ends."""
@@ -458,6 +483,8 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         if not stream & 1:
             raise Http2Error(http2.PROTOCOL_ERROR, "clients open calls with odd numbers")
         self._last_stream = stream
+        if not head.keyless:
+            self._keyed_stream, self._keyless_bytes = stream, 0
         if self.stopping or len(self._calls) >= MAX_CALLS:
             self._write(http2.reset_frame(stream, http2.REFUSED_STREAM))
         elif head.refusal is not None:
@@ -694,10 +721,12 @@ class GrpcConnections(ABC):
     def read_head(self, fields: list[tuple[bytes, bytes]]) -> CallHead:
         """What the headers of a call say."""
         head = read_call_head(fields, self._methods)
-        if self.keys is None or (head.method is not None and head.method.name in OPEN_METHODS):
+        if self.keys is None:
             return head
+        if head.method is not None and head.method.name in OPEN_METHODS:
+            return replace(head, keyless=True)
         known = self.keys.knows([value for name, value in fields if name == b"authorization"])
-        return head if known else CallHead(refusal=CallStatus("UNAUTHENTICATED", NO_KEY))
+        return head if known else CallHead(refusal=CallStatus("UNAUTHENTICATED", NO_KEY), keyless=True)
 
     def forget_heads(self) -> None:
         """Read the headers of calls anew: the keys have changed."""

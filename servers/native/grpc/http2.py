@@ -256,6 +256,8 @@ class CallHead:
     encoding: str = "identity"
     refusal: CallStatus | None = None
     trace_headers: dict[str, str] | None = None
+    keyless: bool = False
+    """Whether the server has keys, and the call did not have to bring one of them, or did not."""
 
 
 def read_call_head(fields: list[tuple[bytes, bytes]], methods: Mapping[bytes, GrpcMethod]) -> CallHead:

@@ -44,7 +44,7 @@ from servers.native.shared.errors import (
     failure_reason,
     shutting_down,
 )
-from servers.native.shared.limits import STREAM_UNREAD_BYTES, Turns, Uptake
+from servers.native.shared.limits import KEYLESS_LINGER_BYTES, STREAM_UNREAD_BYTES, Turns, Uptake
 from servers.native.shared.memory import UNCOUNTED_BYTES, RequestMemory, UnreadAnswers
 from servers.native.shared.settings import NativeSettings
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
@@ -61,8 +61,6 @@ LINGER_S = 5.0
 """How long a refused client may go on sending before it is cut off."""
 LINGER_BYTES = 256 * 2**20
 """Bytes that a refused client may still send before it is cut off; they are read and dropped."""
-KEYLESS_LINGER_BYTES = 2**20
-"""The same, of a client without a key."""
 LAST_BODY_S = 5.0
 """How long an arriving body may take to complete once the server is told to stop."""
 ROOM_WAIT_S = 5.0

@@ -27,6 +27,8 @@ UNREAD_S = 5.0
 LEAST_TAKEN_PER_S = 2048
 """A client that in `UNREAD_S`, or `read_timeout_s` if that is less, has not taken what was sent before, must have taken
 so many bytes per second."""
+KEYLESS_LINGER_BYTES = 2**20
+"""Bytes that are dropped of a client without a key before its connection ends."""
 MAX_INFLATING = 8
 """Most compressed bodies that are inflated and parsed, or wait for that, in each front end over HTTP and over gRPC.
 

@@ -18,6 +18,17 @@ from tritonclient.utils import InferenceServerException
 
 from servers.native.shared.keys import VARIABLE
 from tests.integration.native.conftest import Server, status_of, wait_until
+from tests.integration.native.raw_grpc import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PING,
+    RawGrpc,
+    block,
+    frame,
+    prefixed,
+)
 from tests.integration.native.test_processes import front_ends
 
 KEY, OTHER, WRONG = "first-key-0123456789", "other-key-0123456789", "wrong-key-0123456789"
@@ -133,6 +144,36 @@ def test_a_body_behind_a_wrong_key_is_cut_off(begin: Begin) -> None:
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
             client.sendall(bytes(60 * 2**20))
     assert server.request("POST", INFER, BODY, bearer(KEY)).status == 200
+
+
+def test_bytes_behind_a_call_with_a_wrong_key_are_bounded(begin: Begin) -> None:
+    server, mib = begin(), bytes(2**20)
+    with RawGrpc(server.grpc_port) as client:
+        client.open(1)
+        assert client.answer(1).status == 16
+        client.send(frame(DATA, 0, 1, mib))
+        assert client.call(3, b"", "ServerLive").status == 0
+        client.send(frame(DATA, 0, 1, b"x"))
+        client.open(5, "ServerLive")
+        assert (client.answer(5).reset, client.goaway) == (7, 0)
+        client.send(frame(DATA, 0, 1, mib[:-1]), *[frame(DATA, 0, 1, mib)] * 7)  # what was under way when it was told
+        client.send(frame(PING, 0, 0, bytes(8)))
+        while not client.pings:
+            client.read()
+        client.send(frame(DATA, 0, 1, length=1))
+        client.read_until_closed()
+        assert client.goaway == 11
+    with RawGrpc(server.grpc_port) as client:
+        for stream in (1, 5, 9):
+            client.open(stream)
+            client.send(frame(DATA, 0, stream, mib))
+            client.send(
+                frame(HEADERS, END_HEADERS, stream + 2, block("ModelMetadata", [("authorization", f"Bearer {KEY}")]))
+            )
+            client.send(frame(DATA, END_STREAM, stream + 2, prefixed(b"")))
+            assert client.answer(stream).status == 16
+            assert client.answer(stream + 2).status is not None
+        assert client.goaway is None
 
 
 def test_curl_gets_the_refusal_of_a_large_body(begin: Begin, tmp_path: Path) -> None:
