@@ -41,6 +41,8 @@ class Judgement:
     """If it differs from the declared one."""
     remedy: str | None = None
     """If it differs from the declared one."""
+    failed: str | None = None
+    """If it differs from the declared one."""
     arms: tuple[Label, ...] = ()
     """The arms to blame."""
 
@@ -76,7 +78,7 @@ class CheckDefinition:
         """The check with this outcome, also of what is no comparison. `strict`: what makes a run rough takes its
         verdict away."""
         severity = outcome.severity or (self.unknown if outcome.ok is None else self.severity)
-        titles = {True: self.title, False: self.failed, None: self.not_known or self.title}
+        titles = {True: self.title, False: outcome.failed or self.failed, None: self.not_known or self.title}
         return Check(
             name=self.name,
             title=titles[outcome.ok],

@@ -16,15 +16,16 @@ from loadgen.base.quantities import counted, join, number, share
 from loadgen.checks.registry import AGAIN, Judgement, check, per_comparison, per_load
 from loadgen.findings.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding
 from loadgen.findings.rate_search import RatesFound, Trial
-from loadgen.metrics.comparisons import MIN_PAIRS, Comparison
+from loadgen.metrics.comparisons import MIN_PAIRS, Comparison, side_by_side
 from loadgen.metrics.facts import PLAN, Facts, WorkloadFacts, workload_scope
-from loadgen.metrics.registry import GOODPUT, leading_metric
+from loadgen.metrics.registry import GOODPUT, METRICS, leading_metric
 from loadgen.records.checks import Severity
 from loadgen.records.payloads import GUESSED
 from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart, TokensCompared
 from loadgen.records.run import Kind, Label, ParityRecord, Workload
 from loadgen.records.store import StoredRun
 from loadgen.records.targets import ROUTES
+from loadgen.stats.percentiles import samples_needed
 
 LEAST_ALIKE = 0.5
 """Share of the probe's prompts to which all arms give the same first token, below which a check warns: rounding changes
@@ -710,6 +711,30 @@ def cold_starts_succeeded(facts: Facts) -> Iterator[Judgement]:
     not_known="No round was measured",
 )
 @per_comparison
-def enough_pairs(leading: Sequence[Comparison], _: Facts) -> Judgement:
-    fewest = min(comparison.pairs for comparison in leading)
-    return Judgement(fewest >= MIN_PAIRS if fewest else None, counted(fewest, "complete round"), fewest)
+def enough_pairs(leading: Sequence[Comparison], facts: Facts) -> Judgement:
+    """Judge the comparison with the fewest pairs. One without any may have rounds that its metric could not use."""
+    least = min(leading, key=lambda comparison: comparison.pairs)
+    blocks = {
+        (block.round, block.label): block.samples
+        for load in facts.loads
+        if load.workload.name == least.workload
+        for block in load.blocks
+        if block.complete
+    }
+    rounds = side_by_side(blocks, least.pairing)
+    if least.pairs or not rounds:
+        return Judgement(
+            least.pairs >= MIN_PAIRS if least.pairs else None, counted(least.pairs, "complete round"), least.pairs
+        )
+    metric = METRICS[least.metric]
+    fewest = min(sum(samples) for samples in list(zip(*rounds, strict=True))[1:])
+    too_few = metric.quantile is not None and fewest < samples_needed(metric.quantile)
+    return Judgement(
+        False,
+        f"{counted(len(rounds), 'complete round')}, but {least.reason}",
+        0,
+        remedy=f"Ask for longer --open-seconds or more --rounds: {metric.title} leads, and has too few requests."
+        if too_few
+        else "Mend what is named, then run again.",
+        failed="The leading metric was not measured",
+    )

@@ -683,7 +683,8 @@ def leading_metric(workload: Workload) -> Metric:
     if not is_open_loop(workload) or has_limits(workload):
         return metrics_of(workload)[0]
     tails, rate = TAILS[workload.kind], workload.rate_per_s  # a share of a rate that is not measured yet has none
-    sent = 0 if rate is None else arrival_count(rate, workload.requests, workload.seconds, workload.max_seconds)
+    least = 0 if workload.arrivals == "trace" else workload.requests  # a replay has what the recording has
+    sent = 0 if rate is None else arrival_count(rate, least, workload.seconds, workload.max_seconds)
     requests = workload.rounds * sent
     supported = [m for m in tails if m.quantile is not None and samples_needed(m.quantile) <= requests]
     return supported[-1] if supported else tails[0]

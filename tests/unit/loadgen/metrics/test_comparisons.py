@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.base.quantities import excludes_one, ratio
+from loadgen.checks.registry import CHECKS
 from loadgen.measure.progress import LiveRatios
 from loadgen.metrics.comparisons import (
     Comparison,
@@ -26,7 +27,7 @@ from loadgen.metrics.comparisons import (
     judge,
     seen_correlations,
 )
-from loadgen.metrics.registry import METRICS, metrics_of
+from loadgen.metrics.registry import METRICS, leading_metric, metrics_of
 from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.run import ArmRequest, Experiment, Figure, Pairing, Workload
 from loadgen.stats.ratios import RatioEstimate
@@ -86,6 +87,22 @@ def test_a_percentile_without_the_samples_says_how_many_it_needs(tmp_path: Path)
     p99 = next(c for c in result.comparisons if (c.workload, c.metric) == ("concurrent(16)", "latency_p99"))
     assert p99.ratio is None
     assert "662 samples per arm; one arm has 18" in (p99.reason or "")
+
+
+@pytest.mark.parametrize(("rate", "leads", "ok"), [(40.0, "latency_p90", False), (18.0, "latency_p50", True)])
+def test_a_replay_is_led_by_a_percentile_that_its_rate_supports(
+    tmp_path: Path, rate: float, leads: str, ok: bool
+) -> None:
+    workload = Workload(
+        scenario="traffic", batch_size=1, concurrency=4, requests=18, seconds=1.0, max_seconds=1.0, rounds=3,
+        arrivals="trace", rate_per_s=rate, traffic="traffic",
+    )  # fmt: skip
+    assert leading_metric(msgspec.structs.replace(workload, requests=100, max_seconds=30.0)).name == leads
+    result = analyse(write_run(tmp_path, Plan(pairs=3, workloads=(workload,))))
+    assert [c.metric for c in result.comparisons if c.leading] == [leads]
+    [check] = [check for check in result.checks if check.name == "enough_pairs"]
+    assert (check.ok, check.title == CHECKS["enough_pairs"].not_known) == (ok, False)
+    assert ("--open-seconds" in check.remedy, "3 complete rounds" in check.detail) == (not ok, True)
 
 
 def test_one_pair_decides_nothing(tmp_path: Path) -> None:
