@@ -22,7 +22,7 @@ from loadgen.metrics.registry import GOODPUT, METRICS, leading_metric
 from loadgen.records.checks import Severity
 from loadgen.records.payloads import GUESSED
 from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart, TokensCompared
-from loadgen.records.run import Kind, Label, ParityRecord, Workload
+from loadgen.records.run import Kind, Label, ParityRecord, Workload, option_of
 from loadgen.records.store import StoredRun
 from loadgen.records.targets import ROUTES
 from loadgen.stats.percentiles import samples_needed
@@ -242,7 +242,10 @@ def analysed(facts: Facts) -> Iterator[Judgement]:
     language=False,
 )
 def parity(facts: Facts) -> Iterator[Judgement]:
+    """Judge the answers; skipped where an arm refused a request, which `parity_answered` says."""
     record = facts.run.parity
+    if record is not None and record.refused_items is not None:
+        return
     if record is None or (not record.cases and record.error is None):
         yield Judgement(None, "parity was not measured")
         return
@@ -259,6 +262,30 @@ def parity(facts: Facts) -> Iterator[Judgement]:
         record.threshold_cosine if relative is None else record.tolerance_relative,
         arms=tuple(dict.fromkeys(case.label for case in record.cases if not case.ok)),
     )
+
+
+@check(
+    "every arm answers the parity check",
+    "An arm refused a request of the parity check",
+    "invalidates",
+    "Read what the arm answered, and let it accept every request of the load.",
+    fault="failed requests",
+    language=False,
+)
+def parity_answered(facts: Facts) -> Iterator[Judgement]:
+    """Name the arm that refused a request, and why; skipped without one."""
+    record = facts.run.parity
+    if record is None or record.error is None or record.refused_items is None:
+        return
+    arm = next((arm for arm in facts.run.arms if arm.label == record.failed_arm), None)
+    limit = None if arm is None else arm.in_effect.get("max_batch_size")
+    remedy = None
+    if arm is not None and isinstance(limit, int) and limit < record.refused_items:
+        remedy = (
+            f"Raise max-batch-size of {facts.names[arm.label]} from {limit} to {record.refused_items}, as with "
+            f"{option_of(arm.label, 'option')} max-batch-size={record.refused_items}."
+        )
+    yield Judgement(False, record.error, record.refused_items, remedy=remedy, arms=(arm.label,) if arm else ())
 
 
 def parity_figures(record: ParityRecord) -> str:

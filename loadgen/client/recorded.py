@@ -44,9 +44,14 @@ def prepare_recorded(replay: Replay, signature: Signature) -> RecordedBodies:
         if key not in made:
             made[key] = recorded_request(request, replay.content(request), signature)
         requests.append(made[key])
-        shape = request.tensors[0].shape if request.tensors else ()
-        sizes.append(shape[0] if signature.batched and shape and shape[0] > 0 else 1)
+        sizes.append(items_of(request, signature))
     return RecordedBodies(tuple(requests), tuple(sizes))
+
+
+def items_of(request: RecordedRequest, signature: Signature) -> int:
+    """The items of a recorded request, by its first input."""
+    shape = request.tensors[0].shape if request.tensors else ()
+    return shape[0] if signature.batched and shape and shape[0] > 0 else 1
 
 
 def recorded_request(request: RecordedRequest, content: bytes, signature: Signature) -> PreparedRequest:

@@ -26,7 +26,7 @@ from loadgen.client.endpoint import Signature
 from loadgen.client.inputs import InputError, SampleInputs
 from loadgen.client.messages import BlockOutcome, KeptAnswer, Open
 from loadgen.client.outputs import AnswerError
-from loadgen.client.recorded import recorded_request
+from loadgen.client.recorded import items_of, recorded_request
 from loadgen.client.traffic import unpacked
 from loadgen.client.transports import InferenceTarget, Request, prepare, read_answer
 from loadgen.experiment.plan import FULL
@@ -71,11 +71,12 @@ Rules = Mapping[str, Tolerance]
 
 
 class ParityError(AnswerError):
-    """An arm does not answer the inputs of the parity check as its metadata says."""
+    """An arm does not answer the inputs of the parity check as its metadata says, or refuses `refused_items` of them
+    in one request."""
 
-    def __init__(self, message: str, arm: Label) -> None:
+    def __init__(self, message: str, arm: Label, refused_items: int | None = None) -> None:
         super().__init__(message)
-        self.arm = arm
+        self.arm, self.refused_items = arm, refused_items
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,8 @@ def check_parity(
         cases = _cases(arms, alone, sent, rules)
         cases += _recorded_cases(arms, replay, rules) if replay is not None else []
     except (AnswerError, ConnectionRefused, InputError, TrafficError) as exc:
-        failed = exc.arm if isinstance(exc, ParityError) else None
-        return msgspec.structs.replace(record, error=str(exc), failed_arm=failed)
+        arm, items = (exc.arm, exc.refused_items) if isinstance(exc, ParityError) else (None, None)
+        return msgspec.structs.replace(record, error=str(exc), failed_arm=arm, refused_items=items)
     alike = {
         label: tuple(name for name in rules if all_alike([answer[name] for answer in answers.values()]))
         for label, answers in alone.items()
@@ -192,12 +193,16 @@ def _recorded_cases(arms: Mapping[Label, ParityTarget], replay: Replay, rules: R
     for shape, numbers in replay.of_every_shape(RECORDED_PER_SHAPE).items():
         answers: dict[Label, list[Answer]] = {}
         for label, arm in arms.items():
-            try:
-                answers[label] = [_ask_recorded(arm, replay, number) for number in numbers]
-            except (AnswerError, ConnectionRefused) as exc:
-                raise ParityError(
-                    f"{arm.name or label} does not answer a recorded request ({shape}): {exc}", label
-                ) from exc
+            answers[label] = []
+            for number in numbers:
+                try:
+                    answers[label].append(_ask_recorded(arm, replay, number))
+                except (AnswerError, ConnectionRefused) as exc:
+                    items = items_of(replay.requests()[number], arm.signature) if _is_refusal(exc) else None
+                    does = "does not answer" if items is None else "refuses"
+                    raise ParityError(
+                        f"{arm.name or label} {does} a recorded request ({shape}): {exc}", label, items
+                    ) from exc
         first, *others = arms
         for label in others:
             of = "" if len(others) == 1 else f"{label}: "
@@ -339,13 +344,19 @@ def _ask_recorded(arm: ParityTarget, replay: Replay, number: int) -> Answer:
     return ask_prepared(arm, recorded_request(request, replay.content(request), arm.signature))
 
 
+def _is_refusal(exc: AnswerError | ConnectionRefused) -> bool:
+    """Whether the arm was asked and said no, rather than nothing or something else."""
+    return isinstance(exc, ConnectionRefused) or exc.status > 0
+
+
 def _ask_all(label: Label, arm: ParityTarget, batches: Sequence[tuple[int, ...]], *, at_once: int) -> list[Answer]:
     """The answer to each item of each batch. Raises `ParityError`."""
     try:
         with ThreadPoolExecutor(max_workers=at_once) as pool:
             answers = list(pool.map(lambda items: ask(arm, items), batches))
     except (AnswerError, ConnectionRefused) as exc:
-        raise ParityError(f"{arm.name or label} does not answer the inputs of the parity check: {exc}", label) from exc
+        why = f"{arm.name or label} does not answer the inputs of the parity check: {exc}"
+        raise ParityError(why, label, max(map(len, batches)) if _is_refusal(exc) else None) from exc
     return [
         {name: array[place : place + 1] for name, array in answer.items()}
         for items, answer in zip(batches, answers, strict=True)

@@ -734,6 +734,8 @@ class ParityRecord(Record, frozen=True, kw_only=True):
     error: str | None = None
     failed_arm: Label | None = None
     """The arm that the error is about, if it is about one."""
+    refused_items: int | None = None
+    """Items of the request that this arm refused; None if that is not the error."""
     precision: str | None = None
     """The coarsest precision of all arms, which decides the tolerance."""
     tolerance_relative: float | None = None

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 from urllib.request import urlopen
 
 import numpy as np
@@ -21,6 +22,7 @@ from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import SampleInputs, read_inputs, write_samples
 from loadgen.client.messages import BlockOutcome, GeneratorError, Open, Prepare
 from loadgen.client.transports import InferenceTarget, prepare, read_answer
+from loadgen.experiment.replay import Replay
 from loadgen.experiment.schedule import due_offsets_ns
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.measure.answers import ParityTarget, check_parity
@@ -28,6 +30,7 @@ from loadgen.records.payloads import IMAGE_PAYLOADS, variant_name
 from loadgen.records.targets import TRANSPORTS, Transport
 from loadgen.stats.agreement import tolerance_of
 from tests.integration.loadgen.conftest import await_true, regions_of_load
+from tests.recording import write_traffic
 
 ABSERVE = (sys.executable, "-P", "-m", "loadgen.entry")
 MODEL = "openclip_vit_b32"
@@ -188,6 +191,19 @@ def test_parity_is_asked_through_the_arms_own_doors(server: EmbeddedDeployment, 
     assert record.ok, record.error
     assert all(case.max_abs == 0 for case in record.cases)
     assert regions_of_load() == []
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_a_recorded_request_that_an_arm_refuses_is_named(
+    server: EmbeddedDeployment, samples: Path, tmp_path: Path, transport: Literal["http", "grpc"]
+) -> None:
+    traffic = write_traffic(tmp_path, [(at, np.zeros((16, 2))) for at in (0.0, 1.0)], grpc=transport == "grpc")
+    arm = question(server, samples, transport, "uint8")
+    record = check_parity(
+        {"a": arm, "b": arm}, [1], tolerance_of(["fp32"]), few=True, replay=Replay(str(traffic), transport, 1.0)
+    )
+    assert (record.ok, record.failed_arm, record.refused_items) == (False, "a", 16)
+    assert {"http": "HTTP 400: ", "grpc": "INVALID_ARGUMENT: "}[transport] in (record.error or "")
 
 
 def test_a_slow_model_answers_fewer_inputs_alone_but_each_length(

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.checks.registry import CHECKS, Judgement
+from loadgen.checks.registry import CHECKS, Judgement, validity
 from loadgen.checks.registry import check as declare
 from loadgen.metrics.facts import Facts
 from loadgen.records.checks import Check
@@ -104,6 +104,11 @@ def disagree(directory: Path) -> None:
     path.write_text(json.dumps(parity))
 
 
+def refuse(directory: Path) -> None:
+    words = "B does not answer a recorded request (x FP32 [16, 2]): HTTP 400: at most 8 items"
+    edit_json(directory / "parity.json", ok=False, cases=[], error=words, failed_arm="b", refused_items=16)
+
+
 def answer_alike(directory: Path) -> None:
     """Every answer of both arms holds the same values."""
     edit_json(directory / "parity.json", kinds={"y": "embedding"}, alike={"a": ["y"], "b": ["y"]})
@@ -139,6 +144,7 @@ FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
     ("gpu_present", "informs", None, Plan(**SMALL)),
     ("run_finished", "invalidates", None, Plan(state="interrupted", cut_after=50, **SMALL)),
     ("parity", "invalidates", disagree, Plan(**SMALL)),
+    ("parity_answered", "invalidates", refuse, Plan(**SMALL)),
     ("answers_depend_on_inputs", "invalidates", answer_alike, Plan(**SMALL)),
     ("inputs_are_known", "warns", made_up, Plan(**SMALL)),
     ("same_payload", "invalidates", sent_other_payloads, Plan(**SMALL)),
@@ -479,6 +485,18 @@ def test_answers_that_are_all_alike_are_expected_of_the_null_engine_and_possible
     judged = check(analyse(tmp_path), "answers_depend_on_inputs")
     assert (judged.ok, judged.severity) == (False, "warns")
     assert judged.detail == "the answers of Triton do not depend on the inputs: all of them are alike"
+
+
+@pytest.mark.parametrize(("limit", "named"), [(8, True), (32, False), (None, False)])
+def test_a_request_that_an_arm_refuses_is_no_wrong_answer(tmp_path: Path, limit: int | None, named: bool) -> None:
+    write_run(tmp_path, Plan(b_in_effect={} if limit is None else {"max_batch_size": limit}, **SMALL))
+    refuse(tmp_path)
+    result = analyse(tmp_path)
+    assert [(c.name, c.arms) for c in result.checks if c.name.startswith("parity")] == [("parity_answered", ("b",))]
+    [check] = [check for check in result.checks if check.name == "parity_answered"]
+    assert "HTTP 400: at most 8 items" in check.detail
+    assert ("--b-option max-batch-size=16" in check.remedy) == named
+    assert validity(result.checks) == "INVALID: failed requests"
 
 
 def test_failed_parity_leaves_no_verdict_at_all(tmp_path: Path) -> None:
