@@ -9,7 +9,7 @@ bytes, which takes about a microsecond.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -67,7 +67,7 @@ class ResponseOutput(msgspec.Struct):
     shape: Annotated[list[Size], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
     parameters: OutputParameters | None = None
     data: list[Any] | None = None
-    """Values in the JSON. They are never read, because binary outputs are requested."""
+    """Values in the JSON, which are read only where no binary ones were requested."""
 
     @property
     def binary_bytes(self) -> int | None:
@@ -98,8 +98,9 @@ def _with_different_names(outputs: list[ResponseOutput]) -> list[ResponseOutput]
     return outputs
 
 
-def read_body(body: memoryview, header_length: str | None) -> dict[str, Array]:
-    """The outputs of an HTTP response, whose JSON has `header_length` bytes or is all of it. Raises `DocumentError`."""
+def read_body(body: memoryview, header_length: str | None, *, binary: bool = True) -> dict[str, Array]:
+    """The outputs of an HTTP response, whose JSON has `header_length` bytes or is all of it. With `binary` values in
+    the JSON are an error, because binary ones were requested. Raises `DocumentError`."""
     end = len(body)
     if header_length is not None:
         if not header_length.isascii() or not header_length.isdigit() or len(header_length) > _MOST_DIGITS:
@@ -111,7 +112,10 @@ def read_body(body: memoryview, header_length: str | None) -> dict[str, Array]:
     for output in read_document(body[:end]):
         size = output.binary_bytes
         if size is None:
-            raise DocumentError(f"output {output} {_NOT_BINARY}")
+            if binary or output.data is None:
+                raise DocumentError(f"output {output} {_NOT_BINARY}")
+            arrays[output.name] = _read_values(output, [*_leaves(output.data)])
+            continue
         if end + size > len(body):
             raise DocumentError(f"output {output} declares {size:,} bytes, but {len(body) - end:,} are left")
         arrays[output.name] = read_tensor(output, body[end : end + size])
@@ -153,11 +157,20 @@ def typed_values(output: Any) -> Sequence[Any]:
     return values
 
 
+def _leaves(data: Iterable[Any]) -> Iterator[Any]:
+    """The elements of nested lists in order, text as bytes."""
+    for each in data:
+        if isinstance(each, list):
+            yield from _leaves(each)
+        else:
+            yield each.encode() if isinstance(each, str) else each
+
+
 def _read_values(output: ResponseOutput, values: Sequence[Any]) -> Array:
     if output.datatype == "BYTES":
         return byte_array(list(values)).reshape(output.shape)
-    array = exact_array(values, output.datatype)
-    if array is None:
+    array = exact_array(values, output.datatype) if output.datatype in NUMPY_TYPES else None
+    if array is None or len(array) != math.prod(output.shape):
         raise DocumentError(f"output {output} has a value that its datatype cannot hold")
     return array.reshape(output.shape)
 

@@ -32,7 +32,7 @@ from loadgen.base.headers import read_headers
 from loadgen.experiment.schedule import RATE_LIMIT_PER_S
 from loadgen.records.payloads import DEFAULT_MODEL, Payload, is_language
 from loadgen.records.run import REQUEST_TIMEOUT_S, DeploymentKind, Kind, Record
-from loadgen.records.scenarios import SCENARIOS, Scenario
+from loadgen.records.scenarios import SCENARIOS, PlannedScenario
 from loadgen.records.targets import TARGET_NAMES, TOKEN_TRANSPORTS, TokenTransport, Transport
 from loadgen.stats.percentiles import queries_needed
 
@@ -40,11 +40,11 @@ MAIN, TARGET, LOAD, MEASUREMENT, OUTPUT = PANELS = ("Main options", "Target", "L
 """The groups of the help, in their order."""
 REPEATED = "repeated"
 """Marks a tuple whose values hold commas or spaces: the option is given once per value and has no variable."""
-DEFAULT_SCENARIOS: tuple[Scenario, ...] = ("cold-start", "single", "batched", "concurrent")
+DEFAULT_SCENARIOS: tuple[PlannedScenario, ...] = ("cold-start", "single", "batched", "concurrent")
 SMOKE_BATCH_SIZES = (8,)
-SURFACE_SCENARIOS: tuple[Scenario, ...] = ("surface",)
+SURFACE_SCENARIOS: tuple[PlannedScenario, ...] = ("surface",)
 SURFACE_USERS, SURFACE_BATCH_SIZES = (16,), (1, 8)
-LANGUAGE_SCENARIOS: tuple[Scenario, ...] = ("single", "concurrent")
+LANGUAGE_SCENARIOS: tuple[PlannedScenario, ...] = ("single", "concurrent")
 LANGUAGE_USERS, LANGUAGE_SMOKE_USERS = (4, 16), (4,)
 DEFAULT_PROJECT = "abserve"
 _MOST_LIMIT_MS = 3_600_000.0
@@ -143,7 +143,7 @@ def _shown_headers(headers: dict[str, str]) -> dict[str, str]:
 
 
 SEPARATED = BeforeValidator(_separated)
-Scenarios = Annotated[tuple[Scenario, ...], SEPARATED, Field(min_length=1)]
+Scenarios = Annotated[tuple[PlannedScenario, ...], SEPARATED, Field(min_length=1)]
 Transports = Annotated[tuple[Transport, ...], SEPARATED, Field(min_length=1)]
 Payloads = Annotated[tuple[Payload, ...], SEPARATED, Field(min_length=1)]
 Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], SEPARATED]

@@ -32,6 +32,7 @@ MODULES = tuple(
         "ceiling",
         "cold_start",
         "best",
+        "shadow",
     )
 )
 

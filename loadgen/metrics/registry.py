@@ -494,6 +494,23 @@ def _of_probe(name: str, title: str, unit: str, scenario: Scenario, *, higher_is
     )
 
 
+def _of_pairs(name: str, title: str, column: str) -> Metric:
+    """The geometric mean of the times from the intended start to that of a column, compared in a shadow."""
+
+    def geometric_mean_ms(samples: Samples, _: Workload) -> float | None:
+        answered = good(samples)
+        times_ns = np.maximum(answered[column] - answered["intended_ns"], 1)
+        return float(np.exp(np.mean(np.log(times_ns)))) / NS_PER_MS if len(answered) else None
+
+    in_shadow = _in_scenario("shadow")
+    return register(
+        Metric(
+            name, title, "ms", higher_is_better=False, measured_in=in_shadow, compared_in=in_shadow,
+            of_block=geometric_mean_ms,
+        )
+    )  # fmt: skip
+
+
 THROUGHPUT = register(
     Metric(
         "throughput",
@@ -554,13 +571,16 @@ ACHIEVED_RATE = register(
         PER_SECOND,
         higher_is_better=True,
         measured_in=is_open_loop,
-        compared_in=is_open_loop,
+        compared_in=lambda workload: is_open_loop(workload) and workload.scenario != "shadow",
         of_block=items_per_s,
         column="throughput_per_s",
         is_of_all_time=True,
     )
 )
 """The rate of the responses of an open loop: below the requested rate if an arm cannot sustain it."""
+TYPICAL_LATENCY = _of_pairs("typical_latency", "typical latency", "end_ns")
+"""Of a shadow, where all arms get the same requests: its ratio is the geometric mean of the requests' ratios."""
+_of_pairs("typical_first_byte", "typical time to first byte", "first_byte_ns")
 LATENCIES = tuple(_latency(f"p{percent}", percent / 100, compared=True) for percent in (50, 90, 99))
 RATES: Mapping[Kind, Metric] = {Kind.TENSORS: THROUGHPUT, Kind.TOKENS: OUTPUT_TOKENS}
 """What several users at once get per second."""
@@ -680,6 +700,8 @@ def leading_metric(workload: Workload) -> Metric:
     everywhere on a surface, and in an open loop with limits the goodput."""
     if workload.scenario == "cold-start":
         return TIME_TO_FIRST_ANSWER
+    if workload.scenario == "shadow":
+        return TYPICAL_LATENCY
     if not is_open_loop(workload) or has_limits(workload):
         return metrics_of(workload)[0]
     tails, rate = TAILS[workload.kind], workload.rate_per_s  # a share of a rate that is not measured yet has none

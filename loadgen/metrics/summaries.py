@@ -197,7 +197,7 @@ def _summarise_block(block: StoredBlock, origin_ns: int) -> BlockSummary:
         if record.offered is not None and record.due_span_ns is not None:
             # Requests of an open loop queue behind each other: a busy start does not mean that warm-up is missing.
             open_loop = summarise_open_loop(samples, record.offered, record.due_span_ns, block.workload.concurrency)
-        else:
+        elif not block.workload.is_open:
             share, warm = full_load_share(samples), slow_start(samples)
         for metric in _metrics_of(block.workload):
             measure = partial(metric.measure, samples, measured, block.workload)

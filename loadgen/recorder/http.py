@@ -141,6 +141,8 @@ class HttpTap:
             _, request = self._waiting[0]
             if isinstance(part, tuple):
                 first, headers, _, _ = part
+                if request is not None:
+                    request.answer_headers = headers
                 self._status = int(first.split(" ", 2)[1])
                 self.ends_connection = first[:8] == "HTTP/1.0" or "close" in headers.get("connection", "").lower()
                 if self._status == 101:

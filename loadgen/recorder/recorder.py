@@ -189,6 +189,7 @@ class PassedRequest:
     sent_ns: int | None = None
     """When its last byte was passed on."""
     first_byte_ns: int | None = None
+    answer_headers: Mapping[str, str] = field(default_factory=dict)
     answer: list[bytes] = field(default_factory=list)
     answer_bytes: int = 0
     end_ns: int | None = None
@@ -245,7 +246,7 @@ class PassedRequest:
                 content_bytes=self.content_bytes, headers=self.headers, status=self.status,
                 first_byte_ns=None if first_ns is None else max(0, first_ns - started_ns),
                 end_ns=None if end_ns is None else max(0, end_ns - started_ns), answer_bytes=self.answer_bytes,
-                **_described(self.transport, self.route, self.headers, content),
+                **described(self.transport, self.route, self.headers, content),
             ),
             content if self.recorder.keeps("contents") else None,
             b"".join(self.answer) if is_kept else None,
@@ -270,7 +271,7 @@ class _Body(msgspec.Struct):
     priority: int | None = None
 
 
-def _described(
+def described(
     transport: Literal["http", "grpc"], route: str, headers: Mapping[str, str], content: bytes
 ) -> dict[str, Any]:
     """Model, version, inputs and priority; without those that cannot be read."""

@@ -74,11 +74,12 @@ class Shadow(Observer):
 
     def __init__(
         self, candidate: Address, context: ssl.SSLContext | None, *, share: float = 1.0,
-        timeout_s: float = REQUEST_TIMEOUT_S, paired: Callable[[PairedRequest, PairedRequest], None],
+        timeout_s: float = REQUEST_TIMEOUT_S, counts: Counts | None = None,
+        paired: Callable[[PairedRequest, PairedRequest], None],
     ) -> None:  # fmt: skip
         """`paired` gets the primary's request and the copy, and frees the memory of both (`freed_bytes`)."""
         super().__init__()
-        self.counts = Counts()
+        self.counts = counts or Counts()
         self.candidate = candidate
         self._context = context
         self._share = share
@@ -89,6 +90,7 @@ class Shadow(Observer):
         self._idle: list[_CopyConnection] = []
         self._connecting: dict[asyncio.Task[None], PairedRequest] = {}
         self._rest_until_ns = 0
+        self._has_ended = False
         self._window_ns = self._reading_ns = 0
 
     def keeps(self, what: Literal["contents", "answers"]) -> bool:  # noqa: ARG002 (both)
@@ -99,7 +101,7 @@ class Shadow(Observer):
         self, transport: Literal["http", "grpc"], route: str, headers: Mapping[str, str], at_ns: int, head: str = ""
     ) -> PassedRequest | None:
         """A request of which the head has come; None if it is not chosen."""
-        if self._share < 1.0 and random.random() >= self._share:
+        if self._has_ended or (self._share < 1.0 and random.random() >= self._share):
             return None
         if not self.holds(BYTES_BESIDE):
             self.counts.dropped += 1
@@ -108,6 +110,8 @@ class Shadow(Observer):
 
     def forwarded(self, request: PassedRequest) -> None:
         """Copy a request that has passed whole, or drop it."""
+        if self._has_ended:
+            return
         primary = cast(PairedRequest, request)
         now_ns = request.sent_ns or 0
         if primary.lost or now_ns < self._rest_until_ns or len(self._waiting) >= MOST_WAITING:
@@ -133,8 +137,9 @@ class Shadow(Observer):
             self._pair(other, ended) if ended.is_copy else self._pair(ended, other)
 
     def _pair(self, primary: PairedRequest, copy: PairedRequest) -> None:
-        if copy.is_dropped:
-            self.counts.dropped += 1
+        if copy.is_dropped or self._has_ended:  # nobody compares pairs any more
+            self.counts.copied -= 1
+            self.counts.dropped += not self._has_ended
         elif primary.end_ns is None:
             self.counts.unpaired += 1
         else:
@@ -217,6 +222,7 @@ class Shadow(Observer):
                     if connection.copy is not None and (connection.copy.sent_ns or latest_ns) < latest_ns:
                         connection.fail(f"no answer within {self._timeout_s:g} s")
         finally:
+            self._has_ended = True
             self._rest(CONNECT_TIMEOUT_S)
             for task, copy in self._connecting.items():
                 task.cancel()

@@ -6,6 +6,7 @@ DIR/answers.json                list[AnswersCompared]
 DIR/token_answers.json          list[TokensCompared]  of a language model, instead of answers.json
 DIR/cold_starts.json            list[ServerStart]
 DIR/container_cold_starts.json  list[ContainerStart]
+DIR/shadow.json                 ShadowRecord       which requests of production traffic a shadow has compared
 """
 
 from __future__ import annotations
@@ -182,6 +183,37 @@ class AnswersCompared(Record, frozen=True, kw_only=True):
     """The first wrong answer: which request, and how it is wrong."""
     error: str | None = None
     """Why the answers could not be compared."""
+
+
+class ShadowRecord(Record, frozen=True, kw_only=True):
+    """What became of the requests that a shadow chose among those to the primary, and how it compared them."""
+
+    FILE = "shadow.json"
+    share: float
+    """The share that was asked for."""
+    block_seconds: float
+    copied: int = 0
+    dropped: int = 0
+    """Chosen and not compared: the candidate or the recorder was too slow."""
+    failed: int = 0
+    """Copies without a whole answer."""
+    unpaired: int = 0
+    """Without a whole answer of the primary."""
+    refused: int = 0
+    """Pairs that both arms refused with a status of 4xx, which are not timed."""
+    pairs: int = 0
+    compared: int = 0
+    """Pairs whose answers were compared."""
+    wrong: int = 0
+    """Of these, pairs with different answers."""
+    lag_p50_ms: float | None = None
+    """How much later the copy was sent than the request itself."""
+    lag_p99_ms: float | None = None
+
+    @property
+    def dropped_share(self) -> float:
+        """The part of the chosen requests that was dropped."""
+        return self.dropped / max(self.copied + self.dropped, 1)
 
 
 class ReferenceAnswer(Record, frozen=True, kw_only=True):

@@ -14,9 +14,11 @@ from loadgen.base.quantities import counted
 
 LanguageScenario = Literal["long-prompt", "long-answer", "shared-prefix", "goodput"]
 """Scenarios of language models alone."""
-Scenario = Literal[
+PlannedScenario = Literal[
     "cold-start", "single", "batched", "concurrent", "open", "traffic", "slo", "surface", LanguageScenario
 ]  # fmt: skip
+"""Scenarios of `abserve compare`."""
+Scenario = Literal[PlannedScenario, "shadow"]
 
 
 class ScenarioEntry(NamedTuple):
@@ -106,5 +108,6 @@ SCENARIOS: Mapping[Scenario, ScenarioEntry] = {
         _surface_place, lambda workload: (workload.concurrency, _across(workload)),
         settings={"batch_sizes": "1,8", "concurrency": "16"},
     ),
+    "shadow": ScenarioEntry(lambda _: "on the same requests of the traffic", of_tensors=False, of_tokens=False),
 }  # fmt: skip
 """All scenarios, in the order in which the help lists them."""

@@ -561,6 +561,8 @@ def _stopping_sentence(
         return "No round of blocks was planned."
     fewest, most = min(pairs.values()), max(pairs.values())
     count = counted(fewest, "round") if fewest == most else f"{fewest} to {most} rounds"
+    if any(workload.scenario == "shadow" for workload in experiment.workloads):
+        return f"Ended after {counted(fewest, 'block')} of time."
     if ended == "decided":
         return f"Stopped when every workload was decided, after {count} of each."
     if ended == "time limit":

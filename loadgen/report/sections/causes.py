@@ -172,6 +172,8 @@ def causes_note(result: Result) -> str:
     why = "the run ended before its ablations" if result.experiment.explain else "no ablation was run; add `--explain`"
     if result.experiment.is_at_best:
         why = "no ablation was run; compare a load with the settings chosen for it and `--explain`"
+    if result.experiment.preset == "shadow":
+        why = "a shadow has no ablations; `abserve compare --explain` has"
     if result.experiment.kind is Kind.TOKENS:
         if not any(scenario.reasons for scenario in result.verdict.scenarios):
             return f"Where the time of a token goes is not known: {why}."
@@ -189,7 +191,7 @@ def explain_command(result: Result) -> str:
     command = result.environment.command if result.environment else ""
     measured = any(summary.samples for summary in result.summaries)
     asked = result.of(CausesFound).workloads or result.experiment.explain
-    if asked or not measured or not command:
+    if asked or not measured or not command or result.experiment.preset == "shadow":
         return ""
     if command.startswith("abserve tune"):  # it has no such option; the file beside the report repeats the comparison
         command = "abserve compare experiment.yaml"

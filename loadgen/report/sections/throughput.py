@@ -26,8 +26,9 @@ BESIDE_POINT = "\N{NO-BREAK SPACE}" * 4
 
 def throughput_chart(result: Result) -> doc.Chart | None:
     """A group of bars per load, and below the name of the load its verdict; points where the axis is logarithmic,
-    because there the length of a bar says nothing. None without any throughput."""
-    served = {workload.name: workload for workload in result.experiment.workloads}
+    because there the length of a bar says nothing. None without any throughput, and for a shadow, whose arms get the
+    same requests."""
+    served = {workload.name: workload for workload in result.experiment.workloads if workload.scenario != "shadow"}
     metric = _metric_of(result)
     summaries = [s for s in result.summaries if figure_of(s, metric) and s.workload in served]
     names = list(dict.fromkeys(s.workload for s in summaries))

@@ -2,115 +2,16 @@
 
 from __future__ import annotations
 
-import http.client
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-COMMAND = "import typer; from loadgen.cli.shadow import shadow; typer.run(shadow)"
-INFER = "/v2/models/m/infer"
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Answers with the body that it got, or as its server's `answers` says."""
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: SmallServer
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        self.server.got.append((self.path, dict(self.headers), body))
-        self.server.came.release()
-        self.server.answers(self, body)
-
-    def send(self, body: bytes, status: int = 200) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-Answers = Callable[[Handler, bytes], None]
-
-
-class SmallServer(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 1024
-
-    def __init__(self, answers: Answers) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answers = answers
-        self.got: list[tuple[str, dict[str, str], bytes]] = []
-        self.came, self.over = threading.Semaphore(0), threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def handle_error(self, *_: object) -> None:
-        """The other side has closed the connection."""
-
-
-@contextmanager
-def serving(answers: Answers) -> Iterator[SmallServer]:
-    with SmallServer(answers) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.over.set()
-            server.shutdown()
-            thread.join(60)
-
-
-@dataclass
-class Shadowing:
-    """The command, running."""
-
-    process: subprocess.Popen[str]
-    port: int
-    folder: Path
-    said: str = field(default="", init=False)
-
-    def end(self) -> str:
-        """Stop it; what it has said."""
-        self.process.terminate()
-        self.said, errors = self.process.communicate(timeout=100)
-        assert self.process.returncode == 0, errors
-        return self.said
-
-
-@contextmanager
-def shadowing(primary: str, candidate: str, folder: Path, *options: str) -> Iterator[Shadowing]:
-    command = [sys.executable, "-c", COMMAND, "--primary", primary, "--candidate", candidate, "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen(
-        [*command, "--share", "1", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        assert line, process.stderr and process.stderr.read()
-        yield Shadowing(process, int(line.split(" ")[0].rpartition(":")[2]), folder)
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def echo(handler: Handler, body: bytes) -> None:
-    handler.send(body)
+from loadgen.entry import build
+from loadgen.findings.shadow import ShadowFound
+from loadgen.verdict.result import Result
+from tests.shadowing import INFER, Answers, Handler, ask, doubling, echo, serving, shadowing, tensor_request
 
 
 def hang(handler: Handler, _: bytes) -> None:
@@ -142,18 +43,6 @@ flood_bytes = flood_of(b"10000\r\n" + bytes(2**16) + b"\r\n")
 flood_chunks = flood_of(b"1\r\nx\r\n" * 10_000)
 
 
-def ask(port: int, bodies: list[bytes], path: str = INFER) -> list[tuple[int, bytes]]:
-    """The answers to these requests, one after another on one connection."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
-    answers = []
-    for body in bodies:
-        connection.request("POST", path, body, {"Authorization": "Bearer t"})
-        response = connection.getresponse()
-        answers.append((response.status, response.read()))
-    connection.close()
-    return answers
-
-
 @pytest.mark.parametrize(
     "candidate", [echo, hang, die, answer_500, speak_nonsense, flood_bytes, flood_chunks, None],
     ids=["echoes", "hangs", "dies", "500", "nonsense", "floods", "floods in chunks", "refuses"],
@@ -164,23 +53,107 @@ def test_clients_get_the_answers_of_the_primary_whatever_the_candidate_does(
     with serving(echo) as primary, serving(candidate or echo) as second:
         if candidate is None:
             second.socket.close()
-        with shadowing(primary.url, second.url, tmp_path) as running, ThreadPoolExecutor(4) as clients:
+        with shadowing(primary.url, second.url, tmp_path / "run") as running, ThreadPoolExecutor(4) as clients:
             bodies = [[b"%d-%d" % (user, turn) * 50 for turn in range(100)] for user in range(4)]
             answers = list(clients.map(ask, [running.port] * 4, bodies))
             assert answers == [[(200, body) for body in of_user] for of_user in bodies]
-            running.end()
-    assert len(primary.got) == 400
+            record = running.end().of(ShadowFound).record
+    assert len([path for path, *_ in primary.got if path == INFER]) == 400
+    assert record is not None
+    assert record.pairs + record.dropped <= 400
+    assert record.wrong == 0
+    if candidate is echo:
+        assert record.failed == record.dropped == 0
+    elif candidate is answer_500:
+        assert (record.failed, record.pairs > 0) == (0, True)
 
 
 def test_the_candidate_gets_the_requests_to_models_and_no_others(tmp_path: Path) -> None:
     big = bytes(range(256)) * 4096
-    with serving(echo) as primary, serving(echo) as second, shadowing(primary.url, second.url, tmp_path) as running:
+    with (
+        serving(echo) as primary,
+        serving(echo) as second,
+        shadowing(primary.url, second.url, tmp_path / "run") as running,
+    ):
         asked = [(INFER + "?key=1", b"small"), (INFER, big), ("/v2/models/m/load", b"x"), ("/v1/completions", b"{}")]
         for path, body in asked:
             assert ask(running.port, [body], path) == [(200, body)]
         assert all(second.came.acquire(timeout=100) for _ in range(3))
         running.end()
     copied = sorted((path, body) for path, _, body in second.got)
+    copied = [each for each in copied if each[1]]
     assert copied == sorted((path, body) for path, body in asked if "load" not in path)
     headers = second.got[0][1]
     assert (headers["Authorization"], headers["Host"]) == ("Bearer t", second.url.removeprefix("http://"))
+
+
+def compared(folder: Path, primary: Answers, candidate: Answers) -> Result:
+    """600 requests of four clients through a shadow in blocks of 0.1 s; one in 50 has an input of 7 values."""
+    with (
+        serving(primary) as first,
+        serving(candidate) as second,
+        shadowing(first.url, second.url, folder, "--block-seconds", "0.1") as running,
+        ThreadPoolExecutor(4) as clients,
+    ):
+        bodies = [tensor_request([float(turn)] * (7 if turn % 50 == 13 else 2)) for turn in range(150)]
+        answers = list(clients.map(ask, [running.port] * 4, [bodies] * 4))
+        assert all(status == 200 for of_user in answers for status, _ in of_user)
+        return running.end()
+
+
+def checks(result: Result) -> dict[str, bool | None]:
+    return {check.name: check.ok for check in result.checks}
+
+
+def test_a_candidate_that_takes_30_percent_longer_is_found(tmp_path: Path) -> None:
+    """Or the machine is so busy that there is no verdict: `copies_in_time` refuses one, or the interval is wide."""
+    result = compared(tmp_path / "run", doubling(0.020), doubling(0.026))
+    (leading,) = (comparison for comparison in result.comparisons if comparison.leading)
+    assert (leading.metric, leading.method) == ("typical_latency", "anytime-valid over pairs")
+    in_time = checks(result)["copies_in_time"]
+    assert leading.verdict in ({"baseline_better", "inconclusive"} if in_time else {"invalid"})
+    assert checks(result)["copies_kept"] is True
+    assert result.parity is not None
+    assert [(case.ok, case.images > 0) for case in result.parity.cases] == [(True, True)] * 2
+    assert (tmp_path / "run/report.html").exists()
+
+
+def test_wrong_answers_to_one_rare_shape_are_found(tmp_path: Path) -> None:
+    result = compared(tmp_path / "run", doubling(0.001), doubling(0.001, wrong=lambda values: len(values) == 7))
+    assert result.parity is not None
+    assert {case.name: case.ok for case in result.parity.cases} == {"m: x FP32 [1, 7]": False, "m: x FP32 [1, 2]": True}
+    assert checks(result)["parity"] is False
+    assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
+    assert result.of(ShadowFound).record.wrong == result.parity.cases[0].images  # type: ignore[union-attr]
+
+
+def test_a_candidate_that_fails_gets_no_verdict(tmp_path: Path) -> None:
+    result = compared(tmp_path / "run", doubling(0.001), answer_500)
+    assert [(check.ok, check.arms) for check in result.checks if check.name == "request_errors"] == [(False, ("b",))]
+    assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
+
+
+def test_after_its_minutes_there_is_a_report_and_the_traffic_still_passes(tmp_path: Path) -> None:
+    with (
+        serving(echo) as primary,
+        serving(echo) as second,
+        shadowing(primary.url, second.url, tmp_path / "run", "--minutes", "0.001") as running,
+    ):
+        assert running.process.stdout is not None
+        for line in running.process.stdout:
+            if line.startswith("report: "):
+                break
+        assert ask(running.port, [b"late"]) == [(200, b"late")]
+        record = running.end().of(ShadowFound).record
+        assert record is not None
+        assert (record.copied, record.pairs, b"late" in [body for *_, body in second.got]) == (0, 0, False)
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    for options in (
+        ["--primary", "http://127.0.0.1:1/v1", "--candidate", "http://127.0.0.1:2"],
+        ["--primary", "http://127.0.0.1:1", "--candidate", "ftp://x"],
+        ["--primary", "http://127.0.0.1:1", "--candidate", "http://127.0.0.1:2", "--listen", "9000"],
+    ):
+        assert CliRunner().invoke(build(), ["shadow", *options, "--out", str(tmp_path / "run")]).exit_code == 2
+    assert not (tmp_path / "run").exists()

@@ -18,10 +18,10 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 class Shadowed:
     """A shadow with a candidate in the same event loop, and the pairs that it has made."""
 
-    def __init__(self, port: int, **more: float) -> None:
+    def __init__(self, port: int, timeout_s: float = 60.0) -> None:
         self.pairs: list[tuple[PairedRequest, PairedRequest]] = []
         self.made = asyncio.Event()
-        self.shadow = Shadow(Address("127.0.0.1", port), None, paired=self._take, **more)
+        self.shadow = Shadow(Address("127.0.0.1", port), None, paired=self._take, timeout_s=timeout_s)
         self.watch = asyncio.get_running_loop().create_task(self.shadow.watch())
 
     def _take(self, primary: PairedRequest, copy: PairedRequest) -> None:

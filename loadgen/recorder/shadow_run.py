@@ -1,0 +1,384 @@
+"""Compares the pairs of a shadow as they come, in a thread of its own, and stores them as a run of two arms.
+
+The primary is arm a, the candidate arm b. The unit is a block of time: its figure is the geometric mean of the pairs'
+ratios, and blocks in a row resemble each other less than requests do. The interval allows for what is left of that, and
+for a look after every block (`loadgen.stats.ratios.estimate_anytime`). The traffic never waits for this thread, which
+works on what has found a place in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from time import perf_counter_ns, process_time_ns
+
+import msgspec
+import numpy as np
+
+from loadgen.base.documents import one_line
+from loadgen.base.quantities import counted, join
+from loadgen.client.connection import uncompressed
+from loadgen.client.endpoint import EndpointError
+from loadgen.client.outputs import HEADER_LENGTH, read_body, read_document
+from loadgen.launch.deployment import RemoteDeployment
+from loadgen.measure.answers import Answer, ParityError, compare_answers
+from loadgen.measure.arms import Arm
+from loadgen.measure.machine import read_environment, utc_now
+from loadgen.metrics.comparisons import LEADING_SHARE, Outcome, judge
+from loadgen.metrics.registry import TYPICAL_LATENCY
+from loadgen.recorder.recorder import MOST_HELD_BYTES, described
+from loadgen.recorder.shadow import MOST_UNDER_WAY, Counts, PairedRequest
+from loadgen.records.probes import ShadowRecord
+from loadgen.records.run import (
+    MODEL_WEIGHTS,
+    ArmRecord,
+    ArmRequest,
+    BlockRecord,
+    Experiment,
+    Label,
+    ParityCase,
+    ParityRecord,
+    RunState,
+    Workload,
+)
+from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, store_samples
+from loadgen.records.store import RunStore
+from loadgen.stats.agreement import Tolerance, tolerance_of, tolerances_for
+from loadgen.stats.ratios import RatioEstimate, estimate_anytime, lone_correlation
+
+LABELS: tuple[Label, Label] = ("a", "b")
+LEAST_PAIRS = 10
+"""Good pairs of a block, which lasts longer where there are fewer."""
+_MOST_SHAPES = 200
+"""Kinds of requests with a row of their own in the table of answers."""
+_BEHIND = 200
+"""Pairs that wait; beyond that only answers to kinds of requests are compared that were compared less often than ..."""
+_OFTEN = 100
+_MOST_LAGS = 1_000_000
+_OTHERS = "other requests"
+
+
+@dataclass(slots=True)
+class _Block:
+    """The pairs of one stretch of time."""
+
+    turn: int
+    began_ns: int
+    began_at: str
+    cpu_ns: int
+    rows: dict[Label, list[tuple[int, ...]]] = field(default_factory=lambda: {label: [] for label in LABELS})
+    messages: list[str] = field(default_factory=list)
+    good: int = 0
+    logs: float = 0.0
+    """Sum of the logarithms of the ratios of the good pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowStanding:
+    """What is known so far."""
+
+    record: ShadowRecord
+    estimate: RatioEstimate
+    verdict: Outcome
+
+    def __str__(self) -> str:
+        """One line for a terminal."""
+        ratio, ci95 = self.estimate.ratio, self.estimate.ci95
+        words = {"arm_better": "B is faster", "baseline_better": "A is faster", "no_difference": "no difference"}
+        figure = "no ratio yet" if ratio is None else f"B takes {ratio:.3f}× the latency of A"
+        figure += "" if ci95 is None else f" ({ci95[0]:.3f} to {ci95[1]:.3f})"
+        record = self.record
+        return (
+            f"{counted(self.estimate.pairs, 'block')}, {counted(record.pairs, 'pair')}: {figure}, "
+            f"{words.get(self.verdict, self.verdict)}; {record.wrong:,} of {record.compared:,} answers differ, "
+            f"{record.dropped:,} dropped, {record.failed:,} failed"
+        )
+
+
+class ShadowRun:
+    """Takes pairs until `finish`; `say` gets the standing after each block, from the thread."""
+
+    def __init__(
+        self, store: RunStore, urls: tuple[str, str], *, share: float, block_s: float, margin: float,
+        say: Callable[[ShadowStanding], None], failed: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`failed` is called with the reason where the run cannot go on. Raises `StorageError`."""
+        self.counts = Counts()
+        """Those of the shadow."""
+        self.failure: str | None = None
+        """Why the run could not go on; the traffic does."""
+        self.started_ns = perf_counter_ns()
+        self._store = store
+        self._say, self._failed = say, failed
+        self._block_ns = int(block_s * NS_PER_S)
+        self._stored = 0
+        """Blocks of both arms."""
+        self._record = ShadowRecord(share=share, block_seconds=block_s)
+        self._experiment = Experiment(
+            arms=tuple(ArmRequest(label=label, target=url) for label, url in zip(LABELS, urls, strict=True)),
+            model="unknown", weights=MODEL_WEIGHTS, payload="sent", transport="http", workloads=(self._workload(0.0),),
+            preset="shadow", seed=0, equivalence_margin=margin, threads=0, until_decided=True,
+        )  # fmt: skip
+        self._tolerance: Tolerance | None = None
+        self._cases: dict[str, ParityCase] = {}
+        self._wrong: dict[str, int] = {}
+        self._block: _Block | None = None
+        self._ratios: list[float] = []
+        self._lags_ms: list[float] = []
+        self._models: set[str] = set()
+        self._queue: SimpleQueue[tuple[PairedRequest, PairedRequest] | None] = SimpleQueue()
+        store.write(self._experiment)
+        store.write(read_environment({"status": "unknown"}, {"kind": "traffic", "item": "request"}))
+        store.write(RunState(state="running", phase="shadow"))
+        self._thread = threading.Thread(target=self._work, name="shadow", daemon=True)
+        self._thread.start()
+
+    def take(self, primary: PairedRequest, copy: PairedRequest) -> None:
+        """Compare a pair, and free its memory."""
+        self._queue.put((primary, copy))
+
+    def finish(self, wait_s: float) -> bool:
+        """Compare what waits, and store the end. Returns whether everything was stored."""
+        self._queue.put(None)
+        self._thread.join(wait_s)
+        return not self._thread.is_alive() and self.failure is None
+
+    # What the thread does
+
+    def _work(self) -> None:
+        try:
+            while (pair := self._queue.get()) is not None:
+                try:
+                    self._add(*pair)
+                finally:
+                    _free(*pair)
+            self._end()
+        except Exception as exc:  # noqa: BLE001 (the traffic goes on)
+            self.failure = one_line(str(exc) or repr(exc))
+            self._failed(self.failure)
+        while self.failure is not None and (pair := self._queue.get()) is not None:
+            _free(*pair)
+
+    def _add(self, primary: PairedRequest, copy: PairedRequest) -> None:
+        sent_ns, copied_ns = primary.sent_ns or 0, copy.sent_ns
+        if copied_ns is not None and len(self._lags_ms) < _MOST_LAGS:
+            self._lags_ms.append((copied_ns - sent_ns) / NS_PER_MS)
+        refused = _is_refusal(primary.status) and _is_refusal(copy.status)
+        self._count(pairs=1, refused=int(refused))
+        self._compare(primary, copy)
+        if _is_refusal(primary.status):  # it was the client's fault
+            return
+        turn = max(0, sent_ns - self.started_ns) // self._block_ns
+        faults = _fault(primary), _fault(copy)
+        if turn == 0 and not any(faults):  # connections are new, and a candidate may be cold
+            return
+        if self._block is not None and turn > self._block.turn and self._block.good >= LEAST_PAIRS:
+            self._close(self._block)
+        if self._block is None:
+            self._block = _Block(turn, perf_counter_ns(), utc_now(), process_time_ns())
+        block = self._block
+        for arm, request, fault in zip(LABELS, (primary, copy), faults, strict=True):
+            if fault is not None and fault not in block.messages:
+                block.messages.append(fault)
+            began_ns = request.sent_ns or sent_ns
+            first_ns = request.first_byte_ns or 0
+            end_ns = request.end_ns or first_ns or began_ns
+            block.rows[arm].append(
+                (
+                    began_ns, began_ns, max(first_ns, began_ns), max(end_ns, began_ns), request.content_bytes,
+                    request.answer_bytes, 1, 0, 0, request.status or 0,
+                    -1 if fault is None else block.messages.index(fault),
+                )
+            )  # fmt: skip
+        if not any(faults):
+            block.good += 1
+            times = [max((r.end_ns or 0) - (r.sent_ns or 0), 1) for r in (primary, copy)]
+            block.logs += math.log(times[1] / times[0])
+
+    def _count(self, **more: int) -> None:
+        now = {name: getattr(self._record, name) + number for name, number in more.items()}
+        counts = {name: getattr(self.counts, name) for name in Counts.__dataclass_fields__}
+        self._record = msgspec.structs.replace(self._record, **counts, **now)
+
+    # Answers
+
+    def _compare(self, primary: PairedRequest, copy: PairedRequest) -> None:
+        if primary.lost or copy.lost or _fault(copy) is not None or (primary.status or 500) >= 500:
+            return  # a failed request is no wrong answer
+        if not primary.route.endswith("/infer"):
+            return  # text, of which two right answers may differ
+        says = described(primary.transport, primary.route, primary.headers, b"".join(primary.content))
+        model = says.get("model") or "?"
+        self._models.add(model)
+        name = ", ".join(f"{each.name} {each.datatype} {list(each.shape)}" for each in says.get("tensors", ()))
+        name = f"{model}: {name or 'no inputs that can be read'}"
+        if name not in self._cases and len(self._cases) >= _MOST_SHAPES:
+            name = _OTHERS
+        before = self._cases.get(name)
+        if before is not None and before.images >= _OFTEN and self._queue.qsize() > _BEHIND:
+            return
+        case = self._case(name, primary, copy)
+        self._wrong[name] = self._wrong.get(name, 0) + (not case.ok)
+        self._cases[name] = case if before is None else _both(before, case)
+        self._count(compared=1, wrong=int(not case.ok))
+
+    def _case(self, name: str, primary: PairedRequest, copy: PairedRequest) -> ParityCase:
+        """How one answer of the candidate agrees."""
+        case = ParityCase(
+            name=name, label=LABELS[1], kind="reference", images=1, cosine_min=1.0, max_abs=0.0, ok=True,
+            relative_max=0.0, element_max=0.0,
+        )  # fmt: skip
+        if primary.status != copy.status:
+            fault = f"status {copy.status} instead of {primary.status}"
+            return msgspec.structs.replace(case, ok=False, cosine_min=0.0, relative_max=None, fault=fault)
+        bodies = [b"".join(request.answer) for request in (primary, copy)]
+        if bodies[0] == bodies[1] or _is_refusal(primary.status):
+            return case
+        try:
+            (datatypes, expected), (_, actual) = (
+                _outputs(body, each.answer_headers) for body, each in zip(bodies, (primary, copy), strict=True)
+            )
+            rules = tolerances_for(datatypes, {}, self._tolerance or self._read_arms())
+            return compare_answers(name, [expected], [actual], label=LABELS[1], kind="reference", rules=rules)
+        except (ParityError, ValueError) as exc:
+            fault = one_line(str(exc).removeprefix(f"{name}: "))
+            return msgspec.structs.replace(case, ok=False, cosine_min=0.0, relative_max=None, fault=fault)
+
+    def _read_arms(self) -> Tolerance:
+        """Ask both servers for the settings in effect, once: their precision decides what counts as rounding."""
+        arms = [_arm_record(request, next(iter(self._models), "")) for request in self._experiment.arms]
+        self._store.write_all(ArmRecord, arms)
+        self._tolerance = tolerance_of(arm.in_effect.get("precision") for arm in arms)
+        return self._tolerance
+
+    def _parity(self) -> ParityRecord:
+        tolerance = self._tolerance or self._read_arms()
+        cases = [
+            case
+            if case.ok
+            else msgspec.structs.replace(
+                case, fault=f"{case.fault} ({self._wrong[name]:,} of {counted(case.images, 'answer')})"
+            )
+            for name, case in self._cases.items()
+        ]
+        return ParityRecord(
+            cases=tuple(sorted(cases, key=lambda case: case.ok)), ok=all(case.ok for case in cases),
+            precision=tolerance.precision, tolerance_relative=tolerance.relative, tolerance_element=tolerance.element,
+        )  # fmt: skip
+
+    # Blocks
+
+    def _close(self, block: _Block) -> None:
+        """Store a block of both arms, the primary's first."""
+        self._block = None
+        now_ns, number = perf_counter_ns(), self._stored // 2
+        for position, arm in enumerate(LABELS):
+            rows, index = block.rows[arm], self._stored
+            path = self._store.samples_path(index)
+            store_samples(path, [np.array(rows, dtype=SAMPLE_DTYPE)])
+            errors = sum(row[-1] >= 0 for row in rows)
+            self._store.block(
+                BlockRecord(
+                    index=index, workload=self._experiment.workloads[0].name, round=number, label=arm,
+                    position=position, started_at=block.began_at, window_start_ns=block.began_ns,
+                    window_end_ns=now_ns, samples=f"samples/{index:04d}.npy", requests=len(rows),
+                    items=len(rows) - errors, errors=errors, error_messages=tuple(block.messages),
+                    generator_cpu_ns=process_time_ns() - block.cpu_ns, server_cpu_ns=None, stages=None, complete=True,
+                )
+            )  # fmt: skip
+            self._stored += 1
+        if block.good:
+            self._ratios.append(math.exp(block.logs / block.good))
+        self._store_state()
+        self._say(self.standing())
+
+    def standing(self) -> ShadowStanding:
+        """What the blocks so far show, by the rules of the report for its leading comparison."""
+        estimate = estimate_anytime(self._ratios, self._experiment.equivalence_margin, lone_correlation(self._ratios))
+        p_adjusted = None if estimate.p_value is None else min(1.0, estimate.p_value / LEADING_SHARE)
+        verdict = judge(
+            estimate.ci95, p_adjusted, self._experiment.equivalence_margin, TYPICAL_LATENCY.higher_is_better
+        )
+        return ShadowStanding(self._record, estimate, verdict)
+
+    def _store_state(self) -> None:
+        self._count()
+        if self._lags_ms:
+            p50, p99 = (float(value) for value in np.percentile(self._lags_ms, (50, 99)))
+            self._record = msgspec.structs.replace(self._record, lag_p50_ms=p50, lag_p99_ms=p99)
+        self._store.write(self._record)
+        self._store.write(self._parity())
+        seconds = (perf_counter_ns() - self.started_ns) / NS_PER_S
+        self._experiment = msgspec.structs.replace(
+            self._experiment,
+            model=join(sorted(self._models)) or self._experiment.model,
+            workloads=(self._workload(self._record.pairs / seconds),),
+        )
+        self._store.write(self._experiment)
+
+    def _workload(self, rate_per_s: float) -> Workload:
+        seconds = self._record.block_seconds
+        return Workload(
+            scenario="shadow", batch_size=1, concurrency=MOST_UNDER_WAY, requests=LEAST_PAIRS, seconds=seconds,
+            max_seconds=seconds, rounds=max(1, self._stored // 2), arrivals="trace", rate_per_s=rate_per_s,
+        )  # fmt: skip
+
+    def _end(self) -> None:
+        if (block := self._block) is not None and (block.good >= LEAST_PAIRS or block.messages):
+            self._close(block)
+        self._store_state()
+        self._store.write_last(RunState(state="finished", phase="finished", finished_at=utc_now()))
+
+
+def _free(primary: PairedRequest, copy: PairedRequest) -> None:
+    primary.recorder.freed_bytes += primary.held_bytes + copy.held_bytes
+
+
+def _is_refusal(status: int | None) -> bool:
+    """Whether the server says that the request is wrong."""
+    return status is not None and 400 <= status < 500
+
+
+def _fault(request: PairedRequest) -> str | None:
+    """Why a request counts as failed."""
+    if request.end_ns is None:
+        return request.failure or "the answer is not whole"
+    return None if (request.status or 0) < 400 else f"HTTP status {request.status}"
+
+
+def _outputs(body: bytes, headers: Mapping[str, str]) -> tuple[dict[str, str], Answer]:
+    """The datatypes and the values of an answer's outputs. Raises `ValueError`."""
+    plain = uncompressed(body, headers.get("content-encoding", "identity"), MOST_HELD_BYTES)
+    if plain is None:
+        raise ValueError("its compression cannot be read")
+    length = headers.get(HEADER_LENGTH)
+    arrays = read_body(memoryview(plain), length, binary=False)
+    datatypes = {each.name: each.datatype for each in read_document(plain[: int(length or len(plain))])}
+    return datatypes, {name: np.atleast_1d(array) for name, array in arrays.items()}
+
+
+def _both(before: ParityCase, now: ParityCase) -> ParityCase:
+    """The cases of several answers as one: the largest errors and the first fault."""
+    worst = {
+        name: max((value for case in (before, now) if (value := getattr(case, name)) is not None), default=None)
+        for name in ("max_abs", "relative_max", "element_max")
+    }
+    return msgspec.structs.replace(
+        before if not before.ok else now,
+        images=before.images + now.images, cosine_min=min(before.cosine_min, now.cosine_min), **worst,
+    )  # fmt: skip
+
+
+def _arm_record(request: ArmRequest, model: str) -> ArmRecord:
+    """As the server describes itself, or as its URL alone."""
+    try:
+        return Arm(request, RemoteDeployment(request.target), model).record()
+    except (EndpointError, OSError):
+        return ArmRecord(
+            label=request.label, title=request.target, target=request.target, url=request.target, server_name=None,
+            server_version=None, launched=False, argv=None, settings={}, in_effect={}, model_config=None,
+            gpu_info=None, artefact=None,
+        )  # fmt: skip

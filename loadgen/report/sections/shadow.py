@@ -1,0 +1,45 @@
+"""The section of a shadow: what was copied and compared, and what copies of traffic cannot say."""
+
+from __future__ import annotations
+
+import loadgen.report.document as doc
+from loadgen.base.quantities import number, share
+from loadgen.findings.shadow import ShadowFound
+from loadgen.verdict.result import Result
+
+
+def shadow(result: Result) -> doc.Section | None:
+    """What became of the chosen requests, and the limits of the comparison."""
+    record = result.of(ShadowFound).record
+    if record is None:
+        return None
+    rows = [
+        ("share of the requests that was chosen", share(record.share)),
+        ("copied", f"{record.copied:,}"),
+        ("dropped, because the candidate or the recorder was too slow", f"{record.dropped:,}"),
+        ("without a whole answer of the primary", f"{record.unpaired:,}"),
+        ("without a whole answer to the copy", f"{record.failed:,}"),
+        ("refused by both with a status of 4xx, and not timed", f"{record.refused:,}"),
+        ("pairs whose answers were compared", f"{record.compared:,} of {record.pairs:,}"),
+        ("pairs with different answers", f"{record.wrong:,}"),
+    ]
+    if record.lag_p50_ms is not None and record.lag_p99_ms is not None:
+        lag = f"{number(record.lag_p50_ms)} ms (p50), {number(record.lag_p99_ms)} ms (p99)"
+        rows.append(("the copy was sent later by", lag))
+    base, other = result.names.values()
+    limits = [
+        f"Clients waited for {base} alone. A slow {other} does not slow their next requests down, as it would in "
+        "production.",
+        f"The copy is sent after the request. A cache that both servers share favours {other}, a processor that both "
+        f"share favours {base}.",
+        "Every request is executed twice. Where requests change something that both servers share, such as a "
+        "database, the second one finds it changed.",
+    ]
+    return doc.section(
+        "Shadow",
+        doc.Table((*doc.texts("requests"), *doc.numbers("")), rows),
+        doc.Items([doc.Item(text) for text in limits]),
+    )
+
+
+SECTIONS = {"": (shadow,)}

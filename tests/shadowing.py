@@ -1,0 +1,140 @@
+"""Small servers on real sockets, `abserve shadow` in a process between two of them, and clients of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from loadgen.verdict.result import Result, stored_result
+
+INFER = "/v2/models/m/infer"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers with the body that it got, or as its server's `answers` says."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: SmallServer
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.server.got.append((self.path, dict(self.headers), body))
+        self.server.came.release()
+        self.server.answers(self, body)
+
+    def send(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+Answers = Callable[[Handler, bytes], None]
+
+
+class SmallServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers = answers
+        self.got: list[tuple[str, dict[str, str], bytes]] = []
+        self.came, self.over = threading.Semaphore(0), threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, *_: object) -> None:
+        """The other side has closed the connection."""
+
+
+@contextmanager
+def serving(answers: Answers) -> Iterator[SmallServer]:
+    with SmallServer(answers) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.over.set()
+            server.shutdown()
+            thread.join(60)
+
+
+@dataclass
+class Shadowing:
+    """The command, running."""
+
+    process: subprocess.Popen[str]
+    port: int
+    folder: Path
+
+    def end(self) -> Result:
+        """Stop it; what it has found."""
+        self.process.terminate()
+        _, errors = self.process.communicate(timeout=100)
+        assert self.process.returncode == 0, errors
+        return stored_result(self.folder)
+
+
+@contextmanager
+def shadowing(primary: str, candidate: str, folder: Path, *options: str) -> Iterator[Shadowing]:
+    given = ["--primary", primary, "--candidate", candidate, "--listen", "127.0.0.1:0", "--share", "1", *options]
+    command = [sys.executable, "-m", "loadgen.entry", "shadow", *given, "--out", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line, process.stderr and process.stderr.read()
+        yield Shadowing(process, int(line.split(" ")[0].rpartition(":")[2]), folder)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def echo(handler: Handler, body: bytes) -> None:
+    handler.send(body)
+
+
+def ask(port: int, bodies: list[bytes], path: str = INFER) -> list[tuple[int, bytes]]:
+    """The answers to these requests, one after another on one connection."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
+    answers = []
+    for body in bodies:
+        connection.request("POST", path, body, {"Authorization": "Bearer t"})
+        response = connection.getresponse()
+        answers.append((response.status, response.read()))
+    connection.close()
+    return answers
+
+
+def tensor_request(values: list[float]) -> bytes:
+    """A request to a model, with its values in JSON."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, len(values)], "data": values}
+    return json.dumps({"inputs": [tensor]}).encode()
+
+
+def doubling(delay_s: float = 0.0, wrong: Callable[[list[float]], bool] = lambda _: False) -> Answers:
+    """A model that answers with twice its input after a while, to some inputs with something else."""
+
+    def answer(handler: Handler, body: bytes) -> None:
+        (tensor,) = json.loads(body)["inputs"]
+        handler.server.over.wait(delay_s)
+        values = [2.0 * value + 1000.0 * wrong(tensor["data"]) for value in tensor["data"]]
+        handler.send(json.dumps({"outputs": [{**tensor, "name": "y", "data": values}]}).encode())
+
+    return answer
