@@ -81,7 +81,7 @@ reference: setup ## regenerate what is made from the code: result.json's schema,
 	@mv servers/models/catalogue.json.new servers/models/catalogue.json
 
 picture: setup ## draw the pictures of the README and the docs again from published runs (needs Chromium)
-	@$(BIN)/python .ci/terminal_picture.py $(RUN) docs/images/terminal.svg
+	@$(BIN)/python .ci/terminal_picture.py docs/results/2026-11-29-h200/table docs/images/four-servers.svg
 	@$(BIN)/python .ci/report_pictures.py $(RUN) docs/images
 	@ls -l docs/images
 
