@@ -99,4 +99,4 @@ def test_an_interval_that_no_run_has_is_found() -> None:
     assert reads(f"{low:.3f}", low)
     assert not reads(f"{low + 0.011:.2f}", low)
     assert not any(reads("77.771", low) for low, _ in stored_intervals(folder))
-    assert any("26-h100" in str(name) for _, names in sections(ROOT / "README.md") for name in names)
+    assert any("29-h200" in str(name) for _, names in sections(ROOT / "README.md") for name in names)
