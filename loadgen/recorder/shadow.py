@@ -1,8 +1,9 @@
 """Copies the requests that a relay has passed on to a second server, the candidate, and pairs the answers of both.
 
-The traffic comes first. A copy begins when the whole request has passed, waits in a queue of bounded size for one of a
-bounded number of connections, and is dropped and counted where there is no room. A candidate that answers so much that
-reading it would delay the traffic gets no copies for a while; all that is held for it has a place in `Observer.holds`.
+The traffic comes first. A copy begins when the whole request has passed, and waits in a queue of bounded size for one
+of a bounded number of connections. A copy that finds the queue full is dropped and counted. A candidate that answers so
+much that reading it would delay the traffic gets no copies for a while; all that is held for it has a place in
+`Observer.holds`.
 
 Both latencies begin when the last piece of a request is passed on, and end with bytes that the same event loop reads.
 """

@@ -207,7 +207,7 @@ class ShadowRun:
 
     def _compare(self, primary: PairedRequest, copy: PairedRequest) -> None:
         if primary.lost or copy.lost or _fault(copy) is not None or (primary.status or 500) >= 500:
-            return  # a failed request is no wrong answer
+            return  # it counts as failed, not as a wrong answer
         if not primary.route.endswith("/infer"):
             return  # text, of which two right answers may differ
         says = described(primary.transport, primary.route, primary.headers, b"".join(primary.content))

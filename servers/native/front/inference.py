@@ -376,8 +376,12 @@ def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping
 def check_version(response: InferResponse, version: str | None) -> None:
     """Raise `NotFoundError` if a request that named a version was answered by the one that has replaced it."""
     if version is not None and version != response.model_version:
-        name = shown(response.model_name)
-        raise NotFoundError(f"Request for unknown model: {name} version {shown(version)} is not found")
+        raise _unknown(response.model_name, version)
+
+
+def _unknown(name: str, version: str | None = None) -> NotFoundError:
+    asked = shown(name) if version is None else f"{shown(name)} version {shown(version)}"
+    return NotFoundError(f"Request for unknown model: {asked} is not found")
 
 
 MAX_NAME_CHARACTERS = 255
@@ -408,9 +412,9 @@ class ServedModels(Generic[S_co]):
         """The service of a model, whatever its state. Raises `NotFoundError`."""
         service = self._services.get(name)
         if service is None:
-            raise NotFoundError(f"Request for unknown model: {shown(name)} is not found")
+            raise _unknown(name)
         if version is not None and version != service.signature.version:
-            raise NotFoundError(f"Request for unknown model: {shown(name)} version {shown(version)} is not found")
+            raise _unknown(name, version)
         return service
 
     @property

@@ -413,7 +413,7 @@ def watched_files(
     settings: NativeSettings, specifications: Sequence[ModelSpecification], weights: WeightsSource
 ) -> list[Path]:
     """The files of this machine from which the models are made. Raises `OptionError` if they are to be loaded again and
-    there are none."""
+    none was found."""
     if settings.reload == "off":
         return []
     files: list[Path | None] = [settings.artefact, settings.artefact_uint8, specifications[0].file]

@@ -106,7 +106,7 @@ def checks(result: Result) -> dict[str, bool | None]:
 
 
 def test_a_candidate_that_takes_30_percent_longer_is_found(tmp_path: Path) -> None:
-    """Or the machine is so busy that there is no verdict: `copies_in_time` refuses one, or the interval is wide."""
+    """On a busy machine `copies_in_time` may refuse a verdict, or the interval may be too wide for one."""
     result = compared(tmp_path / "run", doubling(0.020), doubling(0.026))
     (leading,) = (comparison for comparison in result.comparisons if comparison.leading)
     assert (leading.metric, leading.method) == ("typical_latency", "anytime-valid over pairs")

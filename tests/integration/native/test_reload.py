@@ -46,7 +46,7 @@ RELOADS = 20
 
 
 def write_weights(file: Path, scale: float) -> None:
-    """Replace the file at once, as whoever deploys should."""
+    """Replace the file in one step, so that the server never reads half of it."""
     fresh = file.with_suffix(".new")
     torch.save({"scale": torch.tensor([scale])}, fresh)
     fresh.rename(file)
