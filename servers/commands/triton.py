@@ -38,7 +38,7 @@ from servers.triton.launch import (
     choose_backend,
     does_not_pad,
     find_installation,
-    is_local,
+    is_loopback,
     language_backend,
     prepare,
     prepare_language,
@@ -95,7 +95,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     from servers.export.tensorrt import library_version
 
     installation = find_installation(settings, announce=console.print)
-    if not is_local(settings.host) and installation.version == "2.51":
+    if not is_loopback(settings.host) and installation.version == "2.51":
         console.print(
             f"warning: Triton 2.51 is from 2024 and gets no fixes; only trusted clients may reach {settings.host}"
         )

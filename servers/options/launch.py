@@ -7,7 +7,6 @@ happens, so that a port in use is reported at once.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import re
 import socket
 from collections.abc import Iterable
@@ -61,13 +60,6 @@ def cause_in(log: str, causes: Iterable[str]) -> str | None:
 def host_in_url(host: str) -> str:
     """The host as it precedes a port, in a URL and for gRPC: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach a numeric address; gRPC listens on ::ffff:127.0.0.1."""
-    found = ipaddress.ip_address(address)
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_loopback
 
 
 def bind(host: str, port: int, option: str = "--http-port") -> socket.socket:

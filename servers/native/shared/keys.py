@@ -6,6 +6,7 @@ A key is found by its keyed hash: 10,000 keys cost one look-up, and how long tha
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import re
 import secrets
@@ -18,7 +19,6 @@ import structlog
 from servers.native.shared.errors import HttpError
 from servers.native.shared.settings import NativeSettings
 from servers.options.defaults import OptionError
-from servers.options.launch import is_loopback
 
 log = structlog.get_logger("abserve.server")
 
@@ -35,13 +35,13 @@ _COMMENT = re.compile(rb"(?:^|\s)#.*")
 _BEARER = re.compile(rb"bearer +(\S+)\s*", re.IGNORECASE)
 
 
-def _is_local(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     """Whether only this machine reaches the address; True for a name that has none, which cannot be bound either."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return True
-    return all(is_loopback(str(address[0]).partition("%")[0]) for *_, address in found)
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
 
 class Keys:
@@ -62,7 +62,7 @@ class Keys:
         if settings.api_key_file is None and variable is None:
             if settings.open_metrics:
                 raise OptionError("--open-metrics is for a server with keys: add --api-key-file FILE")
-            if not settings.anyone and not _is_local(settings.host):
+            if not settings.anyone and not _is_loopback(settings.host):
                 raise OptionError(
                     f"--host {settings.host} lets other machines use the server without a key: add "
                     "--api-key-file FILE, or --anyone if something in front protects it"

@@ -10,6 +10,8 @@ import pytest
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException
 
+from tests.again import again
+
 MODEL = "openclip_vit_b32"
 
 
@@ -99,6 +101,7 @@ def test_config_and_statistics_are_those_of_tritons_own_protobuf(null_server, cl
     json_format.ParseDict(statistics, service_pb2.ModelStatisticsResponse())
 
 
+@again  # another program may take the cores between two stages
 def test_statistics_count_each_request_and_stage_once(client):
     def read() -> Any:
         return client.get_inference_statistics(MODEL)["model_stats"][0]
@@ -122,7 +125,7 @@ def test_statistics_count_each_request_and_stage_once(client):
         assert new["ns"] > old["ns"]
         stages_ns += new["ns"] - old["ns"]
     total_ns = after["inference_stats"]["success"]["ns"] - before["inference_stats"]["success"]["ns"]
-    assert 0 < stages_ns <= total_ns
+    assert 0.5 * total_ns < stages_ns <= total_ns
     assert [batch["batch_size"] for batch in after["batch_stats"] if batch["batch_size"] == 3] == [3]
     assert client.get_inference_statistics()["model_stats"] == client.get_inference_statistics(MODEL)["model_stats"]
 

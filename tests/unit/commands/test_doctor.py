@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from loadgen.entry import build
 from servers.commands import doctor
 from servers.engines.settings import KINDS, EngineError
-from servers.options.launch import MachineCheck, is_loopback
+from servers.options.launch import MachineCheck
 
 
 def test_json_lists_every_finding_with_a_remedy_where_it_fails() -> None:
@@ -89,7 +89,7 @@ def test_a_port_open_to_everybody_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_which_addresses_other_machines_can_reach(address: str, loopback: bool) -> None:
-    assert is_loopback(address) is loopback
+    assert doctor._is_loopback(address) is loopback
 
 
 def test_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
