@@ -221,6 +221,8 @@ class CompareOptions(TypedDict, total=False):
     """Replay windows of --open-seconds of the traffic in this folder, recorded by `abserve record`."""
     speed: str | float | Sequence[str | float] | None
     """Replay it so many times as fast, as in 1,2,4: one workload per speed (default: 1)."""
+    check_answers: bool | None
+    """Compare the answers with those of `abserve record --answers`, before the load and under it."""
     arrivals: Literal["poisson", "constant"] | None
     """Gaps between open-loop requests: poisson (independent clients) or constant."""
     connections: int | None

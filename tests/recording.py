@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
-from loadgen.client.grpc_messages import ModelInferRequest
+from loadgen.client.grpc_messages import ModelInferRequest, ModelInferResponse
 from loadgen.records.traffic import RecordedRequest, RecordedTensor, RecordedTraffic, TrafficRecording, TrafficWriter
 
 
@@ -64,10 +65,14 @@ def recorder(
         process.communicate()
 
 
-def write_traffic(folder: Path, arrivals: Iterable[tuple[float, np.ndarray]], *, grpc: bool = False) -> Path:
-    """Traffic to the model `recorded`: an input x of FP32 for each moment in seconds."""
-    writer = TrafficWriter(folder, TrafficRecording(started_at="2026-11-29T00:00:00Z"))
-    for at_s, array in arrivals:
+def write_traffic(
+    folder: Path, arrivals: Iterable[tuple[float, np.ndarray]], *, grpc: bool = False,
+    answer: Callable[[int, np.ndarray], np.ndarray] | None = None,
+) -> Path:  # fmt: skip
+    """Traffic to the model `recorded`: an input x of FP32 for each moment in seconds, with the output y that `answer`
+    gives for its number and the input."""
+    writer = TrafficWriter(folder, TrafficRecording(started_at="2026-11-29T00:00:00Z", answers=answer is not None))
+    for number, (at_s, array) in enumerate(arrivals):
         data = array.astype("<f4").tobytes()
         tensor = {"name": "x", "datatype": "FP32", "shape": list(array.shape)}
         head = json.dumps({"inputs": [{**tensor, "parameters": {"binary_data_size": len(data)}}],
@@ -81,7 +86,18 @@ def write_traffic(folder: Path, arrivals: Iterable[tuple[float, np.ndarray]], *,
             model="recorded", version="7", tensors=(RecordedTensor(name="x", datatype="FP32", shape=array.shape),),
             content_bytes=len(content), status=0 if grpc else 200,
             headers={} if grpc else {"inference-header-content-length": str(len(head))},
+            first_byte_ns=int(at_s * 1e9) + 1, end_ns=int(at_s * 1e9) + 2,
         )  # fmt: skip
-        writer.add(request, content)
+        if answer is None:
+            writer.add(request, content)
+            continue
+        output = answer(number, array).astype("<f4")
+        shown = {"name": "y", "datatype": "FP32", "shape": list(output.shape)}
+        response = ModelInferResponse(raw_output_contents=[output.tobytes()])
+        response.outputs.add(**shown)
+        text = json.dumps({"outputs": [{**shown, "parameters": {"binary_data_size": output.nbytes}}]}).encode()
+        headers = {} if grpc else {"inference-header-content-length": str(len(text))}
+        stored = response.SerializeToString() if grpc else text + output.tobytes()
+        writer.add(msgspec.structs.replace(request, answer_headers=headers), content, stored)
     writer.flush(ended="written by a test")
     return folder

@@ -247,50 +247,63 @@ def analysed(facts: Facts) -> Iterator[Judgement]:
     language=False,
 )
 def parity(facts: Facts) -> Iterator[Judgement]:
-    """Judge the answers; skipped where an arm refused a request, which `parity_answered` says."""
+    """Judge the answers; skipped where an arm did not answer a request, which `parity_answered` says."""
     record = facts.run.parity
-    if record is not None and record.refused_items is not None:
+    if record is not None and not _all_answered(record):
         return
     if record is None or (not record.cases and record.error is None):
         yield Judgement(None, "parity was not measured")
         return
     relative, figures = record.largest_relative_error, parity_figures(record)
-    failed = [case.name for case in record.cases if not case.ok]
+    wrong = [case for case in record.cases if not case.ok]
+    failed = [case.name for case in wrong]
+    against_record = bool(wrong) and all(case.kind == "recorded" for case in wrong)
     detail = record.error or f"{figures} in {counted(len(record.cases), 'case')}"
     if failed and record.error is None:
         cases = f"{len(failed)} of {len(record.cases)} cases ({', '.join(failed)})"
-        detail = f"the arms give different answers in {cases}, so their speeds cannot be compared; {figures}"
+        does = "do not give the recorded answers" if against_record else "give different answers"
+        detail = f"the arms {does} in {cases}, so their speeds cannot be compared; {figures}"
     yield Judgement(
         record.ok and not failed and record.error is None,
         detail,
         record.lowest_cosine if relative is None else relative,
         record.threshold_cosine if relative is None else record.tolerance_relative,
-        arms=tuple(dict.fromkeys(case.label for case in record.cases if not case.ok)),
+        arms=tuple(dict.fromkeys(case.label for case in wrong)),
+        failed="The answers differ from the recorded ones" if against_record else "",
+        remedy="Serve the model, weights and precision of the recording, or leave --check-answers out."
+        if against_record
+        else None,
     )
 
 
 @check(
     "every arm answers the parity check",
-    "An arm refused a request of the parity check",
+    "An arm did not answer the parity check",
     "invalidates",
-    "Read what the arm answered, and let it accept every request of the load.",
+    "Read what the arm answered or logged, and let it answer every request of the load.",
     fault="failed requests",
     language=False,
 )
 def parity_answered(facts: Facts) -> Iterator[Judgement]:
-    """Name the arm that refused a request, and why; skipped without one."""
+    """Name the arm that refused or did not answer a request, and why; skipped without one."""
     record = facts.run.parity
-    if record is None or record.error is None or record.refused_items is None:
+    if record is None or record.error is None or _all_answered(record):
         return
     arm = next((arm for arm in facts.run.arms if arm.label == record.failed_arm), None)
     limit = None if arm is None else arm.in_effect.get("max_batch_size")
     remedy = None
-    if arm is not None and isinstance(limit, int) and limit < record.refused_items:
+    refused = record.refused_items
+    if arm is not None and isinstance(limit, int) and refused is not None and limit < refused:
         remedy = (
-            f"Raise max-batch-size of {facts.names[arm.label]} from {limit} to {record.refused_items}, as with "
-            f"{option_of(arm.label, 'option')} max-batch-size={record.refused_items}."
+            f"Raise max-batch-size of {facts.names[arm.label]} from {limit} to {refused}, as with "
+            f"{option_of(arm.label, 'option')} max-batch-size={refused}."
         )
-    yield Judgement(False, record.error, record.refused_items, remedy=remedy, arms=(arm.label,) if arm else ())
+    yield Judgement(False, record.error, refused, remedy=remedy, arms=(arm.label,) if arm else ())
+
+
+def _all_answered(record: ParityRecord) -> bool:
+    """Whether no arm refused a request, nor left one without an answer; older runs store refusals alone."""
+    return record.answered and record.refused_items is None
 
 
 def parity_figures(record: ParityRecord) -> str:
@@ -553,8 +566,10 @@ def _answers(
     else:
         answers, items = sum(part.answers for part in compared), sum(part.items for part in compared)
         worst = max((part.relative_max or 0.0 for part in compared), default=0.0)
+        recorded = sum(part.recorded for part in compared)
+        of_record = f", {recorded:,} compared with recorded answers," if recorded else ""
         detail = (
-            f"{answers:,} answers ({items:,} items) differ by at most {worst:.1e} "
+            f"{answers:,} answers ({items:,} items){of_record} differ by at most {worst:.1e} "
             f"(tolerance {compared[0].tolerance_relative:.1e})"
         )
         first, fifth = (

@@ -46,11 +46,11 @@ _NOT_BINARY = "is not binary, although binary outputs were requested; use --tran
 
 class AnswerError(Exception):
     """An inference failed, or its response breaks the protocol; the message says how. `status` is HTTP's; 0 if none
-    came, or if it does not matter."""
+    came, or if it does not matter; `answered` is false if no answer came, or an error."""
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    def __init__(self, message: str, status: int = 0, *, answered: bool = True) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.answered = status, answered
 
 
 class OutputParameters(msgspec.Struct):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
-from loadgen.client.connection import PreparedRequest
+from loadgen.base.documents import DocumentError, one_line
+from loadgen.client.connection import PreparedRequest, uncompressed
 from loadgen.client.endpoint import Signature
 from loadgen.client.grpc import grpc_request
-from loadgen.client.grpc_messages import ModelInferRequest
-from loadgen.client.inputs import InputError
+from loadgen.client.grpc_messages import ModelInferRequest, ModelInferResponse
+from loadgen.client.inputs import Array, InputError
+from loadgen.client.outputs import HEADER_LENGTH, AnswerError, read_body, read_message
 from loadgen.experiment.replay import Replay
-from loadgen.records.traffic import RecordedRequest
+from loadgen.records.traffic import MOST_CONTENT_BYTES, RecordedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,22 @@ def items_of(request: RecordedRequest, signature: Signature) -> int:
     """The items of a recorded request, by its first input."""
     shape = request.tensors[0].shape if request.tensors else ()
     return shape[0] if signature.batched and shape and shape[0] > 0 else 1
+
+
+def recorded_outputs(request: RecordedRequest, answer: bytes, *, batched: bool) -> dict[str, Array]:
+    """The outputs of a recorded answer, with a batch dimension also where it has none. Raises `AnswerError`."""
+    try:
+        if request.transport == "grpc":
+            outputs = read_message(ModelInferResponse.FromString(answer))
+        else:
+            coding = request.answer_headers.get("content-encoding", "identity")
+            body = uncompressed(answer, coding, MOST_CONTENT_BYTES)
+            if body is None:
+                raise AnswerError(f"the recorded answer is in the coding {one_line(coding)}, which cannot be read")
+            outputs = read_body(memoryview(body), request.answer_headers.get(HEADER_LENGTH), binary=False)
+    except (DecodeError, DocumentError) as exc:
+        raise AnswerError(f"the recorded answer cannot be read: {exc}") from exc
+    return outputs if batched else {name: array[np.newaxis] for name, array in outputs.items()}
 
 
 def recorded_request(request: RecordedRequest, content: bytes, signature: Signature) -> PreparedRequest:

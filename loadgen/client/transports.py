@@ -231,7 +231,7 @@ def read_answer(
     """Copies of the outputs of the connection's last response, or of a copied one with its outputs' `memory`, with a
     batch dimension also where the response has none. Raises `AnswerError`."""
     if not exchange.good:
-        raise AnswerError(failure_message(exchange), exchange.status)
+        raise AnswerError(failure_message(exchange), exchange.status, answered=False)
     if not isinstance(connection, GrpcConnection) and (fault := unasked_coding(exchange)) is not None:
         raise AnswerError(f"the response cannot be read: {fault}")
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from loadgen.base.quantities import significant
-from loadgen.experiment.replay import Replay
+from loadgen.experiment.replay import Replay, has_answer
 from loadgen.experiment.settings import DEFAULT_SCENARIOS, SURFACE_SCENARIOS, ArmSettings, ExperimentSettings
 from loadgen.records.names import names_of
 from loadgen.records.payloads import BACKEND_ENDINGS, IMAGE_PAYLOADS, implied_payload, served_name, takes_images
@@ -448,6 +448,9 @@ def _open(settings: ExperimentSettings, single: Workload, _: bool) -> list[Workl
 def _traffic(settings: ExperimentSettings, single: Workload, _: bool) -> list[Workload]:
     """A replay per speed. Raises `PlanError` for a folder that cannot be replayed."""
     if settings.traffic is None:
+        for option, given in (("--speed", settings.speed), ("--check-answers", settings.check_answers)):
+            if given:
+                raise PlanError(f"{option} is about recorded traffic; give --traffic FOLDER, or leave it out")
         return []
     transports = settings.transport or ("http",)
     if transports not in (("http",), ("grpc",)) or settings.matrix:
@@ -459,13 +462,18 @@ def _traffic(settings: ExperimentSettings, single: Workload, _: bool) -> list[Wo
         try:
             replay.window(0)
             rate = significant(replay.rate_per_s(), 3)
+            answered = any(map(has_answer, replay.requests()))
         except TrafficError as exc:
             raise PlanError(f"--traffic {exc}") from exc
+        if settings.check_answers and not answered:
+            raise PlanError(
+                f"--check-answers: {settings.traffic} has no answers; record it again with --answers, or leave it out"
+            )
         workloads.append(
             msgspec.structs.replace(
                 single, scenario="traffic", concurrency=settings.connections, seconds=due, arrivals="trace",
                 max_seconds=max(due, PRESETS[settings.preset].max_seconds), traffic=settings.traffic, speed=speed,
-                rate_per_s=rate,
+                rate_per_s=rate, check_answers=bool(settings.check_answers),
             )
         )  # fmt: skip
     return workloads

@@ -39,6 +39,10 @@ class Replay(msgspec.Struct, frozen=True):
         """The body of one of them. Raises `TrafficError`."""
         return _traffic(self.folder).content(request) or b""
 
+    def answer(self, request: RecordedRequest) -> bytes | None:
+        """The recorded answer to one of them, if it is kept and no error. Raises `TrafficError`."""
+        return _traffic(self.folder).answer(request) if has_answer(request) else None
+
     def rate_per_s(self) -> float:
         """Mean rate of the replay."""
         requests = self.requests()
@@ -65,14 +69,22 @@ class Replay(msgspec.Struct, frozen=True):
         )
 
     def of_every_shape(self, each: int) -> dict[str, list[int]]:
-        """The numbers of `each` requests of every shape with different contents, by the shape in words."""
+        """The numbers of `each` requests of every shape with different contents, by the shape in words; those with a
+        recorded answer first."""
         found: dict[str, dict[str, int]] = {}
-        for number, request in enumerate(self.requests()):
+        requests = self.requests()
+        for number in sorted(range(len(requests)), key=lambda number: not has_answer(requests[number])):
+            request = requests[number]
             shape = ", ".join(f"{tensor.name} {tensor.datatype} {list(tensor.shape)}" for tensor in request.tensors)
             of_shape = found.setdefault(shape or request.route, {})
             if len(of_shape) < each and request.content is not None:
                 of_shape.setdefault(request.content, number)
         return {shape: list(numbers.values()) for shape, numbers in found.items()}
+
+
+def has_answer(request: RecordedRequest) -> bool:
+    """Whether its answer is recorded, and no error."""
+    return request.succeeded and request.answer is not None
 
 
 @lru_cache(maxsize=4)

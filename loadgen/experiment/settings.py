@@ -384,6 +384,10 @@ class ExperimentSettings(Settings):
     speed: Speeds | None = _load(
         None, description="Replay it so many times as fast, as in 1,2,4: one workload per speed (default: 1)."
     )
+    check_answers: bool | None = _load(
+        None,
+        description="Compare the answers with those of `abserve record --answers`, before the load and under it.",
+    )
     arrivals: Literal["poisson", "constant"] = _load(
         "poisson", description="Gaps between open-loop requests: poisson (independent clients) or constant."
     )

@@ -5,6 +5,8 @@
 **Under load**: the generator keeps a random sample of each block's answers (`KeptAnswers`). After the
 load, before the servers are restarted, each kept item is sent alone to the baseline. An arm with another payload is its
 own reference, since varied values are not the same picture in two payloads. Nothing is sent between blocks.
+
+In a replay with `check_answers` the recorded answers take the baseline's place, where there are any.
 """
 
 from __future__ import annotations
@@ -26,16 +28,17 @@ from loadgen.client.endpoint import Signature
 from loadgen.client.inputs import InputError, SampleInputs
 from loadgen.client.messages import BlockOutcome, KeptAnswer, Open
 from loadgen.client.outputs import AnswerError
-from loadgen.client.recorded import items_of, recorded_request
+from loadgen.client.recorded import items_of, recorded_outputs, recorded_request
 from loadgen.client.traffic import unpacked
 from loadgen.client.transports import InferenceTarget, Request, prepare, read_answer
 from loadgen.experiment.plan import FULL
-from loadgen.experiment.replay import Replay
+from loadgen.experiment.replay import Replay, has_answer
 from loadgen.measure.arms import Arm, replay_of
 from loadgen.measure.preparation import Inputs
 from loadgen.records.probes import AnswersCompared
 from loadgen.records.run import REQUEST_TIMEOUT_S, Label, ParityCase, ParityRecord, Workload
 from loadgen.records.store import RunStore
+from loadgen.records.targets import Transport
 from loadgen.records.traffic import TrafficError
 from loadgen.stats.agreement import (
     NOT_FINITE,
@@ -71,11 +74,11 @@ Rules = Mapping[str, Tolerance]
 
 
 class ParityError(AnswerError):
-    """An arm does not answer the inputs of the parity check as its metadata says, or refuses `refused_items` of them
-    in one request."""
+    """An arm does not answer the inputs of the parity check as its metadata says, or at all, or refuses
+    `refused_items` of them in one request."""
 
-    def __init__(self, message: str, arm: Label, refused_items: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, arm: Label, refused_items: int | None = None, *, answered: bool = True) -> None:
+        super().__init__(message, answered=answered)
         self.arm, self.refused_items = arm, refused_items
 
 
@@ -103,11 +106,13 @@ def check_parity(
     *,
     few: bool = False,
     replay: Replay | None = None,
+    check_answers: bool = False,
 ) -> ParityRecord:
     """Send every arm, the baseline first, the same inputs: alone, in mixed batches sent at once (so that dynamic
     batching merges them), and in one batch of each size, of each of these lengths if there are any. Each arm's answers
     must equal the baseline's but for rounding, and an arm's answers in a batch must equal its answers alone. Of a
-    `replay` they get recorded requests of every shape, too."""
+    `replay` they get recorded requests of every shape, too; with `check_answers` their answers must equal the recorded
+    ones as well."""
     rules = next(iter(arms.values())).rules(tolerance)
     limits = [rule for rule in rules.values() if rule.kind != "labels"]
     limit = max(limits or [tolerance], key=lambda rule: rule.relative)
@@ -124,10 +129,11 @@ def check_parity(
         label, first = next(iter(arms.items()))
         sent = batches_to_send(first.inputs, batch_sizes, lengths, alone[label], _FEW_MIXED if few else None)
         cases = _cases(arms, alone, sent, rules)
-        cases += _recorded_cases(arms, replay, rules) if replay is not None else []
+        cases += _recorded_cases(arms, replay, rules, check_answers=check_answers) if replay is not None else []
     except (AnswerError, ConnectionRefused, InputError, TrafficError) as exc:
         arm, items = (exc.arm, exc.refused_items) if isinstance(exc, ParityError) else (None, None)
-        return msgspec.structs.replace(record, error=str(exc), failed_arm=arm, refused_items=items)
+        answered = not isinstance(exc, AnswerError) or exc.answered
+        return msgspec.structs.replace(record, error=str(exc), failed_arm=arm, refused_items=items, answered=answered)
     alike = {
         label: tuple(name for name in rules if all_alike([answer[name] for answer in answers.values()]))
         for label, answers in alone.items()
@@ -188,7 +194,9 @@ def _cases(
     return cases
 
 
-def _recorded_cases(arms: Mapping[Label, ParityTarget], replay: Replay, rules: Rules) -> list[ParityCase]:
+def _recorded_cases(
+    arms: Mapping[Label, ParityTarget], replay: Replay, rules: Rules, *, check_answers: bool
+) -> list[ParityCase]:
     cases = []
     for shape, numbers in replay.of_every_shape(RECORDED_PER_SHAPE).items():
         answers: dict[Label, list[Answer]] = {}
@@ -201,8 +209,9 @@ def _recorded_cases(arms: Mapping[Label, ParityTarget], replay: Replay, rules: R
                     items = items_of(replay.requests()[number], arm.signature) if _is_refusal(exc) else None
                     does = "does not answer" if items is None else "refuses"
                     raise ParityError(
-                        f"{arm.name or label} {does} a recorded request ({shape}): {exc}", label, items
-                    ) from exc
+                        f"{arm.name or label} {does} a recorded request ({shape}): {exc}", label, items,
+                        answered=_has_answered(exc),
+                    ) from exc  # fmt: skip
         first, *others = arms
         for label in others:
             of = "" if len(others) == 1 else f"{label}: "
@@ -212,6 +221,17 @@ def _recorded_cases(arms: Mapping[Label, ParityTarget], replay: Replay, rules: R
                     rules=rules,
                 )
             )  # fmt: skip
+        for label, arm in arms.items() if check_answers else ():
+            pairs = [
+                (expected, answer)
+                for number, answer in zip(numbers, answers[label], strict=True)
+                if (expected := _recorded_answer(arm, replay, number)) is not None
+            ]
+            if pairs:
+                name = f"{label}: recorded answers, {shape}"
+                cases.append(
+                    compare_answers(name, *zip(*pairs, strict=True), label=label, kind="recorded", rules=rules)
+                )
     return cases
 
 
@@ -261,7 +281,7 @@ def compare_answers(
     actual: Sequence[Answer],
     *,
     label: Label,
-    kind: Literal["reference", "alone"],
+    kind: Literal["reference", "alone", "recorded"],
     rules: Rules,
 ) -> ParityCase:
     """One case: the answers to the same items, one by one. Raises `ParityError` when names or shapes differ, or a
@@ -344,9 +364,20 @@ def _ask_recorded(arm: ParityTarget, replay: Replay, number: int) -> Answer:
     return ask_prepared(arm, recorded_request(request, replay.content(request), arm.signature))
 
 
+def _recorded_answer(arm: ParityTarget, replay: Replay, number: int) -> Answer | None:
+    """What was recorded as the answer to a request, if it is kept. Raises `AnswerError`, `TrafficError`."""
+    request = replay.requests()[number]
+    answer = replay.answer(request)
+    return None if answer is None else recorded_outputs(request, answer, batched=arm.signature.batched)
+
+
 def _is_refusal(exc: AnswerError | ConnectionRefused) -> bool:
     """Whether the arm was asked and said no, rather than nothing or something else."""
     return isinstance(exc, ConnectionRefused) or exc.status > 0
+
+
+def _has_answered(exc: AnswerError | ConnectionRefused) -> bool:
+    return isinstance(exc, AnswerError) and exc.answered
 
 
 def _ask_all(label: Label, arm: ParityTarget, batches: Sequence[tuple[int, ...]], *, at_once: int) -> list[Answer]:
@@ -356,7 +387,8 @@ def _ask_all(label: Label, arm: ParityTarget, batches: Sequence[tuple[int, ...]]
             answers = list(pool.map(lambda items: ask(arm, items), batches))
     except (AnswerError, ConnectionRefused) as exc:
         why = f"{arm.name or label} does not answer the inputs of the parity check: {exc}"
-        raise ParityError(why, label, max(map(len, batches)) if _is_refusal(exc) else None) from exc
+        refused_items = max(map(len, batches)) if _is_refusal(exc) else None
+        raise ParityError(why, label, refused_items, answered=_has_answered(exc)) from exc
     return [
         {name: array[place : place + 1] for name, array in answer.items()}
         for items, answer in zip(batches, answers, strict=True)
@@ -434,7 +466,7 @@ class AnswersUnderLoad:
                 )  # fmt: skip
                 if error is None:
                     pairs = [pair for pair in zip(of_arm, expected, strict=True) if pair[0].workload.name == workload]
-                    record = _compared(record, pairs, rules, typical)
+                    record = _compared(record, pairs, rules, typical, target.target.transport)
                 self.compared.append(record)
         self.samples = []
         self.store.write_all(AnswersCompared, self.compared)
@@ -445,6 +477,7 @@ def _compared(
     pairs: Sequence[tuple[_AnswerSample, list[Answer]]],
     rules: Rules,
     typical: Mapping[str, float],
+    transport: Transport,
 ) -> AnswersCompared:
     faults: list[str] = []
     all_agreements: list[Agreement] = []
@@ -459,6 +492,7 @@ def _compared(
     return msgspec.structs.replace(
         record,
         answers=len(pairs),
+        recorded=sum(_is_checked(sample, transport) for sample, _ in pairs),
         items=sum(len(sample.answer.rows) for sample, _ in pairs),
         wrong=len(faults),
         relative_max=whole.relative if all_agreements and isfinite(whole.relative) else None,
@@ -490,11 +524,19 @@ def _judged(
     return agreements, fault
 
 
+def _is_checked(sample: _AnswerSample, transport: Transport) -> bool:
+    """Whether an answer is compared with a recorded one."""
+    replay = replay_of(sample.workload, transport) if sample.workload.check_answers else None
+    return replay is not None and has_answer(replay.requests()[sample.answer.first])
+
+
 def _ask_alone(reference: ParityTarget, variation: Variation | None, seed: int, sample: _AnswerSample) -> list[Answer]:
     inputs, answer = reference.inputs, sample.answer
     workload = sample.workload
     if (replay := replay_of(workload, reference.target.transport)) is not None:
-        whole = _ask_recorded(reference, replay, answer.first)
+        checked = _is_checked(sample, reference.target.transport)
+        whole = (_recorded_answer if checked else _ask_recorded)(reference, replay, answer.first)
+        assert whole is not None
         return [{name: array[row : row + 1] for name, array in whole.items()} for row in answer.rows]
     items = choose_items(inputs, workload.batch_size, seed, length=workload.sequence_length)[answer.body]
     alone = []

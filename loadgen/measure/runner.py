@@ -576,6 +576,7 @@ def require_parity(context: RunContext, tolerance: Tolerance) -> None:
         for label, arm in context.arms.items()
     }
     sizes = {largest, *(size for size in used if size < largest)}
+    replayed = next((load for load in experiment.workloads if load.traffic is not None), None)
     compare_arms = partial(
         check_parity,
         arms,
@@ -583,7 +584,8 @@ def require_parity(context: RunContext, tolerance: Tolerance) -> None:
         tolerance,
         context.experiment.lengths,
         few=context.care.few_inputs,
-        replay=next(filter(None, (replay_of(load, arm.transport) for load in experiment.workloads)), None),
+        replay=None if replayed is None else replay_of(replayed, arm.transport),
+        check_answers=replayed is not None and replayed.check_answers,
     )
     record = compare_arms()
     while context.care.leaves_out and (wrong := _wrong_arms(record)) and context.experiment.baseline.label not in wrong:
@@ -598,7 +600,8 @@ def require_parity(context: RunContext, tolerance: Tolerance) -> None:
     if not record.ok:
         first, *more = [case for case in record.cases if not case.ok]
         others = f", and {len(more)} more of {len(record.cases)} cases" if more else ""
+        do_what = "give the recorded answers" if first.kind == "recorded" else "give the same answers"
         raise RunError(
-            "the arms do not give the same answers, so their speed is not compared: "
+            f"the arms do not {do_what}, so their speed is not compared: "
             f"{first.name} (output {first.output} {first.fault}){others}"
         )

@@ -87,6 +87,7 @@ class _Call:
     began_ns: int = 0
     """When the first byte of the next message came."""
     messages: int = 0
+    answer_headers: dict[str, str] = field(default_factory=dict)
     answers_end: bool = False
     """Whether the last answer is whole."""
 
@@ -123,6 +124,8 @@ class GrpcTap:
             call = self._calls.get(stream)
             if call is None:
                 continue
+            if isinstance(part, dict) and not ends:
+                call.answer_headers = part
             if isinstance(part, bytes):
                 if part and not call.received:
                     self._begin_answer(call, now_ns)
@@ -145,6 +148,7 @@ class GrpcTap:
         if len(call.waiting) > 1 and call.waiting[0].answered:
             call.waiting.popleft().end(0, now_ns)
         if call.waiting:
+            call.waiting[0].answer_headers = call.answer_headers
             call.waiting[0].add_answer(b"", now_ns)
 
     def _end(self, stream: int, status: int | None, now_ns: int) -> None:

@@ -113,8 +113,7 @@ class Recorder(Observer):
             return None
         self._begun += 1
         self._under_way += 1
-        kept = {name: headers[name] for name in KEPT_HEADERS if name in headers}
-        return PassedRequest(self, transport, route, kept, at_ns, held_bytes=BYTES_BESIDE)
+        return PassedRequest(self, transport, route, kept_headers(headers), at_ns, held_bytes=BYTES_BESIDE)
 
     def keeps(self, what: Literal["contents", "answers"]) -> bool:
         """Whether these bodies are recorded."""
@@ -238,7 +237,9 @@ class PassedRequest:
         content = b"".join(self.content)
         if self.transport == "grpc":
             content = _plain(content, self.headers.get("grpc-encoding"))
-        is_kept = self.recorder.keeps("answers") and self.end_ns is not None
+        answer = b"".join(self.answer) if self.recorder.keeps("answers") and self.end_ns is not None else None
+        if self.transport == "grpc" and answer is not None:
+            answer = _plain(answer, self.answer_headers.get("grpc-encoding"))
         first_ns, end_ns = self.first_byte_ns, self.end_ns
         return (
             RecordedRequest(
@@ -246,11 +247,17 @@ class PassedRequest:
                 content_bytes=self.content_bytes, headers=self.headers, status=self.status,
                 first_byte_ns=None if first_ns is None else max(0, first_ns - started_ns),
                 end_ns=None if end_ns is None else max(0, end_ns - started_ns), answer_bytes=self.answer_bytes,
+                answer_headers={} if answer is None else kept_headers(self.answer_headers),
                 **described(self.transport, self.route, self.headers, content),
             ),
             content if self.recorder.keeps("contents") else None,
-            b"".join(self.answer) if is_kept else None,
+            answer,
         )  # fmt: skip
+
+
+def kept_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Those that are stored."""
+    return {name: headers[name] for name in KEPT_HEADERS if name in headers}
 
 
 # What a request says of itself

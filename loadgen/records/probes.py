@@ -160,7 +160,7 @@ class ContainerStart(Record, frozen=True, kw_only=True):
 
 class AnswersCompared(Record, frozen=True, kw_only=True):
     """Answers of an arm under load in one workload and one start of the servers, compared with the answers to the same
-    inputs sent alone."""
+    inputs sent alone, or with recorded ones."""
 
     FILE = "answers.json"
     workload: str
@@ -168,6 +168,8 @@ class AnswersCompared(Record, frozen=True, kw_only=True):
     restart: int
     answers: int
     """Answers that were compared, chosen by the seed before each block."""
+    recorded: int = 0
+    """Of these, the ones that were compared with recorded answers."""
     items: int
     """Items in these answers."""
     wrong: int

@@ -249,6 +249,8 @@ class Workload(Record, frozen=True, kw_only=True):
     """The folder of recorded traffic, of which each round replays a window; `rate_per_s` is its mean rate."""
     speed: float = 1.0
     """How many times as fast as recorded its requests fall due."""
+    check_answers: bool = False
+    """Whether answers to them are compared with the recorded ones."""
     rate_share: float | None = None
     """An open loop's rate as a share of the rate at which the slowest arm answers a closed loop; that is measured in
     the warm-up, and `rate_per_s` is None until then."""
@@ -700,12 +702,12 @@ class ArmRecord(Record, frozen=True, kw_only=True):
 
 class ParityCase(Record, frozen=True, kw_only=True):
     """Outputs for the same items. `reference` compares an arm with the baseline; `alone` an arm's mixed batch with its
-    own single responses."""
+    own single responses; `recorded` an arm with recorded answers."""
 
     name: str
     label: Label
     """The arm whose outputs are compared."""
-    kind: Literal["reference", "alone"]
+    kind: Literal["reference", "alone", "recorded"]
     images: int
     """Items, also of other kinds than images."""
     cosine_min: float
@@ -736,6 +738,8 @@ class ParityRecord(Record, frozen=True, kw_only=True):
     """The arm that the error is about, if it is about one."""
     refused_items: int | None = None
     """Items of the request that this arm refused; None if that is not the error."""
+    answered: bool = True
+    """False: this arm refused a request, or did not answer it."""
     precision: str | None = None
     """The coarsest precision of all arms, which decides the tolerance."""
     tolerance_relative: float | None = None

@@ -81,6 +81,13 @@ class RecordedRequest(Record, frozen=True, kw_only=True):
     """When the last one did; None: the answer is not whole."""
     answer: Digest | None = None
     answer_bytes: Count = 0
+    answer_headers: Mapping[str, str] = {}
+    """Of an answer that is kept, those of `KEPT_HEADERS` that it had."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether its answer is whole and no error."""
+        return self.end_ns is not None and self.status == (200 if self.transport == "http" else 0)
 
     @property
     def stretch(self) -> int:

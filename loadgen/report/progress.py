@@ -177,7 +177,7 @@ class RichProgress(MovingLine, RunProgress):
         else:
             wrong = sum(not case.ok for case in record.cases)
             why = record.error or f"in {wrong} of {len(record.cases)} cases; see parity.json"
-            self._say(why if record.refused_items is not None else f"different answers: {why}", style="red")
+            self._say(f"different answers: {why}" if record.answered else why, style="red")
 
     def fairness_checked(self, checks: Sequence[Check]) -> None:
         """Print how many checks passed, and each of the others."""

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from loadgen.metrics.comparisons import Comparison, judge
+from loadgen.records.probes import AnswersCompared
 from loadgen.records.run import ParityRecord, Workload
 from loadgen.verdict.result import Result
 from tests.again import again
 from tests.recording import write_traffic
 from tests.truth.conftest import Compare
+from tests.truth.planted_server import FEATURES, MATRIX
 
-FEATURES = 64
 SERVER = "--delay-ms 60 --no-spin"
 """So long that what else the machine does is a small part of it."""
 SLOW_IN_BURSTS = f"{SERVER} --crowded-factor 1.3 --crowded-from 8"
@@ -91,3 +92,42 @@ def test_wrong_answers_to_one_rare_shape_are_found_before_the_load(compare: Comp
     parity = json.loads((tmp_path / "run2" / ParityRecord.FILE).read_bytes())
     wrong = [case["name"] for case in parity["cases"] if not case["ok"]]
     assert wrong == ["recorded requests, x FP32 [1, 300]"]
+
+
+def test_an_answer_that_all_arms_give_and_the_recording_does_not_is_found(compare: Compare, tmp_path: Path) -> None:
+    """Both servers answer the one long request wrongly, so that they agree; the recorded server answered it right."""
+    random = np.random.default_rng(0)
+    lengths = [16] * 50 + [300]
+    traffic = write_traffic(
+        tmp_path / "traffic",
+        ((at / 10, random.standard_normal((1, length))) for at, length in enumerate(lengths)),
+        answer=lambda _, rows: rows[:, :, None] * MATRIX[0],
+    )
+    planted = "--delay-ms 1 --no-spin --sequences --fault wrong --fault-from-length 200"
+    result = compare(planted, planted, replay(traffic, pairs=1, check_answers=True), samples="sequence_samples.py")
+    parity = json.loads((tmp_path / "run2" / ParityRecord.FILE).read_bytes())
+    wrong = [(case["label"], case["kind"]) for case in parity["cases"] if not case["ok"]]
+    assert wrong == [("a", "recorded"), ("b", "recorded")]
+    assert [(check.state, check.arms) for check in result.checks if check.name == "parity"] == [("failed", ("a", "b"))]
+    assert not result.valid
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_answers_under_load_are_compared_with_the_recorded_ones(
+    compare: Compare, tmp_path: Path, transport: str
+) -> None:
+    """Of many requests of one shape one has another recorded answer, which is too late to be asked for before the
+    load."""
+    traffic = write_traffic(
+        tmp_path / "traffic",
+        ((at / 10, np.full((1, FEATURES), at)) for at in range(12)),
+        grpc=transport == "grpc",
+        answer=lambda number, rows: rows @ MATRIX * (-1.0 if number == 8 else 1.0),
+    )
+    server = "--delay-ms 1 --no-spin"
+    result = compare(server, server, replay(traffic, pairs=1, check_answers=True), transport=transport)
+    states = {check.name: check.state for check in result.checks}
+    assert (states["parity"], states["answers_under_load"]) == ("passed", "failed")
+    records = json.loads((tmp_path / "run2" / AnswersCompared.FILE).read_bytes())
+    assert [(each["answers"], each["recorded"], each["wrong"]) for each in records] == [(12, 12, 1)] * 2
+    assert not result.valid

@@ -172,6 +172,13 @@ def fairness_lines(checks: Sequence[Check]) -> list[str]:
     return [f"{check.title}: {check.detail} → {check.remedy}" for check in _before_load(checks) if check.ok is False]
 
 
+_AGAINST = {
+    "reference": "{arm} against {base}",
+    "alone": "mixed batch against single",
+    "recorded": "{arm} against recorded",
+}
+
+
 def same_answers(result: Result) -> doc.Section | None:
     """How far the arms' answers to the same inputs agree."""
     parity = result.parity
@@ -193,7 +200,7 @@ def same_answers(result: Result) -> doc.Section | None:
     rows: list[tuple[doc.Value, ...]] = [
         (
             case.name,
-            f"{shown(case.label)} against {base}" if case.kind == "reference" else "mixed batch against single",
+            _AGAINST[case.kind].format(arm=shown(case.label), base=base),
             str(case.images),
             "–" if case.relative_max is None else f"{case.relative_max:.1e}",
             f"{case.max_abs:.2g}",

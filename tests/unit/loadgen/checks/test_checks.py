@@ -109,6 +109,16 @@ def refuse(directory: Path) -> None:
     edit_json(directory / "parity.json", ok=False, cases=[], error=words, failed_arm="b", refused_items=16)
 
 
+def time_out(directory: Path) -> None:
+    words = "B does not answer the inputs of the parity check: no answer within 120 s"
+    edit_json(directory / "parity.json", ok=False, cases=[], error=words, failed_arm="b", answered=False)
+
+
+def differ_from_the_recording(directory: Path) -> None:
+    cases = json.loads((directory / "parity.json").read_text())["cases"]
+    edit_json(directory / "parity.json", ok=False, cases=[*cases, cases[0] | {"kind": "recorded", "ok": False}])
+
+
 def answer_alike(directory: Path) -> None:
     """Every answer of both arms holds the same values."""
     edit_json(directory / "parity.json", kinds={"y": "embedding"}, alike={"a": ["y"], "b": ["y"]})
@@ -145,6 +155,8 @@ FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
     ("run_finished", "invalidates", None, Plan(state="interrupted", cut_after=50, **SMALL)),
     ("parity", "invalidates", disagree, Plan(**SMALL)),
     ("parity_answered", "invalidates", refuse, Plan(**SMALL)),
+    ("parity_answered", "invalidates", time_out, Plan(**SMALL)),
+    ("parity", "invalidates", differ_from_the_recording, Plan(**SMALL)),
     ("answers_depend_on_inputs", "invalidates", answer_alike, Plan(**SMALL)),
     ("inputs_are_known", "warns", made_up, Plan(**SMALL)),
     ("same_payload", "invalidates", sent_other_payloads, Plan(**SMALL)),

@@ -113,6 +113,7 @@ def test_a_workload_per_speed(folder: str) -> None:
         {"traffic": "/no/folder"}, {"traffic": "FOLDER", "transport": "grpc"},
         {"traffic": "FOLDER", "transport": "shm"},
         {"traffic": "FOLDER", "transport": "http,grpc"}, {"scenarios": "traffic"},
+        {"traffic": "FOLDER", "check_answers": "true"}, {"check_answers": "true"}, {"speed": "2"},
     ],
 )  # fmt: skip
 def test_what_cannot_be_replayed_is_refused_before_the_run(folder: str, given: dict[str, str]) -> None:
