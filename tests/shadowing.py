@@ -8,11 +8,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import grpc
+import numpy as np
+
+from loadgen.client.grpc_messages import ModelInferRequest, ModelInferResponse
 from loadgen.verdict.result import Result, stored_result
 
 INFER = "/v2/models/m/infer"
@@ -80,8 +86,12 @@ class Shadowing:
     """The command, running."""
 
     process: subprocess.Popen[str]
-    port: int
+    ports: list[int]
     folder: Path
+
+    @property
+    def port(self) -> int:
+        return self.ports[0]
 
     def end(self) -> Result:
         """Stop it; what it has found."""
@@ -92,15 +102,23 @@ class Shadowing:
 
 
 @contextmanager
-def shadowing(primary: str, candidate: str, folder: Path, *options: str) -> Iterator[Shadowing]:
-    given = ["--primary", primary, "--candidate", candidate, "--listen", "127.0.0.1:0", "--share", "1", *options]
-    command = [sys.executable, "-m", "loadgen.entry", "shadow", *given, "--out", str(folder)]
+def shadowing(
+    primary: str | None, candidate: str | None, folder: Path, *options: str, grpc: tuple[str, str] | None = None
+) -> Iterator[Shadowing]:
+    """The command between servers over HTTP, at the addresses `grpc`, or both."""
+    given = [] if primary is None else [f"--primary={primary}", f"--candidate={candidate}", "--listen=127.0.0.1:0"]
+    if grpc is not None:
+        given += [f"--primary-grpc={grpc[0]}", f"--candidate-grpc={grpc[1]}", "--grpc-listen=127.0.0.1:0"]
+    command = [sys.executable, "-m", "loadgen.entry", "shadow", *given, "--share", "1", *options, "--out", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
+    running = Shadowing(process, [], folder)
     try:
-        line = process.stdout.readline()
-        assert line, process.stderr and process.stderr.read()
-        yield Shadowing(process, int(line.split(" ")[0].rpartition(":")[2]), folder)
+        for _ in range((primary is not None) + (grpc is not None)):
+            line = process.stdout.readline()
+            assert line, process.stderr and process.stderr.read()
+            running.ports.append(int(line.split(" ")[0].rpartition(":")[2]))
+        yield running
     finally:
         process.kill()
         process.communicate()
@@ -138,3 +156,29 @@ def doubling(delay_s: float = 0.0, wrong: Callable[[list[float]], bool] = lambda
         handler.send(json.dumps({"outputs": [{**tensor, "name": "y", "data": values}]}).encode())
 
     return answer
+
+
+@contextmanager
+def serving_grpc(
+    wrong: Callable[[np.ndarray], bool] = lambda _: False, compression: grpc.Compression | None = None
+) -> Iterator[str]:
+    """The address of a model over gRPC that answers with twice its input, to some inputs with something else."""
+
+    def infer(request: Any, _: grpc.ServicerContext) -> Any:
+        x = np.frombuffer(request.raw_input_contents[0], "<f4")
+        response = ModelInferResponse(model_name="m", raw_output_contents=[(2 * x + 1000 * wrong(x)).tobytes()])
+        response.outputs.add(name="y", datatype="FP32", shape=request.inputs[0].shape)
+        return response
+
+    method = grpc.unary_unary_rpc_method_handler(
+        infer, ModelInferRequest.FromString, lambda response: response.SerializeToString()
+    )
+    handler = grpc.method_handlers_generic_handler("inference.GRPCInferenceService", {"ModelInfer": method})
+    with ThreadPoolExecutor(8) as pool:
+        server = grpc.server(pool, handlers=(handler,), compression=compression)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        try:
+            yield address
+        finally:
+            server.stop(None).wait()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import ssl
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -16,6 +18,7 @@ from loadgen.base.quantities import counted
 from loadgen.cli.output import complain, fail
 
 if TYPE_CHECKING:
+    from loadgen.client.connection import Address
     from loadgen.recorder.relay import Relay
 
 HELP_GROUP = "Compare"
@@ -66,35 +69,19 @@ def record(
 
     Exit status: 0 ended, 1 the recording failed, 2 an option is wrong.
     """  # fmt: skip
-    from loadgen.client.connection import Address, AddressError
-    from loadgen.client.grpc import parse_grpc_address
-    from loadgen.client.tls import TlsError, tls_context
+    from loadgen.client.tls import TlsError
     from loadgen.measure.machine import installed_versions, utc_now
     from loadgen.recorder.grpc import GrpcTap
     from loadgen.recorder.http import HttpTap
     from loadgen.recorder.recorder import Recorder
     from loadgen.recorder.relay import Relay
-    from loadgen.records.run import DEFAULT_ACCESS
     from loadgen.records.traffic import TrafficError, TrafficRecording, TrafficWriter
 
     if to is None and grpc_to is None:
         fail("give the server that gets the requests with --to URL, --grpc-to HOST:PORT, or both")
     try:
-        servers = [
-            (place, address, GrpcTap if is_grpc else HttpTap)
-            for place, address, is_grpc in (
-                (listen, None if to is None else Address.parse(to), False),
-                (grpc_listen, None if grpc_to is None else parse_grpc_address(grpc_to), True),
-            )
-            if address is not None
-        ]
-        places = [parse_place(place) for place, *_ in servers]
-        contexts = [
-            tls_context(DEFAULT_ACCESS, "h2" if tap is GrpcTap else "http/1.1") if address.tls else None
-            for _, address, tap in servers
-        ]
-        if to is not None and servers[0][1].base_path:
-            fail(f"--to {to}: give the address without a path, because the paths of requests pass unchanged")
+        ways = [] if to is None else [parse_way([to], listen)]
+        ways += [] if grpc_to is None else [parse_way([grpc_to], grpc_listen, is_grpc=True)]
         started = TrafficRecording(
             started_at=utc_now(),
             abserve=installed_versions(["abserve"]).get("abserve", ""),
@@ -104,13 +91,13 @@ def record(
             max_bytes=max_bytes,
         )
         writer = TrafficWriter(out, started)
-    except (AddressError, TlsError, TrafficError, ValueError) as exc:
+    except (TlsError, TrafficError, ValueError) as exc:
         fail(str(exc))
     sys.setswitchinterval(0.0005)  # the thread that writes gives way to the traffic
     recorder = Recorder(writer, minutes=minutes, requests=requests, ended=_say_ended)
     relays = [
-        (Relay(address, lambda tap=tap: tap(recorder), context), place)  # type: ignore[misc]  # of this round
-        for (_, address, tap), context, place in zip(servers, contexts, places, strict=True)
+        (Relay(way.servers[0], partial(GrpcTap if way.is_grpc else HttpTap, recorder), way.contexts[0]), way.place)
+        for way in ways
     ]
     asyncio.run(serve(relays, f"recorded in {out}"))
     written = recorder.stop("it was stopped")
@@ -143,6 +130,33 @@ async def serve(
 
 def _say_ended(why: str) -> None:
     complain(f"the recording has ended: {why}", kind="note", style="yellow")
+
+
+class Way(NamedTuple):
+    """The servers of one protocol, the first of which gets the requests, and where their clients connect."""
+
+    servers: list[Address]
+    contexts: list[ssl.SSLContext | None]
+    """For connections with TLS."""
+    place: tuple[str, int]
+    is_grpc: bool
+
+
+def parse_way(urls: Sequence[str], listen: str, *, is_grpc: bool = False) -> Way:
+    """Raises `ValueError`, `TlsError`."""
+    from loadgen.client.connection import Address
+    from loadgen.client.grpc import parse_grpc_address
+    from loadgen.client.tls import tls_context
+    from loadgen.records.run import DEFAULT_ACCESS
+
+    servers = [parse_grpc_address(url) if is_grpc else Address.parse(url) for url in urls]
+    for url, address in zip(urls, servers, strict=True):
+        if address.base_path:
+            raise ValueError(f"{url}: give the address without a path, because the paths of requests pass unchanged")
+    contexts = [
+        tls_context(DEFAULT_ACCESS, "h2" if is_grpc else "http/1.1") if address.tls else None for address in servers
+    ]
+    return Way(servers, contexts, parse_place(listen), is_grpc)
 
 
 def parse_place(value: str) -> tuple[str, int]:

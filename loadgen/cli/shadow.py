@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loadgen.cli.output import complain, default_out, fail, publish
-from loadgen.cli.record import parse_place, serve
+from loadgen.cli.record import parse_way, serve
 
 if TYPE_CHECKING:
     from loadgen.recorder.shadow_run import ShadowStanding
@@ -24,14 +24,26 @@ LAST_PAIRS_S = 60.0
 
 def shadow(
     primary: Annotated[
-        str, typer.Option("--primary", metavar="URL", help="The server whose answers clients get.", show_default=False)
-    ],
+        str | None,
+        typer.Option("--primary", metavar="URL", help="The server whose answers clients get.", show_default=False),
+    ] = None,
     candidate: Annotated[
-        str, typer.Option("--candidate", metavar="URL", help="The server that gets copies.", show_default=False)
-    ],
+        str | None, typer.Option("--candidate", metavar="URL", help="The server that gets copies.", show_default=False)
+    ] = None,
     listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where clients connect.")] = (
         "127.0.0.1:9000"
     ),
+    primary_grpc: Annotated[
+        str | None,
+        typer.Option("--primary-grpc", metavar="HOST:PORT", help="The primary's gRPC address.", show_default=False),
+    ] = None,
+    candidate_grpc: Annotated[
+        str | None,
+        typer.Option("--candidate-grpc", metavar="HOST:PORT", help="The candidate's gRPC address.", show_default=False),
+    ] = None,
+    grpc_listen: Annotated[
+        str, typer.Option("--grpc-listen", metavar="HOST:PORT", help="Where clients of gRPC connect.")
+    ] = "127.0.0.1:9001",
     share: Annotated[float, typer.Option("--share", min=1e-6, max=1.0, help="Copy this share of all requests.")] = 0.1,
     minutes: Annotated[
         float | None, typer.Option("--minutes", min=0.001, help="Compare so long.", show_default="until stopped")
@@ -56,26 +68,28 @@ def shadow(
 
     Exit status: 0 ended, 1 the comparison failed, 2 an option is wrong.
     """  # fmt: skip
-    from loadgen.client.connection import Address, AddressError
-    from loadgen.client.tls import TlsError, tls_context
+    from loadgen.client.tls import TlsError
+    from loadgen.recorder.grpc import GrpcTap
     from loadgen.recorder.http import HttpTap
     from loadgen.recorder.relay import Relay
-    from loadgen.recorder.shadow import Shadow
-    from loadgen.recorder.shadow_run import ShadowRun
-    from loadgen.records.run import DEFAULT_ACCESS
+    from loadgen.recorder.shadow import ReadingTime, Shadow
+    from loadgen.recorder.shadow_run import LABELS, ShadowRun
+    from loadgen.records.run import ArmRequest
     from loadgen.records.store import RunStore, StorageError, running
     from loadgen.report.files import stored
     from loadgen.report.renderers.terminal import make_console
 
+    urls, grpc_urls = (primary, candidate), (primary_grpc, candidate_grpc)
+    if urls == grpc_urls == (None, None) or any((one is None) != (other is None) for one, other in (urls, grpc_urls)):
+        fail("give both servers: --primary and --candidate URL, --primary-grpc and --candidate-grpc HOST:PORT, or all")
     try:
-        servers = [Address.parse(primary), Address.parse(candidate)]
-        contexts = [tls_context(DEFAULT_ACCESS, "http/1.1") if address.tls else None for address in servers]
-        place = parse_place(listen)
-    except (AddressError, TlsError, ValueError) as exc:
+        ways = [
+            parse_way([url for url in given if url is not None], place, is_grpc=given is grpc_urls)
+            for given, place in ((urls, listen), (grpc_urls, grpc_listen))
+            if given != (None, None)
+        ]
+    except (TlsError, ValueError) as exc:
         fail(str(exc))
-    for option, address in (("--primary", servers[0]), ("--candidate", servers[1])):
-        if address.base_path:
-            fail(f"{option}: give the address without a path, because the paths of requests pass unchanged")
     folder = default_out("shadow") if out is None else out
     try:
         store = RunStore(folder)
@@ -93,20 +107,32 @@ def shadow(
         """Copy until --minutes are over, and write the report beside the traffic."""
         with suppress(TimeoutError):
             async with asyncio.timeout(None if minutes is None else 60 * minutes):
-                await copies.watch()
+                await asyncio.gather(*(shadow.watch() for shadow in shadows))
         await asyncio.to_thread(end)
 
     with running(folder):
+        arms = [
+            ArmRequest(label=label, target=url or grpc or "", grpc=grpc)
+            for label, url, grpc in zip(LABELS, urls, grpc_urls, strict=True)
+        ]
         try:
             run = ShadowRun(
-                store, (servers[0].url, servers[1].url), share=share, block_s=block_seconds, margin=margin,
+                store, (arms[0], arms[1]), share=share, block_s=block_seconds, margin=margin,
                 say=_say, failed=_say_failed,
             )  # fmt: skip
         except StorageError as exc:
             fail(str(exc))
-        copies = Shadow(servers[1], contexts[1], share=share, counts=run.counts, paired=run.take)
-        relay = Relay(servers[0], lambda: HttpTap(copies), contexts[0])
-        asyncio.run(serve([(relay, place)], f"compared with {servers[1].authority}", compare()))
+        reading, shadows, relays = ReadingTime(), list[Shadow](), []
+        for way in ways:
+            shadow = Shadow(
+                way.servers[1], way.contexts[1], share=share, counts=run.counts, reading=reading, paired=run.take,
+                is_grpc=way.is_grpc,
+            )  # fmt: skip
+            shadows.append(shadow)
+            tap = partial(GrpcTap if way.is_grpc else HttpTap, shadow)
+            relays.append((Relay(way.servers[0], tap, way.contexts[0]), way.place))
+        candidates = " and ".join(way.servers[1].authority for way in ways)
+        asyncio.run(serve(relays, f"compared with {candidates}", compare()))
         if not outcome:
             end()
     if outcome != [True]:

@@ -51,7 +51,7 @@ NUMBER = struct.Struct(">I")
 _FRAME_HEAD_BYTES = 9
 MOST_WINDOW = 2**31 - 1
 DEFAULT_WINDOW = 65_535
-_DEFAULT_FRAME = 16_384
+DEFAULT_FRAME = 16_384
 _LARGEST_FRAME = 2**24 - 1
 _LAST_STREAM = 2**31 - 1
 _MOST_IDLE_FRAMES = 10_000
@@ -96,6 +96,18 @@ def frame_head(kind: int, flags: int, stream: int, length: int) -> bytes:
     return FRAME.pack(length >> 8, length & 0xFF, kind, flags, stream)
 
 
+_SETTINGS = b"".join(
+    SETTING.pack(name, value)
+    for name, value in ((_HEADER_TABLE_SIZE, 0), (_ENABLE_PUSH, 0), (INITIAL_WINDOW_SIZE, MOST_WINDOW))
+)
+GREETING = (
+    _PREFACE
+    + frame_head(SETTINGS, 0, 0, len(_SETTINGS)) + _SETTINGS
+    + frame_head(WINDOW_UPDATE, 0, 0, 4) + NUMBER.pack(MOST_WINDOW - DEFAULT_WINDOW)
+)  # fmt: skip
+"""What a client says first: no dynamic table of headers, no pushes, and windows that no answer fills."""
+
+
 class Http2Connection:
     """One connection. After a `ResponseError`, an `OSError` or a `TimeoutError` it can only be closed."""
 
@@ -107,13 +119,13 @@ class Http2Connection:
         self._most_bytes = most_bytes
         self._bytes_left = 0
         self._idle_frames = 0
-        self._buffer = bytearray(4 * _DEFAULT_FRAME)
+        self._buffer = bytearray(4 * DEFAULT_FRAME)
         self._view = memoryview(self._buffer)
         self._filled = 0
         self._send_window = DEFAULT_WINDOW
         self._initial_window = DEFAULT_WINDOW
         self._stream_window = 0
-        self._max_frame = _DEFAULT_FRAME
+        self._max_frame = DEFAULT_FRAME
         self._unacknowledged = 0
         self._next_stream = 1
         self._stream = 0
@@ -133,14 +145,8 @@ class Http2Connection:
         self._decoded_blocks: dict[bytes, dict[bytes, bytes]] = {}
         self._decoder = Decoder(_MOST_HEADER_BYTES)
         self._decoder.header_table_size = self._decoder.max_allowed_table_size = 0
-        settings = SETTING.pack(_HEADER_TABLE_SIZE, 0) + SETTING.pack(_ENABLE_PUSH, 0)
-        settings += SETTING.pack(INITIAL_WINDOW_SIZE, MOST_WINDOW)
         self._deadline.begin(connection, perf_counter_ns())
-        self._socket.sendall(
-            _PREFACE
-            + frame_head(SETTINGS, 0, 0, len(settings)) + settings
-            + frame_head(WINDOW_UPDATE, 0, 0, 4) + NUMBER.pack(MOST_WINDOW - DEFAULT_WINDOW)
-        )  # fmt: skip
+        self._socket.sendall(GREETING)
         while not self._has_settings:
             self.receive()
 
@@ -213,7 +219,7 @@ class Http2Connection:
             high, low, kind, flags, stream = FRAME.unpack_from(self._buffer, place)
             start = place + _FRAME_HEAD_BYTES
             end = start + (high << 8 | low)
-            if end - start > _DEFAULT_FRAME:
+            if end - start > DEFAULT_FRAME:
                 raise ResponseError("the server does not speak HTTP/2, or sends frames larger than allowed")
             if end > self._filled:
                 break
@@ -268,7 +274,7 @@ class Http2Connection:
                 self._stream_window += value - self._initial_window
                 self._initial_window = value
             elif name == MAX_FRAME_SIZE:
-                if not _DEFAULT_FRAME <= value <= _LARGEST_FRAME:
+                if not DEFAULT_FRAME <= value <= _LARGEST_FRAME:
                     raise ResponseError("the server sets a frame size that HTTP/2 does not allow")
                 self._max_frame = value
         self._has_settings = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from hpack import Decoder
@@ -27,14 +27,17 @@ from loadgen.recorder.recorder import Observer, PassedRequest
 RECORDED = (f"{SERVICE}ModelInfer", f"{SERVICE}ModelStreamInfer")
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _LARGEST_TABLE = 2**20
+Control = Callable[[int, int, int, bytes], None]
+"""Gets the kind, the flags, the stream and the content of each frame that is no part of a message."""
 
 
 class _Frames:
     """One direction of a connection."""
 
-    def __init__(self, skipped: int) -> None:
+    def __init__(self, skipped: int, control: Control | None = None) -> None:
         self._skipped = skipped
         """Bytes before the first frame."""
+        self._control = control
         self._buffer = bytearray()
         self._block = b""
         self._ends_stream = False
@@ -55,9 +58,14 @@ class _Frames:
             ends_stream = bool(flags & END_STREAM)
             if kind == RST_STREAM:
                 yield stream, None, True
-            if kind not in (DATA, HEADERS, CONTINUATION):
+            is_message = kind in (DATA, HEADERS, CONTINUATION)
+            if not is_message and self._control is None:
                 continue
             content = bytes(memoryview(self._buffer)[start:end])
+            if not is_message:
+                if self._control is not None:
+                    self._control(kind, flags, stream, content)
+                continue
             if flags & PADDED and kind != CONTINUATION:
                 content = content[1 : len(content) - content[0]]
             if kind == DATA:
@@ -74,6 +82,37 @@ class _Frames:
         del self._buffer[:place]
 
 
+class _Messages:
+    """The messages of one direction of a call."""
+
+    def __init__(self) -> None:
+        self._prefix = b""
+        self._left = 0
+        self.is_between = True
+        """Whether no message has begun and not ended."""
+
+    def read(self, data: bytes) -> Iterator[tuple[bool | None, bytes]]:
+        """The pieces of messages as they come. With the first of each, whether the message is compressed; with others
+        None. `is_between` says whether a piece is the last one."""
+        place = 0
+        while place < len(data):
+            is_compressed = None
+            if not self._left:
+                self.is_between = False
+                begun = len(self._prefix)
+                self._prefix += data[place : place + PREFIX.size - begun]
+                place += len(self._prefix) - begun
+                if len(self._prefix) < PREFIX.size:
+                    return
+                is_compressed, self._left = PREFIX.unpack(self._prefix)
+                self._prefix = b""
+            piece = data[place : place + self._left]
+            place += len(piece)
+            self._left -= len(piece)
+            self.is_between = not self._left
+            yield is_compressed, piece
+
+
 @dataclass(slots=True)
 class _Call:
     """One stream. Of a `ModelStreamInfer` each message is a request; the answers belong to them in order, and what
@@ -81,42 +120,52 @@ class _Call:
 
     path: str
     headers: dict[str, str]
-    waiting: deque[PassedRequest] = field(default_factory=deque)
-    sent: bytearray = field(default_factory=bytearray)
-    received: bytearray = field(default_factory=bytearray)
     began_ns: int = 0
-    """When the first byte of the next message came."""
-    messages: int = 0
+    """When the first byte of the next message came, or its headers; 0: it has not."""
+    waiting: deque[PassedRequest] = field(default_factory=deque)
+    coming: PassedRequest | None = None
+    """The request of the message that comes."""
+    sent: _Messages = field(default_factory=_Messages)
+    received: _Messages = field(default_factory=_Messages)
     answer_headers: dict[str, str] = field(default_factory=dict)
-    answers_end: bool = False
-    """Whether the last answer is whole."""
 
 
 class GrpcTap:
     """The calls of one connection."""
 
-    def __init__(self, recorder: Observer) -> None:
+    def __init__(self, recorder: Observer, control: Control | None = None) -> None:
+        """`control` gets what the server says of the connection."""
         self._recorder = recorder
         self._calls: dict[int, _Call] = {}
-        self._requests, self._answers = _Frames(len(_PREFACE)), _Frames(0)
+        self._requests, self._answers = _Frames(len(_PREFACE)), _Frames(0, control)
 
     def sent(self, data: bytes, now_ns: int) -> None:
         """Bytes on their way to the server."""
         for stream, part, _ in self._requests.read(data):
             if isinstance(part, dict) and part.get(":path") in RECORDED:
-                self._calls[stream] = _Call(part[":path"], part, began_ns=now_ns)
+                self._calls[stream] = _Call(part[":path"], part, now_ns)
             elif part is None:
                 self._end(stream, None, now_ns)
             elif isinstance(part, bytes) and (call := self._calls.get(stream)) is not None:
-                if not call.sent and call.messages:
+                if call.sent.is_between and not call.began_ns:
                     call.began_ns = now_ns
-                for message in _messages(call.sent, part):
-                    call.messages += 1
-                    request = self._recorder.begin("grpc", call.path, call.headers, call.began_ns)
-                    if request is not None:
-                        request.add_content(message)
-                        call.waiting.append(request)
-                    call.began_ns = now_ns
+                for is_compressed, piece in call.sent.read(part):
+                    if is_compressed is not None:
+                        self._begin(call, call.began_ns or now_ns, is_compressed=is_compressed)
+                    if call.coming is not None:
+                        call.coming.add_content(piece)
+                        if call.sent.is_between:
+                            call.coming.forwarded(now_ns)
+
+    def _begin(self, call: _Call, at_ns: int, *, is_compressed: bool) -> None:
+        headers, call.began_ns = _of_message(call.headers, is_compressed=is_compressed), 0
+        call.coming = self._recorder.begin("grpc", call.path, headers, at_ns)
+        if call.coming is not None:
+            call.waiting.append(call.coming)
+
+    def expect(self, stream: int, request: PassedRequest) -> None:
+        """A request is on its way in a stream of its own."""
+        self._calls[stream] = _Call(request.route, request.headers, waiting=deque([request]))
 
     def received(self, data: bytes, now_ns: int) -> None:
         """Bytes on their way to the client."""
@@ -127,29 +176,22 @@ class GrpcTap:
             if isinstance(part, dict) and not ends:
                 call.answer_headers = part
             if isinstance(part, bytes):
-                if part and not call.received:
-                    self._begin_answer(call, now_ns)
-                for message in _messages(call.received, part):
-                    if call.answers_end:
-                        self._begin_answer(call, now_ns)
+                for is_compressed, piece in call.received.read(part):
+                    if is_compressed is not None:
+                        self._begin_answer(call, now_ns, is_compressed=is_compressed)
                     if call.waiting:
-                        call.waiting[0].add_answer(message, now_ns)
-                    call.answers_end = True
-                if call.received and call.answers_end:
-                    self._begin_answer(call, now_ns)
+                        call.waiting[0].add_answer(piece, now_ns)
             if ends:
                 status = part.get("grpc-status", "2") if isinstance(part, dict) else "2"
                 self._end(stream, int(status) if part is not None else None, now_ns)
 
     @staticmethod
-    def _begin_answer(call: _Call, now_ns: int) -> None:
+    def _begin_answer(call: _Call, now_ns: int, *, is_compressed: bool) -> None:
         """An answer begins: of a stream that of the next request, if there is one."""
-        call.answers_end = False
         if len(call.waiting) > 1 and call.waiting[0].answered:
             call.waiting.popleft().end(0, now_ns)
         if call.waiting:
-            call.waiting[0].answer_headers = call.answer_headers
-            call.waiting[0].add_answer(b"", now_ns)
+            call.waiting[0].answer_headers = _of_message(call.answer_headers, is_compressed=is_compressed)
 
     def _end(self, stream: int, status: int | None, now_ns: int) -> None:
         call = self._calls.pop(stream, None)
@@ -164,12 +206,6 @@ class GrpcTap:
             self._end(stream, None, now_ns)
 
 
-def _messages(buffer: bytearray, data: bytes) -> Iterator[bytes]:
-    """The messages that are whole with these bytes; the rest stays in the buffer."""
-    buffer += data
-    while len(buffer) >= PREFIX.size:
-        _, size = PREFIX.unpack_from(buffer)
-        if len(buffer) < PREFIX.size + size:
-            return
-        yield bytes(memoryview(buffer)[PREFIX.size : PREFIX.size + size])
-        del buffer[: PREFIX.size + size]
+def _of_message(headers: dict[str, str], *, is_compressed: bool) -> dict[str, str]:
+    """The headers of one message: those of the call say what compression its messages may have."""
+    return headers if is_compressed else {name: value for name, value in headers.items() if name != "grpc-encoding"}

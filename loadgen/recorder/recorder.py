@@ -236,10 +236,10 @@ class PassedRequest:
         """As it is stored, with its body and its answer's, if they are. Called in the recorder's thread."""
         content = b"".join(self.content)
         if self.transport == "grpc":
-            content = _plain(content, self.headers.get("grpc-encoding"))
+            content = plain(content, self.headers.get("grpc-encoding"))
         answer = b"".join(self.answer) if self.recorder.keeps("answers") and self.end_ns is not None else None
         if self.transport == "grpc" and answer is not None:
-            answer = _plain(answer, self.answer_headers.get("grpc-encoding"))
+            answer = plain(answer, self.answer_headers.get("grpc-encoding"))
         first_ns, end_ns = self.first_byte_ns, self.end_ns
         return (
             RecordedRequest(
@@ -289,7 +289,7 @@ def described(
 
 
 def _of_body(route: str, headers: Mapping[str, str], content: bytes) -> dict[str, Any]:
-    content = _plain(content, headers.get("content-encoding"))
+    content = plain(content, headers.get("content-encoding"))
     if length := headers.get("inference-header-content-length"):
         content = content[: int(length)]
     _, _, path = route.rpartition("/v2/models/")
@@ -333,7 +333,7 @@ def _tensors(inputs: Any) -> tuple[RecordedTensor, ...]:
     )
 
 
-def _plain(content: bytes, coding: str | None) -> bytes:
+def plain(content: bytes, coding: str | None) -> bytes:
     """Content without its compression, if that is known."""
     plain = uncompressed(content, coding or "identity", MOST_HELD_BYTES)
     return content if plain is None else plain

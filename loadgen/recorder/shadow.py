@@ -5,6 +5,9 @@ of a bounded number of connections. A copy that finds the queue full is dropped 
 much that reading it would delay the traffic gets no copies for a while; all that is held for it has a place in
 `Observer.holds`.
 
+Copied are requests over HTTP and calls of `ModelInfer`. A `ModelStreamInfer` is not: its answers do not say which
+request they belong to.
+
 Both latencies begin when the last piece of a request is passed on, and end with bytes that the same event loop reads.
 """
 
@@ -21,7 +24,31 @@ from time import perf_counter_ns, thread_time_ns
 from typing import Literal, cast
 
 from loadgen.client.connection import Address
+from loadgen.client.grpc import (
+    ACK,
+    DATA,
+    DEFAULT_FRAME,
+    DEFAULT_WINDOW,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    GREETING,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    MAX_FRAME_SIZE,
+    MOST_WINDOW,
+    NUMBER,
+    PING,
+    PREFIX,
+    SERVICE,
+    SETTING,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame_head,
+    header_block,
+)
 from loadgen.client.tls import failure_reason
+from loadgen.recorder.grpc import GrpcTap
 from loadgen.recorder.http import HttpTap
 from loadgen.recorder.recorder import BYTES_BESIDE, Observer, PassedRequest
 from loadgen.records.run import REQUEST_TIMEOUT_S
@@ -40,6 +67,8 @@ _NOT_COPIED = {
     "transfer-encoding", "upgrade",
 }  # fmt: skip
 """Headers of one connection; the copy's body is sent in one piece of a known length."""
+_COPIED_CALL = f"{SERVICE}ModelInfer"
+_LAST_STREAM = 2**31 - 1
 
 
 @dataclass(slots=True)
@@ -70,15 +99,32 @@ class Counts:
     """Copies without a whole answer."""
 
 
+class ReadingTime:
+    """The time that reading answers of copies has taken of late, of all shadows of a process."""
+
+    def __init__(self) -> None:
+        self._window_ns = self._reading_ns = 0
+
+    def is_over(self, cpu_ns: int, now_ns: int) -> bool:
+        """Add the time of one read. Returns whether it was too much, and begins anew then."""
+        if now_ns - self._window_ns > _WINDOW_NS:
+            self._window_ns, self._reading_ns = now_ns, 0
+        self._reading_ns += cpu_ns
+        is_over = self._reading_ns > _MOST_READING_NS
+        self._window_ns = 0 if is_over else self._window_ns
+        return is_over
+
+
 class Shadow(Observer):
     """Gives copies of a share of all requests to the candidate, and each pair of answered requests to `paired`."""
 
     def __init__(
         self, candidate: Address, context: ssl.SSLContext | None, *, share: float = 1.0,
-        timeout_s: float = REQUEST_TIMEOUT_S, counts: Counts | None = None,
-        paired: Callable[[PairedRequest, PairedRequest], None],
+        timeout_s: float = REQUEST_TIMEOUT_S, counts: Counts | None = None, reading: ReadingTime | None = None,
+        paired: Callable[[PairedRequest, PairedRequest], None], is_grpc: bool = False,
     ) -> None:  # fmt: skip
-        """`paired` gets the primary's request and the copy, and frees the memory of both (`freed_bytes`)."""
+        """`paired` gets the request and the copy, and frees the memory of both (`freed_bytes`). All shadows of
+        a run share `counts` and `reading`."""
         super().__init__()
         self.counts = counts or Counts()
         self.candidate = candidate
@@ -92,7 +138,8 @@ class Shadow(Observer):
         self._connecting: dict[asyncio.Task[None], PairedRequest] = {}
         self._rest_until_ns = 0
         self._has_ended = False
-        self._window_ns = self._reading_ns = 0
+        self._reading = reading or ReadingTime()
+        self._make_connection = _GrpcCopyConnection if is_grpc else _CopyConnection
 
     def keeps(self, what: Literal["contents", "answers"]) -> bool:  # noqa: ARG002 (both)
         """Contents are copied, and answers compared."""
@@ -103,6 +150,8 @@ class Shadow(Observer):
     ) -> PassedRequest | None:
         """A request of which the head has come; None if it is not chosen."""
         if self._has_ended or (self._share < 1.0 and random.random() >= self._share):
+            return None
+        if transport == "grpc" and route != _COPIED_CALL:
             return None
         if not self.holds(BYTES_BESIDE):
             self.counts.dropped += 1
@@ -171,7 +220,7 @@ class Shadow(Observer):
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await loop.create_connection(
-                    partial(_CopyConnection, self), address.host, address.port, ssl=self._context
+                    partial(self._make_connection, self), address.host, address.port, ssl=self._context
                 )
         except OSError as exc:  # also a timeout
             self._rest(REST_UNCONNECTED_S)
@@ -197,11 +246,7 @@ class Shadow(Observer):
 
     def has_read(self, connection: _CopyConnection, cpu_ns: int, now_ns: int) -> None:
         """Reading a part of an answer took so long. Where that is too much, nobody reads any more for a while."""
-        if now_ns - self._window_ns > _WINDOW_NS:
-            self._window_ns, self._reading_ns = now_ns, 0
-        self._reading_ns += cpu_ns
-        if self._reading_ns > _MOST_READING_NS:
-            self._window_ns = 0
+        if self._reading.is_over(cpu_ns, now_ns):
             connection.fail("reading its answer takes more time than the traffic allows")
             self._rest(REST_S)
             for other in [*self._connections]:
@@ -233,15 +278,20 @@ class Shadow(Observer):
 
 
 class _CopyConnection(asyncio.BufferedProtocol):
-    """One connection to the candidate, with one copy at a time."""
+    """One connection to the candidate over HTTP/1.1, with one copy at a time."""
+
+    PROTOCOL = "HTTP/1.1"
 
     def __init__(self, shadow: Shadow) -> None:
         self.copy: PairedRequest | None = None
         self._shadow = shadow
-        self._tap = HttpTap(shadow)
+        self._tap: HttpTap | GrpcTap = self._make_tap()
         self._buffer = bytearray(_READ_BYTES)
         self._transport: asyncio.Transport | None = None
         self._is_used = self._has_received = False
+
+    def _make_tap(self) -> HttpTap | GrpcTap:
+        return HttpTap(self._shadow)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -255,14 +305,26 @@ class _CopyConnection(asyncio.BufferedProtocol):
         if self._transport is None or self._transport.is_closing():
             self.connection_lost(None)
             return
-        parts = [_head_of(copy, self._shadow.candidate.authority), *copy.content]
+        self._begin(copy)
+
+    def _begin(self, copy: PairedRequest) -> None:
+        cast(HttpTap, self._tap).expect("POST", copy)
+        self._write_last(copy, [_head_of(copy, self._shadow.candidate.authority), *copy.content])
+
+    def _write_last(self, copy: PairedRequest, parts: list[bytes | memoryview]) -> None:
+        """Write the parts of a copy, of which the last one ends it."""
+        if self._transport is None:
+            return
         came_at_once = copy.other is not None and copy.at_ns == copy.other.sent_ns
         if len(parts) > 1 and not came_at_once:
             self._transport.write(b"".join(parts[:-1]))
             del parts[:-1]
         copy.sent_ns = perf_counter_ns()
         self._transport.write(b"".join(parts))
-        self._tap.expect("POST", copy)
+
+    def _is_over(self) -> bool:
+        """Whether the connection takes no other copy."""
+        return cast(HttpTap, self._tap).ends_connection
 
     def buffer_updated(self, nbytes: int) -> None:
         now_ns, began_ns = perf_counter_ns(), thread_time_ns()
@@ -270,11 +332,11 @@ class _CopyConnection(asyncio.BufferedProtocol):
         try:
             self._tap.received(bytes(memoryview(self._buffer)[:nbytes]), now_ns)
         except Exception:  # noqa: BLE001 (the candidate may answer anything)
-            self.fail("it does not answer in HTTP/1.1")
+            self.fail(f"it does not answer in {self.PROTOCOL}")
         copy = self.copy
         if copy is not None and copy.ended:
             self.copy, self._is_used = None, True
-            if self._tap.ends_connection:
+            if self._is_over():
                 self._close()
             elif self._transport is not None:
                 self._shadow.unneeded(self)
@@ -309,6 +371,101 @@ class _CopyConnection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
         self._shadow.lost(self, None)
+
+
+class _GrpcCopyConnection(_CopyConnection):
+    """One connection to the candidate over HTTP/2, with one call at a time."""
+
+    PROTOCOL = "gRPC"
+
+    def __init__(self, shadow: Shadow) -> None:
+        super().__init__(shadow)
+        self._stream = -1
+        self._unsent = memoryview(b"")
+        self._has_settings = self._is_ending = False
+        self._window = self._initial_window = self._stream_window = DEFAULT_WINDOW
+        self._most_frame = DEFAULT_FRAME
+        self._received_bytes = 0
+
+    def _make_tap(self) -> GrpcTap:
+        return GrpcTap(self._shadow, self._control)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        cast(asyncio.Transport, transport).write(GREETING)
+
+    def _begin(self, copy: PairedRequest) -> None:
+        """Its time begins anew with the last frame, for which the candidate may have no room yet."""
+        copy.sent_ns = perf_counter_ns()
+        self._stream += 2
+        self._stream_window = self._initial_window
+        prefix = PREFIX.pack("grpc-encoding" in copy.headers, copy.content_bytes)
+        self._unsent = memoryview(b"".join([prefix, *copy.content]))
+        address = self._shadow.candidate
+        fields = copy.headers | {":authority": address.authority, ":scheme": "https" if address.tls else "http"}
+        block = header_block((name.encode(), value.encode()) for name, value in fields.items())
+        cast(GrpcTap, self._tap).expect(self._stream, copy)
+        self._send_unsent([frame_head(HEADERS, END_HEADERS, self._stream, len(block)), block])
+
+    def _send_unsent(self, parts: list[bytes | memoryview]) -> None:
+        """Send these parts, and as much of the message as the candidate takes now."""
+        while self._has_settings and self._unsent:
+            size = min(self._window, self._stream_window, self._most_frame, len(self._unsent))
+            if size <= 0:
+                break
+            piece, self._unsent = self._unsent[:size], self._unsent[size:]
+            self._window -= size
+            self._stream_window -= size
+            flags = 0 if self._unsent else END_STREAM
+            parts.append(frame_head(DATA, flags, self._stream, size) + piece)
+        if self._transport is None or not parts:
+            return
+        if self._unsent or self.copy is None:
+            self._transport.write(b"".join(parts))
+        else:
+            self._write_last(self.copy, parts)
+
+    def _control(self, kind: int, flags: int, stream: int, content: bytes) -> None:
+        answer: list[bytes | memoryview] = []
+        if kind == WINDOW_UPDATE:
+            size = NUMBER.unpack_from(content)[0] & MOST_WINDOW
+            if not stream & MOST_WINDOW:
+                self._window += size
+            elif stream == self._stream:
+                self._stream_window += size
+        elif kind == SETTINGS and not flags & ACK:
+            self._take_settings(content)
+            answer = [frame_head(SETTINGS, ACK, 0, 0)]
+        elif kind == PING and not flags & ACK:
+            answer = [frame_head(PING, ACK, 0, len(content)), content]
+        elif kind == GOAWAY:
+            self._is_ending = True
+            if self.copy is None or NUMBER.unpack_from(content)[0] & MOST_WINDOW < self._stream:
+                self._has_received = False
+                if self._transport is not None:
+                    self._transport.close()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(answer))
+            if self._unsent:
+                self._send_unsent([])
+
+    def _take_settings(self, content: bytes) -> None:
+        for name, value in SETTING.iter_unpack(content):
+            if name == INITIAL_WINDOW_SIZE:
+                self._stream_window += value - self._initial_window
+                self._initial_window = value
+            elif name == MAX_FRAME_SIZE:
+                self._most_frame = value
+        self._has_settings = True
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._received_bytes += nbytes
+        super().buffer_updated(nbytes)
+
+    def _is_over(self) -> bool:
+        """Also if the answer came before the whole request, or the window that the greeting opened is used up."""
+        is_used_up = self._received_bytes > MOST_WINDOW // 2 or self._stream > _LAST_STREAM - 2
+        return self._is_ending or bool(self._unsent) or is_used_up
 
 
 def _drop(copy: PairedRequest) -> None:

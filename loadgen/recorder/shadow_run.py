@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter_ns, process_time_ns
@@ -20,16 +20,18 @@ import numpy as np
 
 from loadgen.base.documents import one_line
 from loadgen.base.quantities import counted, join
-from loadgen.client.connection import uncompressed
+from loadgen.client.connection import GRPC_STATUS, AddressError, uncompressed
 from loadgen.client.endpoint import EndpointError
-from loadgen.client.outputs import HEADER_LENGTH, read_body, read_document
+from loadgen.client.grpc import STATUS_NAMES
+from loadgen.client.grpc_messages import ModelInferResponse
+from loadgen.client.outputs import HEADER_LENGTH, read_body, read_document, read_message
 from loadgen.launch.deployment import RemoteDeployment
 from loadgen.measure.answers import Answer, ParityError, compare_answers
 from loadgen.measure.arms import Arm
 from loadgen.measure.machine import read_environment, utc_now
 from loadgen.metrics.comparisons import LEADING_SHARE, Outcome, judge
 from loadgen.metrics.registry import TYPICAL_LATENCY
-from loadgen.recorder.recorder import MOST_HELD_BYTES, described
+from loadgen.recorder.recorder import MOST_HELD_BYTES, described, plain
 from loadgen.recorder.shadow import MOST_UNDER_WAY, Counts, PairedRequest
 from loadgen.records.probes import ShadowRecord
 from loadgen.records.run import (
@@ -59,6 +61,13 @@ _BEHIND = 200
 _OFTEN = 100
 _MOST_LAGS = 1_000_000
 _OTHERS = "other requests"
+_REFUSALS = frozenset(
+    map(STATUS_NAMES.index, (
+        "INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "FAILED_PRECONDITION", "OUT_OF_RANGE", "UNIMPLEMENTED",
+        "UNAUTHENTICATED",
+    ))
+)  # fmt: skip
+"""The statuses of gRPC that stand for HTTP's 4xx."""
 
 
 @dataclass(slots=True)
@@ -102,7 +111,7 @@ class ShadowRun:
     """Takes pairs until `finish`; `say` gets the standing after each block, from the thread."""
 
     def __init__(
-        self, store: RunStore, urls: tuple[str, str], *, share: float, block_s: float, margin: float,
+        self, store: RunStore, arms: tuple[ArmRequest, ArmRequest], *, share: float, block_s: float, margin: float,
         say: Callable[[ShadowStanding], None], failed: Callable[[str], None],
     ) -> None:  # fmt: skip
         """`failed` is called with the reason where the run cannot go on. Raises `StorageError`."""
@@ -118,8 +127,9 @@ class ShadowRun:
         """Blocks of both arms."""
         self._record = ShadowRecord(share=share, block_seconds=block_s)
         self._experiment = Experiment(
-            arms=tuple(ArmRequest(label=label, target=url) for label, url in zip(LABELS, urls, strict=True)),
-            model="unknown", weights=MODEL_WEIGHTS, payload="sent", transport="http", workloads=(self._workload(0.0),),
+            arms=arms,
+            model="unknown", weights=MODEL_WEIGHTS, payload="sent",
+            transport="grpc" if arms[0].target == arms[0].grpc else "http", workloads=(self._workload(0.0),),
             preset="shadow", seed=0, equivalence_margin=margin, threads=0, until_decided=True,
         )  # fmt: skip
         self._tolerance: Tolerance | None = None
@@ -166,10 +176,10 @@ class ShadowRun:
         sent_ns, copied_ns = primary.sent_ns or 0, copy.sent_ns
         if copied_ns is not None and len(self._lags_ms) < _MOST_LAGS:
             self._lags_ms.append((copied_ns - sent_ns) / NS_PER_MS)
-        refused = _is_refusal(primary.status) and _is_refusal(copy.status)
+        refused = _is_refusal(primary) and _is_refusal(copy)
         self._count(pairs=1, refused=int(refused))
         self._compare(primary, copy)
-        if _is_refusal(primary.status):  # it was the client's fault
+        if _is_refusal(primary):  # it was the client's fault
             return
         turn = max(0, sent_ns - self.started_ns) // self._block_ns
         faults = _fault(primary), _fault(copy)
@@ -189,7 +199,7 @@ class ShadowRun:
             block.rows[arm].append(
                 (
                     began_ns, began_ns, max(first_ns, began_ns), max(end_ns, began_ns), request.content_bytes,
-                    request.answer_bytes, 1, 0, 0, request.status or 0,
+                    request.answer_bytes, 1, 0, 0, _http_status(request) or 0,
                     -1 if fault is None else block.messages.index(fault),
                 )
             )  # fmt: skip
@@ -206,11 +216,16 @@ class ShadowRun:
     # Answers
 
     def _compare(self, primary: PairedRequest, copy: PairedRequest) -> None:
-        if primary.lost or copy.lost or _fault(copy) is not None or (primary.status or 500) >= 500:
+        if primary.lost or copy.lost or _fault(copy) is not None:
             return  # it counts as failed, not as a wrong answer
-        if not primary.route.endswith("/infer"):
+        if _fault(primary) is not None and not _is_refusal(primary):
+            return
+        if primary.transport == "http" and not primary.route.endswith("/infer"):
             return  # text, of which two right answers may differ
-        says = described(primary.transport, primary.route, primary.headers, b"".join(primary.content))
+        content = b"".join(primary.content)
+        if primary.transport == "grpc":
+            content = plain(content, primary.headers.get("grpc-encoding"))
+        says = described(primary.transport, primary.route, primary.headers, content)
         model = says.get("model") or "?"
         self._models.add(model)
         name = ", ".join(f"{each.name} {each.datatype} {list(each.shape)}" for each in says.get("tensors", ()))
@@ -232,14 +247,14 @@ class ShadowRun:
             relative_max=0.0, element_max=0.0,
         )  # fmt: skip
         if primary.status != copy.status:
-            fault = f"status {copy.status} instead of {primary.status}"
+            fault = f"{_status_words(copy)} instead of {_status_words(primary)}"
             return msgspec.structs.replace(case, ok=False, cosine_min=0.0, relative_max=None, fault=fault)
         bodies = [b"".join(request.answer) for request in (primary, copy)]
-        if bodies[0] == bodies[1] or _is_refusal(primary.status):
+        if bodies[0] == bodies[1] or _is_refusal(primary):
             return case
         try:
             (datatypes, expected), (_, actual) = (
-                _outputs(body, each.answer_headers) for body, each in zip(bodies, (primary, copy), strict=True)
+                _outputs(each, body) for body, each in zip(bodies, (primary, copy), strict=True)
             )
             rules = tolerances_for(datatypes, {}, self._tolerance or self._read_arms())
             return compare_answers(name, [expected], [actual], label=LABELS[1], kind="reference", rules=rules)
@@ -337,26 +352,45 @@ def _free(primary: PairedRequest, copy: PairedRequest) -> None:
     primary.recorder.freed_bytes += primary.held_bytes + copy.held_bytes
 
 
-def _is_refusal(status: int | None) -> bool:
+def _http_status(request: PairedRequest) -> int | None:
+    """HTTP's, or that of gRPC as samples have it."""
+    return request.status if request.status is None or request.transport == "http" else GRPC_STATUS + request.status
+
+
+def _status_words(request: PairedRequest) -> str:
+    if request.transport == "http" or request.status is None or request.status >= len(STATUS_NAMES):
+        return f"status {request.status}"
+    return f"gRPC status {STATUS_NAMES[request.status]}"
+
+
+def _is_refusal(request: PairedRequest) -> bool:
     """Whether the server says that the request is wrong."""
-    return status is not None and 400 <= status < 500
+    if request.transport == "grpc":
+        return request.status in _REFUSALS
+    return request.status is not None and 400 <= request.status < 500
 
 
 def _fault(request: PairedRequest) -> str | None:
     """Why a request counts as failed."""
     if request.end_ns is None:
         return request.failure or "the answer is not whole"
-    return None if (request.status or 0) < 400 else f"HTTP status {request.status}"
+    return None if _http_status(request) in (*range(400), GRPC_STATUS) else f"it answers {_status_words(request)}"
 
 
-def _outputs(body: bytes, headers: Mapping[str, str]) -> tuple[dict[str, str], Answer]:
+def _outputs(request: PairedRequest, body: bytes) -> tuple[dict[str, str], Answer]:
     """The datatypes and the values of an answer's outputs. Raises `ValueError`."""
-    plain = uncompressed(body, headers.get("content-encoding", "identity"), MOST_HELD_BYTES)
-    if plain is None:
-        raise ValueError("its compression cannot be read")
-    length = headers.get(HEADER_LENGTH)
-    arrays = read_body(memoryview(plain), length, binary=False)
-    datatypes = {each.name: each.datatype for each in read_document(plain[: int(length or len(plain))])}
+    headers = request.answer_headers
+    if request.transport == "grpc":
+        message = ModelInferResponse.FromString(plain(body, headers.get("grpc-encoding")))
+        arrays = read_message(message)
+        datatypes = {each.name: each.datatype for each in message.outputs}
+    else:
+        content = uncompressed(body, headers.get("content-encoding", "identity"), MOST_HELD_BYTES)
+        if content is None:
+            raise ValueError("its compression cannot be read")
+        length = headers.get(HEADER_LENGTH)
+        arrays = read_body(memoryview(content), length, binary=False)
+        datatypes = {each.name: each.datatype for each in read_document(content[: int(length or len(content))])}
     return datatypes, {name: np.atleast_1d(array) for name, array in arrays.items()}
 
 
@@ -376,7 +410,7 @@ def _arm_record(request: ArmRequest, model: str) -> ArmRecord:
     """As the server describes itself, or as its URL alone."""
     try:
         return Arm(request, RemoteDeployment(request.target), model).record()
-    except (EndpointError, OSError):
+    except (AddressError, EndpointError, OSError):  # the first: it has gRPC alone
         return ArmRecord(
             label=request.label, title=request.target, target=request.target, url=request.target, server_name=None,
             server_version=None, launched=False, argv=None, settings={}, in_effect={}, model_config=None,

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
+import numpy as np
 import pytest
+import tritonclient.grpc as triton
 from typer.testing import CliRunner
 
+from loadgen.client.grpc import DATA, PREFIX, SETTINGS, frame_head
 from loadgen.entry import build
 from loadgen.findings.shadow import ShadowFound
 from loadgen.verdict.result import Result
-from tests.shadowing import INFER, Answers, Handler, ask, doubling, echo, serving, shadowing, tensor_request
+from tests.shadowing import (
+    INFER,
+    Answers,
+    Handler,
+    ask,
+    doubling,
+    echo,
+    serving,
+    serving_grpc,
+    shadowing,
+    tensor_request,
+)
 
 
 def hang(handler: Handler, _: bytes) -> None:
@@ -133,6 +153,121 @@ def test_a_candidate_that_fails_gets_no_verdict(tmp_path: Path) -> None:
     assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
 
 
+def ask_grpc(address: str, sizes: list[int]) -> bool:
+    """Whether all answers of one client are right; some of its requests are compressed."""
+    with triton.InferenceServerClient(address) as client:
+        for number, size in enumerate(sizes):
+            x = np.full((1, size), number, np.float32)
+            tensor = triton.InferInput("x", [1, size], "FP32").set_data_from_numpy(x)
+            answer = client.infer(
+                "m", [tensor], headers={"key": "t"}, compression_algorithm="gzip" if number % 3 == 1 else None
+            )
+            if not np.array_equal(answer.as_numpy("y"), 2 * x):
+                return False
+    return True
+
+
+def test_calls_over_grpc_are_copied_and_compared(tmp_path: Path) -> None:
+    """Their messages are smaller and larger than the windows of a connection that has just begun."""
+    with (
+        serving_grpc() as primary,
+        serving_grpc(lambda x: len(x) == 7, grpc.Compression.Gzip) as candidate,
+        shadowing(None, None, tmp_path / "run", "--block-seconds", "0.1", grpc=(primary, candidate)) as running,
+        ThreadPoolExecutor(3) as clients,
+    ):
+        sizes = [7 if turn % 50 == 13 else 100_000 if turn % 50 == 33 else 2 for turn in range(150)]
+        assert all(clients.map(ask_grpc, [f"127.0.0.1:{running.port}"] * 3, [sizes] * 3))
+        result = running.end()
+    record = result.of(ShadowFound).record
+    assert record is not None
+    assert (record.failed, 1 <= record.wrong <= 9, record.pairs > 400) == (0, True, True)
+    assert result.parity is not None
+    assert {case.name: case.ok for case in result.parity.cases} == {
+        f"m: x FP32 [1, {size}]": size != 7 for size in (2, 7, 100_000)
+    }
+    assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
+
+
+Speak = Callable[[socket.socket], None]
+
+
+@contextlib.contextmanager
+def speaking(speak: Speak) -> Iterator[str]:
+    """The address of a server that does this with each connection."""
+
+    class Connection(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                speak(self.request)
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Connection) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join(60)
+
+
+GREETING = frame_head(SETTINGS, 0, 0, 0)
+
+
+def never_greet(connection: socket.socket) -> None:
+    while connection.recv(2**16):
+        pass
+
+
+def take_nothing(connection: socket.socket) -> None:
+    connection.sendall(GREETING)
+    connection.recv(1)
+    connection.settimeout(None)
+    threading.Event().wait(100)
+
+
+def close(connection: socket.socket) -> None:
+    connection.recv(1)
+
+
+def speak_http(connection: socket.socket) -> None:
+    connection.recv(2**16)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+
+def flood_with(piece: bytes, first: bytes = b"") -> Speak:
+    def flood(connection: socket.socket) -> None:
+        connection.sendall(GREETING + frame_head(DATA, 0, 1, len(first)) + first)
+        while True:
+            connection.sendall(frame_head(DATA, 0, 1, len(piece)) + piece)
+
+    return flood
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        never_greet, take_nothing, close, speak_http, flood_with(bytes(16_384), PREFIX.pack(0, 2**31)),
+        flood_with((PREFIX.pack(0, 1) + b"x") * 2000), None,
+    ],
+    ids=["never greets", "takes nothing", "closes", "HTTP", "one message", "many messages", "refuses"],
+)  # fmt: skip
+def test_calls_get_the_answers_of_the_primary_whatever_the_candidate_does(
+    candidate: Speak | None, tmp_path: Path
+) -> None:
+    with serving_grpc() as primary, speaking(candidate or close) as second:
+        other = "127.0.0.1:1" if candidate is None else second
+        with (
+            shadowing(None, None, tmp_path / "run", grpc=(primary, other)) as running,
+            ThreadPoolExecutor(3) as clients,
+        ):
+            assert all(clients.map(ask_grpc, [f"127.0.0.1:{running.port}"] * 3, [[2, 50_000] * 30] * 3))
+            record = running.end().of(ShadowFound).record
+    assert record is not None
+    assert (record.wrong, record.compared) == (0, 0)
+    assert record.failed + record.dropped <= 180
+
+
 def test_after_its_minutes_there_is_a_report_and_the_traffic_still_passes(tmp_path: Path) -> None:
     with (
         serving(echo) as primary,
@@ -154,6 +289,10 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         ["--primary", "http://127.0.0.1:1/v1", "--candidate", "http://127.0.0.1:2"],
         ["--primary", "http://127.0.0.1:1", "--candidate", "ftp://x"],
         ["--primary", "http://127.0.0.1:1", "--candidate", "http://127.0.0.1:2", "--listen", "9000"],
+        [],
+        ["--primary", "http://127.0.0.1:1", "--candidate-grpc", "127.0.0.1:2"],
+        ["--primary-grpc", "127.0.0.1:1"],
+        ["--primary-grpc", "http://127.0.0.1:1", "--candidate-grpc", "127.0.0.1:2"],
     ):
         assert CliRunner().invoke(build(), ["shadow", *options, "--out", str(tmp_path / "run")]).exit_code == 2
     assert not (tmp_path / "run").exists()

@@ -11,10 +11,12 @@ from loadgen.client.connection import Address
 from loadgen.metrics.comparisons import Outcome
 from loadgen.recorder.shadow import PairedRequest, Shadow
 from loadgen.recorder.shadow_run import ShadowRun, ShadowStanding
+from loadgen.records.run import ArmRequest
 from loadgen.records.samples import NS_PER_S
 from loadgen.records.store import RunStore
 
 BLOCKS, PAIRS = 10, 12
+ARMS = ArmRequest(label="a", target="http://127.0.0.1:1"), ArmRequest(label="b", target="http://127.0.0.1:1")
 
 
 def verdicts(folder: Path, times: float, seed: int) -> set[Outcome]:
@@ -24,7 +26,7 @@ def verdicts(folder: Path, times: float, seed: int) -> set[Outcome]:
     said: list[ShadowStanding] = []
     failures: list[str] = []
     run = ShadowRun(
-        RunStore(folder), ("http://127.0.0.1:1", "http://127.0.0.1:1"), share=1.0, block_s=1.0, margin=0.05,
+        RunStore(folder), ARMS, share=1.0, block_s=1.0, margin=0.05,
         say=said.append, failed=failures.append,
     )  # fmt: skip
     shadow = Shadow(Address("127.0.0.1", 1), None, paired=run.take)
