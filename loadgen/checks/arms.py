@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, cast
 
 from loadgen.base.quantities import do_not, join, ratio, ratio_interval
-from loadgen.checks.registry import Find, Judgement, check, fairness, per_arm
+from loadgen.checks.registry import Find, Judgement, check, fairness, of_tokens, per_arm, tensor_fairness
 from loadgen.experiment.plan import held_back, padding_in_words
 from loadgen.experiment.schedule import load_workloads
 from loadgen.findings.handicap import LARGEST_HIDDEN, ArmTuning, HandicapRecord, HandicapsFound, LoadHandicap
@@ -232,13 +232,12 @@ _declare_same("same_slots", "slots", "number of slots", "warns", where_reported=
 _declare_same("same_max_length", "max_length", "context length", "warns", where_reported=True)
 
 
-@check(
+@of_tokens(
     "every arm gets requests with the same fields",
     "The arms get requests with different fields",
     "warns",
     "Give every arm the same fields with --a-body and --b-body, or read the figures as those of different work.",
     threshold="equal",
-    language=True,
 )
 def same_request_fields(facts: Facts) -> Iterator[Judgement]:
     """Fields that only say what a server reports, or under which name it takes the length, change no work."""
@@ -384,12 +383,11 @@ def settings_in_effect(arm: ArmRecord, _: Facts) -> Judgement:
     return Judgement(not overridden, detail, len(overridden))
 
 
-@fairness(
+@tensor_fairness(
     "every batch size fits the server's maximum",
     "A batch size exceeds the server's maximum",
     "warns",
     "Ask for smaller batches, or raise the arm's --max-batch-size.",
-    language=False,
 )
 @per_arm
 def batch_limit(arm: ArmRecord, facts: Facts) -> Judgement:
@@ -401,13 +399,12 @@ def batch_limit(arm: ArmRecord, facts: Facts) -> Judgement:
     return Judgement(asked <= max(limit, 1), detail, asked, limit)
 
 
-@fairness(
+@tensor_fairness(
     "no queue delay for serial load",
     "A queue delay holds serial requests back",
     "informs",
     "Set max-queue-delay-us to 0 on every arm for serial load, or keep it in mind when you read these workloads.",
     threshold=0,
-    language=False,
 )
 @per_arm
 def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Judgement:
@@ -432,13 +429,12 @@ def serial_queue_delay(arm: ArmRecord, facts: Facts) -> Judgement:
     return Judgement(not waits, detail, delay)
 
 
-@fairness(
+@tensor_fairness(
     "no queue policy slows Triton's batcher",
     "A queue policy slows Triton's batcher",
     "warns",
     "Remove the queue policy from dynamic_batching in the config.pbtxt.",
     threshold="none",
-    language=False,
 )
 @per_arm
 def queue_policy(arm: ArmRecord, facts: Facts) -> Judgement:
@@ -474,13 +470,12 @@ def tf32(arm: ArmRecord, _: Facts) -> Judgement:
     return Judgement(None, "does not report its precision")
 
 
-@fairness(
+@tensor_fairness(
     "models warm up before they are ready",
     "A model does not warm up before it is ready",
     "informs",
     "Add model_warmup for every batch size. abserve warms up before the load, but not before a cold start.",
     threshold="every model warms up",
-    language=False,
 )
 @per_model
 def model_warm_up(arm: ArmRecord, _: Facts) -> Judgement:
@@ -520,13 +515,12 @@ def metrics(arm: ArmRecord, _: Facts) -> Judgement:
     return Judgement(not flags_found, detail, len(flags_found))
 
 
-@fairness(
+@tensor_fairness(
     "the response cache is off",
     "The response cache is on",
     "warns",
     "Set response_cache { enable: false }: a cached response is not an inference.",
     threshold="off",
-    language=False,
 )
 @per_arm
 def response_cache(arm: ArmRecord, _: Facts) -> Judgement:
@@ -541,13 +535,12 @@ def response_cache(arm: ArmRecord, _: Facts) -> Judgement:
     return Judgement(not on, f"has its response cache {state}", "on" if on else "off")
 
 
-@fairness(
+@tensor_fairness(
     "requested CUDA graphs take effect",
     "Requested CUDA graphs are ignored or unsafe",
     "warns",
     "Remove the setting: only Triton's tensorrt backend reads it, and enable_cuda_graph is unsafe in Triton.",
     threshold="requested only where they take effect",
-    language=False,
 )
 @per_model
 def cuda_graphs(arm: ArmRecord, _: Facts) -> Judgement:
@@ -566,12 +559,11 @@ def cuda_graphs(arm: ArmRecord, _: Facts) -> Judgement:
     return Judgement(True, f"has CUDA graphs {state}", "on" if asked else "off")
 
 
-@fairness(
+@tensor_fairness(
     "every batch size has a CUDA graph",
     "Batch sizes run without a CUDA graph",
     "warns",
     "Add a graph_spec for each batch size, or a graph_lower_bound that covers it.",
-    language=False,
 )
 @per_model
 def graph_sizes(arm: ArmRecord, facts: Facts) -> Judgement:
@@ -620,12 +612,11 @@ def _largest(config: Mapping[str, Any]) -> int:
     return min(whole(config.get("max_batch_size")) or 1, _MOST_SIZES)
 
 
-@fairness(
+@tensor_fairness(
     "no preferred batch sizes without a TensorRT profile",
     "Preferred batch sizes have no TensorRT profile",
     "informs",
     "Remove preferred_batch_size, as Triton advises, unless each size has its own TensorRT profile.",
-    language=False,
 )
 @per_model
 def preferred_sizes(arm: ArmRecord, _: Facts) -> Judgement:

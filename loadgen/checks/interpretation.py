@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from loadgen.base.quantities import detectable, do_not, join, number, share
 from loadgen.checks.noise_floor import is_self_comparison, unknown_floor
-from loadgen.checks.registry import Judgement, check, per_comparison, per_load
+from loadgen.checks.registry import Judgement, check, of_tensors, per_comparison, per_load
 from loadgen.findings.ceiling import CeilingsFound
 from loadgen.metrics.breakdown import OVERLAP_LIMIT, Stalls, find_stalls
 from loadgen.metrics.comparisons import Comparison, leading_comparisons
@@ -26,12 +26,11 @@ COVERING_RESTARTS = 5
 """With fewer restarts, Student's t is so wide that little is ever decided."""
 
 
-@check(
+@of_tensors(
     "dynamic batching merged requests",
     "Dynamic batching did not merge requests",
     "informs",
     "If you want batches, raise the concurrency or the queue delay.",
-    language=False,
 )
 @per_load
 def batching_formed(load: WorkloadFacts, facts: Facts) -> Judgement | None:
@@ -71,13 +70,12 @@ def engine_ceiling(facts: Facts) -> Iterator[Judgement]:
     yield Judgement(ok, detail, round(highest.share, 4))
 
 
-@check(
+@of_tensors(
     "serial requests did not wait in the queue",
     "Serial requests waited in the queue",
     "informs",
     "Set the queue delay to 0 for serial load: no other request can join the batch.",
     threshold=QUEUE_SHARE_LIMIT,
-    language=False,
 )
 @per_load
 def queue_delay(load: WorkloadFacts, facts: Facts) -> Judgement | None:
@@ -95,13 +93,12 @@ def queue_delay(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     return Judgement(part <= QUEUE_SHARE_LIMIT, detail, part)
 
 
-@check(
+@of_tensors(
     "no request stalled for 0.5 s",
     "Requests stalled for 0.5 s",
     "warns",
     "Look for a timer of 0.5 s in the server that is named.",
     threshold=0,
-    language=False,
 )
 @per_load
 def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Judgement | None:
@@ -148,13 +145,12 @@ def _stall_remedy(name: str, arm: ArmRecord) -> str:
     return f"Look for a timer of 0.5 s in the server of {name}."
 
 
-@check(
+@of_tensors(
     "the latency breakdown adds up",
     "The latency breakdown does not add up",
     "informs",
     "Do not rely on the latency breakdown; --explain measures the transfer separately.",
     threshold=f"−{share(OVERLAP_LIMIT)} to {share(UNATTRIBUTED_LIMIT)} unattributed, same requests",
-    language=False,
 )
 @per_load
 def latency_breakdown(load: WorkloadFacts, facts: Facts) -> Judgement:

@@ -65,11 +65,11 @@ class CheckDefinition:
     caveat: tuple[State, ...]
     not_known: str
     fault: Fault | None
-    language: bool | None
+    of: Kind | None
     find: Find
 
     def checks(self, facts: Facts) -> Iterator[Check]:
-        if self.language not in (None, facts.run.experiment.kind is Kind.TOKENS):
+        if self.of not in (None, facts.run.experiment.kind):
             return
         for outcome in attempt(lambda: list(self.find(facts)), self._not_made):
             yield self.stated(outcome, strict=facts.run.experiment.strict)
@@ -117,15 +117,14 @@ def check(
     caveat: tuple[State, ...] = (),
     not_known: str = "",
     fault: Fault | None = None,
-    language: bool | None = None,
+    of: Kind | None = None,
 ) -> Callable[[Find], CheckDefinition]:
     """Declare the function below as the check of the same name.
 
     `title` is the condition that should hold, `failed` the title where it does not, and `not_known` the one without
     data, if it differs from `title`; `unknown` is the severity without data. `before_load`: the check needs only the
     arms and the machine, and is shown before the load. In the states of `caveat` the verdict quotes it. A check that
-    can take a verdict away has a `fault`. `language`: true for a check of language models alone, false for one of all
-    other models.
+    can take a verdict away has a `fault`. `of`: the kind of model that alone is checked.
     """
 
     def declare(find: Find) -> CheckDefinition:
@@ -134,7 +133,7 @@ def check(
             raise ValueError(f"there are two checks {name}")
         CHECKS[name] = CheckDefinition(
             name, title, failed, severity, remedy, unknown, threshold, before_load, caveat, not_known, fault,
-            language, find,
+            of, find,
         )  # fmt: skip
         return CHECKS[name]
 
@@ -142,6 +141,8 @@ def check(
 
 
 fairness = partial(check, before_load=True)
+of_tensors, of_tokens = partial(check, of=Kind.TENSORS), partial(check, of=Kind.TOKENS)
+tensor_fairness = partial(fairness, of=Kind.TENSORS)
 
 
 def per_arm(judge: Callable[[ArmRecord, Facts], Judgement]) -> Find:

@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 
 from loadgen.base.quantities import counted, join, number, share
-from loadgen.checks.registry import AGAIN, Judgement, check, per_comparison, per_load
+from loadgen.checks.registry import AGAIN, Judgement, check, of_tensors, of_tokens, per_comparison, per_load
 from loadgen.findings.gpu.records import EvidenceFile, EvidenceRecord, GpuFinding
 from loadgen.findings.rate_search import RatesFound, Trial
 from loadgen.metrics.comparisons import MIN_PAIRS, Comparison, side_by_side
@@ -236,7 +236,7 @@ def analysed(facts: Facts) -> Iterator[Judgement]:
         yield Judgement(False, f"the {step} could not be computed: {why}", step, severity=severity)
 
 
-@check(
+@of_tensors(
     "the arms give the same answers",
     "The arms give different answers",
     "invalidates",
@@ -244,7 +244,6 @@ def analysed(facts: Facts) -> Iterator[Judgement]:
     unknown="invalidates",
     not_known="The answers were not compared",
     fault="wrong answers",
-    language=False,
 )
 def parity(facts: Facts) -> Iterator[Judgement]:
     """Judge the answers; skipped where an arm did not answer a request, which `parity_answered` says."""
@@ -276,13 +275,12 @@ def parity(facts: Facts) -> Iterator[Judgement]:
     )
 
 
-@check(
+@of_tensors(
     "every arm answers the parity check",
     "An arm did not answer the parity check",
     "invalidates",
     "Read what the arm answered or logged, and let it answer every request of the load.",
     fault="failed requests",
-    language=False,
 )
 def parity_answered(facts: Facts) -> Iterator[Judgement]:
     """Name the arm that refused or did not answer a request, and why; skipped without one."""
@@ -325,13 +323,12 @@ def order_words(top1: float | None, top5: float | None) -> str:
     return ", ".join(shares if top5 is not None else shares[:1])
 
 
-@check(
+@of_tensors(
     "the answers depend on the inputs",
     "The answers do not depend on the inputs",
     "invalidates",
     "Find out why that server answers every input alike: it may not compute at all.",
     fault="wrong answers",
-    language=False,
 )
 def answers_depend_on_inputs(facts: Facts) -> Iterator[Judgement]:
     """Judge whether different inputs get different answers. Skipped without a record, and for the null engine; a model
@@ -351,14 +348,13 @@ def answers_depend_on_inputs(facts: Facts) -> Iterator[Judgement]:
         yield Judgement(True, "different inputs get different answers", 0)
 
 
-@check(
+@of_tokens(
     "the arms begin their answers with the same tokens",
     "The arms begin their answers with other tokens",
     "invalidates",
     "Serve the same model, weights and chat template on every arm, and compare what each answers to one prompt.",
     threshold=LEAST_ALIKE,
     fault="wrong answers",
-    language=True,
     not_known="It is not known whether the arms serve the same model",
 )
 def same_first_tokens(facts: Facts) -> Iterator[Judgement]:
@@ -395,12 +391,11 @@ def same_first_tokens(facts: Facts) -> Iterator[Judgement]:
     )
 
 
-@check(
+@of_tensors(
     "the inputs have values that the model takes",
     "The values of some inputs are made up",
     "warns",
     "Send your own with --inputs FILE: a model may do less, or other, work for 0 and 1.",
-    language=False,
 )
 def inputs_are_known(facts: Facts) -> Iterator[Judgement]:
     """Skipped unless integers were drawn of which neither a file nor a server says what they may be."""
@@ -516,7 +511,7 @@ def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[s
     return Judgement(not errors, detail, errors / requests, scope=workload_scope(workload.name))
 
 
-@check(
+@of_tensors(
     "answers under load equal those of single requests",
     "Answers under load are wrong",
     "invalidates",
@@ -525,7 +520,6 @@ def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[s
     threshold=0,
     not_known="Answers under load were not compared",
     fault="wrong answers",
-    language=False,
 )
 def answers_under_load(facts: Facts) -> Iterator[Judgement]:
     """Judge the answers under load. Skipped for runs stored before answers under load were compared."""

@@ -12,7 +12,7 @@ from functools import wraps
 from statistics import fmean, median
 
 from loadgen.base.quantities import counted, do_not, join, number, share
-from loadgen.checks.registry import Find, Judgement, check, late_severity, per_load
+from loadgen.checks.registry import Find, Judgement, late_severity, of_tokens, per_load
 from loadgen.checks.run import loaded_arms
 from loadgen.findings.tokens import (
     LEAST_DISTINCT,
@@ -98,13 +98,12 @@ def _share(count: int, of: int) -> float:
     return count / of if of else 0.0
 
 
-@check(
+@of_tokens(
     "the time lasts for every scenario",
     "The time does not last for every scenario",
     "warns",
     "Raise --minutes, ask for fewer users with --concurrency or for shorter answers with --output-tokens.",
     threshold=0,
-    language=True,
 )
 def time_for_all(facts: Facts) -> Iterator[Judgement]:
     experiment = facts.run.experiment
@@ -115,14 +114,13 @@ def time_for_all(facts: Facts) -> Iterator[Judgement]:
         yield Judgement(not left_out, detail, len(left_out))
 
 
-@check(
+@of_tokens(
     "every answer has the length that was asked for",
     "Answers have another length than asked for",
     "invalidates",
     "Make the server honour max_tokens and ignore_eos: a shorter answer is less work.",
     threshold=0,
     fault="wrong answers",
-    language=True,
 )
 @per_totals
 def answer_lengths(totals: Sequence[TokenTotals], names: Names) -> Judgement:
@@ -136,13 +134,12 @@ def answer_lengths(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     )
 
 
-@check(
+@of_tokens(
     "every stream ends because of its length",
     "Streams end too early or without an end",
     "warns",
     "Send ignore_eos, no stop words, and read the server's log for requests that it gave up.",
     threshold=0,
-    language=True,
 )
 @per_totals
 def finish_reasons(totals: Sequence[TokenTotals], names: Names) -> Judgement:
@@ -156,7 +153,7 @@ def finish_reasons(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     return Judgement(not wrong, detail, wrong)
 
 
-@check(
+@of_tokens(
     "every arm answered the prompts that were sent",
     "An arm answered other prompts than those sent",
     "invalidates",
@@ -164,7 +161,6 @@ def finish_reasons(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     unknown="warns",
     threshold=0,
     fault="wrong answers",
-    language=True,
     not_known="It is not known which prompts an arm answered",
 )
 @per_totals
@@ -182,14 +178,13 @@ def prompts_received(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     return Judgement(True, f"{known:,} answers name the prompt that was sent, or its length", 0)
 
 
-@check(
+@of_tokens(
     "the servers count the tokens that they send",
     "A server's token count is not what it sends",
     "invalidates",
     "Trust the ids and not that server's usage; find out which tokens it leaves out.",
     threshold=0,
     fault="wrong answers",
-    language=True,
     not_known="The tokens of an arm have no ids",
 )
 @per_totals
@@ -208,7 +203,7 @@ def token_counts(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     return Judgement(True, f"ids and usage agree in {counted(known, 'answer')}", 0)
 
 
-@check(
+@of_tokens(
     "a token has as much text on every arm",
     "A token has more text on one arm than on another",
     "invalidates",
@@ -216,7 +211,6 @@ def token_counts(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     "tokens/s do not compare.",
     threshold=TEXT_ALIKE,
     fault="wrong answers",
-    language=True,
     not_known="The text of the tokens was not compared",
 )
 @per_totals
@@ -233,7 +227,7 @@ def text_per_token(totals: Sequence[TokenTotals], names: Names) -> Judgement | N
     return Judgement(apart <= TEXT_ALIKE, detail, apart, arms=least, severity=severity)
 
 
-@check(
+@of_tokens(
     "the tokens are those of the model",
     "Tokens are not those of the model",
     "invalidates",
@@ -242,7 +236,6 @@ def text_per_token(totals: Sequence[TokenTotals], names: Names) -> Judgement | N
     unknown="invalidates",
     threshold=0,
     fault="wrong answers",
-    language=True,
     not_known="The tokens were not compared with a reference",
 )
 def tokens_agree(facts: Facts) -> Iterator[Judgement]:
@@ -328,13 +321,12 @@ def _fault(names: Names, compared: Sequence[TokensCompared], label: Label) -> st
     return text
 
 
-@check(
+@of_tokens(
     "different prompts get different answers",
     "Different prompts get the same answer",
     "invalidates",
     "Find out whether that server computes at all: it gives one answer to different prompts.",
     fault="wrong answers",
-    language=True,
 )
 def answers_depend_on_prompts(facts: Facts) -> Iterator[Judgement]:
     """Judge the answers kept under load; skipped without two of an arm."""
@@ -356,14 +348,13 @@ def answers_depend_on_prompts(facts: Facts) -> Iterator[Judgement]:
     yield Judgement(not same, detail, min(judged.values()), LEAST_DISTINCT, arms=same)
 
 
-@check(
+@of_tokens(
     "answers do not repeat the same tokens",
     "Answers repeat the same tokens",
     "invalidates",
     "Use trained weights, or random ones as large as abserve draws them: a model that repeats one token hides faults.",
     threshold=LEAST_DISTINCT,
     fault="wrong answers",
-    language=True,
 )
 @per_totals
 def distinct_tokens(totals: Sequence[TokenTotals], names: Names) -> Judgement:
@@ -380,14 +371,13 @@ def distinct_tokens(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     return Judgement(True, f"at most {share(worst)} of an arm's answers repeat tokens", 1.0 - worst)
 
 
-@check(
+@of_tokens(
     "no prompt came from a cache",
     "Prompts came from a prefix cache",
     "invalidates",
     "Turn prefix caching off on every arm (vLLM: --no-enable-prefix-caching), or compare shared-prefix alone.",
     threshold=0,
     fault="unfair configuration",
-    language=True,
 )
 @per_load
 def cached_prompts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
@@ -406,14 +396,13 @@ def cached_prompts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     return Judgement(True, "the servers report no cached prompt tokens", 0)
 
 
-@check(
+@of_tokens(
     "the arms send chunks of the same size",
     "The arms send chunks of different sizes",
     "warns",
     "Compare tokens/s and the time per answer, which do not depend on it. TTFT includes the wait for the whole first "
     "chunk, and gaps are between chunks: set the same stream interval on every arm, and turn buffering off.",
     threshold=CHUNKS_ALIKE,
-    language=True,
 )
 @per_totals
 def chunk_sizes(totals: Sequence[TokenTotals], names: Names) -> Judgement:
@@ -425,7 +414,7 @@ def chunk_sizes(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     return Judgement(apart <= CHUNKS_ALIKE, detail, apart)
 
 
-@check(
+@of_tokens(
     "tokens arrive as they are made",
     "The tokens of an arm are held back",
     "warns",
@@ -433,7 +422,6 @@ def chunk_sizes(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     "in the server; if the load generator waited for a core, give it one. When a token was made is not known, so that "
     "arm has no TTFT, no TPOT and no gaps. Tokens/s and the time per answer hold.",
     threshold=MOST_UNKNOWN,
-    language=True,
 )
 @per_totals
 def tokens_held_back(totals: Sequence[TokenTotals], names: Names) -> Judgement:
@@ -450,14 +438,13 @@ def tokens_held_back(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     return Judgement(not texts, detail, worst, arms=tuple(texts))
 
 
-@check(
+@of_tokens(
     "every token that is counted is streamed",
     "A server counts tokens that it does not stream",
     "warns",
     "Let that server stream the thoughts of the model, or turn them off on every arm: its TTFT is that of the visible "
     "answer, and its TPOT is not known.",
     threshold=0,
-    language=True,
 )
 @per_totals
 def hidden_tokens(totals: Sequence[TokenTotals], names: Names) -> Judgement:
@@ -467,14 +454,13 @@ def hidden_tokens(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     return Judgement(not hidden, detail, sum(t.hidden_tokens for t in hidden), arms=tuple(t.label for t in hidden))
 
 
-@check(
+@of_tokens(
     "every event was read by itself",
     "Events were read together",
     "warns",
     "Where one arm alone has them, look for its server's stream interval or a proxy before it; where all have them and "
     "the load generator waited for a core, give it one, or use fewer users.",
     threshold=COALESCED_LIMIT,
-    language=True,
 )
 @per_totals
 def events_read(totals: Sequence[TokenTotals], names: Names) -> Judgement:
@@ -487,13 +473,12 @@ def events_read(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     return Judgement(worst <= COALESCED_LIMIT, f"{detail} came with the one before", worst, arms=joined)
 
 
-@check(
+@of_tokens(
     "no answer stalled",
     "Answers stalled",
     "warns",
     "Look for preempted or recomputed requests, long prompts that block decoding (chunked prefill), or a full queue.",
     threshold=STALLED_LIMIT,
-    language=True,
 )
 @per_totals
 def stalled_answers(totals: Sequence[TokenTotals], names: Names) -> Judgement:
@@ -510,14 +495,13 @@ def stalled_answers(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     return Judgement(not texts, "; ".join(texts) or f"the longest gap is {number(longest)} ms", worst)
 
 
-@check(
+@of_tokens(
     "no arm speculates alone",
     "Only some arms speculate",
     "invalidates",
     "Give every arm the same speculative decoding, or none.",
     threshold="equal",
     fault="unfair configuration",
-    language=True,
 )
 def same_speculation(facts: Facts) -> Iterator[Judgement]:
     """Skipped where no arm reports speculative decoding."""
@@ -530,13 +514,12 @@ def same_speculation(facts: Facts) -> Iterator[Judgement]:
     yield Judgement(alike, f"speculative decoding: {named}", named)
 
 
-@check(
+@of_tokens(
     "every arm speaks the same protocol",
     "The arms speak different protocols",
     "warns",
     "Use a protocol that all arms speak, or compare one server with itself over both to see what the protocol costs.",
     threshold="equal",
-    language=True,
 )
 def same_protocol(facts: Facts) -> Iterator[Judgement]:
     names = facts.names
@@ -547,13 +530,12 @@ def same_protocol(facts: Facts) -> Iterator[Judgement]:
     yield Judgement(alike, words if alike else f"the arms speak different protocols ({words})", words)
 
 
-@check(
+@of_tokens(
     "the servers counted the answers that the client got",
     "A server's statistics contradict the measurement",
     "warns",
     "Do not rely on that server's own figures, and look for other clients of it.",
     not_known="no server counts its answers",
-    language=True,
 )
 @per_load
 def server_counts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
@@ -572,14 +554,13 @@ def server_counts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     return Judgement(not faults, detail, len(faults))
 
 
-@check(
+@of_tokens(
     "the load generator ran when a token came",
     "The load generator waited for a CPU core",
     "invalidates",
     "Give the load generator a core of its own (no quota), fewer users, or another machine: it stamped tokens late.",
     threshold=WAITED_LIMIT,
     fault="overloaded load generator",
-    language=True,
 )
 @per_load
 def generator_scheduled(load: WorkloadFacts, facts: Facts) -> Judgement | None:
@@ -598,13 +579,12 @@ def generator_scheduled(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     return Judgement(ok, detail, middle, severity=late_severity(ok, load, facts))
 
 
-@check(
+@of_tokens(
     "the load generator needs little CPU per token",
     "The load generator needs much CPU per token",
     "warns",
     "Use a faster or an idle machine for the load generator, more --processes, or a server that sends larger chunks.",
     threshold=CPU_PER_TOKEN_US,
-    language=True,
 )
 @per_load
 def generator_cpu_per_token(load: WorkloadFacts, facts: Facts) -> Judgement | None:

@@ -16,6 +16,7 @@ from loadgen.checks.registry import CHECKS, Judgement, validity
 from loadgen.checks.registry import check as declare
 from loadgen.metrics.facts import Facts
 from loadgen.records.checks import Check
+from loadgen.records.run import Kind
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.verdict.result import Result, analyse
@@ -247,7 +248,7 @@ def test_the_faults_above_are_the_whole_registry() -> None:
     padding = {"padding_held_back"}  # test_checks_of_several_arms
     shadow = {"copies_kept", "copies_in_time"}  # tests/integration/loadgen/test_shadow.py
     handicap = {"handicap"}  # tests/integration/loadgen/test_handicap.py
-    tokens = {name for name, definition in CHECKS.items() if definition.language}  # test_token_checks
+    tokens = {name for name, definition in CHECKS.items() if definition.of is Kind.TOKENS}  # test_token_checks
     covered = (
         {fault[0] for fault in FAULTS}
         | elsewhere

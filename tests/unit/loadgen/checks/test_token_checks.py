@@ -17,6 +17,7 @@ from loadgen.measure.token_answers import JudgedTokens
 from loadgen.records.checks import Check
 from loadgen.records.machine import Calibration, TokenCeiling
 from loadgen.records.probes import CacheProbe, TokensCompared
+from loadgen.records.run import Kind
 from loadgen.records.tokens import CUT, ECHO, ECHO_DIFFERS
 from loadgen.verdict.result import Result, analyse
 from tests.language_runs import LanguagePlan, TokenArm, write_language_run
@@ -202,9 +203,9 @@ def test_the_cost_of_a_token_counts_those_of_the_cool_down(tmp_path: Path) -> No
 def test_a_sound_run_is_valid(tmp_path: Path) -> None:
     result = analyse(write_language_run(tmp_path, plan()))
     assert result.valid
-    language = {name for name, definition in CHECKS.items() if definition.language}
+    language = {name for name, definition in CHECKS.items() if definition.of is Kind.TOKENS}
     assert {made.name for made in result.checks if made.name in language and made.ok is not True} == set()
-    others = {name for name, definition in CHECKS.items() if definition.language is False}
+    others = {name for name, definition in CHECKS.items() if definition.of is Kind.TENSORS}
     assert not others & {made.name for made in result.checks}
 
 
@@ -254,7 +255,7 @@ def test_a_generator_that_could_not_receive_more_takes_the_verdict(
 
 
 def test_every_check_of_tokens_has_a_fault_above() -> None:
-    language = {name for name, definition in CHECKS.items() if definition.language}
+    language = {name for name, definition in CHECKS.items() if definition.of is Kind.TOKENS}
     assert language <= {fault[0] for fault in FAULTS}
 
 
