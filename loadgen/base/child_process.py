@@ -169,10 +169,8 @@ class ChildProcess:
         return self.failure() or "closed its output"
 
     def last_words(self) -> str:
-        """Where the log is, and the cause of the end if the log has it, else the log's end in one line.
-
-        What earlier processes wrote to the same log is left out.
-        """
+        """Where the log is, and the cause of the end if the log has it, else the log's end in one line. What earlier
+        processes wrote to the same log is left out."""
         if cause := self.cause():
             return f"see {self.log_path}, which says: {cause}"
         tail: list[str] = []
@@ -247,10 +245,8 @@ def cpu_ns(processes: Iterable[psutil.Process]) -> int | None:
 
 def usable_cores(root: Path = Path("/")) -> int:
     """The cores that this process may use: those of its affinity, or fewer if a CPU quota of its cgroups gives it less
-    time than that, as `docker run --cpus` and Kubernetes' limits do.
-
-    A part of a core does not count: threads beyond the quota would all be stopped for the rest of each period.
-    """
+    time than that, as `docker run --cpus` and Kubernetes' limits do. A part of a core does not count: threads beyond
+    the quota would all be stopped for the rest of each period."""
     return max(1, min([len(os.sched_getaffinity(0)), *map(int, _cpu_quotas(root))]))
 
 

@@ -584,11 +584,9 @@ def graph_sizes(arm: ArmRecord, facts: Facts) -> Judgement:
 
 
 def captured_sizes(config: Mapping[str, Any]) -> set[int]:
-    """Batch sizes that Triton's tensorrt backend runs by a graph.
-
-    A `graph_lower_bound` lets smaller batches run a larger graph. Without `graph_spec` the backend captures 1, the
-    preferred sizes and the largest; without dynamic batching `DEFAULT_GRAPH_SIZES`.
-    """
+    """Batch sizes that Triton's tensorrt backend runs by a graph. A `graph_lower_bound` lets smaller batches run a
+    larger graph. Without `graph_spec` the backend captures 1, the preferred sizes and the largest; without dynamic
+    batching `DEFAULT_GRAPH_SIZES`."""
     specs = listed(mapping(mapping(config.get("optimization")).get("cuda")).get("graph_spec"))
     largest = _largest(config)
     if not specs:

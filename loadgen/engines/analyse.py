@@ -504,10 +504,8 @@ def mean_interval(values: Sequence[float]) -> Estimate:
 
 
 def items_until(costs: Sequence[float], gains: Sequence[float]) -> Estimate | None:
-    """Mean cost over mean gain with Fieller's 95 % interval; both by round. None: never.
-
-    Only `high` None: the gain may be 0. Both None: too few rounds for an interval. Numbers of items are never below 0.
-    """
+    """Mean cost over mean gain with Fieller's 95 % interval; both by round. None: never. Only `high` None: the gain may
+    be 0. Both None: too few rounds for an interval. Numbers of items are never below 0."""
     count = len(gains)
     cost, gain = math.fsum(costs) / count, math.fsum(gains) / count
     if gain <= 0.0:

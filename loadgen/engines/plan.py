@@ -59,10 +59,8 @@ class PlannedVisit(NamedTuple):
 
 def expand(settings: MatrixSettings, offers: Offers) -> dict[Configuration, bool]:
     """Every combination of the axes, in the order of the settings; then the baselines. False: only a baseline of the
-    speed-ups, not asked for. Precision and mode may be auto, and 0 threads are all cores.
-
-    Raises `PlanError` for a name that no engine knows.
-    """
+    speed-ups, not asked for. Precision and mode may be auto, and 0 threads are all cores. Raises `PlanError` for a name
+    that no engine knows."""
     kind, offered = offers.place, offers.modes
     base = settings.chosen_baseline
     modes = {mode for offer in offers.modes.values() for of_kind in offer.values() for mode in of_kind}

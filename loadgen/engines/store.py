@@ -78,9 +78,7 @@ def read_plan(directory: Path) -> tuple[MatrixPlan, Environment]:
 
 def stored_matrix(directory: Path) -> Matrix:
     """The matrix of the stored visits, or the stored matrix.json of a folder without visits, such as a published one.
-
-    Raises `StoredRunError`.
-    """
+    Raises `StoredRunError`."""
     visits = read_numbered(directory, VISITS, Visit)
     if not visits and stored_path(directory / Matrix.FILE).exists():
         return read_matrix(directory / Matrix.FILE)

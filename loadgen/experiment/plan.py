@@ -399,11 +399,9 @@ def check_restarts(settings: ExperimentSettings, workloads: Sequence[Workload]) 
 def make_workloads(
     settings: ExperimentSettings, scenarios: Sequence[Scenario] = (), *, gpu: bool = False
 ) -> tuple[Workload, ...]:
-    """The workloads of an experiment in the order of the report, for these scenarios instead of the settings'.
-
-    How long a block must last is known after a first request (`sized`). With `gpu`, the blocks of an arm together last
-    long enough for the GPU verification. Raises `PlanError`.
-    """
+    """The workloads of an experiment in the order of the report, for these scenarios instead of the settings'. How long
+    a block must last is known after a first request (`sized`). With `gpu`, the blocks of an arm together last long
+    enough for the GPU verification. Raises `PlanError`."""
     scenarios = scenarios or settings.scenarios
     for scenario in scenarios:
         for name, example in SCENARIOS[scenario].settings.items():
@@ -655,10 +653,8 @@ def decide_padding(
     experiment: Experiment, cannot_pad: Mapping[Label, str], pads_to: Mapping[Label, tuple[int, ...]]
 ) -> Experiment:
     """The experiment with the padding that every arm can do; the sizes follow from the samples where none are set here.
-
     `cannot_pad` says why an arm does not take `pad-to`; `pads_to` has the sizes of servers that run already. Raises
-    `PlanError` for sizes that an arm which abserve starts cannot pad to.
-    """
+    `PlanError` for sizes that an arm which abserve starts cannot pad to."""
     if experiment.deployment != "embedded" or experiment.kind is Kind.TOKENS:
         return experiment
     common = [arm for arm in experiment.arms if own_padding(arm) is None]

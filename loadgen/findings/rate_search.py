@@ -129,11 +129,8 @@ class RatesFound(Found, frozen=True, kw_only=True):
 
 
 class RateSearch:
-    """One search between `lowest` and `highest` requests per second.
-
-    `next_rate` is the rate to try, None when the search has ended; `held` the highest rate that held, `failed` the
-    lowest that did not.
-    """
+    """One search between `lowest` and `highest` requests per second. `next_rate` is the rate to try, None when the
+    search has ended; `held` the highest rate that held, `failed` the lowest that did not."""
 
     def __init__(self, start: float, *, lowest: float = 0.1, highest: float = 100_000.0) -> None:
         """Raises `ValueError` for rates that are not positive or not in order."""

@@ -39,10 +39,8 @@ MODULES = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One question about a run, as the functions that answer it.
-
-    `Any` stands for types of the rooms above this module: a `RunContext` and `Facts`.
-    """
+    """One question about a run, as the functions that answer it. `Any` stands for types of the rooms above this module:
+    a `RunContext` and `Facts`."""
 
     wanted: Callable[[Experiment], bool]
     """Whether an experiment measures it."""

@@ -144,10 +144,8 @@ class ServiceContainer:
 
 
 def find_container(service: str, project: str = PROJECT) -> ServiceContainer:
-    """The container of `service` or `service`-cpu, the running one of the two.
-
-    Raises `DeploymentError` without the SDK, the engine or such a container.
-    """
+    """The container of `service` or `service`-cpu, the running one of the two. Raises `DeploymentError` without the
+    SDK, the engine or such a container."""
     try:
         import docker
         import requests  # noqa: F401 (comes with the SDK)
@@ -228,11 +226,9 @@ def _translated() -> Iterator[None]:
 
 
 class ComposeDeployment(Deployment):
-    """One server of the stack, which ran before the comparison; `restore` starts it again afterwards.
-
-    `start` leaves a running container alone; `stop` stops it, so the next `start` is a cold start. Several arms may be
-    models of one container, each with a `backend` of Triton.
-    """
+    """One server of the stack, which ran before the comparison; `restore` starts it again afterwards. `start` leaves a
+    running container alone; `stop` stops it, so the next `start` is a cold start. Several arms may be models of one
+    container, each with a `backend` of Triton."""
 
     launched = True
 
@@ -314,10 +310,8 @@ class ComposeDeployment(Deployment):
         return self.container.log_since(self._started_wall_s)
 
     def model_name(self, asked_for: str) -> str:
-        """The model's name on this server: with Triton's own backends `<model>_onnx` or `<model>_tensorrt`.
-
-        Valid once the server is ready. Raises `DeploymentError` when it serves none or several of them.
-        """
+        """The model's name on this server: with Triton's own backends `<model>_onnx` or `<model>_tensorrt`. Valid once
+        the server is ready. Raises `DeploymentError` when it serves none or several of them."""
         names = Endpoint(self.url).served_models()
         if names is None:
             raise DeploymentError(f"{self.container.service} does not list its models")

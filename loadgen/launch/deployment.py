@@ -60,10 +60,8 @@ def batch_sentence(limit: int, largest: int) -> str:
 
 
 class Deployment:
-    """One server. Life: `start` → `wait_ready` → … → `stop`; it may be started again after that.
-
-    This base class knows only its URL: it starts and stops nothing, and its processes are unknown.
-    """
+    """One server. Life: `start` → `wait_ready` → … → `stop`; it may be started again after that. This base class knows
+    only its URL: it starts and stops nothing, and its processes are unknown."""
 
     launched = False
     """Whether `start` starts the server and `stop` ends it."""

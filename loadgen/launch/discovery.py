@@ -75,11 +75,9 @@ class FoundModels:
 
 
 def find_models(arms: Sequence[ArmRequest], preferred: str) -> FoundModels:
-    """The model that all servers have in common, `preferred` if that is one; arms that name theirs are not asked.
-
-    A server that lists no models is asked for each of the others'. Raises `DeploymentError` if the choice is the
-    user's, with the commands to choose by.
-    """
+    """The model that all servers have in common, `preferred` if that is one; arms that name theirs are not asked. A
+    server that lists no models is asked for each of the others'. Raises `DeploymentError` if the choice is the user's,
+    with the commands to choose by."""
     named = {arm.label: arm.model for arm in arms if arm.model is not None}
     asking = [arm for arm in arms if arm.model is None]
     servers = {

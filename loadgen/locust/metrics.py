@@ -145,9 +145,7 @@ class LoadMetrics(Collector):
 
 def export_load(environment: Any, port: int, host: str) -> None:
     """Count in this process; answer scrapes at `port`, unless it is 0 or this is a worker, which reports to its master.
-
-    Call it once the runner exists. Raises `OSError` when the port cannot be used.
-    """
+    Call it once the runner exists. Raises `OSError` when the port cannot be used."""
     metrics = LoadMetrics(environment)
     kind = type(environment.runner).__name__
     if kind == "MasterRunner":

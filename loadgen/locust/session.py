@@ -224,9 +224,7 @@ class Session:
     @property
     def model(self) -> str:
         """The model's name on the server: by the options, by the samples, or as the only one that the server has.
-
-        Raises `EndpointError`, and `InputError` when none of them tells it.
-        """
+        Raises `EndpointError`, and `InputError` when none of them tells it."""
         name = self.options.served_model or self._model_of_samples
         if name is None and not self.options.model:
             preferred = variant_name(DEFAULT_NAME, self.options.payload_in_effect)
@@ -237,11 +235,8 @@ class Session:
 
     def load_inputs(self) -> None:
         """Read or make the inputs, except those that the server's metadata tell: the user's own, and random values for
-        a name that abserve does not know.
-
-        Raises `InputError` for a folder without inputs and for a reference to a model that does not exist;
-        `EndpointError` if there is no --model and the server does not have exactly one.
-        """
+        a name that abserve does not know. Raises `InputError` for a folder without inputs and for a reference to a
+        model that does not exist; `EndpointError` if there is no --model and the server does not have exactly one."""
         options = self.options
         images = image_folder(options.inputs or None)
         if options.inputs and images is None:

@@ -267,10 +267,8 @@ class WorkerReport:
 
 def merge_reports(reports: Sequence[WorkerReport], folder: Path | None) -> Iterator[str]:
     """Write FOLDER/merged-CLASS-TIME.npy and .json for each user class, and close the reports; yields a sentence for
-    each class.
-
-    Users are numbered consecutively over the workers, errors by one list of messages. Raises `OSError`, `ValueError`.
-    """
+    each class. Users are numbered consecutively over the workers, errors by one list of messages. Raises `OSError`,
+    `ValueError`."""
     with ExitStack() as closing:
         for report in reports:
             closing.callback(report.close)

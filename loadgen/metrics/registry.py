@@ -247,11 +247,9 @@ def count_backlogs(samples: Samples, offered: int, due_span_ns: int) -> tuple[fl
 
 
 def has_grown(backlogs: Sequence[float], offered: float) -> bool:
-    """Whether the backlogs of `count_backlogs` grew until the end of the schedule.
-
-    Beyond an arm's capacity they grow linearly; below it they stay around rate × latency (Little's law). A stall near
-    the end raises the last count alone, so earlier counts must have grown too.
-    """
+    """Whether the backlogs of `count_backlogs` grew until the end of the schedule. Beyond an arm's capacity they grow
+    linearly; below it they stay around rate × latency (Little's law). A stall near the end raises the last count alone,
+    so earlier counts must have grown too."""
     *_, last = backlogs
     if last < max(2.0, LEAST_BACKLOG_SHARE * offered) or last < _LEAST_GROWTH * backlogs[0]:
         return False
@@ -259,12 +257,9 @@ def has_grown(backlogs: Sequence[float], offered: float) -> bool:
 
 
 def pool_open_loops(parts: Sequence[OpenLoopSummary]) -> OpenLoopSummary | None:
-    """Combine all blocks of an arm; None without a block.
-
-    The arm was saturated if the median block was. A queue near capacity, or a stall of the machine, looks like
-    saturation in one block now and then, so with many blocks one of them nearly always does; slightly beyond capacity,
-    not all do.
-    """
+    """Combine all blocks of an arm; None without a block. The arm was saturated if the median block was. A queue near
+    capacity, or a stall of the machine, looks like saturation in one block now and then, so with many blocks one of
+    them nearly always does; slightly beyond capacity, not all do."""
     if not parts:
         return None
     offered, in_window = sum(part.offered for part in parts), sum(part.answered_in_window for part in parts)
@@ -307,11 +302,9 @@ PerRequest = Callable[[Samples], Values]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One measured quantity. A registered one is compared, bounded by thresholds, reported and exported.
-
-    Its figure comes from a function of a block's samples: `of_block`, or with a value per request `of_requests`, whose
-    quantile or mean it then is. Without either a probe hands the figures in (`loadgen.records.run.Figure`).
-    """
+    """One measured quantity. A registered one is compared, bounded by thresholds, reported and exported. Its figure
+    comes from a function of a block's samples: `of_block`, or with a value per request `of_requests`, whose quantile or
+    mean it then is. Without either a probe hands the figures in (`loadgen.records.run.Figure`)."""
 
     name: str
     """Its key in result.json."""
@@ -463,9 +456,7 @@ def _of_tokens(
     heading: tuple[int, str] | None = None,
 ) -> Metric:
     """A time in ms of each streamed answer, from its column in `TOKEN_SAMPLE_DTYPE`; without a quantile their mean.
-
-    Every comparison widens the others by Holm's adjustment, so only few are compared.
-    """
+    Every comparison widens the others by Holm's adjustment, so only few are compared."""
     return register(
         Metric(
             name,

@@ -381,11 +381,9 @@ def _figure_of_all(metric: Metric, pools: dict[PerRequest, Pool], blocks: Sequen
 def _pool(
     blocks: Sequence[StoredBlock], functions: Iterable[PerRequest]
 ) -> tuple[dict[PerRequest, Pool], Pool, float | None]:
-    """The values of each function, the bytes of the responses, and the median bytes of a request.
-
-    If bodies differ in size (JPEG files), the median over all requests would depend on how often each was sent, so then
-    it is the median without the payload plus the mean payload. Each block is read once.
-    """
+    """The values of each function, the bytes of the responses, and the median bytes of a request. If bodies differ in
+    size (JPEG files), the median over all requests would depend on how often each was sent, so then it is the median
+    without the payload plus the mean payload. Each block is read once."""
     pools = {function: Pool() for function in functions}
     responses, requests, varies = Pool(), Pool(), False
     payloads = [size for block in blocks for size in block.record.body_payload_bytes]

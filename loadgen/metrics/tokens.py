@@ -70,10 +70,8 @@ def with_tokens(
     samples: Samples, events: Samples | None, answers: Samples | None, *, due: int | None = None
 ) -> Samples:
     """The samples with the columns of their chunks (`EVENT_DTYPE`) and answers (`ANSWER_DTYPE`, one per sample).
-
     Without answers or chunks these columns are 0 and NaN. `due`: requests that fell due, if some could not be sent.
-    Raises `ValueError` for chunks of samples that do not exist, or with impossibly many tokens.
-    """
+    Raises `ValueError` for chunks of samples that do not exist, or with impossibly many tokens."""
     wide = np.zeros(len(samples), dtype=TOKEN_SAMPLE_DTYPE)
     for name in SAMPLE_DTYPE.names or ():
         wide[name] = samples[name]

@@ -24,11 +24,9 @@ Limit = Literal["generator", "sink or machine"]
 
 
 class TimingError(Record, frozen=True, kw_only=True):
-    """Reported latency minus the time for which the sink kept the requests, at one load.
-
-    An error is a quantile of the reported latencies minus the same quantile of the sink's times, so it includes the
-    transfer of request and response. None if a quantile has too few samples.
-    """
+    """Reported latency minus the time for which the sink kept the requests, at one load. An error is a quantile of the
+    reported latencies minus the same quantile of the sink's times, so it includes the transfer of request and response.
+    None if a quantile has too few samples."""
 
     concurrency: int
     delay_ms: float
@@ -102,10 +100,8 @@ def ceiling_images_per_s(
     calibration: Calibration, transport: str, payload: str, batch_size: int, processes: int = 1
 ) -> float | None:
     """The most items per second that the generator can send; None if the calibration lacks the transport or payload.
-
     The time of a request is linear in its size, so it is interpolated between measured batch sizes; outside of them
-    items per second are those of the nearest one. Generator processes add up.
-    """
+    items per second are those of the nearest one. Generator processes add up."""
     measured = sorted(
         (workload.batch_size, 1.0 / workload.requests_per_s)
         for workload in calibration.workloads

@@ -60,10 +60,7 @@ def read_vllm(
     info: Mapping[str, Any] | None, version: str | None, served: Mapping[str, Any] | None = None
 ) -> dict[str, object]:
     """The settings in effect of vLLM, from its answer to /server_info?config_format=json, with the names that abserve's
-    own servers use.
-
-    `served` says what abserve gave it to load: model, weights, weights_sha256.
-    """
+    own servers use. `served` says what abserve gave it to load: model, weights, weights_sha256."""
     config = mapping(mapping(info).get("vllm_config"))
     model, cache, scheduler = (mapping(config.get(f"{name}_config")) for name in ("model", "cache", "scheduler"))
     dtype = str(model.get("dtype") or "").removeprefix("torch.")
@@ -237,10 +234,8 @@ def effective_settings(config: Mapping[str, Any] | None) -> dict[str, object]:
 
 def reported_padding(config: Mapping[str, Any] | None) -> str | None:
     """The sizes to which requests of different lengths are padded, as in 32,64; "none" if only requests of equal
-    lengths share a batch; None: not reported.
-
-    Triton merges requests of different shapes only where an input has `allow_ragged_batch`.
-    """
+    lengths share a batch; None: not reported. Triton merges requests of different shapes only where an input has
+    `allow_ragged_batch`."""
     if config is None:
         return None
     if (reported := effective_settings(config).get("pad_to")) is not None:

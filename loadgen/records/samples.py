@@ -103,11 +103,9 @@ assert _RECORD.size == SAMPLE_DTYPE.itemsize
 
 
 class SampleWriter:
-    """Appends samples to NAME.npy.part; `close` writes the count into the header and renames to NAME.npy.
-
-    `add` costs about a microsecond and does not touch the file; call `flush` at least every second. With `path` None
-    samples are only counted.
-    """
+    """Appends samples to NAME.npy.part; `close` writes the count into the header and renames to NAME.npy. `add` costs
+    about a microsecond and does not touch the file; call `flush` at least every second. With `path` None samples are
+    only counted."""
 
     def __init__(self, path: Path | None) -> None:
         self.count = 0

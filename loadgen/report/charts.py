@@ -229,11 +229,9 @@ def chart_by_scenario(
 
 
 def round_ticks(low: float, high: float, gap: float = LEAST_GAP) -> list[float]:
-    """Round numbers from `low` to `high`, both above 0, ascending, no two nearer than this share of the axis.
-
-    Plotly's own ticks stand too close in narrow and in wide ranges. The roundest numbers take their places first; a
-    less round one gets a tick only where no other is near.
-    """
+    """Round numbers from `low` to `high`, both above 0, ascending, no two nearer than this share of the axis. Plotly's
+    own ticks stand too close in narrow and in wide ranges. The roundest numbers take their places first; a less round
+    one gets a tick only where no other is near."""
     start, end = math.log10(low), math.log10(high)
     least = (end - start) * gap
     taken: list[float] = []

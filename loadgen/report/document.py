@@ -101,11 +101,9 @@ Value = str | int | float | bool | None | Cell | Strip
 
 
 class Column(msgspec.Struct, frozen=True):
-    """A `name` stays on one line, a `number` is aligned right, a `text` may wrap, a `drawn` one holds strips.
-
-    `short` is the heading on a terminal. A page hides a `roomy` column where the table is narrow and shows a `below`
-    column under its row. `ticks` are places on the axis of a drawn column with their labels.
-    """
+    """A `name` stays on one line, a `number` is aligned right, a `text` may wrap, a `drawn` one holds strips. `short`
+    is the heading on a terminal. A page hides a `roomy` column where the table is narrow and shows a `below` column
+    under its row. `ticks` are places on the axis of a drawn column with their labels."""
 
     title: str
     kind: Literal["name", "number", "text", "drawn"] = "name"

@@ -104,9 +104,8 @@ def student_tail(value: float, degrees: float) -> float:
 
 @lru_cache(maxsize=4096)
 def student_quantile(tail: float, degrees: float) -> float:
-    """The value above which Student's t is with the chance `tail`, below one half.
-
-    Newton's method on the logarithms of both: the tail is concave there, so every start converges."""
+    """The value above which Student's t is with the chance `tail`, below one half. Newton's method on the logarithms of
+    both: the tail is concave there, so every start converges."""
     value = normal_quantile(1.0 - tail) if tail > 1e-15 else 8.0
     if math.isinf(degrees):
         return value

@@ -43,11 +43,9 @@ MAX_MISS_PROBABILITY = 0.01
 
 @lru_cache(maxsize=64)
 def samples_needed(quantile: float) -> int:
-    """Smallest n with at most a 1 % chance that fewer than two samples exceed the quantile.
-
-    That is p^n + n·p^(n-1)·(1-p) ≤ 0.01 for independent samples: the printed value then rests on at least two
-    observations of the tail. p50 needs 11, p90 64, p95 130, p99 662, p99.9 6,636.
-    """
+    """Smallest n with at most a 1 % chance that fewer than two samples exceed the quantile. That is p^n +
+    n·p^(n-1)·(1-p) ≤ 0.01 for independent samples: the printed value then rests on at least two observations of the
+    tail. p50 needs 11, p90 64, p95 130, p99 662, p99.9 6,636."""
     if not 0.0 < quantile < 1.0:
         raise ValueError(f"a quantile lies strictly between 0 and 1, got {quantile}")
     count = 2

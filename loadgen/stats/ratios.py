@@ -94,11 +94,9 @@ def lag_one(ratios: Sequence[float]) -> float | None:
 
 
 def unbiased(count: int, correlation: float) -> float:
-    """The first-order autoregression's φ whose expected `lag_one` over `count` pairs is this.
-
-    Taking the mean out lowers the expectation to φ − (1 + 4φ)/n (Kendall, Biometrika 41, 1954; Marriott and Pope, same
-    volume), which up to 4 pairs does not depend on φ any more.
-    """
+    """The first-order autoregression's φ whose expected `lag_one` over `count` pairs is this. Taking the mean out
+    lowers the expectation to φ − (1 + 4φ)/n (Kendall, Biometrika 41, 1954; Marriott and Pope, same volume), which up to
+    4 pairs does not depend on φ any more."""
     return (correlation + 1.0 / count) / (1.0 - 4.0 / count) if count > 4 else 0.0
 
 
@@ -155,11 +153,8 @@ def whiten(values: Values, phi: float) -> tuple[Values, Values]:
 
 def error_of_mean(values: Sequence[float] | Values, correlation: float = 0.0) -> tuple[float, float]:
     """Standard error of the mean of at least two values in their order, and its degrees of freedom: that of a
-    first-order autoregression with this correlation.
-
-    The spread comes from the whitened values, which are independent, so it keeps count − 1 degrees of freedom. Where
-    the true correlation is weaker, the error is too large.
-    """
+    first-order autoregression with this correlation. The spread comes from the whitened values, which are independent,
+    so it keeps count − 1 degrees of freedom. Where the true correlation is weaker, the error is too large."""
     count, phi = len(values), allowed_correlation(correlation)
     whitened, weights = whiten(np.asarray(values, dtype=np.float64), phi)
     apart = whitened - weights * float(weights @ whitened) / float(weights @ weights)
@@ -174,11 +169,9 @@ def variance_inflation(count: int, phi: float) -> float:
 
 
 def widening(count: int, correlation: float) -> float:
-    """Factor between the squared standard error of the mean by the plain spread of `count` values and the true one.
-
-    The variance of the mean is k·σ²/n with k of `variance_inflation`, and the sample variance is too low by
-    (1 − k/n)·n/(n−1).
-    """
+    """Factor between the squared standard error of the mean by the plain spread of `count` values and the true one. The
+    variance of the mean is k·σ²/n with k of `variance_inflation`, and the sample variance is too low by (1 −
+    k/n)·n/(n−1)."""
     k = variance_inflation(count, allowed_correlation(correlation))
     return k / ((1.0 - k / count) * count / (count - 1.0))
 
@@ -355,11 +348,9 @@ def log_bayes_factors(logs: Sequence[float], mean: float, correlation: float = 0
 
 
 def interval_of_logs(logs: Sequence[float], correlation: float = 0.0) -> tuple[float, float]:
-    """The interval of the mean of all log ratios; infinite with too few of them.
-
-    BF(μ) < 1/α solved for (m − μ)², with m the weighted mean: Q·(K−1)·(w+c²) / (w·(w + c² − K·c²)) with
-    K = (√((w+c²)/c²)/α)^(2/n) and Q the sum of squares about m.
-    """
+    """The interval of the mean of all log ratios; infinite with too few of them. BF(μ) < 1/α solved for (m − μ)², with
+    m the weighted mean: Q·(K−1)·(w+c²) / (w·(w + c² − K·c²)) with K = (√((w+c²)/c²)/α)^(2/n) and Q the sum of squares
+    about m."""
     values, weights = whiten(np.asarray(logs, dtype=np.float64), allowed_correlation(correlation))
     count, weight = len(values), float(weights @ weights)
     bound = (math.sqrt((weight + MIXTURE) / MIXTURE) / SIGNIFICANCE) ** (2.0 / count)
@@ -374,10 +365,8 @@ def interval_of_logs(logs: Sequence[float], correlation: float = 0.0) -> tuple[f
 
 def estimate_anytime(ratios: Sequence[float], margin: float, correlation: float = 0.0) -> RatioEstimate:
     """Like `estimate_ratio`, with an interval and p values that stay valid although they are checked after every pair.
-
     `p_value` is 1 over the Bayes factor of no difference, and `p_equivalence` the smallest α at which the interval lies
-    inside ±`margin`.
-    """
+    inside ±`margin`."""
     plain = estimate_ratio(ratios, margin)
     if plain.ci95 is None or plain.ratio is None or plain.spread_log is None or plain.spread_log < MIN_LOG_SPREAD:
         return plain

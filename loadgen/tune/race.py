@@ -130,10 +130,8 @@ def tune(
     resume: Tuning | None = None,
 ) -> Tuning:
     """Run the tuning into the folder, or go on with `resume`, which was read from it. Returns it as far as it got;
-    `tuning.json` has the same. `padding` are the sizes to which all servers pad, see `Experiment.pad_to`.
-
-    Raises `StorageError` only if nothing can be stored.
-    """
+    `tuning.json` has the same. `padding` are the sizes to which all servers pad, see `Experiment.pad_to`. Raises
+    `StorageError` only if nothing can be stored."""
     started = resume or Tuning(settings=settings.content(), spaces=tuple(spaces))
     try:
         out.mkdir(parents=True, exist_ok=True)

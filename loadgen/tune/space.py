@@ -75,11 +75,9 @@ def for_load(space: Space, outstanding: int) -> Space:
 
 
 def narrowed(spaces: Sequence[Space], tune: Mapping[str, Sequence[str]], fix: Mapping[str, str]) -> tuple[Space, ...]:
-    """The spaces in which the settings of `tune` have only these values and the default, and those of `fix` only one.
-
-    A key is NAME, for every target that has such a setting, or TARGET.NAME, which comes first. A name that no target
-    searches can be fixed too, then for all of them. Raises `PlanError`. Does not ask the servers: see `read_spaces`.
-    """
+    """The spaces in which the settings of `tune` have only these values and the default, and those of `fix` only one. A
+    key is NAME, for every target that has such a setting, or TARGET.NAME, which comes first. A name that no target
+    searches can be fixed too, then for all of them. Raises `PlanError`. Does not ask the servers: see `read_spaces`."""
     tuned, fixed = by_target(TUNE, tune, spaces), by_target(FIX, fix, spaces)
     for space in spaces:
         if both := tuned[space.target].keys() & fixed[space.target].keys():
@@ -195,8 +193,7 @@ def _simplified(space: Space) -> Space:
 
 def canonical(space: Space, values: Mapping[str, str]) -> dict[str, str]:
     """A contender's settings: the values of the settings that apply and that differ from the default, in the order of
-    the space. What is missing has its default. Raises `ValueError` for a setting or a value that the space lacks.
-    """
+    the space. What is missing has its default. Raises `ValueError` for a setting or a value that the space lacks."""
     if unknown_names := values.keys() - {setting.name for setting in space.settings}:
         raise ValueError(f"{space.target} has no setting {min(unknown_names)} to search")
     effective, chosen = dict(space.fixed), dict[str, str]()

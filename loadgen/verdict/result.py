@@ -183,10 +183,8 @@ CONTRADICTIONS = (
 
 
 def analyse(out_dir: Path) -> Result:
-    """The result of the run in `out_dir`, also if it was interrupted or killed.
-
-    Raises `StoredRunError` if there is no experiment to read.
-    """
+    """The result of the run in `out_dir`, also if it was interrupted or killed. Raises `StoredRunError` if there is no
+    experiment to read."""
     return analyse_run(read_run(out_dir))
 
 
@@ -297,10 +295,8 @@ def analyse_run(run: StoredRun) -> Result:
 
 def stored_result(directory: Path) -> Result:
     """The result of the stored records, or the stored result.json of a folder without samples, such as a published one.
-
     Without samples the records cannot be analysed again. The result of a tuning is that of its final. Raises
-    `StoredRunError`.
-    """
+    `StoredRunError`."""
     if kind_of(directory) == "tuning":
         directory = directory / FINAL
         if kind_of(directory) is None:

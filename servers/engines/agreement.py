@@ -101,10 +101,8 @@ class Disagreement:
 def disagreement(
     specification: ModelSpecification, expected: Mapping[str, Array], actual: Mapping[str, Array], precision: str
 ) -> Disagreement:
-    """Compare the answers to one batch with the expected ones, both by output name, computed in `precision`.
-
-    An answer with a missing output, another datatype or another shape is a fault.
-    """
+    """Compare the answers to one batch with the expected ones, both by output name, computed in `precision`. An answer
+    with a missing output, another datatype or another shape is a fault."""
     outputs: dict[str, OutputDifference] = {}
     faults = []
     for tensor in specification.outputs:
@@ -197,11 +195,9 @@ def _lowest_cosine(products: Float64Array, lengths: Float64Array) -> float | Non
 def _swapped_row(
     want: Array, got: Array, norms: Float64Array, errors: Float64Array, relative: Float64Array
 ) -> tuple[int, int] | None:
-    """The first row whose answer is much nearer to another row's expected answer, and that row.
-
-    Of ‖want − got‖² = ‖want‖² − 2 want · got + ‖got‖² the last part does not change which row is the nearest, so one
-    matrix product finds it: the differences of all pairs would take seconds.
-    """
+    """The first row whose answer is much nearer to another row's expected answer, and that row. Of ‖want − got‖² =
+    ‖want‖² − 2 want · got + ‖got‖² the last part does not change which row is the nearest, so one matrix product finds
+    it: the differences of all pairs would take seconds."""
     rows = np.flatnonzero(relative > MIN_SWAPPED_ERROR)
     if not len(rows):
         return None

@@ -32,11 +32,8 @@ class Bucket(NamedTuple):
 
 def bucket_sizes(max_batch_size: int, listed: Sequence[int] = (), *, halves: bool = True) -> tuple[int, ...]:
     """The `listed` sizes and `max_batch_size` itself; if none is listed, powers of two, and from 8 on also one and a
-    half times those (12, 24, …).
-
-    So at most half of a small batch and a third of one above 8 is padding. `halves=False` gives fewer, for engines that
-    need long to prepare one.
-    """
+    half times those (12, 24, …). So at most half of a small batch and a third of one above 8 is padding. `halves=False`
+    gives fewer, for engines that need long to prepare one."""
     if listed:
         return tuple(sorted({*listed, max_batch_size}))
     powers = [2**n for n in range(max_batch_size.bit_length())]
@@ -94,9 +91,7 @@ def random_inputs(
     specification: ModelSpecification, batch: int, seed: int, sizes: Mapping[str, int] | None = None
 ) -> Mapping[str, Array]:
     """A random batch as the engine takes it, by the inputs' names; axes without an entry in `sizes` have their default.
-
-    Values are valid for the model: token ids are of its vocabulary, and no place is padding.
-    """
+    Values are valid for the model: token ids are of its vocabulary, and no place is padding."""
     if specification.make_items is not None:
         axis = specification.padded_axis
         size = 1 if axis is None else (sizes or {}).get(axis.name, axis.default)

@@ -131,10 +131,8 @@ def waiting_ns() -> int:
 def graph_times_ms(
     calls: Iterable[tuple[str, Call]], device: torch.device, note_failure: Callable[[str, Exception], None]
 ) -> dict[str, float]:
-    """The median device time of a replay of each call, by title, as CUDA graphs that are replayed in turn.
-
-    A call that cannot be captured has none; `note_failure` hears why.
-    """
+    """The median device time of a replay of each call, by title, as CUDA graphs that are replayed in turn. A call that
+    cannot be captured has none; `note_failure` hears why."""
     import torch
 
     from servers.engines.torch.copies import capture
@@ -270,9 +268,7 @@ def clear_stored_choices() -> str | None:
 
 class ChoiceCache:
     """The choice that was made under one key, in a file of its own; without one that can be read, it is made again.
-
-    Where `fresh` is wanted, only one that was stored since this object was made is read.
-    """
+    Where `fresh` is wanted, only one that was stored since this object was made is read."""
 
     def __init__(self, key: Mapping[str, str], wanted: str | None = None) -> None:
         self._key = dict(key)

@@ -86,10 +86,8 @@ def build_engine(
     artefact_path: Path | None = None,
 ) -> Engine:
     """The engine, not loaded yet. Raises `EngineError` for a wrong setting, a missing file or a missing library.
-
-    `specification` is a variant that an engine executes (see `ModelSpecification.executed`).
-    `artefact_path` is the ONNX file, the TensorRT plan or the package for the kinds that execute one; others ignore it.
-    """
+    `specification` is a variant that an engine executes (see `ModelSpecification.executed`). `artefact_path` is the
+    ONNX file, the TensorRT plan or the package for the kinds that execute one; others ignore it."""
     check_engine(specification, settings)
     kind = engine_kind(settings.kind)
     if kind.executes is not None and artefact_path is None:
@@ -109,10 +107,8 @@ _SECONDS = 60
 
 
 def environment_of(name: str) -> Path | None:
-    """The interpreter that has the libraries of an engine; None: this one has them.
-
-    Raises `EngineError` with the command that installs them where no environment has them.
-    """
+    """The interpreter that has the libraries of an engine; None: this one has them. Raises `EngineError` with the
+    command that installs them where no environment has them."""
     kind = engine_kind(name)
     return interpreter_with(name, kind.libraries, kind.install)
 
@@ -136,10 +132,8 @@ def second_interpreter() -> Path | None:
 
 
 def enter_environment_of(name: str) -> None:
-    """Continue this command in the interpreter that has the engine's libraries, or return if this one has them.
-
-    Call it before anything is bound, started or printed. Raises `EngineError` as `environment_of` does.
-    """
+    """Continue this command in the interpreter that has the engine's libraries, or return if this one has them. Call it
+    before anything is bound, started or printed. Raises `EngineError` as `environment_of` does."""
     enter(environment_of(name))
 
 

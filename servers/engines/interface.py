@@ -68,10 +68,8 @@ class DeviceMemory:
 
 @dataclass(slots=True)
 class HostMemory:
-    """A tensor in the host memory of a caller, given by addresses, because a NumPy array takes longer to make.
-
-    It lies in C-contiguous pieces of equal numbers of rows, one at each address.
-    """
+    """A tensor in the host memory of a caller, given by addresses, because a NumPy array takes longer to make. It lies
+    in C-contiguous pieces of equal numbers of rows, one at each address."""
 
     addresses: Sequence[int]
     shape: tuple[int, ...]
@@ -161,16 +159,12 @@ class Engine(ABC):
             self.infer(valid_inputs(self._specification, rows, along))
 
     def check_values(self, inputs: Mapping[str, Array]) -> None:  # noqa: B027  most take any values
-        """Raise `InvalidRequestError` for one request's values that the engine cannot take.
-
-        In a batch they would fail those of others. A server calls it for each request if `checks_values`; any thread.
-        """
+        """Raise `InvalidRequestError` for one request's values that the engine cannot take. In a batch they would fail
+        those of others. A server calls it for each request if `checks_values`; any thread."""
 
     def prepare_no_more(self) -> None:  # noqa: B027  most prepare nothing
-        """From now on `start` raises `InvalidRequestError` for a shape that is not prepared.
-
-        The thread that starts the batches of a server may not wait for a compilation: other models wait for it.
-        """
+        """From now on `start` raises `InvalidRequestError` for a shape that is not prepared. The thread that starts the
+        batches of a server may not wait for a compilation: other models wait for it."""
 
     def start(
         self,
@@ -219,10 +213,8 @@ class Engine(ABC):
 
     def pin(self, address: int, byte_size: int) -> bool:  # noqa: ARG002
         """Page-lock the caller's host memory, whole pages, so that `start` copies from it without waiting; any thread.
-
         False if the engine has no use for that, or the driver refuses: the memory can be used all the same. No array
-        given to `start` may cross its boundaries.
-        """
+        given to `start` may cross its boundaries."""
         return False
 
     def unpin(self, address: int) -> None:  # noqa: B027  most pin nothing
@@ -230,11 +222,9 @@ class Engine(ABC):
 
     @abstractmethod
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Execute one batch.
-
-        `inputs`: one C-contiguous array per input, all with the same first dimension n, 1 ≤ n ≤ max_batch_size; the
-        engine reads them only until it returns. Returns arrays that the caller owns: no later call writes to them.
-        """
+        """Execute one batch. `inputs`: one C-contiguous array per input, all with the same first dimension n, 1 ≤ n ≤
+        max_batch_size; the engine reads them only until it returns. Returns arrays that the caller owns: no later call
+        writes to them."""
 
     @abstractmethod
     def describe(self) -> EngineDescription:
@@ -275,11 +265,9 @@ class Engine(ABC):
 
 
 def profiled(engine: Engine) -> EngineDescription | None:
-    """The description of a warm engine after one profiled inference; its kernels are in `details["kernel_probe"]`.
-
-    None for an engine without a profiler, where `PROFILE_AT_START` is 0, and where the driver refuses to profile.
-    Takes about a second on a GPU, so call it at the start and never in a measured window.
-    """
+    """The description of a warm engine after one profiled inference; its kernels are in `details["kernel_probe"]`. None
+    for an engine without a profiler, where `PROFILE_AT_START` is 0, and where the driver refuses to profile. Takes
+    about a second on a GPU, so call it at the start and never in a measured window."""
     if os.environ.get(PROFILE_AT_START) == "0":
         return None
     try:

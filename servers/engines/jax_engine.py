@@ -150,10 +150,8 @@ class JaxEngine(Engine):
                 raise InvalidRequestError(reason)
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Execute one batch, padded to its bucket; a bucket without an executable is compiled first.
-
-        Raises `ValueError` for a batch beyond the largest bucket or the largest size of an axis.
-        """
+        """Execute one batch, padded to its bucket; a bucket without an executable is compiled first. Raises
+        `ValueError` for a batch beyond the largest bucket or the largest size of an axis."""
         if self._function is None:
             raise EngineError("the jax engine is not loaded")
         specification, axis = self._specification, self._specification.padded_axis
@@ -315,11 +313,9 @@ class JaxEngine(Engine):
 
 
 def start_jax(device: str, threads: int) -> Any:
-    """JAX's device of that name, `cpu` or `cuda:N`; on the CPU with so many threads, 0: all cores.
-
-    For the CPU no GPU is touched. Raises `EngineError` where JAX has no such device, and where this process has already
-    started it otherwise.
-    """
+    """JAX's device of that name, `cpu` or `cuda:N`; on the CPU with so many threads, 0: all cores. For the CPU no GPU
+    is touched. Raises `EngineError` where JAX has no such device, and where this process has already started it
+    otherwise."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes 75 % of the GPU's memory at once
     index, count = cuda_index(device), thread_count(threads)
     if index is None:
@@ -359,10 +355,8 @@ def cpu_threads() -> int:
 
 def as_jax(specification: ModelSpecification, module: Any, dtype: str) -> tuple[Any, Function]:
     """A module in eval mode as its weights and a JAX function, with the outputs in the specification's datatypes.
-
     Floating-point inputs are converted to `dtype`, the type of the module's parameters. Raises `EngineError` while the
-    function is traced, for a module that does not return what the specification says.
-    """
+    function is traced, for a module that does not return what the specification says."""
     import jax
     import torchax
     from jax import numpy as jnp

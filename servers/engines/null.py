@@ -18,12 +18,9 @@ from servers.protocol.tensors import Array
 
 
 class NullEngine(Engine):
-    """Answers each row with that row's own first values, so an answer identifies its row.
-
-    An output's dynamic dimension has the size of an input along the same axis, without an axis 1. UINT8 pixels are
-    normalised first, as the model would do, so that an image has one answer whatever its payload. BYTES count as the
-    CRC-32 of each element.
-    """
+    """Answers each row with that row's own first values, so an answer identifies its row. An output's dynamic dimension
+    has the size of an input along the same axis, without an axis 1. UINT8 pixels are normalised first, as the model
+    would do, so that an image has one answer whatever its payload. BYTES count as the CRC-32 of each element."""
 
     def __init__(
         self,

@@ -408,10 +408,8 @@ def assert_one_package() -> None:
 
 
 def assert_signature(nodes: Sequence[Any], tensors: Sequence[TensorSpec], what: str) -> None:
-    """Raise `EngineError` unless a session's inputs or outputs can be the model's, with a free batch dimension.
-
-    A dimension with a name, or an output without a shape, may have any size.
-    """
+    """Raise `EngineError` unless a session's inputs or outputs can be the model's, with a free batch dimension. A
+    dimension with a name, or an output without a shape, may have any size."""
 
     def show(name: str, element: str, dims: Sequence[object]) -> str:
         return f"{name} {element}[{','.join(map(str, dims))}]"
@@ -517,10 +515,8 @@ class NodePlacement:
 
 
 def verified_placement(session: Any, profile: Callable[[Path], Path]) -> NodePlacement:
-    """The placement of a session created with `RECORD_PLACEMENT`; `EngineError` if it is not a GPU engine.
-
-    `profile` is called only if nodes are on the CPU, see `measure_cpu_time_ratio`.
-    """
+    """The placement of a session created with `RECORD_PLACEMENT`; `EngineError` if it is not a GPU engine. `profile` is
+    called only if nodes are on the CPU, see `measure_cpu_time_ratio`."""
     placement = read_placement(session)
     assert_on_gpu(placement)
     ratio = measure_cpu_time_ratio(profile) if placement.cpu_operators else 0.0
@@ -592,11 +588,9 @@ class _BoundGraph(NamedTuple):
 
 
 class GraphExecution:
-    """Captures at construction; not thread-safe. `device` is the session's: ("cuda", index).
-
-    `axis_buckets` are the sizes of the model's padded axis, empty for a model without one. `precision` is the one that
-    the session computes in.
-    """
+    """Captures at construction; not thread-safe. `device` is the session's: ("cuda", index). `axis_buckets` are the
+    sizes of the model's padded axis, empty for a model without one. `precision` is the one that the session computes
+    in."""
 
     def __init__(
         self,

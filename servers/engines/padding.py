@@ -75,19 +75,15 @@ def batch_key(shapes: Iterable[tuple[str, tuple[int, ...]]], padding: Padding | 
 
 
 class Staging:
-    """The host memory in which merged batches are assembled: for each input as much as its largest batch needed.
-
-    Its content is valid until the next `gather`.
-    """
+    """The host memory in which merged batches are assembled: for each input as much as its largest batch needed. Its
+    content is valid until the next `gather`."""
 
     def __init__(self) -> None:
         self._memories: dict[str, Array] = {}
 
     def gather(self, requests: Sequence[Mapping[str, Array]], padding: Padding | None = None) -> Mapping[str, Array]:
-        """The requests' rows one after the other, padded to one size, C-contiguous and aligned.
-
-        A single request that already is all of that is passed on; everything else is copied exactly once.
-        """
+        """The requests' rows one after the other, padded to one size, C-contiguous and aligned. A single request that
+        already is all of that is passed on; everything else is copied exactly once."""
         first = requests[0]
         size = 0 if padding is None else padding.padded_size(max(map(padding.axis.size_of, requests)))
         if (
@@ -138,10 +134,8 @@ def divide(
     sizes: Sequence[int] = (),
     padding: Padding | None = None,
 ) -> list[dict[str, Array]]:
-    """Each request's outputs as views: its rows, cut back to its own size if the batch was padded.
-
-    Raises `ValueError` when the engine returned another number of rows.
-    """
+    """Each request's outputs as views: its rows, cut back to its own size if the batch was padded. Raises `ValueError`
+    when the engine returned another number of rows."""
     total = sum(rows)
     for name, array in outputs.items():
         if array.shape[:1] != (total,):

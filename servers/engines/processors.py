@@ -16,11 +16,8 @@ def thread_count(requested: int) -> int:
 
 
 def wait_policy(spinning: bool | None) -> dict[str, str]:
-    """The environment variable that lets libgomp's threads, which torch uses, spin or sleep in waits.
-
-    By default, and so for True and None, they spin for some milliseconds; for False they sleep. Set it before torch is
-    imported.
-    """
+    """The environment variable that lets libgomp's threads, which torch uses, spin or sleep in waits. By default, and
+    so for True and None, they spin for some milliseconds; for False they sleep. Set it before torch is imported."""
     return {"OMP_WAIT_POLICY": "PASSIVE"} if spinning is False else {}
 
 

@@ -110,10 +110,8 @@ def parse_spinning(text: str) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The requested settings. `Engine.describe` returns those in effect; an engine refuses what it cannot honour.
-
-    The precision `auto` becomes that of the device here, so nothing ever reports `auto`.
-    """
+    """The requested settings. `Engine.describe` returns those in effect; an engine refuses what it cannot honour. The
+    precision `auto` becomes that of the device here, so nothing ever reports `auto`."""
 
     kind: str = "torch"
     precision: str = defaults.PRECISION

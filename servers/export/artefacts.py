@@ -190,11 +190,8 @@ def executed_file(
     release: str | None = None,
 ) -> tuple[Path, Manifest | None]:
     """The file for an engine that executes one, made first when it is missing or out of date, and its manifest, which a
-    TensorRT plan has not.
-
-    `release` is the TensorRT that executes a plan; default: Python's. Raises the errors of `ensure_artefact` and
-    `ensure_plan`.
-    """
+    TensorRT plan has not. `release` is the TensorRT that executes a plan; default: Python's. Raises the errors of
+    `ensure_artefact` and `ensure_plan`."""
     of_plans = engine_kind(engine).engine == KINDS["tensorrt"].engine
     plan_release = (release or bindings_version() or _imported_release()) if of_plans else ""
     form = executed_form(engine, precision)
@@ -268,10 +265,8 @@ def _required(specification: ModelSpecification, weights: WeightsSource, form: F
 
 
 def users_manifest(specification: ModelSpecification, weights: WeightsSource, path: Path) -> Manifest:
-    """The manifest of a user's ONNX file that is executed unchanged; its size and hash include external data.
-
-    Raises `ExportError` for a file that is missing or not an ONNX file.
-    """
+    """The manifest of a user's ONNX file that is executed unchanged; its size and hash include external data. Raises
+    `ExportError` for a file that is missing or not an ONNX file."""
     import onnx
 
     try:
@@ -319,10 +314,8 @@ def _make(
     progress: Progress,
     source: Artefact | None,
 ) -> Artefact:
-    """Write the file, compare it with the model, and put both it and its manifest into `folder`.
-
-    `source` is the FP32 file that an INT8 one, or another one of a user's file, is made from.
-    """
+    """Write the file, compare it with the model, and put both it and its manifest into `folder`. `source` is the FP32
+    file that an INT8 one, or another one of a user's file, is made from."""
     name = _file_name(specification, form)
     with (
         _original(specification, weights, progress) as (module, answers),

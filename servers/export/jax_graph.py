@@ -26,11 +26,8 @@ _MOST_POOLED = 3
 
 
 def write_jax_graph(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> None:
-    """Write the module that takes this variant's inputs to `path`.
-
-    The model's items have one size (see `why_not_through_jax`). Raises `ExportError` for a model that torchax or
-    jax2onnx does not cover.
-    """
+    """Write the module that takes this variant's inputs to `path`. The model's items have one size (see
+    `why_not_through_jax`). Raises `ExportError` for a model that torchax or jax2onnx does not cover."""
     import onnx
 
     try:
@@ -76,11 +73,9 @@ def _traced(specification: ModelSpecification, module: torch.nn.Module) -> Any:
 
 
 def _pool_fewer_dimensions(graph: Any) -> None:
-    """Let every MaxPool have as few dimensions as ONNX Runtime takes, where that is possible.
-
-    jax2onnx puts two dimensions of size 1 before the array's own, and pools all of those. The array's first two can
-    take their place where the window does not cover them.
-    """
+    """Let every MaxPool have as few dimensions as ONNX Runtime takes, where that is possible. jax2onnx puts two
+    dimensions of size 1 before the array's own, and pools all of those. The array's first two can take their place
+    where the window does not cover them."""
     makers = {name: node for node in graph.node for name in node.output}
     readers: dict[str, list[Any]] = {}
     for node in graph.node:

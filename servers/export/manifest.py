@@ -72,10 +72,8 @@ _PACKAGES = (
 
 class ParityMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     """The file's answers to one batch compared with the model's own, see `servers.engines.agreement`; the worst row.
-
     `sizes` are those of the axes; in a `padded` batch the items have different lengths. None: not a number of this kind
-    of output. `fault` is the reason why they differ; None in every file that was kept.
-    """
+    of output. `fault` is the reason why they differ; None in every file that was kept."""
 
     batch: int
     sizes: dict[str, int] = {}

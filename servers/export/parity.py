@@ -30,11 +30,9 @@ ParityBatch = tuple[Mapping[str, Array], Proof, dict[str, int]]
 def measure_parity(
     specification: ModelSpecification, reference: Answer, engine: Engine, precision: str = "fp32"
 ) -> tuple[ParityMeasurement, ...]:
-    """Compare a loaded engine with `reference`, whose answers are the model's in FP32, on `parity_batches`.
-
-    The reference of an image model always gets normalised pixels and the engine its payload, so for UINT8 this compares
-    the payloads too. Places of an answer that belong to an item's padding are not compared.
-    """
+    """Compare a loaded engine with `reference`, whose answers are the model's in FP32, on `parity_batches`. The
+    reference of an image model always gets normalised pixels and the engine its payload, so for UINT8 this compares the
+    payloads too. Places of an answer that belong to an item's padding are not compared."""
     measurements = []
     for inputs, sent, sizes in parity_batches(specification):
         expected = sent.without_padding(reference(inputs))
@@ -67,10 +65,8 @@ def assert_parity(measurements: Sequence[ParityMeasurement]) -> None:
 
 
 def parity_batches(specification: ModelSpecification) -> Iterator[ParityBatch]:
-    """Batches of each of `BATCHES`: of other photographs, or of random items at several sizes of the axes.
-
-    With a padded axis, one more whose items have different lengths.
-    """
+    """Batches of each of `BATCHES`: of other photographs, or of random items at several sizes of the axes. With a
+    padded axis, one more whose items have different lengths."""
     if specification.image is not None:
         pixels, name = corpus_pixels(specification, sum(BATCHES)), specification.inputs[0].name
         images = normalise(pixels, specification.preprocessing)

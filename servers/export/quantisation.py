@@ -39,11 +39,9 @@ SEED = 1000
 
 
 def quantise(specification: ModelSpecification, source: Path, path: Path) -> tuple[float, str]:
-    """Write `source`, the model's FP32 file with standard operators, to `path` in INT8.
-
-    Returns the seconds taken and how it was quantised, for a reader. Raises `ExportError` for a model without a
-    convolution or product that can be quantised.
-    """
+    """Write `source`, the model's FP32 file with standard operators, to `path` in INT8. Returns the seconds taken and
+    how it was quantised, for a reader. Raises `ExportError` for a model without a convolution or product that can be
+    quantised."""
     import onnx
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 

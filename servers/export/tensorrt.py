@@ -145,10 +145,8 @@ def gpu_kind() -> str:
 
 
 def profile_shapes(specification: ModelSpecification, max_batch_size: int) -> dict[str, list[list[int]]]:
-    """By input, the smallest, best and largest shape of the one profile.
-
-    It is tuned for the largest batch, which determines throughput, at the axes' default sizes.
-    """
+    """By input, the smallest, best and largest shape of the one profile. It is tuned for the largest batch, which
+    determines throughput, at the axes' default sizes."""
     axes = specification.axes
     sizes = [
         (1, {axis.name: 1 for axis in axes}),
@@ -173,10 +171,8 @@ def container_command(request: PlanRequest) -> str:
 
 
 def ensure_plan(request: PlanRequest, progress: Callable[[str], None], *, force: bool = False) -> float | None:
-    """Build the plan if it is missing, or `force` is set; returns the seconds, or None for one that was there.
-
-    Raises `ExportError` without a tool of the requested release or if it cannot build the model, and `FolderError`.
-    """
+    """Build the plan if it is missing, or `force` is set; returns the seconds, or None for one that was there. Raises
+    `ExportError` without a tool of the requested release or if it cannot build the model, and `FolderError`."""
     plan = request.path
     if plan.is_file() and not force:
         return None

@@ -46,11 +46,9 @@ _CHATTY_LOGGERS = (
 def write_onnx(
     specification: ModelSpecification, module: torch.nn.Module, path: Path, form: FileForm
 ) -> tuple[float, str]:
-    """Write `module`, as from `specification.load_module`, to `path`.
-
-    Returns the seconds taken and the operators in the file: standard ones where the fused do not cover the model.
-    Raises `ExportError` when the model cannot be exported, `OSError` when the file cannot be written.
-    """
+    """Write `module`, as from `specification.load_module`, to `path`. Returns the seconds taken and the operators in
+    the file: standard ones where the fused do not cover the model. Raises `ExportError` when the model cannot be
+    exported, `OSError` when the file cannot be written."""
     from servers.models.uint8_module import executed_module
 
     started_ns = time.perf_counter_ns()
@@ -146,10 +144,8 @@ def _export(specification: ModelSpecification, module: torch.nn.Module, path: Pa
 
 
 def _rename_inner(graph: Any, reserved: set[str]) -> None:
-    """Rename tensors inside the graph that are called like an input or output, as the exporter leaves them.
-
-    It names inner tensors after their operators, such as mean.
-    """
+    """Rename tensors inside the graph that are called like an input or output, as the exporter leaves them. It names
+    inner tensors after their operators, such as mean."""
     outer = {id(value) for value in (*graph.inputs, *graph.outputs)}
     inner = [*graph.initializers.values(), *(value for node in graph.all_nodes() for value in node.outputs)]
     for value in inner:
@@ -225,9 +221,7 @@ def package_target() -> str:
 
 def write_package(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> float:
     """Compile `module`, FP32 on the CPU as from `specification.load_module`, and write it to `path`, a .pt2 file.
-
-    Returns the seconds taken. Raises `ExportError` where torch cannot export or compile it.
-    """
+    Returns the seconds taken. Raises `ExportError` where torch cannot export or compile it."""
     import torch
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.cpp_builder import get_cpp_compiler

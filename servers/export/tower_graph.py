@@ -31,11 +31,9 @@ _IR_VERSION = 9
 
 
 def tower_graph(specification: ModelSpecification, visual: torch.nn.Module, precision: str) -> onnx.ModelProto:
-    """`visual` (FP32, on the CPU, taking normalised pixels) with weights in `precision`, fp32 or fp16.
-
-    Input and output are the specification's: FP32 [n, 3, s, s] or UINT8 [n, s, s, 3] in, FP32 [n, width] out.
-    Raises `UnsupportedTowerError` for a tower that computes something else, see `read_shape`.
-    """
+    """`visual` (FP32, on the CPU, taking normalised pixels) with weights in `precision`, fp32 or fp16. Input and output
+    are the specification's: FP32 [n, 3, s, s] or UINT8 [n, s, s, 3] in, FP32 [n, width] out. Raises
+    `UnsupportedTowerError` for a tower that computes something else, see `read_shape`."""
     shape = read_shape(visual)
     state = {name: tensor.detach().float().cpu() for name, tensor in visual.state_dict().items()}
     graph = _TowerGraph(shape, state, np.float16 if precision == "fp16" else np.float32)

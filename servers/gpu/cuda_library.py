@@ -32,11 +32,9 @@ class CudaLibrary:
     """An initialised driver, for any thread. Devices are numbered as this process sees them."""
 
     def __init__(self, signatures: Mapping[str, tuple[Any, ...]], *, brief: bool = False) -> None:
-        """`signatures`: argument types of the functions that will be called. May take a second.
-
-        `brief` calls keep the interpreter lock: waiting for it again would take longer than a call that only enqueues.
-        Raises `CudaError` unless the library has all of the functions.
-        """
+        """`signatures`: argument types of the functions that will be called. May take a second. `brief` calls keep the
+        interpreter lock: waiting for it again would take longer than a call that only enqueues. Raises `CudaError`
+        unless the library has all of the functions."""
         try:
             self._library = (ctypes.PyDLL if brief else ctypes.CDLL)(LIBRARY)
             for name, arguments in {**_ALWAYS, **signatures}.items():

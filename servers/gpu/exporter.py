@@ -188,10 +188,8 @@ class _DeviceValues:
 
 
 class GpuPolling(Collector):
-    """Reads the GPUs for Prometheus: call `poll` about once per second from one thread; `collect` works from any.
-
-    Keeps the counters that the driver does not: busy and observed seconds, PCIe bytes (the driver's wrap) and errors.
-    """
+    """Reads the GPUs for Prometheus: call `poll` about once per second from one thread; `collect` works from any. Keeps
+    the counters that the driver does not: busy and observed seconds, PCIe bytes (the driver's wrap) and errors."""
 
     def __init__(
         self, reader: GpuReader, clock_ns: Callable[[], int] = monotonic_ns, wall_ns: Callable[[], int] = time_ns

@@ -205,10 +205,7 @@ def triton_info(
     server: Mapping[str, Any], config: Mapping[str, Any], log: str | None, machine: Mapping[str, Any]
 ) -> Document:
     """The document of a Triton, from its answers to /v2 and /v2/models/M/config, its whole log if there is one, and its
-    machine.
-
-    `machine` is the /gpu-info document of the machine on which it runs.
-    """
+    machine. `machine` is the /gpu-info document of the machine on which it runs."""
     listed = config.get("instance_group")
     groups = [group for group in listed if isinstance(group, Mapping)] if isinstance(listed, list) else []
     in_effect = engine_in_log(log or "", _devices_of(groups)) or {}
@@ -236,10 +233,8 @@ def _devices_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def engine_in_log(log: str, devices: Sequence[str] = ()) -> Mapping[str, Any] | None:
-    """The settings in effect that the python model logs when its engine is ready; the last ones count.
-
-    With several `devices`: those of each, as one; those of the last one that the log has, if it lacks one.
-    """
+    """The settings in effect that the python model logs when its engine is ready; the last ones count. With several
+    `devices`: those of each, as one; those of the last one that the log has, if it lacks one."""
     latest: Mapping[str, Any] | None = None
     by_device: dict[str, Mapping[str, Any]] = {}
     for match in _ENGINE_READY.finditer(log):

@@ -82,13 +82,9 @@ class NvmlConnection:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The state of one device: values by quantity, and error codes by call (see `servers.gpu.nvml`).
-
-    `lost`: it fell off the bus.
-
-    `utilization_ratio` is the share of the driver's last interval (1/6 to 1 s) in which any kernel ran; power is from
-    Ampere on the mean of the last second; the energy counter steps about every 100 ms.
-    """
+    """The state of one device: values by quantity, and error codes by call (see `servers.gpu.nvml`). `lost`: it fell
+    off the bus. `utilization_ratio` is the share of the driver's last interval (1/6 to 1 s) in which any kernel ran;
+    power is from Ampere on the mean of the last second; the energy counter steps about every 100 ms."""
 
     values: Mapping[str, float] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -97,11 +93,8 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """Utilisation samples of the driver's ring buffer: (time stamp in ns, busy share 0–1).
-
-    The time stamps are on the driver's clock when a `GpuReader` returns them, and on the recording's when it passes
-    them on.
-    """
+    """Utilisation samples of the driver's ring buffer: (time stamp in ns, busy share 0–1). The time stamps are on the
+    driver's clock when a `GpuReader` returns them, and on the recording's when it passes them on."""
 
     samples: tuple[tuple[int, float], ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -143,10 +136,8 @@ ALL = "all"
 
 
 def visible(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The names in CUDA_VISIBLE_DEVICES; None (all GPUs) if it is not set.
-
-    CUDA ignores an invalid name and everything after it.
-    """
+    """The names in CUDA_VISIBLE_DEVICES; None (all GPUs) if it is not set. CUDA ignores an invalid name and everything
+    after it."""
     text = environment.get(VISIBLE_DEVICES)
     if text is None:
         return None
@@ -186,11 +177,9 @@ def matching(
 def select_devices(
     connection: NvmlConnection, names: Sequence[str] | None, parent_of: Callable[[str], str | None]
 ) -> NvmlConnection:
-    """The connection with the named devices only; with `names` None, all. `device_count` stays that of the machine.
-
-    The status is `ok` if the driver answers for the named devices, even if another one fails. Without a match there is
-    no device, and `error` gives the reason.
-    """
+    """The connection with the named devices only; with `names` None, all. `device_count` stays that of the machine. The
+    status is `ok` if the driver answers for the named devices, even if another one fails. Without a match there is no
+    device, and `error` gives the reason."""
     if names is None or not connection.devices:
         return connection
     chosen = matching(names, connection.devices, parent_of)

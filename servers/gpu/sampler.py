@@ -66,11 +66,9 @@ class _RecordedDevice:
 
 
 class Recording:
-    """The work of one sampler: `header` once, then `tick` whenever `next_due_ns` has come, `edge` on demand.
-
-    `clock_ns` is CLOCK_MONOTONIC (on Linux `time.monotonic_ns` and `time.perf_counter_ns`). `wall_ns` only converts
-    the driver's time stamps.
-    """
+    """The work of one sampler: `header` once, then `tick` whenever `next_due_ns` has come, `edge` on demand. `clock_ns`
+    is CLOCK_MONOTONIC (on Linux `time.monotonic_ns` and `time.perf_counter_ns`). `wall_ns` only converts the driver's
+    time stamps."""
 
     def __init__(
         self,
@@ -230,9 +228,7 @@ class Recording:
 
     def _sample_shift_ns(self, newest_ns: int, now_ns: int) -> int:
         """The driver's clock minus this one. Real drivers use wall time, else monotonic time, else the newest is now.
-
-        The first drain with samples decides which.
-        """
+        The first drain with samples decides which."""
         if self._sample_clock is None:
             near = [
                 name

@@ -141,10 +141,8 @@ _AS_THEY_ARE = WeightsHandover(lambda part: part, lambda layer: layer)
 
 
 def decoder_weights(module: nn.Module, handover: WeightsHandover = _AS_THEY_ARE) -> DecoderWeights:
-    """The weights of a `*ForCausalLM` of transformers. Raises `EngineError` for what is not laid out here.
-
-    Fused matrices are new memory, all others are the module's own.
-    """
+    """The weights of a `*ForCausalLM` of transformers. Raises `EngineError` for what is not laid out here. Fused
+    matrices are new memory, all others are the module's own."""
     config: Any = module.config
     if config.model_type not in ARCHITECTURES:
         raise EngineError(

@@ -617,9 +617,7 @@ def expert_up_kernel(
     PRECISION: tl.constexpr,
 ):
     """The first product of each chosen expert, gated and clamped as gpt-oss does; grid (N/BN, most/BM, experts).
-
-    Programs of experts that nobody has chosen end at once, so their weights are not read.
-    """
+    Programs of experts that nobody has chosen end at once, so their weights are not read."""
     if tl.program_id(1) * BM < tl.load(counts + tl.program_id(2)):
         accumulator, pair, asked = product_of_expert(
             x, weight, bias, lines, counts, most, CHOSEN, N, K, BM, BN, BK, STAGES, PRECISION

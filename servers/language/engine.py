@@ -65,11 +65,9 @@ class GenerationRequest:
 
 
 class Emission(NamedTuple):
-    """The next tokens of one request; with `finish`, its last ones.
-
-    "length": it has `max_tokens` tokens. "stop": the last token is one of `GeneratingEngine.eos`. "error": the request
-    failed, `message` is one sentence for the client, and there are no tokens in this emission.
-    """
+    """The next tokens of one request; with `finish`, its last ones. "length": it has `max_tokens` tokens. "stop": the
+    last token is one of `GeneratingEngine.eos`. "error": the request failed, `message` is one sentence for the client,
+    and there are no tokens in this emission."""
 
     number: int
     tokens: tuple[int, ...]
@@ -154,10 +152,8 @@ class GeneratingEngine(Protocol):
         """Free the request's slot before the next step; nothing more is emitted for it. Unknown numbers are ignored."""
 
     def step(self) -> Sequence[Emission]:
-        """One forward pass, and the tokens that have reached the host since the last step; () if idle.
-
-        Raises `EngineError` if the engine cannot go on; then only `close` is left.
-        """
+        """One forward pass, and the tokens that have reached the host since the last step; () if idle. Raises
+        `EngineError` if the engine cannot go on; then only `close` is left."""
 
     def close(self) -> None:
         """Release the memory; the unfinished requests are forgotten."""
@@ -201,18 +197,14 @@ def generation_precision(requested: str, device: str) -> str:
 
 
 def generating_environment(engine: str) -> Path | None:
-    """The interpreter that has the libraries of a generating engine; None: this one.
-
-    Raises `EngineError` with the command that installs them where no environment has them.
-    """
+    """The interpreter that has the libraries of a generating engine; None: this one. Raises `EngineError` with the
+    command that installs them where no environment has them."""
     return interpreter_with(engine, *LIBRARIES.get(engine, (("torch",), "pip install 'abserve[servers]'")))
 
 
 def make_engine(specification: Any, settings: GenerationSettings) -> GeneratingEngine:
-    """The engine that the settings name, not yet loaded. Raises `EngineError` for settings it cannot honour.
-
-    Imports the engine's libraries, which takes seconds.
-    """
+    """The engine that the settings name, not yet loaded. Raises `EngineError` for settings it cannot honour. Imports
+    the engine's libraries, which takes seconds."""
     settings.check()
     if generating_environment(settings.engine) is not None:
         raise EngineError(

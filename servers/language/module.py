@@ -27,11 +27,9 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def build_module(model: LanguageModel, device: str | torch.device = "cpu", precision: str = "fp32") -> Any:
-    """The module of transformers in eval mode on the device, its parameters in `precision`: fp32, bf16 or fp16.
-
-    Its attention is torch's scaled dot-product attention, or transformers' own code for a class without it. Raises
-    `WeightsError` and `UnknownModelError`.
-    """
+    """The module of transformers in eval mode on the device, its parameters in `precision`: fp32, bf16 or fp16. Its
+    attention is torch's scaled dot-product attention, or transformers' own code for a class without it. Raises
+    `WeightsError` and `UnknownModelError`."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -100,10 +98,8 @@ def describe_language_model(model: LanguageModel) -> dict[str, Any]:
 
 
 def write_folder(model: LanguageModel, folder: Path, precision: str, device: str = "cpu") -> None:
-    """Write config.json, the safetensors files and, in a folder in it, the tokenizer t0 … tN, as vLLM loads them.
-
-    The folder must exist; write into `servers.models.files.atomic_folder`. Takes the memory of the weights once.
-    """
+    """Write config.json, the safetensors files and, in a folder in it, the tokenizer t0 … tN, as vLLM loads them. The
+    folder must exist; write into `servers.models.files.atomic_folder`. Takes the memory of the weights once."""
     from servers.language.tokenizer import write_tokenizer
 
     module = build_module(model, device, precision)
@@ -159,10 +155,8 @@ def _empty(model: LanguageModel, dtype: torch.dtype, attention: str) -> Any:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Modules made in the block have their parameters on the meta device, so that nothing is drawn in vain.
-
-    On torch's own meta device the buffers, such as the frequencies of rotary positions, would lose their values.
-    """
+    """Modules made in the block have their parameters on the meta device, so that nothing is drawn in vain. On torch's
+    own meta device the buffers, such as the frequencies of rotary positions, would lose their values."""
     import torch
 
     module_class: Any = torch.nn.Module

@@ -56,10 +56,8 @@ class GivenAnswer:
 @dataclass(frozen=True, slots=True)
 class JudgedAnswer:
     """The reference's view of an answer, by token: the deficit of the chosen one and the reference's own choice.
-
     `largest` is the largest absolute logit at any of its tokens, the scale of a deficit; `random` is the mean deficit
-    of a token chosen at random.
-    """
+    of a token chosen at random."""
 
     deficits: Sequence[float]
     best: Sequence[int]
@@ -68,10 +66,8 @@ class JudgedAnswer:
 
 
 def judge_answers(document: Any) -> dict[str, Any]:
-    """The document that `abserve language-reference` writes for the one that it reads.
-
-    Raises `AnswersError`, `WeightsError` and `UnknownModelError`.
-    """
+    """The document that `abserve language-reference` writes for the one that it reads. Raises `AnswersError`,
+    `WeightsError` and `UnknownModelError`."""
     started = time.perf_counter()
     if not isinstance(document, dict) or not isinstance(document.get("model"), str):
         raise AnswersError("the file is not an object that names its model")
@@ -142,11 +138,9 @@ def judge(
 
 @contextmanager
 def computing_in_fp32(module: Any) -> Iterator[None]:
-    """Let the module compute in FP32 with the numbers that its parameters have in their own precision.
-
-    Each part has FP32 copies of its parameters only while it computes, so the memory of the whole model is taken once
-    more for its largest part alone: of gpt-oss-20b 3 GB instead of 84.
-    """
+    """Let the module compute in FP32 with the numbers that its parameters have in their own precision. Each part has
+    FP32 copies of its parameters only while it computes, so the memory of the whole model is taken once more for its
+    largest part alone: of gpt-oss-20b 3 GB instead of 84."""
     kept: dict[Any, dict[str, Any]] = {}
 
     def widen(part: Any, _: object) -> None:
@@ -173,10 +167,8 @@ def computing_in_fp32(module: Any) -> Iterator[None]:
 
 def own_noise(module: Any, answers: Sequence[GivenAnswer]) -> float:
     """The largest deficit of a token that the reference itself chooses when it reads an answer otherwise: alone instead
-    of in a batch, and token by token with a cache as engines do. 0 without answers.
-
-    Measured on the beginnings of a few answers of the most usual length.
-    """
+    of in a batch, and token by token with a cache as engines do. 0 without answers. Measured on the beginnings of a few
+    answers of the most usual length."""
     import torch
 
     beginnings = [GivenAnswer(answer.prompt, answer.output[:_REREAD_TOKENS]) for answer in answers]

@@ -137,10 +137,8 @@ def is_language_model(reference: str) -> bool:
 
 
 def language_model(reference: str, weights: str | None = None) -> LanguageModel:
-    """The model of a reference with its weights; None: its own, or random:0 if it has none.
-
-    Reads no weights. Raises `UnknownModelError` and `WeightsError`.
-    """
+    """The model of a reference with its weights; None: its own, or random:0 if it has none. Reads no weights. Raises
+    `UnknownModelError` and `WeightsError`."""
     name = reference.removeprefix(PREFIX)
     if reference.startswith(PREFIX) and name in _KNOWN:
         title, parameters, prompt_ids, fields = _KNOWN[name]

@@ -77,11 +77,9 @@ class TorchGeneratingEngine:
 
 
 def generation_kernels(engine: GeneratingEngine) -> dict[str, object]:
-    """`kernel_probe`: the kernels of one short answer of an idle engine, which prove that it executes on a GPU.
-
-    Empty on a CPU, where `PROFILE_AT_START` is 0, and where the driver refuses to profile. Takes about a second, so it
-    belongs to the start of a server.
-    """
+    """`kernel_probe`: the kernels of one short answer of an idle engine, which prove that it executes on a GPU. Empty
+    on a CPU, where `PROFILE_AT_START` is 0, and where the driver refuses to profile. Takes about a second, so it
+    belongs to the start of a server."""
     device = torch.device(str(engine.settings()["device"]))
     if device.type != "cuda" or os.environ.get(PROFILE_AT_START) == "0":
         return {}

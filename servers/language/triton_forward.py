@@ -93,9 +93,7 @@ class _StepIntegers:
 
 class TritonForward(TensorSlots):
     """See this module. `chunk` and `largest_chunk`: the most tokens of prompts beside running answers, and without any.
-
-    With `chunk` 0 `warm_up` measures how many a step of so many rows should take.
-    """
+    With `chunk` 0 `warm_up` measures how many a step of so many rows should take."""
 
     alignment = QUERIES
 
@@ -109,10 +107,8 @@ class TritonForward(TensorSlots):
         *,
         graphs: bool = True,
     ) -> None:
-        """Without `graphs` every step launches its kernels, also in Triton's interpreter on a CPU.
-
-        Raises `EngineError` for a model that the kernels do not know.
-        """
+        """Without `graphs` every step launches its kernels, also in Triton's interpreter on a CPU. Raises `EngineError`
+        for a model that the kernels do not know."""
         head_size = weights.shape.head_size
         if head_size < LEAST_HEAD or head_size != triton.next_power_of_2(head_size):
             raise EngineError(
@@ -207,10 +203,8 @@ class TritonForward(TensorSlots):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile the kernels, choose the form of each size and capture the graphs, the largest first.
-
-        What an earlier start chose is kept, so that two starts execute the same.
-        """
+        """Compile the kernels, choose the form of each size and capture the graphs, the largest first. What an earlier
+        start chose is kept, so that two starts execute the same."""
         key = {"decoder": repr(self.weights.shape), "dtype": str(self.dtype), "rows": str(self._row_buckets)}
         key |= {"chunks": str((self._chunks, self._largest_chunk)), "length": str(self.max_length)}
         cache = ChoiceCache(machine_key(self.device, Path(__file__).parent) | key)
@@ -279,10 +273,8 @@ class TritonForward(TensorSlots):
         return self._shortest_replay(graph, self._shortest_replay(graph, math.inf)), graph
 
     def _shortest_replay(self, graph: torch.cuda.CUDAGraph, expected: float) -> float:
-        """The milliseconds of the shortest of some replays; the fewer, the longer they are expected to be.
-
-        Not a mean, which would be wrong where another process has the GPU for a while.
-        """
+        """The milliseconds of the shortest of some replays; the fewer, the longer they are expected to be. Not a mean,
+        which would be wrong where another process has the GPU for a while."""
         count = max(2, min(TIMED_REPLAYS, int(TIMED_MS / expected)))
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]  # type: ignore[no-untyped-call]
         for event in events:

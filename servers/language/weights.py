@@ -105,11 +105,9 @@ def weights_files(weights: FileWeights) -> tuple[Path, ...]:
 
 
 def weights_sha256(weights: LanguageWeights, fields: Mapping[str, Any]) -> str:
-    """The digest that names the weights, equal wherever they are equal.
-
-    Of files the SHA-256 of their content. Random weights are determined by the seed and the configuration, so theirs is
-    that of these two. Raises `WeightsError` if the files are not the pinned ones.
-    """
+    """The digest that names the weights, equal wherever they are equal. Of files the SHA-256 of their content. Random
+    weights are determined by the seed and the configuration, so theirs is that of these two. Raises `WeightsError` if
+    the files are not the pinned ones."""
     if isinstance(weights, RandomWeights):
         drawn = MIXTURE_FORMAT if fields.get("num_local_experts") else FORMAT
         named = json.dumps([drawn, weights.seed, dict(fields)], sort_keys=True)

@@ -211,10 +211,8 @@ def _sentence(chosen: Mapping[str, Any]) -> str:
 
 
 def chosen_engine(request: MeasurementRequest, others: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Load torch and the other engines in this process, and race them: what is chosen so far, after each of them.
-
-    An engine that fails, or whose answers are not those of torch, is left out.
-    """
+    """Load torch and the other engines in this process, and race them: what is chosen so far, after each of them. An
+    engine that fails, or whose answers are not those of torch, is left out."""
     from servers.measuring.measurement import artefact
 
     specification = request.specification()

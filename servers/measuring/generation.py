@@ -83,10 +83,8 @@ def measure_generation(
     repetitions: int = 3,
     say: Callable[[str], object] = str,
 ) -> dict[str, Any]:
-    """The document of all combinations. `settings.slots` is at least the largest batch.
-
-    Raises `EngineError`, `WeightsError` and `UnknownModelError`.
-    """
+    """The document of all combinations. `settings.slots` is at least the largest batch. Raises `EngineError`,
+    `WeightsError` and `UnknownModelError`."""
     say(f"loading {model.title} into {settings.engine}")
     started = time.perf_counter()
     import torch
@@ -145,11 +143,8 @@ def copy_bytes_per_s(device: str) -> float:
 
 
 def step_bytes(model: LanguageModel, batch: int, context: float, precision: str) -> float:
-    """What one decoding step of a batch must read, each request with `context` tokens in its cache.
-
-    All weights but tables of which a step takes a row per request; of a mixture the experts that routing at random
-    would choose.
-    """
+    """What one decoding step of a batch must read, each request with `context` tokens in its cache. All weights but
+    tables of which a step takes a row per request; of a mixture the experts that routing at random would choose."""
     import torch
 
     module = empty_module(model)

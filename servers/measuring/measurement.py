@@ -180,10 +180,8 @@ def p99_ns(times_ns: Sequence[int]) -> int | None:
 
 @runtime_checkable
 class RepeatingEngine(Protocol):
-    """An engine that can execute a batch again without copies to or from the host, besides the interface `Engine`.
-
-    The batch has the shapes of the last one of `rows` rows that `infer` executed.
-    """
+    """An engine that can execute a batch again without copies to or from the host, besides the interface `Engine`. The
+    batch has the shapes of the last one of `rows` rows that `infer` executed."""
 
     def execution_ns(self, rows: int, repeats: int) -> list[int] | None:
         """Times of `repeats` executions; None if not possible."""
@@ -208,11 +206,9 @@ class MeasuredEngine:
         return _elapsed_ns(lambda: self.engine.infer(inputs))
 
     def measure(self, batch: int, reference: Reference, seconds: float, *, in_rounds: bool = False) -> EngineTimes:
-        """Measure a batch size for about that many seconds.
-
-        `in_rounds`: other rounds measure it again, so that rows of the reference are compared for `seconds` at most, a
-        slow batch gets one timed call, and there are no batches in flight.
-        """
+        """Measure a batch size for about that many seconds. `in_rounds`: other rounds measure it again, so that rows of
+        the reference are compared for `seconds` at most, a slow batch gets one timed call, and there are no batches in
+        flight."""
         engine, specification = self.engine, self._specification
         precision = engine.describe().precision
         first_ns: list[int] = []
@@ -316,11 +312,8 @@ def compared(
     precision: str,
     seconds: float = math.inf,
 ) -> Disagreement | None:
-    """The answers to rows of the reference, in batches of this size, against its own; None without them.
-
-    At least one batch is executed, then others until all rows were or the time is up. Rows are repeated to fill the
-    last batch.
-    """
+    """The answers to rows of the reference, in batches of this size, against its own; None without them. At least one
+    batch is executed, then others until all rows were or the time is up. Rows are repeated to fill the last batch."""
     count = reference.rows
     rows = (np.arange(-(-count // batch) * batch) % count).reshape(-1, batch)
     deadline = time.perf_counter() + seconds
@@ -342,11 +335,8 @@ def compared(
 def flight_rate(
     engine: Engine, specification: ModelSpecification, batch: int, sizes: Mapping[str, int], seconds: float
 ) -> FlightRate | None:
-    """Measure batches of that many requests; None for an engine that takes one batch at a time.
-
-    One thread starts batches and another one finishes them, as in the native server. No server is faster with this
-    engine.
-    """
+    """Measure batches of that many requests; None for an engine that takes one batch at a time. One thread starts
+    batches and another one finishes them, as in the native server. No server is faster with this engine."""
     if engine.flights == 1:
         return None
     with _requests_in_slots(engine, specification, batch * (engine.flights + 1), sizes) as slots:
@@ -425,10 +415,8 @@ def references_of(
     items: int = ITEMS,
 ) -> list[Reference]:
     """Items of each of the sizes, and the answers of the model's own module in FP32 on the CPU; those of a user's ONNX
-    file are ONNX Runtime's on the CPU, in the file's own precision.
-
-    The items are the photographs where there are some, else random. Raises `WeightsError` and `EngineError`.
-    """
+    file are ONNX Runtime's on the CPU, in the file's own precision. The items are the photographs where there are some,
+    else random. Raises `WeightsError` and `EngineError`."""
     if specification.file is not None:
         batches = [random_inputs(specification, items, 0, along) for along in sizes]
         answers = _answers_of_file(specification, specification.file, weights, batches)
@@ -476,11 +464,9 @@ def _answers_of_file(
 def stored_references(
     specification: ModelSpecification, weights: WeightsSource, sizes: Sequence[Mapping[str, int]], path: Path | None
 ) -> list[Reference]:
-    """A reference per size, from the file if it holds those of this model, else computed and written there.
-
-    Every engine process of a matrix reads the file: the module would cost it time and memory that are not the engine's.
-    Raises `WeightsError`, `EngineError` and `OSError`.
-    """
+    """A reference per size, from the file if it holds those of this model, else computed and written there. Every
+    engine process of a matrix reads the file: the module would cost it time and memory that are not the engine's.
+    Raises `WeightsError`, `EngineError` and `OSError`."""
     about = {
         "model": specification.name,
         "model_sha256": specification.definition_sha256,

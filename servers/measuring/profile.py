@@ -119,10 +119,8 @@ _PLAIN_TYPES = re.compile(
 
 
 def kernel_label(name: str) -> str:
-    """A C++ kernel without namespaces, parameters and most template arguments.
-
-    An argument that identifies the function stays: `vectorized_elementwise_kernel<GeluCUDAKernelImpl>`.
-    """
+    """A C++ kernel without namespaces, parameters and most template arguments. An argument that identifies the function
+    stays: `vectorized_elementwise_kernel<GeluCUDAKernelImpl>`."""
     bare = name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
     if bare.startswith(("Memcpy", "Memset")):
         return bare
@@ -234,10 +232,8 @@ class ProfileTotals:
     with_copies: bool = False
 
     def add(self, launches: Sequence[KernelLaunch], span_ns: float) -> None:
-        """Add launches: the times added are the length of the union of all intervals.
-
-        An instant in which n launches run counts 1/n for each.
-        """
+        """Add launches: the times added are the length of the union of all intervals. An instant in which n launches
+        run counts 1/n for each."""
         self.span_ns += span_ns
         edges = []
         for index, launch in enumerate(launches):
@@ -293,9 +289,7 @@ def profile_engine(
     engine: Engine, specification: ModelSpecification, measured: Sequence[EngineTimes]
 ) -> list[BatchProfile] | str:
     """Profile a loaded engine at every measured batch size, each measured once; measure nothing in this process later.
-
-    The reason in its place for an engine that cannot be profiled, whose measurement is valid all the same.
-    """
+    The reason in its place for an engine that cannot be profiled, whose measurement is valid all the same."""
     batches = [(times.batch, times.reference.sizes) for times in measured]
     effective = engine.describe()
     on_device = effective.device != "cpu"
@@ -397,10 +391,8 @@ def span_ns(launches: Sequence[KernelLaunch]) -> int:
 
 
 def device_launches(executions: Sequence[Callable[[], object]], device: str) -> list[list[KernelLaunch]]:
-    """The launches of each of `executions`; a short spinning kernel of torch marks where one ends.
-
-    `device` is cuda:N. Raises `EngineError` where CUPTI reports nothing, or not every execution.
-    """
+    """The launches of each of `executions`; a short spinning kernel of torch marks where one ends. `device` is cuda:N.
+    Raises `EngineError` where CUPTI reports nothing, or not every execution."""
     try:
         import torch
         from torch.profiler import ProfilerActivity, profile

@@ -108,10 +108,8 @@ def peak_rss_bytes(status: Path = Path("/proc/self/status")) -> int | None:
 
 
 def joules_of(read: Read, run: Callable[[], object], seconds: float) -> Energy | None:
-    """The energy between two steps of a counter that are at least `seconds` apart.
-
-    The counter may step rarely: between its steps a reading would count energy of the time before.
-    """
+    """The energy between two steps of a counter that are at least `seconds` apart. The counter may step rarely: between
+    its steps a reading would count energy of the time before."""
     first = read()
     if first is None:
         return None

@@ -140,11 +140,8 @@ def private_compile_cache() -> Iterator[None]:
 
 
 def _request(arguments: Sequence[str]) -> MeasurementRequest | None:
-    """The request among the arguments; None in a form without one.
-
-    Continues in another interpreter where the engine's libraries are there: standard input is unread, standard output
-    is untouched, and the request comes along.
-    """
+    """The request among the arguments; None in a form without one. Continues in another interpreter where the engine's
+    libraries are there: standard input is unread, standard output is untouched, and the request comes along."""
     match arguments:
         case ["--check"] | ["--offers", *_]:
             return None

@@ -15,8 +15,7 @@ from servers.models.files import load_onnx
 
 def fill_batches(source: Path, path: Path, multiple: int) -> None:
     """Write `source` to `path` so that it adds items of zeros up to a multiple of `multiple`, and takes their rows off
-    its outputs again. The weights are in a second file beside it, since one of 2 GiB or more cannot hold them.
-    """
+    its outputs again. The weights are in a second file beside it, since one of 2 GiB or more cannot hold them."""
     import onnx
     from onnx import helper
 

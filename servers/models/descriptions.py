@@ -157,10 +157,8 @@ def _path(identity: Identity) -> Path:
 
 
 def _key(identity: Identity) -> str:
-    """A hash of what a description depends on. Raises `OSError`.
-
-    Of abserve itself the time of its last change counts, which a checkout's version hides.
-    """
+    """A hash of what a description depends on. Raises `OSError`. Of abserve itself the time of its last change counts,
+    which a checkout's version hides."""
     changed = max(path.stat().st_mtime_ns for path in Path(__file__).parent.rglob("*.py"))
     parts = [identity.text, str(sorted(versions(("abserve", "torch", *LIBRARIES)).items())), str(changed)]
     parts += [file_sha256(file) for file in identity.files]

@@ -244,11 +244,9 @@ def _tensors(model: Any) -> Iterator[Any]:
 
 
 def for_python(path: str) -> str:
-    """A path from a text, such as a JSON file, as this process's Python opens it.
-
-    Triton's python backend starts Python without a locale, whatever the environment says, so it takes ASCII for the
-    encoding of file names. There Python's own functions take a path whose other bytes are surrogate escapes.
-    """
+    """A path from a text, such as a JSON file, as this process's Python opens it. Triton's python backend starts Python
+    without a locale, whatever the environment says, so it takes ASCII for the encoding of file names. There Python's
+    own functions take a path whose other bytes are surrogate escapes."""
     return os.fsdecode(path.encode("utf-8", "surrogateescape"))
 
 

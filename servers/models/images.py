@@ -46,11 +46,9 @@ class ImageError(InvalidRequestError):
 
 
 def decode_jpeg(data: bytes | memoryview, max_pixels: int = MAX_PIXELS) -> UInt8Array:
-    """RGB pixels, uint8 (height, width, 3); greyscale comes out with three equal channels.
-
-    The size is read from the header first, so a false claim of 65,500 × 65,500 pixels costs no memory. Raises
-    `ImageError`; see the module for the rule.
-    """
+    """RGB pixels, uint8 (height, width, 3); greyscale comes out with three equal channels. The size is read from the
+    header first, so a false claim of 65,500 × 65,500 pixels costs no memory. Raises `ImageError`; see the module for
+    the rule."""
     import simplejpeg  # not above: the machine of a load generator has the command line but no image libraries
 
     try:
@@ -111,9 +109,7 @@ def resize_and_crop(
 
 def normalise(images: UInt8Array, preprocessing: Preprocessing) -> Float32Array:
     """Scale to 0–1, subtract the mean, divide by the deviation: uint8 (n, h, w, 3) → float32 (n, 3, h, w), contiguous.
-
-    A byte has 256 values, so this is a look-up; the table is filled with torchvision's operations in its order.
-    """
+    A byte has 256 values, so this is a look-up; the table is filled with torchvision's operations in its order."""
     table = _table(preprocessing.mean, preprocessing.std)
     count, height, width, channels = images.shape
     out = np.empty((count, channels, height, width), np.float32)
@@ -148,10 +144,8 @@ class DecodingSettings:
 
 
 class Decoding:
-    """The images of one request while they are decoded: one future per image, each of which fills its row.
-
-    A request has at most `lanes` images on the threads at a time, so that other requests get their turn.
-    """
+    """The images of one request while they are decoded: one future per image, each of which fills its row. A request
+    has at most `lanes` images on the threads at a time, so that other requests get their turn."""
 
     def __init__(
         self, threads: ThreadPoolExecutor, lanes: int, pixels: UInt8Array, work: Sequence[Callable[[], None]]
@@ -201,10 +195,8 @@ class ImageDecoder:
         self._threads = ThreadPoolExecutor(settings.thread_count, "decode")
 
     def start(self, images: Array, allocate: Callable[[int], Array] | None = None) -> Decoding:
-        """Begin to decode an object array of `bytes`, one JPEG per row; returns at once.
-
-        `allocate` gives the memory for the pixels: that many bytes, or what it raises.
-        """
+        """Begin to decode an object array of `bytes`, one JPEG per row; returns at once. `allocate` gives the memory
+        for the pixels: that many bytes, or what it raises."""
         size = self._preprocessing.size
         files = images.reshape(-1).tolist()
         shape = (len(files), size, size, 3)

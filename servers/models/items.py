@@ -73,10 +73,8 @@ def valid_items(specification: ModelSpecification, seed: int, lengths: Sequence[
 
 
 def random_items(specification: ModelDescription, seed: int, lengths: Sequence[int]) -> dict[str, Array]:
-    """One item per length, the size along the first axis; where that is padded, items end with their padding.
-
-    Lengths may differ only on a padded axis. Other axes have their default size.
-    """
+    """One item per length, the size along the first axis; where that is padded, items end with their padding. Lengths
+    may differ only on a padded axis. Other axes have their default size."""
     generator, axis, sizes = np.random.default_rng(seed), specification.main_axis, specification.along(max(lengths))
     items = {}
     for tensor in specification.inputs:
@@ -95,10 +93,8 @@ def item_bytes(specification: ModelSpecification, length: int | None) -> int:
 
 
 def text_lengths(count: int, seed: int, largest: int) -> list[int]:
-    """`count` lengths in random order, one from each of `count` equal parts of the distribution, cut at `largest`.
-
-    So even a few lengths have nearly the distribution's mean.
-    """
+    """`count` lengths in random order, one from each of `count` equal parts of the distribution, cut at `largest`. So
+    even a few lengths have nearly the distribution's mean."""
     generator = np.random.default_rng(seed)
     shares = (generator.permutation(count) + generator.random(count)) / count
     lengths = np.interp(shares, list(QUANTILES), list(QUANTILES.values()))

@@ -38,11 +38,9 @@ def option_of(source: CheckpointWeights | PretrainedWeights) -> str:
 def read_state(
     source: CheckpointWeights | PretrainedWeights, find: FindPretrained | None = None
 ) -> dict[str, torch.Tensor]:
-    """The state dict on the CPU. Executes nothing that is in the file.
-
-    The file must be the pinned one; `find` finds that of a tag. A state dict under the key `state_dict` is taken from
-    there; the prefix `module.` of DataParallel goes. Raises `WeightsError`.
-    """
+    """The state dict on the CPU. Executes nothing that is in the file. The file must be the pinned one; `find` finds
+    that of a tag. A state dict under the key `state_dict` is taken from there; the prefix `module.` of DataParallel
+    goes. Raises `WeightsError`."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -70,11 +68,8 @@ def read_state(
 
 
 def load_strictly(module: torch.nn.Module, state: State, option: str, title: str) -> torch.nn.Module:
-    """`module` with exactly these tensors, in FP32 and eval mode, without gradients.
-
-    A module on the meta device takes the tensors over instead of copying them. Raises `WeightsError` if names or shapes
-    differ.
-    """
+    """`module` with exactly these tensors, in FP32 and eval mode, without gradients. A module on the meta device takes
+    the tensors over instead of copying them. Raises `WeightsError` if names or shapes differ."""
     expected = module.state_dict()
     shapes = {key for key in expected.keys() & state.keys() if expected[key].shape != state[key].shape}
     refuse_misfits(option, title, expected.keys() - state.keys(), state.keys() - expected.keys(), shapes)
@@ -105,11 +100,8 @@ def ready(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def fill_zero_weights(module: torch.nn.Module) -> torch.nn.Module:
-    """Draw weights for layers that their library initialises with zeros, from torch's generator.
-
-    A model with such layers returns zeros or skips whole branches, so that a wrong output would look right. Biases may
-    stay zero.
-    """
+    """Draw weights for layers that their library initialises with zeros, from torch's generator. A model with such
+    layers returns zeros or skips whole branches, so that a wrong output would look right. Biases may stay zero."""
     import torch
 
     with torch.no_grad():
@@ -210,11 +202,9 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def measure_size(specification: ModelSpecification) -> tuple[int, int | None]:
-    """Parameters, and operations per item at the axes' default sizes; None: they cannot be counted.
-
-    Both are counted on tensors without memory; the specification's operations come first. A module that torch cannot
-    build or run so is built and run. The operations of an ONNX file are not counted.
-    """
+    """Parameters, and operations per item at the axes' default sizes; None: they cannot be counted. Both are counted on
+    tensors without memory; the specification's operations come first. A module that torch cannot build or run so is
+    built and run. The operations of an ONNX file are not counted."""
     if specification.file is not None:
         return _parameters_of_file(specification.file), None
     import torch
@@ -237,10 +227,8 @@ def measure_size(specification: ModelSpecification) -> tuple[int, int | None]:
 
 
 def count_flops(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> int | None:
-    """Count a batch's operations in matrix products, convolutions and attention; None if torch counts none.
-
-    A multiply-add counts as two. `module` is one that is `ready`.
-    """
+    """Count a batch's operations in matrix products, convolutions and attention; None if torch counts none. A
+    multiply-add counts as two. `module` is one that is `ready`."""
     from torch.utils.flop_counter import FlopCounterMode
 
     for parameter in module.parameters():  # without gradients torch runs whole blocks as one operator: not counted

@@ -199,9 +199,7 @@ def get_variant(reference: str, payload: str) -> ModelSpecification:
 
 
 def get_variants(reference: str, payloads: str) -> tuple[ModelSpecification, ...]:
-    """The variants for a list such as `fp32,uint8`, in its order; empty: only the one that `reference` names.
-
-    Raises `UnknownModelError`.
-    """
+    """The variants for a list such as `fp32,uint8`, in its order; empty: only the one that `reference` names. Raises
+    `UnknownModelError`."""
     names = dict.fromkeys(payload.strip() for payload in payloads.split(",") if payload.strip())
     return tuple(get_variant(reference, payload) for payload in names or ("",))

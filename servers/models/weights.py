@@ -38,10 +38,8 @@ class WeightsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Initial weights of a seeded generator: right for speed and parity, meaningless as embeddings.
-
-    All sources have a `label` for people, a `slug` that is safe in a file name, and the `text` that `--weights` takes.
-    """
+    """Initial weights of a seeded generator: right for speed and parity, meaningless as embeddings. All sources have a
+    `label` for people, a `slug` that is safe in a file name, and the `text` that `--weights` takes."""
 
     seed: int
 
@@ -108,10 +106,8 @@ FindPretrained = Callable[[PretrainedWeights], Path]
 
 
 def parse_weights(option: str | None, default: str = "random:0") -> WeightsSource:
-    """Read the `--weights` option; None means `default`, which is the model's.
-
-    Raises `WeightsError` for a malformed seed or pin, or a missing file.
-    """
+    """Read the `--weights` option; None means `default`, which is the model's. Raises `WeightsError` for a malformed
+    seed or pin, or a missing file."""
     text = default if option is None else option
     if text.startswith("random:") or text == "random":
         seed = text.partition(":")[2] or "0"
@@ -142,10 +138,8 @@ def parse_weights(option: str | None, default: str = "random:0") -> WeightsSourc
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch's generator in the block for random weights, which depend on the seed alone; restore it afterwards.
-
     torch 2.15 draws truncated normal values otherwise than 2.11, so that two environments would hold two models: here
-    every version draws them as the older one.
-    """
+    every version draws them as the older one."""
     import torch
 
     init: Any = torch.nn.init
@@ -176,10 +170,8 @@ def _truncated_normal_(
 
 
 def pin(source: WeightsSource, find_pretrained: FindPretrained | None) -> WeightsSource:
-    """The weights with the SHA-256 of their file, which each process that loads them verifies.
-
-    Reads the whole file of unpinned weights, and downloads it first if it is missing. Raises `WeightsError`.
-    """
+    """The weights with the SHA-256 of their file, which each process that loads them verifies. Reads the whole file of
+    unpinned weights, and downloads it first if it is missing. Raises `WeightsError`."""
     if isinstance(source, RandomWeights) or source.sha256 is not None:
         return source
     if isinstance(source, CheckpointWeights):

@@ -64,10 +64,8 @@ def chosen_tuning(tuning: str, names: Iterable[str]) -> frozenset[str]:
 
 def usable_cores(root: Path = Path("/")) -> int:
     """The cores that this process may use: those of its affinity, or fewer if a CPU quota of its cgroups gives it less
-    time than that, as `docker run --cpus` and Kubernetes' limits do.
-
-    A part of a core does not count: threads beyond the quota would all be stopped for the rest of each period.
-    """
+    time than that, as `docker run --cpus` and Kubernetes' limits do. A part of a core does not count: threads beyond
+    the quota would all be stopped for the rest of each period."""
     return max(1, min([len(os.sched_getaffinity(0)), *map(int, _cpu_quotas(root))]))
 
 

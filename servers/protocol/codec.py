@@ -99,11 +99,8 @@ def parse_header_length(value: str, body_bytes: int) -> int:
 def decode_request(
     body: memoryview, header_length: int | None, signature: ModelSignature, find: FindWindow | None = None
 ) -> InferRequest:
-    """Read a whole body. Raises only `ContractError`, whatever the bytes are.
-
-    `signature` is needed for the raw form only, whose body does not describe itself. Without `find` there is no shared
-    memory.
-    """
+    """Read a whole body. Raises only `ContractError`, whatever the bytes are. `signature` is needed for the raw form
+    only, whose body does not describe itself. Without `find` there is no shared memory."""
     if header_length == 0:
         return _decode_raw(body, signature)
     split = body.nbytes if header_length is None else header_length
@@ -134,10 +131,8 @@ def encode_response(response: InferResponse) -> tuple[bytes, int | None]:
 def encode_pieces(
     response: InferResponse, hold: Callable[[int], None] = lambda _count: None
 ) -> tuple[list[bytes], int | None]:
-    """The same with the body in pieces. `hold` is called for each of them with its size.
-
-    Sleeps between those of an output with more than `PIECE_VALUES` values. Raises `InvalidRequestError`.
-    """
+    """The same with the body in pieces. `hold` is called for each of them with its size. Sleeps between those of an
+    output with more than `PIECE_VALUES` values. Raises `InvalidRequestError`."""
     document = {"id": response.id} if response.id else {}
     document |= {"model_name": response.model_name, "model_version": response.model_version}
     pieces: list[bytes] = []
@@ -187,10 +182,8 @@ def find_window(parameters: Mapping[str, Parameter], owner: str, find: FindWindo
 
 
 def window_array(window: RegionWindow, datatype: str, shape: tuple[int, ...], name: str) -> Array:
-    """A view over the bytes that `RegionWindow.fetch` will read; empty elements for BYTES. Raises `ContractError`.
-
-    For memory on a GPU it only has the shape and the type: nothing reads it.
-    """
+    """A view over the bytes that `RegionWindow.fetch` will read; empty elements for BYTES. Raises `ContractError`. For
+    memory on a GPU it only has the shape and the type: nothing reads it."""
     if datatype == "BYTES":
         if window.on_device:
             raise UnsupportedError(f"input '{name}' is BYTES, which this server does not read from CUDA shared memory")

@@ -56,10 +56,8 @@ class RegionMemory(Protocol):
 @dataclass(eq=False, slots=True)
 class RegionWindow:
     """The piece of a region that one request names. An input is copied from it once, into memory of the server.
-
-    `memory` is None for memory on a GPU: the engine reads and writes it, not who has the window.
-    `allocate` returns memory for an input, or raises `ContractError` where the server's limits forbid it.
-    """
+    `memory` is None for memory on a GPU: the engine reads and writes it, not who has the window. `allocate` returns
+    memory for an input, or raises `ContractError` where the server's limits forbid it."""
 
     memory: RegionMemory | None
     reference: RegionReference
@@ -81,10 +79,8 @@ class RegionWindow:
         return self._host().data
 
     def fetch(self, start: int = 0, stop: int | None = None) -> None:
-        """Copy the region's present bytes, or those between two places, to `view`; blocks.
-
-        Raises `ContractError` if the region is gone.
-        """
+        """Copy the region's present bytes, or those between two places, to `view`; blocks. Raises `ContractError` if
+        the region is gone."""
         assert self.memory is not None
         self.memory.read(self.reference.offset + start, self._host()[start:stop])
 
@@ -153,10 +149,8 @@ class RequestedOutput:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A well-formed request, not yet checked against a model.
-
-    `outputs` is None when the client named none: it then gets all of them, as bytes if `binary_output`.
-    """
+    """A well-formed request, not yet checked against a model. `outputs` is None when the client named none: it then
+    gets all of them, as bytes if `binary_output`."""
 
     id: str
     inputs: tuple[InputTensor, ...]

@@ -144,10 +144,8 @@ def parse_json(document: Any, decoder: msgspec.json.Decoder[T], owner: str = "th
 
 
 def with_marks(text: bytes) -> bytes:
-    """JSON text with a mark, which is a number, in place of each NaN and Infinity outside of its strings.
-
-    RFC 8259 does not have them, but Triton and its clients send them. `array_from_json` knows the marks.
-    """
+    """JSON text with a mark, which is a number, in place of each NaN and Infinity outside of its strings. RFC 8259 does
+    not have them, but Triton and its clients send them. `array_from_json` knows the marks."""
     marked, place = bytearray(), 0
     for string in _STRING.finditer(text):
         marked += _replaced(text[place : string.start()], _MARKS)
@@ -158,10 +156,8 @@ def with_marks(text: bytes) -> bytes:
 
 
 def array_from_json(data: msgspec.Raw, datatype: str, shape: tuple[int, ...], name: str) -> Array:
-    """An array of `data`, valid JSON text. How its lists are nested does not matter.
-
-    Raises `InvalidRequestError` when values, their number or their range do not fit.
-    """
+    """An array of `data`, valid JSON text. How its lists are nested does not matter. Raises `InvalidRequestError` when
+    values, their number or their range do not fit."""
     count = element_count(shape, name)
     text = bytes(data)
     if datatype == "FP16":
@@ -208,10 +204,8 @@ def _numbers(text: bytes, datatype: str, name: str) -> Iterator[Array]:
 
 
 def _strings(text: bytes, count: int, name: str) -> Iterator[Array]:
-    """The strings of a JSON array, flat, but not many more than `count`. Raises `InvalidRequestError`.
-
-    Each is parsed by itself, in Python: parsing all of them in one go would hold the interpreter.
-    """
+    """The strings of a JSON array, flat, but not many more than `count`. Raises `InvalidRequestError`. Each is parsed
+    by itself, in Python: parsing all of them in one go would hold the interpreter."""
     if len(text) > MAX_SPECIAL_BYTES:
         raise InvalidRequestError(
             f"BYTES in JSON may have {MAX_SPECIAL_BYTES} bytes: send input '{name}' as binary data"
@@ -257,10 +251,8 @@ def _converted(values: list[Any], datatype: str, name: str) -> Array:
 
 def json_pieces(array: Array, name: str) -> Iterator[bytes]:
     """The `data` of an output as JSON text, in pieces with a pause between them: a writer holds Python's interpreter.
-
     NaN and Infinity are written as Python's json and Triton write them. Raises `InvalidRequestError` where JSON cannot
-    carry the values.
-    """
+    carry the values."""
     flat = array.reshape(-1)
     if flat.dtype == np.float16:
         raise InvalidRequestError(f"output '{name}' is FP16, which JSON cannot carry: request it as binary data")

@@ -23,11 +23,9 @@ from servers.protocol.tensors import Array
 
 
 class BatchExecutor:
-    """Executes batches on one engine. Not thread-safe, as the engine.
-
-    A specification with JPEG requests needs a `decoder`; the engine executes `specification.executed`. `pad_to` are the
-    sizes to which requests of different sizes are padded (see `servers.engines.padding`).
-    """
+    """Executes batches on one engine. Not thread-safe, as the engine. A specification with JPEG requests needs a
+    `decoder`; the engine executes `specification.executed`. `pad_to` are the sizes to which requests of different sizes
+    are padded (see `servers.engines.padding`)."""
 
     def __init__(
         self,
@@ -50,11 +48,8 @@ class BatchExecutor:
 
     def execute(self, requests: Sequence[Mapping[str, Array]]) -> list[dict[str, Array] | Exception]:
         """One response per request, in order. A request has one array per input; together they have at most
-        `max_batch_size` rows.
-
-        An `ImageError` or `InvalidRequestError` is the request's fault, another exception the engine's. Rows do not
-        influence each other: the NaN of a request stays in its own response.
-        """
+        `max_batch_size` rows. An `ImageError` or `InvalidRequestError` is the request's fault, another exception the
+        engine's. Rows do not influence each other: the NaN of a request stays in its own response."""
         if self._decoder is None:
             prepared = [self._checked(request) for request in requests]
         else:

@@ -62,11 +62,9 @@ def artefact_name(specification: ModelSpecification, suffix: str) -> str:
 
 
 def write_model_repository(root: Path, specifications: Iterable[ModelSpecification]) -> tuple[Path, ...]:
-    """Write `<model>_onnx` and `<model>_tensorrt` of every specification under `root`; returns the written files.
-
-    For JPEG these are ensembles, and there is `<model>_preprocess`. Each has a version folder `1` for the artefact; a
-    `.gitkeep` keeps an empty one, and the decoding model reads the path of a user's model from `reference.txt`.
-    """
+    """Write `<model>_onnx` and `<model>_tensorrt` of every specification under `root`; returns the written files. For
+    JPEG these are ensembles, and there is `<model>_preprocess`. Each has a version folder `1` for the artefact; a
+    `.gitkeep` keeps an empty one, and the decoding model reads the path of a user's model from `reference.txt`."""
     written = []
     for specification in specifications:
         for name, text, files in _models(specification):
@@ -165,10 +163,8 @@ def tensorrt_config(
     parameters: Mapping[str, str] = NO_PARAMETERS,
     instances: int = 1,
 ) -> str:
-    """`<model>_tensorrt`: the native tensorrt backend on `device` with a CUDA graph for every batch size.
-
-    `parameters` as for `onnxruntime_config`.
-    """
+    """`<model>_tensorrt`: the native tensorrt backend on `device` with a CUDA graph for every batch size. `parameters`
+    as for `onnxruntime_config`."""
     sizes, along = warm_up_sizes(specification.max_batch_size), _axis_sizes(specification)
     exact = _EXACT_SIZES if specification.axes else ""
     return f"""{_header(specification, parameters)}name: {quote(specification.name + "_tensorrt")}
@@ -296,9 +292,7 @@ instance_group [ {{ kind: {kind} count: {instances}{gpus} }} ]
 
 def language_config(name: str, device: str, parameters: Mapping[str, str]) -> str:
     """The python backend executing `servers.triton.language_model`: a stream of responses for each request.
-
-    `parameters` are the engine's settings; the model refuses to load when its engine has other ones.
-    """
+    `parameters` are the engine's settings; the model refuses to load when its engine has other ones."""
     index = cuda_index(device)
     group = "kind: KIND_CPU count: 1" if index is None else f"kind: KIND_GPU count: 1 gpus: [ {index} ]"
     return f"""# Generated from the options of a launch; do not edit.
@@ -446,9 +440,7 @@ def parameters_from_settings(
     engine: EngineSettings, weights: WeightsSource, artefact: Path | None, artefact_sha256: str | None
 ) -> dict[str, str]:
     """The engine's settings as parameters: names without paths, since clients read the config and people publish it.
-
-    `engine` is resolved (see `servers.triton.settings.resolve_engine`).
-    """
+    `engine` is resolved (see `servers.triton.settings.resolve_engine`)."""
     parameters = {
         "engine": engine.kind,
         "precision": engine.precision,

@@ -29,10 +29,8 @@ class TritonError(Exception):
 
 
 class TritonDiedError(TritonError):
-    """The server ended, or lost the process that executes its model.
-
-    `log_lines` are the relevant ones where the message has no cause.
-    """
+    """The server ended, or lost the process that executes its model. `log_lines` are the relevant ones where the
+    message has no cause."""
 
     def __init__(self, message: str, log_lines: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -98,10 +96,8 @@ def _glibc_version() -> tuple[int, int] | None:
 
 def _libpython_folders() -> tuple[Path, ...]:
     """This Python's own folders before the system's: a library of another build may not fit its standard library.
-
     sysconfig's LIBDIR is right for pyenv and Debian, but names the build machine's folder in uv's Pythons; base_prefix
-    and the folder beside the resolved executable are right for those.
-    """
+    and the folder beside the resolved executable are right for those."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     candidates = [
         sysconfig.get_config_var("LIBDIR"),
@@ -129,10 +125,8 @@ def find_libpython(interpreter: Interpreter) -> Path | None:
 
 
 def provide_libpython(interpreter: Interpreter, announce: Callable[[str], None]) -> Path:
-    """The library's path; fetched first if it is missing and apt can help.
-
-    Calls `announce` once before a download. Raises `TritonError` with the exact remedy.
-    """
+    """The library's path; fetched first if it is missing and apt can help. Calls `announce` once before a download.
+    Raises `TritonError` with the exact remedy."""
     library = find_libpython(interpreter)
     if library is not None:
         return library
@@ -276,10 +270,8 @@ class Installation:
 
 
 def find_folder(requested: Path | None) -> Path | None:
-    """The folder of a tritonserver installed here: `requested`, that of the one on PATH, or NVIDIA's; else None.
-
-    Raises `OptionError` where `requested` holds none.
-    """
+    """The folder of a tritonserver installed here: `requested`, that of the one on PATH, or NVIDIA's; else None. Raises
+    `OptionError` where `requested` holds none."""
     if requested is not None:
         if not os.access(requested / BINARY, os.X_OK):
             raise OptionError(
@@ -309,10 +301,8 @@ def read_installation(folder: Path, interpreter: Interpreter) -> Installation:
 
 
 def missing_library(stub: Path, library_path: str) -> str | None:
-    """The loader's message if the stub cannot start because a library is missing; None if it starts.
-
-    Triton waits minutes for such a stub. Started without arguments, a stub prints how many it needs, and ends.
-    """
+    """The loader's message if the stub cannot start because a library is missing; None if it starts. Triton waits
+    minutes for such a stub. Started without arguments, a stub prints how many it needs, and ends."""
     environment = {**os.environ, "LD_LIBRARY_PATH": library_path}
     try:
         done = subprocess.run(

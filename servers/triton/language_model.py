@@ -167,10 +167,8 @@ class GeneratingModel:
         _send(answer.sender, response, final=finish is not None)
 
     def _end(self, number: int, message: str = "", code: int | None = None) -> None:
-        """The last response of a request without a good end; without a message its client has left.
-
-        Without a `code` it is the request's fault.
-        """
+        """The last response of a request without a good end; without a message its client has left. Without a `code` it
+        is the request's fault."""
         if (answer := self._answers.pop(number, None)) is not None:
             code = pb_utils.TritonError.INVALID_ARG if code is None else code
             _send(answer.sender, _error(message, code) if message else None, final=True)

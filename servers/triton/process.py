@@ -89,10 +89,8 @@ YOUNG_FOLDER_SECONDS = 3600
 
 
 def region_bytes(specification: ModelSpecification, max_batch_size: int) -> int:
-    """The size of shared memory: twice the largest batch with its outputs, and slack for fragmentation; whole MiB.
-
-    An axis counts with its largest size, a dimension without an axis as nothing: its region grows on demand.
-    """
+    """The size of shared memory: twice the largest batch with its outputs, and slack for fragmentation; whole MiB. An
+    axis counts with its largest size, a dimension without an axis as nothing: its region grows on demand."""
     largest = {axis.name: axis.largest for axis in specification.axes}
     item_bytes = sum(
         (FILE_BYTES if tensor.dtype.hasobject else tensor.dtype.itemsize) * math.prod(shape)
@@ -124,11 +122,8 @@ def remove_regions(prefix: str) -> None:
 
 
 def remove_abandoned_regions() -> None:
-    """Remove this user's regions that no running process names in its command line.
-
-    Young ones stay: a container may share /dev/shm but not the list of processes, and a server opens its region by
-    name only once, at its start.
-    """
+    """Remove this user's regions that no running process names in its command line. Young ones stay: a container may
+    share /dev/shm but not the list of processes, and a server opens its region by name only once, at its start."""
     latest_s = time.time() - YOUNG_REGION_SECONDS
     regions = [path for path in SHARED_MEMORY.glob(f"{PREFIX}*") if _is_own(path, 0, latest_s)]
     command_lines = b"\0".join(_of_processes("cmdline")) if regions else b""
@@ -177,10 +172,8 @@ class TritonProcess:
     """A tritonserver that this process started. Not thread-safe."""
 
     def __init__(self, plan: LaunchPlan, log_file: Path, *, needs_all: bool = True) -> None:
-        """Start it, with all output to a new `log_file`. Raises `OptionError` if that cannot be written.
-
-        Without `needs_all` it may go on after a stub has ended.
-        """
+        """Start it, with all output to a new `log_file`. Raises `OptionError` if that cannot be written. Without
+        `needs_all` it may go on after a stub has ended."""
         self._plan = plan
         self._log_file = log_file
         libc = ctypes.CDLL(None)
@@ -209,19 +202,15 @@ class TritonProcess:
         return self._process.pid
 
     def wait_ready(self, timeout_seconds: float, asked_to_end: threading.Event | None = None) -> bool:
-        """True when the model is ready, False if `asked_to_end` is set before.
-
-        Raises `TritonDiedError` if the server dies or takes too long.
-        """
+        """True when the model is ready, False if `asked_to_end` is set before. Raises `TritonDiedError` if the server
+        dies or takes too long."""
         ready = self._await(self.is_ready, timeout_seconds, asked_to_end or threading.Event())
         self._watches_stubs = self._watches_stubs or ready
         return ready
 
     def wait_live(self, timeout_seconds: float) -> None:
-        """Wait until the server answers, which it does when it has tried to load every model.
-
-        Raises `TritonDiedError` like `wait_ready`.
-        """
+        """Wait until the server answers, which it does when it has tried to load every model. Raises `TritonDiedError`
+        like `wait_ready`."""
         self._await(lambda: self._answers("/v2/health/live"), timeout_seconds, threading.Event())
 
     def is_ready(self) -> bool:
@@ -247,10 +236,8 @@ class TritonProcess:
             return False
 
     def assert_alive(self) -> None:
-        """Raise `TritonDiedError` if the server or one of its stubs has ended.
-
-        Where Triton completes a config, a process runs for that and ends while the server starts.
-        """
+        """Raise `TritonDiedError` if the server or one of its stubs has ended. Where Triton completes a config, a
+        process runs for that and ends while the server starts."""
         stub_died = self._watches_stubs and any(map(_has_ended, self._find_stubs()))
         if stub_died:
             # A model that fails to load ends its server a moment later, with a better message.
@@ -267,9 +254,7 @@ class TritonProcess:
 
     def stop(self, timeout_seconds: float = STOP_SECONDS) -> int:
         """SIGTERM, then SIGKILL after `timeout_seconds`; removes its processes, shared memory and folder. Idempotent.
-
-        Returns the server's exit status in the form of `subprocess`.
-        """
+        Returns the server's exit status in the form of `subprocess`."""
         stubs = self._find_stubs()
         if self._process.poll() is None:
             self._process.terminate()

@@ -93,11 +93,9 @@ def tensor_of(name: str, array: Any) -> Any:
 
 
 def repair_bytes() -> None:
-    """Make the stub convert BYTES under NumPy 2: otherwise the first such input ends its process.
-
-    Call it before the stub handles the first tensor. The stub (pybind11 before 2.12) then takes its functions from
-    `numpy.core.multiarray`, which newer code does not use.
-    """
+    """Make the stub convert BYTES under NumPy 2: otherwise the first such input ends its process. Call it before the
+    stub handles the first tensor. The stub (pybind11 before 2.12) then takes its functions from
+    `numpy.core.multiarray`, which newer code does not use."""
     if _repaired or int(np.__version__.partition(".")[0]) < 2:
         return
     _repair_inputs()
@@ -136,10 +134,8 @@ def _repair_inputs() -> None:
 
 
 def _measurable(elements: bytes) -> Array:
-    """The bytes as an array of which an old and a new stub read the same size.
-
-    An old stub takes the flags of the dtype, here 1, for an element's size, which is 1. No other array has the dtype.
-    """
+    """The bytes as an array of which an old and a new stub read the same size. An old stub takes the flags of the
+    dtype, here 1, for an element's size, which is 1. No other array has the dtype."""
     dtype: Any = np.dtype([("", np.uint8)])
     array: Array = np.frombuffer(elements, dtype)
     dtype.__setstate__((*dtype.__reduce__()[2][:-1], 1))  # the last part of the state are the flags
@@ -154,10 +150,8 @@ def read_launch(args: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]
 
 
 class EngineModel:
-    """An engine of `servers.engines`, loaded and warmed up before Triton reports the model ready.
-
-    Triton creates one per instance and calls its methods from one thread.
-    """
+    """An engine of `servers.engines`, loaded and warmed up before Triton reports the model ready. Triton creates one
+    per instance and calls its methods from one thread."""
 
     _engine: Engine
     _executor: BatchExecutor
@@ -232,10 +226,8 @@ def _response(answer: Mapping[str, Array] | Exception, request: Any) -> Any:
 
 
 class DecodingModel:
-    """The first step of an ensemble whose second step is a native backend: JPEG files in, UINT8 pixels out.
-
-    Triton creates one per instance and calls its methods from one thread.
-    """
+    """The first step of an ensemble whose second step is a native backend: JPEG files in, UINT8 pixels out. Triton
+    creates one per instance and calls its methods from one thread."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Read the model and the decoding settings from the config."""

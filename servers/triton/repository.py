@@ -280,10 +280,8 @@ ABSENT = "absent"
 
 def apply_tuning(models: Path, names: Iterable[str], tuning: str, target: Path) -> dict[str, str]:
     """The tuning in effect, by field, of these models in the repository `models` and of the models that they name.
-
     Where `tuning` leaves fields out, the changed configs are written into `target`, which may be `models` itself; the
-    other files of a model become links there. Raises `UnknownModelError` and `OptionError`.
-    """
+    other files of a model become links there. Raises `UnknownModelError` and `OptionError`."""
     folders = list(step_folders(models, names))
     configs = {folder: read_config(folder) for folder in folders if (folder / CONFIG).is_file()}
     present = {field: value for config in configs.values() for field, value in tuning_of(config).items()}
@@ -302,9 +300,7 @@ def apply_tuning(models: Path, names: Iterable[str], tuning: str, target: Path) 
 
 def merge_config(models: Path, name: str, text: str) -> None:
     """Merge `text` into the config of a model: fields are set, repeated ones get more entries, and comments are lost.
-
-    Raises `OptionError` for a text that is not part of a config.
-    """
+    Raises `OptionError` for a text that is not part of a config."""
     from google.protobuf import text_format
 
     config = read_config(models / name)

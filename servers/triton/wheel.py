@@ -46,10 +46,8 @@ INSTALL = f"run pip install --no-deps {WHEEL}=={VERSION}"
 def find_wheel(
     interpreter: Interpreter | None = None, announce: Callable[[str], None] = lambda _message: None
 ) -> Installation:
-    """The wheel's tritonserver. Raises `TritonError` for the first unmet condition.
-
-    May fetch the wheel and a missing libpython (see `provide_libpython`), each after a call of `announce`.
-    """
+    """The wheel's tritonserver. Raises `TritonError` for the first unmet condition. May fetch the wheel and a missing
+    libpython (see `provide_libpython`), each after a call of `announce`."""
     interpreter = interpreter or current_interpreter()
     _assert(*_platform_checks(interpreter))
     site = _find_site(interpreter) or _fetch(interpreter, announce)

@@ -79,10 +79,8 @@ class Busy:
 
 
 def busy(device: DeviceReadings, windows: Sequence[TimeSpan], thresholds: Thresholds) -> Busy:
-    """`busy_s = Σ u·Δt` and `covered_s = ΣΔt` over the parts of the samples that lie in the windows.
-
-    A sample ends at its time stamp and begins at the one before, but not earlier than `max_sample_stretch` periods.
-    """
+    """`busy_s = Σ u·Δt` and `covered_s = ΣΔt` over the parts of the samples that lie in the windows. A sample ends at
+    its time stamp and begins at the one before, but not earlier than `max_sample_stretch` periods."""
     ends = device.sample_end_ns
     starts = _sample_starts(ends, thresholds)
     busy_s = covered_s = 0.0
@@ -179,11 +177,9 @@ def usable_gaps(gaps: Sequence[TimeSpan], thresholds: Thresholds) -> tuple[TimeS
 def measure_gpu(
     device: DeviceReadings, windows: Sequence[TimeSpan], gaps: Sequence[TimeSpan], items: int, thresholds: Thresholds
 ) -> Gpu:
-    """Figures of one device; `gaps` as `usable_gaps` returns them, `items` executed in the windows.
-
-    The sigmas are of 1 s bins, not divided by the root of their number: neighbouring bins are not independent, and
-    what differs between two gaps would differ in the load too.
-    """
+    """Figures of one device; `gaps` as `usable_gaps` returns them, `items` executed in the windows. The sigmas are of 1
+    s bins, not divided by the root of their number: neighbouring bins are not independent, and what differs between two
+    gaps would differ in the load too."""
     load, idle = busy(device, windows, thresholds), busy(device, gaps, thresholds)
     curve = energy_curve(device, thresholds)
     energy = curve.total(windows)
@@ -246,11 +242,9 @@ def together(gpus: Sequence[Gpu]) -> Gpu:
 
 
 def judge_activity(gpu: Gpu, window_s: float, thresholds: Thresholds) -> Activity | None:
-    """`active`, `idle` or `weak`; None without energy or an idle baseline, or if the GPU was busy in the gaps.
-
-    Each side must hold under the assumption that is worst for it: "active" counts unsampled load as idle and unsampled
-    gaps as busy, "idle" the other way round. So a lost reading never makes an arm look idle.
-    """
+    """`active`, `idle` or `weak`; None without energy or an idle baseline, or if the GPU was busy in the gaps. Each
+    side must hold under the assumption that is worst for it: "active" counts unsampled load as idle and unsampled gaps
+    as busy, "idle" the other way round. So a lost reading never makes an arm look idle."""
     if gpu.energy_excess_joules is None or gpu.idle_power_watts is None or window_s <= 0:
         return None
     if gpu.idle_utilisation_low > thresholds.max_gap_utilisation:
@@ -490,10 +484,8 @@ def decide(
 
 def decide_together(records: Sequence[EvidenceRecord]) -> EvidenceRecord:
     """The finding for an arm on several GPUs, of which there is a record each: verified only if it is on all of them.
-
     Where one is not, its finding, code and sentence count. The activity is the least of all, of the CPU control run,
-    whose GPUs have to be idle, the most.
-    """
+    whose GPUs have to be idle, the most."""
     worst = next((record for record in records if record.finding is not GpuFinding.GPU_VERIFIED), None)
     first, activities = records[0], [record.activity for record in records]
     order: tuple[Activity | None, ...] = (None, "idle", "weak", "active")

@@ -182,11 +182,9 @@ class Load(Record, frozen=True, kw_only=True):
 
 
 class Gpu(Record, frozen=True, kw_only=True):
-    """The GPU's activity during the load and during the gaps. Utilisation: share of time with a kernel running.
-
-    `_low` counts time without a sample as idle, `_high` as busy: a lost reading widens the range and moves neither
-    "active" nor "idle" nearer.
-    """
+    """The GPU's activity during the load and during the gaps. Utilisation: share of time with a kernel running. `_low`
+    counts time without a sample as idle, `_high` as busy: a lost reading widens the range and moves neither "active"
+    nor "idle" nearer."""
 
     busy_s: float
     covered_s: float
@@ -419,10 +417,7 @@ class Readings:
 
 def read_readings(folder: Path, names: Sequence[str]) -> Readings:
     """Read every file, by its path relative to `folder`, in the order given. A truncated last line is dropped: its
-    sampler was killed while writing.
-
-    Raises `ReadingsError`.
-    """
+    sampler was killed while writing. Raises `ReadingsError`."""
     headers: list[HeaderLine] = []
     lines: list[Line] = []
     for name in names:

@@ -73,10 +73,8 @@ def _tensor_causes(
 
 
 def workloads_worth_explaining(experiment: Experiment, blocks: Sequence[BlockSummary]) -> list[Workload]:
-    """Workloads in which an arm's mean request time differs from the baseline's beyond the noise and beyond δ.
-
-    The most loaded comes first, then the lightest, whose latency breakdown is the simplest, then the others.
-    """
+    """Workloads in which an arm's mean request time differs from the baseline's beyond the noise and beyond δ. The most
+    loaded comes first, then the lightest, whose latency breakdown is the simplest, then the others."""
     margin = experiment.equivalence_margin
     different = [
         workload
@@ -99,10 +97,8 @@ def fit_into(
     budget_s: float, plan: Sequence[Ablation], workloads: Sequence[Workload], block_seconds: Mapping[str, float]
 ) -> tuple[list[Workload], list[Workload]]:
     """The workloads for which the budget lasts, with the rounds of an ablation, and the workloads that are left out.
-
     `block_seconds`: how long one block of a workload took. The first workload always fits: when a budget is too small,
-    the run ends the phase and reports the rest as not tested.
-    """
+    the run ends the phase and reports the rest as not tested."""
     left_s = budget_s - seconds_needed(plan, [], block_seconds)
     chosen: list[Workload] = []
     left_out: list[Workload] = []

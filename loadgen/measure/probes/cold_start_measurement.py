@@ -75,11 +75,8 @@ MILESTONES: Sequence[tuple[str, re.Pattern[str]]] = (
 
 def measure_cold_starts(context: RunContext, repetitions: int) -> None:
     """Measure and store all starts of the arms that abserve launches. Servers must be stopped before, and are stopped
-    afterwards.
-
-    A failed start is in its record. Raises `StorageError`, and `DeploymentError` for a container that cannot be
-    stopped.
-    """
+    afterwards. A failed start is in its record. Raises `StorageError`, and `DeploymentError` for a container that
+    cannot be stopped."""
     arms, progress = context.arms, context.progress
     launched = [label for label, arm in arms.items() if arm.deployment.launched]
     order = cold_start_order(tuple(arms), repetitions, context.experiment.seed)
@@ -273,10 +270,8 @@ def measure_container_cold_start(
     timeout_s: float,
     caches: Caches = "cached",
 ) -> ContainerStart:
-    """Stop, start, wait, send one request per batch size in `bodies`, which must hold size 1. The server runs on.
-
-    A failure is in the record, not raised. Raises `DeploymentError` when the container cannot even be stopped.
-    """
+    """Stop, start, wait, send one request per batch size in `bodies`, which must hold size 1. The server runs on. A
+    failure is in the record, not raised. Raises `DeploymentError` when the container cannot even be stopped."""
     if caches == "uncached":
         _empty_caches(deployment)
     deployment.stop()

@@ -87,10 +87,8 @@ def _run_controls(context: RunContext) -> dict[Label, ControlRun]:
 
 
 def _run_control(context: RunContext, request: ArmRequest) -> ControlRun:
-    """Start the server on the CPU, load it between two idle gaps, stop it. Raises what starting and loading raise.
-
-    The control's folder, DIR/gpu/control, looks like a run's.
-    """
+    """Start the server on the CPU, load it between two idle gaps, stop it. Raises what starting and loading raise. The
+    control's folder, DIR/gpu/control, looks like a run's."""
     workload = control_workload(context.experiment)
     store = RunStore(context.store.directory / "gpu" / "control")
     with context.varied(request.label, control_variant(context.experiment, request), store, "control") as started:

@@ -70,10 +70,8 @@ def measure(context: RunContext) -> None:
 
 
 class Rounds:
-    """The load of one start of the servers, whose number of rounds is not fixed.
-
-    `blocks` are those of earlier starts. The minimum of rounds of each workload runs in any case.
-    """
+    """The load of one start of the servers, whose number of rounds is not fixed. `blocks` are those of earlier starts.
+    The minimum of rounds of each workload runs in any case."""
 
     def __init__(self, context: RunContext, blocks: list[StoredBlock], deadline: float) -> None:
         self._context = context

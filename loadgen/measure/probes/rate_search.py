@@ -89,11 +89,8 @@ def search_rate(
     earlier_rate: float | None = None,
 ) -> float | None:
     """Search for the highest rate that holds the workload's bound on an arm that is up and warm; every trial is stored.
-    Returns the rate in requests per second, None if none held.
-
-    `position` is 0 if this arm comes first in its round. `earlier_rate`: the rate that an earlier search found on this
-    arm. Raises `RunError`, `StorageError`.
-    """
+    Returns the rate in requests per second, None if none held. `position` is 0 if this arm comes first in its round.
+    `earlier_rate`: the rate that an earlier search found on this arm. Raises `RunError`, `StorageError`."""
     if workload not in context.experiment.workloads:
         context.store.add_workload(workload)
     entry = ScheduledBlock(0, workload, round_number, arm.request.label, position, context.restart)

@@ -209,9 +209,7 @@ def epilogue_in_place(values, bias, residual, activation: int) -> None:
 
 def depthwise(images, taps, bias, residual, outputs, geometry, activation: int, columns=None) -> None:
     """A convolution in which each channel is a group. All tensors are channels-last, `taps` [height, width, channels].
-
-    `geometry`: stride, padding and dilation, each the same for both axes.
-    """
+    `geometry`: stride, padding and dilation, each the same for both axes."""
     (height, width, channels), (stride, padding, dilation) = taps.shape, geometry
     rows, _, out_height, out_width = outputs.shape
     unit = math.gcd(channels, UNIT)

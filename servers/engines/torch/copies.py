@@ -27,10 +27,8 @@ from servers.gpu.cuda_library import CudaError, CudaLibrary
 
 
 class Copy(NamedTuple):
-    """A 2-D copy: `rows` of `width` bytes, which lie `pitch` bytes apart at `source`, are packed at the target.
-
-    The pitch of a single row is its width.
-    """
+    """A 2-D copy: `rows` of `width` bytes, which lie `pitch` bytes apart at `source`, are packed at the target. The
+    pitch of a single row is its width."""
 
     source: int
     width: int
@@ -52,9 +50,7 @@ def cut_copy(
     address: int, shape: Sequence[int], item_bytes: int, rows: slice, place: int | None = None, size: int = 0
 ) -> Copy:
     """The copy of some rows of a C-contiguous array of `shape`, cut to `size` along dimension `place` if it is given.
-
-    `item_bytes` are those of an element.
-    """
+    `item_bytes` are those of an element."""
     count, start = rows.stop - rows.start, rows.start
     row_bytes = prod(shape[1:]) * item_bytes
     source = address + start * row_bytes
@@ -127,11 +123,8 @@ _thread = threading.local()
 
 
 class LockedPages:
-    """What is page-locked in this process, and by how many engines; any thread.
-
-    Models share the memory of requests, and the driver locks memory only once: the first engine locks it, the last one
-    to end unlocks it.
-    """
+    """What is page-locked in this process, and by how many engines; any thread. Models share the memory of requests,
+    and the driver locks memory only once: the first engine locks it, the last one to end unlocks it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -199,9 +192,7 @@ class CudaCopies:
         self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int, *, locked: bool = False
     ) -> None:
         """Copy host memory in `stream`: so many bytes from each source, of which there is at least one, to its target.
-
-        `locked`: all of it is page-locked, even if not by `pin`.
-        """
+        `locked`: all of it is page-locked, even if not by `pin`."""
         if locked or self._page_locked(zip(sources, sizes, strict=True)):
             self.copy_many(targets, sources, sizes, stream)
             return

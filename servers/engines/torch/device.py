@@ -75,11 +75,9 @@ def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def probe_kernels(infer: Callable[[], object], device: torch.device) -> dict[str, object]:
-    """Profile one call of `infer`, which returns when its answer is on the host.
-
-    `kernel_count` leaves out copies and fills; `cuda_event_seconds` is between two events around the inference. Never
-    call it in a measured window: the first call loads CUPTI, which takes a second, and profiling slows launches.
-    """
+    """Profile one call of `infer`, which returns when its answer is on the host. `kernel_count` leaves out copies and
+    fills; `cuda_event_seconds` is between two events around the inference. Never call it in a measured window: the
+    first call loads CUPTI, which takes a second, and profiling slows launches."""
     begin, end = event_pair()
     with torch.cuda.device(device), profile(activities=[ProfilerActivity.CUDA]) as profiler:
         started_ns = time.perf_counter_ns()

@@ -164,10 +164,8 @@ class TorchEngine(RunnerEngine):
         return replace(tuned, kernels=kernels, details={"choices": products.digest, **trouble})
 
     def _axis_buckets(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Sizes of the padded axis: all buckets, and those that are prepared at load.
-
-        torch.compile takes long for each, so without `pad_to` it prepares only the one of the default size.
-        """
+        """Sizes of the padded axis: all buckets, and those that are prepared at load. torch.compile takes long for
+        each, so without `pad_to` it prepares only the one of the default size."""
         axis, pad_to = self._specification.padded_axis, self._settings.pad_to
         if axis is None:
             return (), ()
@@ -198,9 +196,7 @@ class TorchEngine(RunnerEngine):
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Execute one batch. On the CPU there are no copies: torch reads the caller's arrays, and answers in its own.
-
-        Raises `ValueError` for a batch beyond the largest bucket or the largest size of an axis.
-        """
+        Raises `ValueError` for a batch beyond the largest bucket or the largest size of an axis."""
         if self._runner is not None:
             return super().infer(inputs)
         if self._form is None:

@@ -107,10 +107,8 @@ def as_tuple(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def as_specified(specification: ModelSpecification, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs in the datatypes of the specification; only floating-point ones are converted.
-
-    Raises `EngineError` for another number of outputs, another shape or another kind of datatype.
-    """
+    """The outputs in the datatypes of the specification; only floating-point ones are converted. Raises `EngineError`
+    for another number of outputs, another shape or another kind of datatype."""
     tensors = specification.outputs
     if len(outputs) != len(tensors):
         raise EngineError(f"{specification.name}: the module returns {len(outputs)} outputs, expected {len(tensors)}")
@@ -141,10 +139,8 @@ def check_datatypes(specification: ModelSpecification) -> None:
 def expected_answers(
     specification: ModelSpecification, module: nn.Module, inputs: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """The answers of a module on the CPU to a batch, by output.
-
-    Raises `EngineError` for a module that does not return what the specification says.
-    """
+    """The answers of a module on the CPU to a batch, by output. Raises `EngineError` for a module that does not return
+    what the specification says."""
     tensors = [torch.from_numpy(inputs[tensor.name].copy()) for tensor in specification.inputs]
     with torch.no_grad():
         answers = as_specified(specification, as_tuple(module(*tensors)))
@@ -161,10 +157,8 @@ def plain_form(
     traced: bool = False,
     fp8: bool = False,
 ) -> ModelForm:
-    """`module` (FP32, as from `load_module`), executed eagerly or `traced`.
-
-    Raises `EngineError` for a module that TorchScript, or with `fp8` torchao, does not take.
-    """
+    """`module` (FP32, as from `load_module`), executed eagerly or `traced`. Raises `EngineError` for a module that
+    TorchScript, or with `fp8` torchao, does not take."""
     executed = to_precision(executed_module(specification, module).to(device), dtype)
     if fp8:
         if traced:
@@ -195,11 +189,9 @@ def fast_form(
     fp8: bool = False,
     planned: Callable[[], ModelForm | None] = lambda: None,
 ) -> ModelForm:
-    """The fastest form that covers this model and precision; with `compiled`, torch.compile of the lean tower.
-
-    With `fp8` it is the model's own module, whose linear layers torchao knows. `planned` may give the form of a
-    model without a lean tower, which is neither compiled nor in FP8.
-    """
+    """The fastest form that covers this model and precision; with `compiled`, torch.compile of the lean tower. With
+    `fp8` it is the model's own module, whose linear layers torchao knows. `planned` may give the form of a model
+    without a lean tower, which is neither compiled nor in FP8."""
     lean = None if fp8 else _lean_tower(module, specification)
     if lean is None:
         chosen = None if compiled or fp8 else planned()
@@ -364,11 +356,9 @@ INSTALL_FP8 = "pip install 'abserve[fp8]'"
 
 
 def to_fp8(module: nn.Module, device: torch.device, *, title: str) -> tuple[int, str]:
-    """Convert the linear layers of `module`, which is in BF16 on `device`, in place.
-
-    Returns how many are in FP8, and the description for `kernels`; `title` names the module. Raises `EngineError` where
-    the device, the packages or the model have no FP8 products.
-    """
+    """Convert the linear layers of `module`, which is in BF16 on `device`, in place. Returns how many are in FP8, and
+    the description for `kernels`; `title` names the module. Raises `EngineError` where the device, the packages or the
+    model have no FP8 products."""
     check_capability(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
     try:
         import torchao

@@ -159,10 +159,8 @@ def _with_self_attention(module: nn.Module) -> Iterator[None]:
 
 
 def fused_layers(module: nn.Module, inputs: Sequence[Tensor], shapes: Sequence[dict[int, Any]]) -> fx.GraphModule:
-    """The graph of `module`, exported with these inputs, with fused layers. `shapes`: see `dynamic_shapes`.
-
-    Raises `ValueError` if there is nothing to fuse, and whatever torch.export and the module's own code raise.
-    """
+    """The graph of `module`, exported with these inputs, with fused layers. `shapes`: see `dynamic_shapes`. Raises
+    `ValueError` if there is nothing to fuse, and whatever torch.export and the module's own code raise."""
     with torch.no_grad():
         with _with_self_attention(module):
             program = torch.export.export(module, tuple(inputs), dynamic_shapes=tuple(shapes))

@@ -96,10 +96,8 @@ def planned_form(
     rows: Sequence[int],
     answers: ComparedAnswers,
 ) -> ModelForm | None:
-    """The form of `module` (FP32, on the CPU, unchanged) that has the fastest plan for each batch of `rows`.
-
-    None for a model without plans, where no plan gives the model's answers to every batch, and where nothing is chosen.
-    """
+    """The form of `module` (FP32, on the CPU, unchanged) that has the fastest plan for each batch of `rows`. None for a
+    model without plans, where no plan gives the model's answers to every batch, and where nothing is chosen."""
     if not makes_choices():
         return None
     convolutions = sum(isinstance(layer, nn.Conv2d) for layer in module.modules())

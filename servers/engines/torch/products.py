@@ -60,10 +60,8 @@ class TunedProducts:
         several: Sequence[Tensor],
         stored: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Measure on a batch of one item and one of `several`, and change `module` (FP32, without gradients).
-
-        With the `stored` choice of an earlier start nothing is measured. Raises `ValueError` for one that is damaged.
-        """
+        """Measure on a batch of one item and one of `several`, and change `module` (FP32, without gradients). With the
+        `stored` choice of an earlier start nothing is measured. Raises `ValueError` for one that is damaged."""
         items, batches = len(several[0]), (single, several)[: len(several[0])]
         self.details: list[dict[str, object]] = []
         """Of each size of a linear layer, and of each comparison of the whole model, the times and the choice."""
@@ -157,10 +155,8 @@ class TunedProducts:
         return faster
 
     def _faster(self, what: str, pairs: Sequence[tuple[Call, Call]], seconds: float) -> bool:
-        """Whether packed products, the second of each pair, are clearly faster; notes the times.
-
-        False, too, once the machine did not let a comparison come to its end: then the module keeps its own products.
-        """
+        """Whether packed products, the second of each pair, are clearly faster; notes the times. False, too, once the
+        machine did not let a comparison come to its end: then the module keeps its own products."""
         if not self.decided:
             return False
         won, own_ms, packed_ms, rounds, self.decided = race(pairs, seconds, MARGIN, MOST_LOSS, self._deadline)
@@ -284,10 +280,8 @@ def linear_changes(
 
 
 def attention_of(layer: nn.MultiheadAttention, into: Product | None, out: Product | None) -> Callable[..., Any]:
-    """The `forward` of an attention with these products; None: torch's own.
-
-    What is not self-attention, or has a mask, or returns weights, is the layer's own.
-    """
+    """The `forward` of an attention with these products; None: torch's own. What is not self-attention, or has a mask,
+    or returns weights, is the layer's own."""
     own, heads = layer.forward, layer.num_heads
     into = into or (lambda tokens: functional.linear(tokens, layer.in_proj_weight, layer.in_proj_bias))
     out = out or (lambda tokens: functional.linear(tokens, layer.out_proj.weight, layer.out_proj.bias))
@@ -326,11 +320,8 @@ def _folded(module: nn.Module, inputs: Sequence[Tensor]) -> dict[nn.Module, nn.M
 def convolution_changes(
     shapes: Mapping[nn.Module, tuple[int, ...]], folded: Mapping[nn.Module, nn.Module] = MappingProxyType({})
 ) -> list[Change]:
-    """The changes of the convolutions: their weights packed for an input of the shape that was seen, with the layers
-    of `folded` in the places of others.
-
-    None if convolutions are a small part of the model.
-    """
+    """The changes of the convolutions: their weights packed for an input of the shape that was seen, with the layers of
+    `folded` in the places of others. None if convolutions are a small part of the model."""
     layers = {layer: shape for layer, shape in shapes.items() if isinstance(layer, nn.Conv2d) and len(shape) == 4}
     convolved = sum(layer.weight.numel() * prod(shape[2:]) / prod(layer.stride) for layer, shape in layers.items())
     multiplied = sum(rows * weight.numel() for rows, weight, _ in _linear_weights(shapes))

@@ -251,11 +251,9 @@ class GraphRunner:
         padding: Padding | None = None,
         outputs: Sequence[Mapping[str, DeviceMemory]] = (),
     ) -> Finish:
-        """Enqueue one batch; see `Engine.start`, with `CudaError` and `RuntimeError` for `EngineError`.
-
-        Raises `ValueError` for a batch beyond the largest bucket or the largest size of an axis, for tensors that are
-        not the model's, and for memory of another device or too little of it.
-        """
+        """Enqueue one batch; see `Engine.start`, with `CudaError` and `RuntimeError` for `EngineError`. Raises
+        `ValueError` for a batch beyond the largest bucket or the largest size of an axis, for tensors that are not the
+        model's, and for memory of another device or too little of it."""
         batch = self._batch(requests, padding, outputs)
         if self._build is not None and batch.bucket not in self._graphs:
             with self._active():

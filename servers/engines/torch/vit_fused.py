@@ -25,9 +25,7 @@ from servers.options.stages import stage
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One configuration of the product kernel: [rows, columns] of the result per program, `depth` of K per step.
-
-    `split` programs share one block's K. `columns` divides N and `depth · split` divides K.
-    """
+    `split` programs share one block's K. `columns` divides N and `depth · split` divides K."""
 
     rows: int
     columns: int
@@ -203,11 +201,9 @@ class Workspace:
 
 
 class FusedVisionTower:
-    """One batch size of the fused tower. `run` only enqueues kernels: it can be captured in a CUDA graph.
-
-    Capture needs one call before, which compiles kernels and sums biases. Not thread-safe; two of these must not run at
-    once on one workspace.
-    """
+    """One batch size of the fused tower. `run` only enqueues kernels: it can be captured in a CUDA graph. Capture needs
+    one call before, which compiles kernels and sums biases. Not thread-safe; two of these must not run at once on one
+    workspace."""
 
     def __init__(self, weights: FusedWeights, workspace: Workspace, images: int, plan: TilePlan) -> None:
         if images > workspace.images:
@@ -318,9 +314,7 @@ class FusedVisionTower:
         normalised: Tensor | None = None,
     ) -> None:
         """out = activation(LN?(a) Wᵀ + bias) + residual; a residual leaves statistics, or a bias to be carried.
-
-        `normalised`: LN(a), where it exists already.
-        """
+        `normalised`: LN(a), where it exists already."""
         if norm:
             a = self._normalised_or_raw(a, foreign=tile is None) if normalised is None else normalised
         if tile is None:

@@ -43,11 +43,9 @@ GELU_8 = tl.constexpr(5.242914435932278e-11)
 
 @triton.jit
 def gelu(x):
-    """x·Φ(x) with Φ(x) - ½ = x·P(x²) on |x| ≤ 4.2: within 1.1e-5·max(1, |x|) of the exact GELU.
-
-    A weighted least-squares fit (a test holds the bound), a fortieth of FP16's rounding. No special-function
-    instruction, and a third of the arithmetic of `erf`, which would cost half as much as the product before it.
-    """
+    """x·Φ(x) with Φ(x) - ½ = x·P(x²) on |x| ≤ 4.2: within 1.1e-5·max(1, |x|) of the exact GELU. A weighted
+    least-squares fit (a test holds the bound), a fortieth of FP16's rounding. No special-function instruction, and a
+    third of the arithmetic of `erf`, which would cost half as much as the product before it."""
     clamped = tl.minimum(tl.maximum(x, -GELU_LIMIT), GELU_LIMIT)
     square = clamped * clamped
     polynomial = GELU_8
@@ -241,11 +239,9 @@ def patches_kernel(
     PATCH: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Cut images into rows of patches; bytes become (u - 128)/64, exact in 16 bits.
-
-    One program per image, row of patches and channel (third of the rows if BYTES): grid (images·GRID·3,). Rows and
-    columns are padded to powers of two, so that no address takes a division.
-    """
+    """Cut images into rows of patches; bytes become (u - 128)/64, exact in 16 bits. One program per image, row of
+    patches and channel (third of the rows if BYTES): grid (images·GRID·3,). Rows and columns are padded to powers of
+    two, so that no address takes a division."""
     GRID: tl.constexpr = IMAGE // PATCH
     RUN: tl.constexpr = 3 * PATCH if BYTES else PATCH  # neighbours in memory that stay neighbours
     PADDED_RUN: tl.constexpr = triton.next_power_of_2(RUN)

@@ -502,10 +502,8 @@ def _checked(module: torch.nn.Module, specification: ModelSpecification, label: 
 
 
 def _check(module: torch.nn.Module, specification: ModelSpecification, label: str) -> None:
-    """Run two items, and the shorter alone: answers fit the description, and padding does not change them.
-
-    Raises `WeightsError`.
-    """
+    """Run two items, and the shorter alone: answers fit the description, and padding does not change them. Raises
+    `WeightsError`."""
     axis = specification.main_axis
     size = 1 if axis is None else axis.default
     if axis is None or not axis.padded:
@@ -531,10 +529,7 @@ def _check(module: torch.nn.Module, specification: ModelSpecification, label: st
 def _run(
     module: torch.nn.Module, specification: ModelSpecification, items: Mapping[str, Array], size: int, label: str
 ) -> dict[str, Array]:
-    """The outputs by name, checked against the description; `size` is that of the first axis.
-
-    Raises `WeightsError`.
-    """
+    """The outputs by name, checked against the description; `size` is that of the first axis. Raises `WeightsError`."""
     import torch
 
     inputs = [torch.from_numpy(np.ascontiguousarray(items[tensor.name])) for tensor in specification.inputs]

@@ -58,11 +58,9 @@ def tower_flops() -> int:
 def load_image_tower(
     source: WeightsSource, architecture: str = ARCHITECTURE, find: FindPretrained | None = None
 ) -> torch.nn.Module:
-    """The FP32 tower in eval mode on the CPU: (n, 3, s, s) → (n, embedding). Raises `WeightsError`.
-
-    Random weights depend on the seed alone and leave torch's global generator as it was. Pretrained and checkpoint
-    weights may be a whole CLIP state dict, of which the tower's part is taken, or the tower's alone.
-    """
+    """The FP32 tower in eval mode on the CPU: (n, 3, s, s) → (n, embedding). Raises `WeightsError`. Random weights
+    depend on the seed alone and leave torch's global generator as it was. Pretrained and checkpoint weights may be a
+    whole CLIP state dict, of which the tower's part is taken, or the tower's alone."""
     if isinstance(source, RandomWeights):
         with seeded(source.seed):
             return ready(_build(architecture, quick_gelu=False))
@@ -86,10 +84,8 @@ def pretrained_tags(architecture: str = ARCHITECTURE) -> tuple[str, ...]:
 
 
 def _build(architecture: str, *, quick_gelu: bool, hollow: bool = False) -> torch.nn.Module:
-    """The image tower without CLIP's text tower, which is as large; `hollow` without memory for its parameters.
-
-    A tower that comes from timm has values that are in no state dict, so it always gets memory.
-    """
+    """The image tower without CLIP's text tower, which is as large; `hollow` without memory for its parameters. A tower
+    that comes from timm has values that are in no state dict, so it always gets memory."""
     with _quiet_root_logger():
         import torch
         from open_clip import get_model_config  # type: ignore[attr-defined,unused-ignore]
