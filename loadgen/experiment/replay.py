@@ -48,6 +48,10 @@ class Replay(msgspec.Struct, frozen=True):
         requests = self.requests()
         return self.speed * (len(requests) - 1) / ((requests[-1].at_ns - requests[0].at_ns) / 1e9)
 
+    def left_out_seconds(self) -> float:
+        """How much of the recording was left out."""
+        return float(STRETCH_S * len(_traffic(self.folder).recording.left_out))
+
     def window(self, seed: int) -> tuple[int, Offsets]:
         """The first request of a block, and when each of its requests is due. The window is random, among those without
         a gap in the recording. Raises `TrafficError` if every window has one."""
@@ -75,8 +79,7 @@ class Replay(msgspec.Struct, frozen=True):
         requests = self.requests()
         for number in sorted(range(len(requests)), key=lambda number: not has_answer(requests[number])):
             request = requests[number]
-            shape = ", ".join(f"{tensor.name} {tensor.datatype} {list(tensor.shape)}" for tensor in request.tensors)
-            of_shape = found.setdefault(shape or request.route, {})
+            of_shape = found.setdefault(request.shape, {})
             if len(of_shape) < each and request.content is not None:
                 of_shape.setdefault(request.content, number)
         return {shape: list(numbers.values()) for shape, numbers in found.items()}

@@ -23,6 +23,7 @@ MODULES = tuple(
     for name in (
         "fairness",
         "handicap",
+        "traffic",
         "load",
         "rate_search",
         "answers",

@@ -90,6 +90,12 @@ class RecordedRequest(Record, frozen=True, kw_only=True):
         return self.end_ns is not None and self.status == (200 if self.transport == "http" else 0)
 
     @property
+    def shape(self) -> str:
+        """Its inputs in words, or its route."""
+        tensors = (f"{tensor.name} {tensor.datatype} {list(tensor.shape)}" for tensor in self.tensors)
+        return ", ".join(tensors) or self.route
+
+    @property
     def stretch(self) -> int:
         """The number of the file that holds it."""
         return self.at_ns // _NS_PER_STRETCH

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loadgen.findings.traffic import TrafficFound
 from loadgen.metrics.comparisons import Comparison, judge
 from loadgen.records.probes import AnswersCompared
 from loadgen.records.run import ParityRecord, Workload
@@ -63,6 +64,11 @@ def test_a_server_that_is_slow_in_bursts_is_found_by_the_replay_alone(compare: C
     replayed, verdict = latency(result, workload)
     assert verdict == "baseline_better", replayed
     assert 1.15 < (replayed.ratio or 0.0) < 1.6
+    of_base, of_arm = (
+        (part.bursts.ratio or 0.0, part.quiet.ratio or 0.0) for part in result.of(TrafficFound).latencies
+    )
+    assert of_base == (0.0, 0.0)
+    assert of_arm[0] > 1.15 > 1.1 > of_arm[1]
     closed, verdict = latency(result, CLOSED)
     assert verdict in ("no_difference", "inconclusive"), closed
 
