@@ -160,13 +160,15 @@ def doubling(delay_s: float = 0.0, wrong: Callable[[list[float]], bool] = lambda
 
 @contextmanager
 def serving_grpc(
-    wrong: Callable[[np.ndarray], bool] = lambda _: False, compression: grpc.Compression | None = None
+    wrong: Callable[[np.ndarray], bool] = lambda _: False,
+    compression: grpc.Compression | None = None,
+    factor: int = 2,
 ) -> Iterator[str]:
-    """The address of a model over gRPC that answers with twice its input, to some inputs with something else."""
+    """The address of a model over gRPC that answers with so many times its input, to some inputs with another."""
 
     def infer(request: Any, _: grpc.ServicerContext) -> Any:
         x = np.frombuffer(request.raw_input_contents[0], "<f4")
-        response = ModelInferResponse(model_name="m", raw_output_contents=[(2 * x + 1000 * wrong(x)).tobytes()])
+        response = ModelInferResponse(model_name="m", raw_output_contents=[(factor * x + 1000 * wrong(x)).tobytes()])
         response.outputs.add(name="y", datatype="FP32", shape=request.inputs[0].shape)
         return response
 

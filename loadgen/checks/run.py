@@ -751,8 +751,9 @@ def cold_starts_succeeded(facts: Facts) -> Iterator[Judgement]:
     caveat=("failed",),
 )
 def copies_kept(facts: Facts) -> Iterator[Judgement]:
-    """Judge the requests that the candidate of a shadow did not get: most are those of bursts, where it is slowest."""
-    if (record := facts.run.record_of(ShadowRecord)) is not None:
+    """Judge the requests that the candidate of a shadow did not get: most are those of bursts, where it is slowest.
+    Where both take turns, the times are not those of copies."""
+    if (record := facts.run.record_of(ShadowRecord)) is not None and not record.swap:
         detail = f"{record.dropped:,} of {counted(record.copied + record.dropped, 'chosen request')} were dropped"
         missing = f"{detail}, most of them in bursts, so the figures say nothing about these"
         ok = record.dropped_share <= MOST_DROPPED
@@ -771,7 +772,7 @@ def copies_in_time(facts: Facts) -> Iterator[Judgement]:
     """Judge how much later the copies of a shadow were sent: an arm that is asked second waits for a processor, or for
     anything else that both share, for about as long."""
     record = facts.run.record_of(ShadowRecord)
-    if record is None or record.lag_p50_ms is None:
+    if record is None or record.swap or record.lag_p50_ms is None:
         return
     typical = [figure_of(summary, TYPICAL_LATENCY) for load in facts.loads for summary in load.summaries]
     shares = [record.lag_p50_ms / latency_ms for latency_ms in typical if latency_ms]

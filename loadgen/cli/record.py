@@ -6,7 +6,7 @@ import asyncio
 import signal
 import ssl
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,9 @@ from loadgen.cli.output import complain, fail
 
 if TYPE_CHECKING:
     from loadgen.client.connection import Address
+    from loadgen.recorder.grpc import GrpcTap
+    from loadgen.recorder.http import HttpTap
+    from loadgen.recorder.recorder import Observer
     from loadgen.recorder.relay import Relay
 
 HELP_GROUP = "Compare"
@@ -71,10 +74,8 @@ def record(
     """  # fmt: skip
     from loadgen.client.tls import TlsError
     from loadgen.measure.machine import installed_versions, utc_now
-    from loadgen.recorder.grpc import GrpcTap
-    from loadgen.recorder.http import HttpTap
     from loadgen.recorder.recorder import Recorder
-    from loadgen.recorder.relay import Relay
+    from loadgen.recorder.relay import Relay, Upstream
     from loadgen.records.traffic import TrafficError, TrafficRecording, TrafficWriter
 
     if to is None and grpc_to is None:
@@ -95,10 +96,7 @@ def record(
         fail(str(exc))
     sys.setswitchinterval(0.0005)  # the thread that writes gives way to the traffic
     recorder = Recorder(writer, minutes=minutes, requests=requests, ended=_say_ended)
-    relays = [
-        (Relay(way.servers[0], partial(GrpcTap if way.is_grpc else HttpTap, recorder), way.contexts[0]), way.place)
-        for way in ways
-    ]
+    relays = [(Relay(Upstream(way.servers[0], way.tap(recorder), way.contexts[0])), way.place) for way in ways]
     asyncio.run(serve(relays, f"recorded in {out}"))
     written = recorder.stop("it was stopped")
     state = writer.recording
@@ -120,7 +118,7 @@ async def serve(
             bound = await relay.listen(host, port)
         except OSError as exc:
             fail(f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --listen or --grpc-listen")
-        typer.echo(f"{host}:{bound} → {relay.address.authority}, {what}")
+        typer.echo(f"{host}:{bound} → {' and '.join(each.address.authority for each in relay.servers)}, {what}")
     await ended.wait()
     if task is not None:
         task.cancel()
@@ -140,6 +138,13 @@ class Way(NamedTuple):
     """For connections with TLS."""
     place: tuple[str, int]
     is_grpc: bool
+
+    def tap(self, observer: Observer) -> Callable[[], HttpTap | GrpcTap]:
+        """Makes what looks at a connection for an observer."""
+        from loadgen.recorder.grpc import GrpcTap
+        from loadgen.recorder.http import HttpTap
+
+        return partial(GrpcTap if self.is_grpc else HttpTap, observer)
 
 
 def parse_way(urls: Sequence[str], listen: str, *, is_grpc: bool = False) -> Way:

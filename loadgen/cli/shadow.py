@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +17,8 @@ from loadgen.cli.output import complain, default_out, fail, publish
 from loadgen.cli.record import parse_way, serve
 
 if TYPE_CHECKING:
-    from loadgen.recorder.shadow_run import ShadowStanding
+    from loadgen.recorder.relay import Relay
+    from loadgen.recorder.shadow_run import ShadowRun, ShadowStanding
 
 HELP_GROUP = "Compare"
 LAST_PAIRS_S = 60.0
@@ -51,6 +54,10 @@ def shadow(
     block_seconds: Annotated[
         float, typer.Option("--block-seconds", min=0.1, help="Length of the blocks of time that are compared.")
     ] = 5.0,
+    swap: Annotated[
+        bool,
+        typer.Option("--swap", help="Let clients get the answers of both in turns, by blocks in random order."),
+    ] = False,
     margin: Annotated[
         float,
         typer.Option("--margin", min=0.001, max=1.0, help="A difference within this share is not meaningful."),
@@ -69,9 +76,8 @@ def shadow(
     Exit status: 0 ended, 1 the comparison failed, 2 an option is wrong.
     """  # fmt: skip
     from loadgen.client.tls import TlsError
-    from loadgen.recorder.grpc import GrpcTap
-    from loadgen.recorder.http import HttpTap
-    from loadgen.recorder.relay import Relay
+    from loadgen.findings.shadow import FOR_CLIENTS
+    from loadgen.recorder.relay import Relay, Upstream
     from loadgen.recorder.shadow import ReadingTime, Shadow
     from loadgen.recorder.shadow_run import LABELS, ShadowRun
     from loadgen.records.run import ArmRequest
@@ -107,7 +113,9 @@ def shadow(
         """Copy until --minutes are over, and write the report beside the traffic."""
         with suppress(TimeoutError):
             async with asyncio.timeout(None if minutes is None else 60 * minutes):
-                await asyncio.gather(*(shadow.watch() for shadow in shadows))
+                await asyncio.gather(_alternate(run, relays), *(shadow.watch() for shadow in shadows))
+        for relay in relays:
+            relay.choose(0)
         await asyncio.to_thread(end)
 
     with running(folder):
@@ -118,25 +126,42 @@ def shadow(
         try:
             run = ShadowRun(
                 store, (arms[0], arms[1]), share=share, block_s=block_seconds, margin=margin,
-                say=_say, failed=_say_failed,
+                say=_say, failed=_say_failed, takes_turns=swap,
             )  # fmt: skip
         except StorageError as exc:
             fail(str(exc))
-        reading, shadows, relays = ReadingTime(), list[Shadow](), []
+        reading, shadows, relays = ReadingTime(), list[Shadow](), list[Relay]()
         for way in ways:
-            shadow = Shadow(
-                way.servers[1], way.contexts[1], share=share, counts=run.counts, reading=reading, paired=run.take,
-                is_grpc=way.is_grpc,
-            )  # fmt: skip
-            shadows.append(shadow)
-            tap = partial(GrpcTap if way.is_grpc else HttpTap, shadow)
-            relays.append((Relay(way.servers[0], tap, way.contexts[0]), way.place))
+            upstreams = []
+            for number, arm in enumerate(LABELS if swap else LABELS[:1]):
+                shadow = Shadow(
+                    way.servers[1 - number], way.contexts[1 - number], share=share, counts=run.counts, reading=reading,
+                    paired=run.take, is_grpc=way.is_grpc, arm=arm, takes_turns=swap,
+                )  # fmt: skip
+                shadows.append(shadow)
+                upstreams.append(Upstream(way.servers[number], way.tap(shadow), way.contexts[number]))
+            relays.append(Relay(*upstreams))
+        if swap:
+            complain(FOR_CLIENTS, kind="note", style="yellow")
         candidates = " and ".join(way.servers[1].authority for way in ways)
-        asyncio.run(serve(relays, f"compared with {candidates}", compare()))
+        places = [way.place for way in ways]
+        asyncio.run(serve([*zip(relays, places, strict=True)], f"compared with {candidates}", compare()))
         if not outcome:
             end()
     if outcome != [True]:
         raise typer.Exit(1)
+
+
+async def _alternate(run: ShadowRun, relays: Sequence[Relay]) -> None:
+    """Choose whose turn it is at the beginning of each block of time; does nothing if servers take no turns."""
+    from loadgen.recorder.shadow_run import LABELS, whose_turn
+
+    while run.seed is not None:
+        now_ns = perf_counter_ns()
+        turn, within_ns = divmod(now_ns - run.started_ns, run.block_ns)
+        for relay in relays:
+            relay.choose(LABELS.index(whose_turn(run.seed, turn)))
+        await asyncio.sleep((run.block_ns - within_ns) / 1e9)
 
 
 def _say(standing: ShadowStanding) -> None:

@@ -14,19 +14,24 @@ from loadgen.client.grpc import (
     END_HEADERS,
     END_STREAM,
     FRAME,
+    GOAWAY,
     HEADERS,
     MOST_WINDOW,
+    NUMBER,
     PADDED,
     PREFIX,
     PRIORITY,
     RST_STREAM,
     SERVICE,
+    frame_head,
 )
 from loadgen.recorder.recorder import Observer, PassedRequest
 
 RECORDED = (f"{SERVICE}ModelInfer", f"{SERVICE}ModelStreamInfer")
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _LARGEST_TABLE = 2**20
+_FAREWELL = frame_head(GOAWAY, 0, 0, 8) + NUMBER.pack(MOST_WINDOW) + NUMBER.pack(0)
+"""Of all streams that the client has opened, none is refused."""
 Control = Callable[[int, int, int, bytes], None]
 """Gets the kind, the flags, the stream and the content of each frame that is no part of a message."""
 
@@ -43,6 +48,11 @@ class _Frames:
         self._ends_stream = False
         self._decoder = Decoder()
         self._decoder.max_allowed_table_size = _LARGEST_TABLE  # whatever the two have agreed on
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the last frame is whole, and not followed by a part of its headers."""
+        return not (self._buffer or self._skipped or self._block)
 
     def read(self, data: bytes) -> Iterator[tuple[int, dict[str, str] | bytes | None, bool]]:
         """Per frame the stream, its headers or data (None: it was reset), and whether it ends the stream."""
@@ -77,6 +87,7 @@ class _Frames:
             self._block += content
             if flags & END_HEADERS:
                 headers = {str(name): str(value) for name, value in self._decoder.decode(self._block)}
+                self._block = b""
                 yield stream, headers, self._ends_stream
         self._skipped = max(0, place - len(self._buffer))
         del self._buffer[:place]
@@ -145,7 +156,7 @@ class GrpcTap:
             if isinstance(part, dict) and part.get(":path") in RECORDED:
                 self._calls[stream] = _Call(part[":path"], part, now_ns)
             elif part is None:
-                self._end(stream, None, now_ns)
+                self._end(stream, None, now_ns, by_server=False)
             elif isinstance(part, bytes) and (call := self._calls.get(stream)) is not None:
                 if call.sent.is_between and not call.began_ns:
                     call.began_ns = now_ns
@@ -193,17 +204,25 @@ class GrpcTap:
         if call.waiting:
             call.waiting[0].answer_headers = _of_message(call.answer_headers, is_compressed=is_compressed)
 
-    def _end(self, stream: int, status: int | None, now_ns: int) -> None:
+    def _end(self, stream: int, status: int | None, now_ns: int, *, by_server: bool = True) -> None:
         call = self._calls.pop(stream, None)
         for request in call.waiting if call is not None else ():
             if status is not None and not request.answered:
                 request.add_answer(b"", now_ns)
+            request.is_cut_off = by_server and status is None
             request.end(status, now_ns, whole=status is not None)
 
-    def closed(self, now_ns: int) -> None:
+    is_between = False
+    """A connection cannot go over to another server: it has a state."""
+
+    def farewell(self) -> bytes:
+        """Have the client make a new connection, where the last frame has passed whole."""
+        return _FAREWELL if self._answers.is_between else b""
+
+    def closed(self, now_ns: int, *, by_server: bool = False) -> None:
         """The connection has ended, and with it every call."""
         for stream in [*self._calls]:
-            self._end(stream, None, now_ns)
+            self._end(stream, None, now_ns, by_server=by_server)
 
 
 def _of_message(headers: dict[str, str], *, is_compressed: bool) -> dict[str, str]:

@@ -66,6 +66,11 @@ class _Message:
             yield from self._line_of_chunk(text) if self._in_body else self._head(text)
 
     @property
+    def is_between(self) -> bool:
+        """Whether no message has begun and not ended."""
+        return not (self._buffer or self._in_body)
+
+    @property
     def until_the_end(self) -> bool:
         """Whether the end of the connection is that of the message."""
         return self._in_body and self._left == _UNTIL_THE_END
@@ -156,10 +161,20 @@ class HttpTap:
             if request is not None and self._status >= 200:
                 request.add_answer(part if isinstance(part, bytes) else b"", now_ns)
 
-    def closed(self, now_ns: int) -> None:
+    @property
+    def is_between(self) -> bool:
+        """Whether every request has its answer and the next one has not begun."""
+        return not self._waiting and self._requests.is_between
+
+    def farewell(self) -> bytes:
+        """Nothing: a connection goes over between two requests."""
+        return b""
+
+    def closed(self, now_ns: int, *, by_server: bool = False) -> None:
         """The connection has ended, and with it an answer without a length."""
         for _, request in self._waiting:
             if request is not None:
+                request.is_cut_off = by_server
                 request.end(self._status if request.answered else None, now_ns, whole=self._answers.until_the_end)
         self._waiting.clear()
 

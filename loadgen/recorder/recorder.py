@@ -196,6 +196,8 @@ class PassedRequest:
     held_bytes: int = 0
     lost: bool = False
     """Whether its bodies found no place in memory."""
+    is_cut_off: bool = False
+    """Whether the server broke off before the end of the answer."""
 
     @property
     def answered(self) -> bool:

@@ -51,7 +51,7 @@ from loadgen.client.tls import failure_reason
 from loadgen.recorder.grpc import GrpcTap
 from loadgen.recorder.http import HttpTap
 from loadgen.recorder.recorder import BYTES_BESIDE, Observer, PassedRequest
-from loadgen.records.run import REQUEST_TIMEOUT_S
+from loadgen.records.run import REQUEST_TIMEOUT_S, Label
 
 MOST_UNDER_WAY = 256
 """Copies without an answer, each on a connection of its own."""
@@ -79,6 +79,8 @@ class PairedRequest(PassedRequest):
     """Over HTTP its first line and its fields, with the client's credentials, as the candidate needs them."""
     other: PairedRequest | None = None
     """The same request on the other server."""
+    arm: Label = "a"
+    """Whose answer the client gets."""
     is_copy: bool = False
     ended: bool = False
     failure: str | None = None
@@ -88,8 +90,10 @@ class PairedRequest(PassedRequest):
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the requests that were chosen, so far."""
+    """What became of the requests to models, so far."""
 
+    requests: int = 0
+    """Also those that were not chosen."""
     copied: int = 0
     dropped: int = 0
     """Not copied, or without the time to read the answer: the candidate or the recorder was too slow."""
@@ -121,10 +125,12 @@ class Shadow(Observer):
     def __init__(
         self, candidate: Address, context: ssl.SSLContext | None, *, share: float = 1.0,
         timeout_s: float = REQUEST_TIMEOUT_S, counts: Counts | None = None, reading: ReadingTime | None = None,
-        paired: Callable[[PairedRequest, PairedRequest], None], is_grpc: bool = False,
+        paired: Callable[[PairedRequest, PairedRequest | None], None], is_grpc: bool = False, arm: Label = "a",
+        takes_turns: bool = False,
     ) -> None:  # fmt: skip
-        """`paired` gets the request and the copy, and frees the memory of both (`freed_bytes`). All shadows of
-        a run share `counts` and `reading`."""
+        """`paired` gets the request and the copy, and frees the memory of both (`freed_bytes`). All shadows of a run
+        share `counts` and `reading`. `arm` is the server whose answers clients get. If it `takes_turns` with the
+        candidate, `paired` also gets requests without a copy, for its latencies are those of bursts, too."""
         super().__init__()
         self.counts = counts or Counts()
         self.candidate = candidate
@@ -138,6 +144,7 @@ class Shadow(Observer):
         self._connecting: dict[asyncio.Task[None], PairedRequest] = {}
         self._rest_until_ns = 0
         self._has_ended = False
+        self._arm, self._takes_turns = arm, takes_turns
         self._reading = reading or ReadingTime()
         self._make_connection = _GrpcCopyConnection if is_grpc else _CopyConnection
 
@@ -149,14 +156,17 @@ class Shadow(Observer):
         self, transport: Literal["http", "grpc"], route: str, headers: Mapping[str, str], at_ns: int, head: str = ""
     ) -> PassedRequest | None:
         """A request of which the head has come; None if it is not chosen."""
-        if self._has_ended or (self._share < 1.0 and random.random() >= self._share):
+        if self._has_ended or (transport == "grpc" and route != _COPIED_CALL):
             return None
-        if transport == "grpc" and route != _COPIED_CALL:
+        self.counts.requests += 1
+        if self._share < 1.0 and random.random() >= self._share:
             return None
         if not self.holds(BYTES_BESIDE):
             self.counts.dropped += 1
             return None
-        return PairedRequest(self, transport, route, dict(headers), at_ns, head=head, held_bytes=BYTES_BESIDE)
+        return PairedRequest(
+            self, transport, route, dict(headers), at_ns, head=head, held_bytes=BYTES_BESIDE, arm=self._arm
+        )
 
     def forwarded(self, request: PassedRequest) -> None:
         """Copy a request that has passed whole, or drop it."""
@@ -182,7 +192,7 @@ class Shadow(Observer):
         ended.ended = True
         other = ended.other
         if other is None:
-            self._free(ended)
+            self._take_alone(ended)
         elif other.ended:
             self._pair(other, ended) if ended.is_copy else self._pair(ended, other)
 
@@ -190,13 +200,22 @@ class Shadow(Observer):
         if copy.is_dropped or self._has_ended:  # nobody compares pairs any more
             self.counts.copied -= 1
             self.counts.dropped += not self._has_ended
+            self._free(copy)
+            self._take_alone(primary)
         elif primary.end_ns is None:
             self.counts.unpaired += 1
+            self._free(copy)
+            self._take_alone(primary)
         else:
             self.counts.failed += copy.end_ns is None
             self._paired(primary, copy)
-            return
-        self._free(primary, copy)
+
+    def _take_alone(self, primary: PairedRequest) -> None:
+        """A request without an answer to compare."""
+        if self._takes_turns and not self._has_ended and (primary.end_ns is not None or primary.is_cut_off):
+            self._paired(primary, None)
+        else:
+            self._free(primary)
 
     def _free(self, *requests: PairedRequest) -> None:
         self.taken_bytes -= sum(request.held_bytes for request in requests)

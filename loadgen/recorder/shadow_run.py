@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from random import Random
+from secrets import randbits
 from time import perf_counter_ns, process_time_ns
 
 import msgspec
@@ -25,6 +27,7 @@ from loadgen.client.endpoint import EndpointError
 from loadgen.client.grpc import STATUS_NAMES
 from loadgen.client.grpc_messages import ModelInferResponse
 from loadgen.client.outputs import HEADER_LENGTH, read_body, read_document, read_message
+from loadgen.experiment.schedule import arm_orders
 from loadgen.launch.deployment import RemoteDeployment
 from loadgen.measure.answers import Answer, ParityError, compare_answers
 from loadgen.measure.arms import Arm
@@ -60,6 +63,8 @@ _BEHIND = 200
 """Pairs that wait; beyond that only answers to kinds of requests are compared that were compared less often than ..."""
 _OFTEN = 100
 _MOST_LAGS = 1_000_000
+_SETTLING = 0.1
+"""The part of a block after a turn that is not counted: connections are new, and requests of before are under way."""
 _OTHERS = "other requests"
 _REFUSALS = frozenset(
     map(STATUS_NAMES.index, (
@@ -70,19 +75,52 @@ _REFUSALS = frozenset(
 """The statuses of gRPC that stand for HTTP's 4xx."""
 
 
+def whose_turn(seed: int, turn: int) -> Label:
+    """Whose answers clients get in a block of time: the arms in pairs of random order, balanced over two pairs."""
+    pair, place = divmod(turn, len(LABELS))
+    balanced, number = divmod(pair, len(LABELS))
+    return arm_orders(LABELS, len(LABELS), Random(f"{seed} {balanced}"))[number][place]
+
+
 @dataclass(slots=True)
 class _Block:
-    """The pairs of one stretch of time."""
+    """The requests of one stretch of time, or of one turn of each arm."""
 
-    turn: int
+    number: int
     began_ns: int
     began_at: str
     cpu_ns: int
     rows: dict[Label, list[tuple[int, ...]]] = field(default_factory=lambda: {label: [] for label in LABELS})
     messages: list[str] = field(default_factory=list)
-    good: int = 0
-    logs: float = 0.0
-    """Sum of the logarithms of the ratios of the good pairs."""
+    logs: dict[Label, list[float]] = field(default_factory=lambda: {label: [] for label in LABELS})
+    """The logarithms of the latencies of the good ones: without turns, of pairs of which both are good."""
+
+    def add(self, arm: Label, request: PairedRequest, fault: str | None, *, is_good: bool) -> None:
+        """Add a request that an arm has answered, or failed to."""
+        if fault is not None and fault not in self.messages:
+            self.messages.append(fault)
+        began_ns = request.sent_ns or request.at_ns
+        first_ns = max(request.first_byte_ns or 0, began_ns)
+        end_ns = max(request.end_ns or first_ns, began_ns)
+        number = -1 if fault is None else self.messages.index(fault)
+        self.rows[arm].append(
+            (
+                began_ns, began_ns, first_ns, end_ns, request.content_bytes, request.answer_bytes, 1, 0, 0,
+                _http_status(request) or 0, number,
+            )
+        )  # fmt: skip
+        if is_good:
+            self.logs[arm].append(math.log(max(end_ns - began_ns, 1)))
+
+    @property
+    def good(self) -> int:
+        return min(map(len, self.logs.values()))
+
+    @property
+    def ratio(self) -> float:
+        """The geometric mean latency of the candidate over that of the primary."""
+        a, b = (math.fsum(logs) / len(logs) for logs in self.logs.values())
+        return math.exp(b - a)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +150,7 @@ class ShadowRun:
 
     def __init__(
         self, store: RunStore, arms: tuple[ArmRequest, ArmRequest], *, share: float, block_s: float, margin: float,
-        say: Callable[[ShadowStanding], None], failed: Callable[[str], None],
+        say: Callable[[ShadowStanding], None], failed: Callable[[str], None], takes_turns: bool = False,
     ) -> None:  # fmt: skip
         """`failed` is called with the reason where the run cannot go on. Raises `StorageError`."""
         self.counts = Counts()
@@ -122,15 +160,17 @@ class ShadowRun:
         self.started_ns = perf_counter_ns()
         self._store = store
         self._say, self._failed = say, failed
-        self._block_ns = int(block_s * NS_PER_S)
-        self._stored = 0
-        """Blocks of both arms."""
-        self._record = ShadowRecord(share=share, block_seconds=block_s)
+        self.block_ns = int(block_s * NS_PER_S)
+        self.seed = randbits(32) if takes_turns else None
+        """Of the turns that both servers take in answering clients; None: there are none."""
+        self._stored = self._timed = 0
+        """Blocks of both arms, and the requests in them."""
+        self._record = ShadowRecord(share=share, block_seconds=block_s, swap=takes_turns)
         self._experiment = Experiment(
             arms=arms,
             model="unknown", weights=MODEL_WEIGHTS, payload="sent",
             transport="grpc" if arms[0].target == arms[0].grpc else "http", workloads=(self._workload(0.0),),
-            preset="shadow", seed=0, equivalence_margin=margin, threads=0, until_decided=True,
+            preset="shadow", seed=self.seed or 0, equivalence_margin=margin, threads=0, until_decided=True,
         )  # fmt: skip
         self._tolerance: Tolerance | None = None
         self._cases: dict[str, ParityCase] = {}
@@ -139,15 +179,15 @@ class ShadowRun:
         self._ratios: list[float] = []
         self._lags_ms: list[float] = []
         self._models: set[str] = set()
-        self._queue: SimpleQueue[tuple[PairedRequest, PairedRequest] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[PairedRequest, PairedRequest | None] | None] = SimpleQueue()
         store.write(self._experiment)
         store.write(read_environment({"status": "unknown"}, {"kind": "traffic", "item": "request"}))
         store.write(RunState(state="running", phase="shadow"))
         self._thread = threading.Thread(target=self._work, name="shadow", daemon=True)
         self._thread.start()
 
-    def take(self, primary: PairedRequest, copy: PairedRequest) -> None:
-        """Compare a pair, and free its memory."""
+    def take(self, primary: PairedRequest, copy: PairedRequest | None) -> None:
+        """Compare a request and its copy, if it has one, and free their memory."""
         self._queue.put((primary, copy))
 
     def finish(self, wait_s: float) -> bool:
@@ -172,41 +212,35 @@ class ShadowRun:
         while self.failure is not None and (pair := self._queue.get()) is not None:
             _free(*pair)
 
-    def _add(self, primary: PairedRequest, copy: PairedRequest) -> None:
-        sent_ns, copied_ns = primary.sent_ns or 0, copy.sent_ns
-        if copied_ns is not None and len(self._lags_ms) < _MOST_LAGS:
-            self._lags_ms.append((copied_ns - sent_ns) / NS_PER_MS)
-        refused = _is_refusal(primary) and _is_refusal(copy)
-        self._count(pairs=1, refused=int(refused))
-        self._compare(primary, copy)
+    def _add(self, primary: PairedRequest, copy: PairedRequest | None) -> None:
+        if copy is not None:
+            self._add_pair(primary, copy)
         if _is_refusal(primary):  # it was the client's fault
             return
-        turn = max(0, sent_ns - self.started_ns) // self._block_ns
-        faults = _fault(primary), _fault(copy)
-        if turn == 0 and not any(faults):  # connections are new, and a candidate may be cold
+        turn, within_ns = divmod(max(0, (primary.sent_ns or primary.at_ns) - self.started_ns), self.block_ns)
+        number, timed = turn, dict[Label, PairedRequest]()
+        if self.seed is not None:
+            number = turn // len(LABELS)
+            if whose_turn(self.seed, turn) == primary.arm and within_ns >= _SETTLING * self.block_ns:
+                timed = {primary.arm: primary}
+        elif copy is not None:
+            timed = dict(zip(LABELS, (primary, copy), strict=True))
+        faults = [_fault(request) for request in timed.values()]
+        if not timed or (number == 0 and not any(faults)):  # connections are new, and a candidate may be cold
             return
-        if self._block is not None and turn > self._block.turn and self._block.good >= LEAST_PAIRS:
+        if self._block is not None and number > self._block.number and self._block.good >= LEAST_PAIRS:
             self._close(self._block)
         if self._block is None:
-            self._block = _Block(turn, perf_counter_ns(), utc_now(), process_time_ns())
-        block = self._block
-        for arm, request, fault in zip(LABELS, (primary, copy), faults, strict=True):
-            if fault is not None and fault not in block.messages:
-                block.messages.append(fault)
-            began_ns = request.sent_ns or sent_ns
-            first_ns = request.first_byte_ns or 0
-            end_ns = request.end_ns or first_ns or began_ns
-            block.rows[arm].append(
-                (
-                    began_ns, began_ns, max(first_ns, began_ns), max(end_ns, began_ns), request.content_bytes,
-                    request.answer_bytes, 1, 0, 0, _http_status(request) or 0,
-                    -1 if fault is None else block.messages.index(fault),
-                )
-            )  # fmt: skip
-        if not any(faults):
-            block.good += 1
-            times = [max((r.end_ns or 0) - (r.sent_ns or 0), 1) for r in (primary, copy)]
-            block.logs += math.log(times[1] / times[0])
+            self._block = _Block(number, perf_counter_ns(), utc_now(), process_time_ns())
+        self._timed += 1
+        for (arm, request), fault in zip(timed.items(), faults, strict=True):
+            self._block.add(arm, request, fault, is_good=not any(faults))
+
+    def _add_pair(self, primary: PairedRequest, copy: PairedRequest) -> None:
+        if copy.sent_ns is not None and len(self._lags_ms) < _MOST_LAGS:
+            self._lags_ms.append((copy.sent_ns - (primary.sent_ns or 0)) / NS_PER_MS)
+        self._count(pairs=1, refused=int(_is_refusal(primary) and _is_refusal(copy)))
+        self._compare(*((primary, copy) if primary.arm == LABELS[0] else (copy, primary)))
 
     def _count(self, **more: int) -> None:
         now = {name: getattr(self._record, name) + number for name, number in more.items()}
@@ -215,17 +249,18 @@ class ShadowRun:
 
     # Answers
 
-    def _compare(self, primary: PairedRequest, copy: PairedRequest) -> None:
-        if primary.lost or copy.lost or _fault(copy) is not None:
-            return  # it counts as failed, not as a wrong answer
-        if _fault(primary) is not None and not _is_refusal(primary):
+    def _compare(self, expected: PairedRequest, answered: PairedRequest) -> None:
+        """Compare the candidate's answer with the one that is `expected`, the primary's, whichever was the copy."""
+        if expected.lost or answered.lost:
             return
-        if primary.transport == "http" and not primary.route.endswith("/infer"):
+        if any(_fault(each) is not None and not _is_refusal(each) for each in (expected, answered)):
+            return  # it counts as failed, not as a wrong answer
+        if expected.transport == "http" and not expected.route.endswith("/infer"):
             return  # text, of which two right answers may differ
-        content = b"".join(primary.content)
-        if primary.transport == "grpc":
-            content = plain(content, primary.headers.get("grpc-encoding"))
-        says = described(primary.transport, primary.route, primary.headers, content)
+        content = b"".join(expected.content)
+        if expected.transport == "grpc":
+            content = plain(content, expected.headers.get("grpc-encoding"))
+        says = described(expected.transport, expected.route, expected.headers, content)
         model = says.get("model") or "?"
         self._models.add(model)
         name = ", ".join(f"{each.name} {each.datatype} {list(each.shape)}" for each in says.get("tensors", ()))
@@ -235,29 +270,29 @@ class ShadowRun:
         before = self._cases.get(name)
         if before is not None and before.images >= _OFTEN and self._queue.qsize() > _BEHIND:
             return
-        case = self._case(name, primary, copy)
+        case = self._case(name, expected, answered)
         self._wrong[name] = self._wrong.get(name, 0) + (not case.ok)
         self._cases[name] = case if before is None else _both(before, case)
         self._count(compared=1, wrong=int(not case.ok))
 
-    def _case(self, name: str, primary: PairedRequest, copy: PairedRequest) -> ParityCase:
+    def _case(self, name: str, expected: PairedRequest, answered: PairedRequest) -> ParityCase:
         """How one answer of the candidate agrees."""
         case = ParityCase(
             name=name, label=LABELS[1], kind="reference", images=1, cosine_min=1.0, max_abs=0.0, ok=True,
             relative_max=0.0, element_max=0.0,
         )  # fmt: skip
-        if primary.status != copy.status:
-            fault = f"{_status_words(copy)} instead of {_status_words(primary)}"
+        if expected.status != answered.status:
+            fault = f"{_status_words(answered)} instead of {_status_words(expected)}"
             return msgspec.structs.replace(case, ok=False, cosine_min=0.0, relative_max=None, fault=fault)
-        bodies = [b"".join(request.answer) for request in (primary, copy)]
-        if bodies[0] == bodies[1] or _is_refusal(primary):
+        bodies = [b"".join(request.answer) for request in (expected, answered)]
+        if bodies[0] == bodies[1] or _is_refusal(expected):
             return case
         try:
-            (datatypes, expected), (_, actual) = (
-                _outputs(each, body) for body, each in zip(bodies, (primary, copy), strict=True)
+            (datatypes, reference), (_, actual) = (
+                _outputs(each, body) for body, each in zip(bodies, (expected, answered), strict=True)
             )
             rules = tolerances_for(datatypes, {}, self._tolerance or self._read_arms())
-            return compare_answers(name, [expected], [actual], label=LABELS[1], kind="reference", rules=rules)
+            return compare_answers(name, [reference], [actual], label=LABELS[1], kind="reference", rules=rules)
         except (ParityError, ValueError) as exc:
             fault = one_line(str(exc).removeprefix(f"{name}: "))
             return msgspec.structs.replace(case, ok=False, cosine_min=0.0, relative_max=None, fault=fault)
@@ -287,10 +322,11 @@ class ShadowRun:
     # Blocks
 
     def _close(self, block: _Block) -> None:
-        """Store a block of both arms, the primary's first."""
+        """Store a block of both arms, in their order."""
         self._block = None
         now_ns, number = perf_counter_ns(), self._stored // 2
-        for position, arm in enumerate(LABELS):
+        first = LABELS[0] if self.seed is None else whose_turn(self.seed, len(LABELS) * block.number)
+        for position, arm in enumerate(sorted(LABELS, key=lambda label: label != first)):
             rows, index = block.rows[arm], self._stored
             path = self._store.samples_path(index)
             store_samples(path, [np.array(rows, dtype=SAMPLE_DTYPE)])
@@ -306,7 +342,7 @@ class ShadowRun:
             )  # fmt: skip
             self._stored += 1
         if block.good:
-            self._ratios.append(math.exp(block.logs / block.good))
+            self._ratios.append(block.ratio)
         self._store_state()
         self._say(self.standing())
 
@@ -330,7 +366,7 @@ class ShadowRun:
         self._experiment = msgspec.structs.replace(
             self._experiment,
             model=join(sorted(self._models)) or self._experiment.model,
-            workloads=(self._workload(self._record.pairs / seconds),),
+            workloads=(self._workload(self._timed / seconds),),
         )
         self._store.write(self._experiment)
 
@@ -348,8 +384,8 @@ class ShadowRun:
         self._store.write_last(RunState(state="finished", phase="finished", finished_at=utc_now()))
 
 
-def _free(primary: PairedRequest, copy: PairedRequest) -> None:
-    primary.recorder.freed_bytes += primary.held_bytes + copy.held_bytes
+def _free(primary: PairedRequest, copy: PairedRequest | None) -> None:
+    primary.recorder.freed_bytes += primary.held_bytes + (0 if copy is None else copy.held_bytes)
 
 
 def _http_status(request: PairedRequest) -> int | None:

@@ -194,6 +194,10 @@ class ShadowRecord(Record, frozen=True, kw_only=True):
     share: float
     """The share that was asked for."""
     block_seconds: float
+    swap: bool = False
+    """Whether both servers took turns in answering clients."""
+    requests: int = 0
+    """To models, chosen or not."""
     copied: int = 0
     dropped: int = 0
     """Chosen and not compared: the candidate or the recorder was too slow."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import loadgen.report.document as doc
-from loadgen.base.quantities import number, share
-from loadgen.findings.shadow import ShadowFound
+from loadgen.base.quantities import number, sentence, share
+from loadgen.findings.shadow import FOR_CLIENTS, ShadowFound
 from loadgen.verdict.result import Result
 
 
@@ -14,6 +14,7 @@ def shadow(result: Result) -> doc.Section | None:
     if record is None:
         return None
     rows = [
+        ("requests to models", f"{record.requests:,}"),
         ("share of the requests that was chosen", share(record.share)),
         ("copied", f"{record.copied:,}"),
         ("dropped, because the candidate or the recorder was too slow", f"{record.dropped:,}"),
@@ -27,14 +28,24 @@ def shadow(result: Result) -> doc.Section | None:
         lag = f"{number(record.lag_p50_ms)} ms (p50), {number(record.lag_p99_ms)} ms (p99)"
         rows.append(("the copy was sent later by", lag))
     base, other = result.names.values()
-    limits = [
-        f"Clients waited for {base} alone. A slow {other} does not slow their next requests down, as it would in "
-        "production.",
-        f"The copy is sent after the request. A cache that both servers share favours {other}, a processor that both "
-        f"share favours {base}.",
-        "Every request is executed twice. Where requests change something that both servers share, such as a "
-        "database, the second one finds it changed.",
-    ]
+    if record.swap:
+        limits = [
+            f"{sentence(FOR_CLIENTS)} The first tenth of each block is not counted.",
+            f"The times are those that clients saw, of different requests to {base} and {other}, so they include how "
+            "clients react to each, and the traffic must be alike from block to block.",
+            "Copies go to the server whose turn it is not, to compare its answers, so its caches know these requests.",
+        ]
+    else:
+        limits = [
+            f"Clients waited for {base} alone. A slow {other} does not slow their next requests down, as it would in "
+            "production.",
+            f"The copy is sent after the request. A cache that both servers share favours {other}, a processor that "
+            f"both share favours {base}.",
+        ]
+    limits.append(
+        "Every copied request is executed twice. Where requests change something that both servers share, such as a "
+        "database, the second one finds it changed."
+    )
     return doc.section(
         "Shadow",
         doc.Table((*doc.texts("requests"), *doc.numbers("")), rows),

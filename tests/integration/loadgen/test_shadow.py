@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import itertools
 import socket
 import socketserver
 import threading
@@ -107,12 +109,12 @@ def test_the_candidate_gets_the_requests_to_models_and_no_others(tmp_path: Path)
     assert (headers["Authorization"], headers["Host"]) == ("Bearer t", second.url.removeprefix("http://"))
 
 
-def compared(folder: Path, primary: Answers, candidate: Answers) -> Result:
+def compared(folder: Path, primary: Answers, candidate: Answers, *options: str) -> Result:
     """600 requests of four clients through a shadow in blocks of 0.1 s; one in 50 has an input of 7 values."""
     with (
         serving(primary) as first,
         serving(candidate) as second,
-        shadowing(first.url, second.url, folder, "--block-seconds", "0.1") as running,
+        shadowing(first.url, second.url, folder, "--block-seconds", "0.1", *options) as running,
         ThreadPoolExecutor(4) as clients,
     ):
         bodies = [tensor_request([float(turn)] * (7 if turn % 50 == 13 else 2)) for turn in range(150)]
@@ -266,6 +268,81 @@ def test_calls_get_the_answers_of_the_primary_whatever_the_candidate_does(
     assert record is not None
     assert (record.wrong, record.compared) == (0, 0)
     assert record.failed + record.dropped <= 180
+
+
+def names(name: bytes) -> Answers:
+    return lambda handler, body: handler.send(name + body)
+
+
+def test_servers_that_take_turns_answer_every_request_once(tmp_path: Path) -> None:
+    """Of clients that keep their connections, while no request is copied."""
+    options = ("--swap", "--share", "0.000001", "--block-seconds", "0.1")
+    with serving(names(b"A")) as first, serving(names(b"B")) as second:
+        with shadowing(first.url, second.url, tmp_path / "run", *options) as running, ThreadPoolExecutor(4) as clients:
+            bodies = [b"%d" % number for number in range(100)]
+            answers: list[tuple[int, bytes]] = []
+            while len({answer[:1] for _, answer in answers}) < 2 or len(answers) < 2000:
+                answers += [each for of_user in clients.map(ask, [running.port] * 4, [bodies] * 4) for each in of_user]
+            running.end()
+        assert {status for status, _ in answers} == {200}
+        asked = [len([path for path, *_ in server.got if path == INFER]) for server in (first, second)]
+    assert asked == [sum(answer[:1] == name for _, answer in answers) for name in (b"A", b"B")]
+
+
+def break_off(handler: Handler, _: bytes) -> None:
+    handler.connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+    die(handler, b"")
+
+
+@pytest.mark.parametrize("candidate", [die, break_off, answer_500])
+def test_in_turns_a_candidate_that_fails_has_failed_and_not_its_clients(candidate: Answers, tmp_path: Path) -> None:
+    options = ("--swap", "--share", "1", "--block-seconds", "0.1")
+    with (
+        serving(doubling()) as first,
+        serving(candidate) as second,
+        shadowing(first.url, second.url, tmp_path / "run", *options) as running,
+    ):
+        outcomes: list[bool] = []
+        while outcomes.count(True) < 300 or outcomes.count(False) < 3:
+            try:
+                outcomes.append(ask(running.port, [tensor_request([1.0])])[0][0] == 200)
+            except (OSError, http.client.HTTPException):
+                outcomes.append(False)
+        result = running.end()
+    assert [(check.ok, check.arms) for check in result.checks if check.name == "request_errors"] == [(False, ("b",))]
+    assert {comparison.verdict for comparison in result.comparisons} == {"invalid"}
+
+
+def test_clients_of_grpc_follow_the_turns_without_an_error(tmp_path: Path) -> None:
+    options = ("--swap", "--share", "0.000001", "--block-seconds", "0.1")
+    with (
+        serving_grpc() as first,
+        serving_grpc(factor=3) as second,
+        shadowing(None, None, tmp_path / "run", *options, grpc=(first, second)) as running,
+        triton.InferenceServerClient(f"127.0.0.1:{running.port}") as client,
+    ):
+        x = np.ones((1, 50_000), np.float32)
+        factors: list[float] = []
+        while len([None for before, after in itertools.pairwise(factors) if before != after]) < 6:
+            tensor = triton.InferInput("x", list(x.shape), "FP32").set_data_from_numpy(x)
+            factors.append(float(client.infer("m", [tensor]).as_numpy("y")[0, -1]))
+        running.end()
+    assert set(factors) == {2.0, 3.0}
+
+
+def test_in_turns_a_slow_candidate_and_wrong_answers_are_found(tmp_path: Path) -> None:
+    def wrong(values: list[float]) -> bool:
+        return len(values) == 7
+
+    result = compared(tmp_path / "run", doubling(0.002), doubling(0.006, wrong), "--swap")
+    (leading,) = (comparison for comparison in result.comparisons if comparison.leading)
+    assert (leading.metric, leading.verdict, result.experiment.seed != 0) == ("typical_latency", "invalid", True)
+    assert leading.ratio is not None
+    assert leading.ratio > 1.5
+    assert (checks(result)["parity"], checks(result)["request_errors"]) == (False, True)
+    record = result.of(ShadowFound).record
+    assert record is not None
+    assert (record.swap, record.wrong > 0) == (True, True)
 
 
 def test_after_its_minutes_there_is_a_report_and_the_traffic_still_passes(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ class Shadowed:
         self.shadow = Shadow(Address("127.0.0.1", port), None, paired=self._take, timeout_s=timeout_s)
         self.watch = asyncio.get_running_loop().create_task(self.shadow.watch())
 
-    def _take(self, primary: PairedRequest, copy: PairedRequest) -> None:
+    def _take(self, primary: PairedRequest, copy: PairedRequest | None) -> None:
+        assert copy is not None
         self.pairs.append((primary, copy))
         self.shadow.freed_bytes += primary.held_bytes + copy.held_bytes
         self.made.set()

@@ -10,7 +10,7 @@ import pytest
 from loadgen.client.connection import Address
 from loadgen.metrics.comparisons import Outcome
 from loadgen.recorder.shadow import PairedRequest, Shadow
-from loadgen.recorder.shadow_run import ShadowRun, ShadowStanding
+from loadgen.recorder.shadow_run import ShadowRun, ShadowStanding, whose_turn
 from loadgen.records.run import ArmRequest
 from loadgen.records.samples import NS_PER_S
 from loadgen.records.store import RunStore
@@ -19,22 +19,23 @@ BLOCKS, PAIRS = 10, 12
 ARMS = ArmRequest(label="a", target="http://127.0.0.1:1"), ArmRequest(label="b", target="http://127.0.0.1:1")
 
 
-def verdicts(folder: Path, times: float, seed: int) -> set[Outcome]:
+def verdicts(folder: Path, times: float, seed: int, *, swap: bool = False) -> set[Outcome]:
     """Those after each block of a candidate that takes so many times the latency. Both servers feel the same load,
-    which lasts for blocks, and each its own noise."""
+    which lasts for blocks, and each its own noise. With `swap` they take turns."""
     rng = np.random.default_rng(seed)
     said: list[ShadowStanding] = []
     failures: list[str] = []
     run = ShadowRun(
         RunStore(folder), ARMS, share=1.0, block_s=1.0, margin=0.05,
-        say=said.append, failed=failures.append,
+        say=said.append, failed=failures.append, takes_turns=swap,
     )  # fmt: skip
     shadow = Shadow(Address("127.0.0.1", 1), None, paired=run.take)
     load = 0.0
-    for turn in range(BLOCKS + 1):
+    turns = 2 if swap else 1
+    for turn in range(turns * (BLOCKS + 1)):
         load = 0.7 * load + rng.normal(0, 0.2)
         for number in range(PAIRS):
-            sent_ns = run.started_ns + int(turn * NS_PER_S) + number * 1_000_000
+            sent_ns = run.started_ns + int((turn + 0.2) * NS_PER_S) + number * 1_000_000
             primary, copy = (
                 PairedRequest(shadow, "http", "/v1/completions", {}, sent_ns, sent_ns=sent_ns, status=200)
                 for _ in range(2)
@@ -42,15 +43,33 @@ def verdicts(folder: Path, times: float, seed: int) -> set[Outcome]:
             for request, factor in ((primary, 1.0), (copy, times)):
                 latency_ns = int(20e6 * factor * np.exp(load + rng.normal(0, 0.1)))
                 request.first_byte_ns = request.end_ns = sent_ns + latency_ns
-            run.take(primary, copy)
+            if run.seed is None:
+                run.take(primary, copy)
+            else:
+                answered = {"a": primary, "b": copy}[whose_turn(run.seed, turn)]
+                answered.arm = whose_turn(run.seed, turn)
+                run.take(answered, None)
     assert run.finish(100)
     assert (failures, len(said)) == ([], BLOCKS)
     return {standing.verdict for standing in said}
 
 
+@pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize(("times", "winner"), [(1.3, "baseline_better"), (0.7, "arm_better")])
-def test_a_planted_difference_is_found(times: float, winner: Outcome, tmp_path: Path) -> None:
-    assert {winner} <= verdicts(tmp_path / "run", times, 1) <= {winner, "inconclusive"}
+def test_a_planted_difference_is_found(times: float, winner: Outcome, swap: bool, tmp_path: Path) -> None:
+    """Alternating servers feel different loads, so more may be needed."""
+    found = verdicts(tmp_path / "run", times, 1, swap=swap)
+    assert found <= {winner, "inconclusive"}
+    assert swap or winner in found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_turns_come_in_pairs_of_random_order_that_balance(seed: int) -> None:
+    turns = [whose_turn(seed, turn) for turn in range(400)]
+    pairs = [turns[place : place + 2] for place in range(0, 400, 2)]
+    assert {tuple(sorted(pair)) for pair in pairs} == {("a", "b")}
+    assert all({first[0], second[0]} == {"a", "b"} for first, second in zip(pairs[::2], pairs[1::2], strict=True))
+    assert 20 < sum(pair[0] == "a" for pair in pairs[::2]) < 80  # else in 1 of 10⁹
 
 
 def test_equal_servers_have_no_winner_in_19_of_20_runs(tmp_path: Path) -> None:
