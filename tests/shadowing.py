@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -130,13 +130,12 @@ def echo(handler: Handler, body: bytes) -> None:
 
 def ask(port: int, bodies: list[bytes], path: str = INFER) -> list[tuple[int, bytes]]:
     """The answers to these requests, one after another on one connection."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
     answers = []
-    for body in bodies:
-        connection.request("POST", path, body, {"Authorization": "Bearer t"})
-        response = connection.getresponse()
-        answers.append((response.status, response.read()))
-    connection.close()
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=100)) as connection:
+        for body in bodies:
+            connection.request("POST", path, body, {"Authorization": "Bearer t"})
+            with connection.getresponse() as response:
+                answers.append((response.status, response.read()))
     return answers
 
 
