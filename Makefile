@@ -27,11 +27,11 @@ $(VENV)-engines/.ready: pyproject.toml docker/constraints.txt .ci/setup .ci/engi
 compare: setup ## compare both servers: start them, measure, print the verdict, write the report
 	@$(BIN)/abserve compare $(ARGS)
 
-# Tests in folders named `alone` watch time pass, so nothing runs beside them; the others run three at a time, since
-# half of their time they wait, with one thread for torch, whose threads otherwise keep a core busy while they wait. Folders with long files come first, and
-# xdist keeps that order, so that no worker has a long file alone at the end.
+# Tests in folders named `alone` watch time pass, so nothing runs beside them. The others run four at a time, since many
+# wait, with one thread for torch, whose threads otherwise keep a core busy while they wait. The first folders wait for
+# servers, the last compute, and tests/workers.py takes files from both ends.
 ALONE        := tests/integration/loadgen/alone tests/truth/alone
-SIDE_BY_SIDE := --no-loadscope-reorder --ignore-glob='*/alone/*' \
+SIDE_BY_SIDE := -p tests.workers --workers 4 --ignore-glob='*/alone/*' \
 	tests/truth tests/integration tests/conformance tests/golden tests/compose tests/unit
 
 # The tests start hundreds of processes, which would compile the same modules again and again.
@@ -39,7 +39,7 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: setup ## run the tests
 ifeq ($(strip $(ARGS)),)
 	@status=0; \
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist loadfile $(SIDE_BY_SIDE) || status=$$?; \
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(SIDE_BY_SIDE) || status=$$?; \
 	$(BIN)/python -m pytest $(ALONE) || status=$$?; \
 	exit $$status
 else
@@ -53,7 +53,7 @@ test-engines: setup engines ## run the tests of JAX in the second environment, a
 test-slow: setup ## run the tests that take minutes, and those of the native server with three front ends
 	@status=0; \
 	$(BIN)/python -m pytest -m "slow and not gpu and not compose" $(ARGS) || status=$$?; \
-	ABSERVE_NATIVE_FRONTS=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integration/native tests/conformance \
+	ABSERVE_NATIVE_FRONTS=3 $(BIN)/python -m pytest -p tests.workers --workers 2 tests/integration/native tests/conformance \
 		|| status=$$?; \
 	exit $$status
 

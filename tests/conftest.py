@@ -25,7 +25,9 @@ from tests.scripted_trtexec import ScriptedTrtexec
 PROJECT = Path(__file__).resolve().parents[1]
 os.environ["ABSERVE_ANYWAY"] = "1"  # the tests themselves keep the cores busy
 os.environ["ABSERVE_NATIVE_CHOICES"] = "off"  # no start of a native server measures, but in the tests of choices
-signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored where a shell started pytest in the background
+# Else these two are ignored, here and in all that is started, where a shell started pytest in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 fork_server.install()
 barrier.RAISES = True  # a fault of the program does not hide behind a sentence
 
