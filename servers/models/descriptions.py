@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module, metadata
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -145,11 +144,16 @@ def catalogue() -> Catalogue:
 
 def versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
     """The versions of libraries, by the names of their sources; without those that are not installed."""
-    found = {}
-    for name in names:
-        with suppress(PackageNotFoundError):
-            found[name] = version(PACKAGES.get(name, name))
-    return found
+    return {name: installed for name in names if (installed := version(PACKAGES.get(name, name)))}
+
+
+@cache
+def version(package: str) -> str | None:
+    """None if it is not installed. What a package says of itself takes 2 ms to parse."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _path(identity: Identity) -> Path:
@@ -169,11 +173,14 @@ def _key(identity: Identity) -> str:
 
 
 def _imported(files: Iterable[Path]) -> dict[str, str]:
+    """By path, the SHA-256 of the modules that lie beside files."""
     folders = {folder for file in files for folder in (file.parent, file.resolve().parent)}
-    places = {
+    beginnings = tuple(f"{folder}/" for folder in folders)
+    within = {
         Path(place)
         for module in list(sys.modules.values())
-        if isinstance(module, ModuleType) and isinstance(place := vars(module).get("__file__"), str)
+        if isinstance(module, ModuleType)
+        and isinstance(place := vars(module).get("__file__"), str)
+        and place.startswith(beginnings)
     }
-    within = {place for place in places if any(map(place.is_relative_to, folders))}
     return {str(place): file_sha256(place) for place in within if not place.is_relative_to(sys.prefix)}
