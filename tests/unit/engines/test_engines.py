@@ -113,7 +113,7 @@ def test_the_description_is_read_back(engine: Engine) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thread_count_takes_effect(kind: str, specification: ModelSpecification, artefact: Artefact) -> None:
     before = torch.get_num_threads()
-    engine = engine_of(kind, specification, artefact.path, threads=1)
+    engine = engine_of(kind, specification, artefact.path, threads=1, mode="eager" if kind == "torch" else "auto")
     try:
         engine.load()
         assert engine.describe().threads == 1
