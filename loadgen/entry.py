@@ -218,11 +218,7 @@ def show_version(value: bool) -> None:
 def build() -> typer.Typer:
     """The whole command line."""
     app = typer.Typer(
-        name="abserve",
-        cls=RootCommand,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        context_settings=STYLE,
+        name="abserve", cls=RootCommand, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=STYLE
     )
 
     @app.callback()

@@ -34,11 +34,7 @@ from loadgen.cli.output import (
     resumed,
 )
 from loadgen.cli.quiet import Anyway, await_quiet
-from loadgen.experiment.language import (
-    check_language,
-    choose_protocol,
-    token_workloads,
-)
+from loadgen.experiment.language import check_language, choose_protocol, token_workloads
 from loadgen.experiment.options import effective_settings, given_options, takes_settings, write_settings
 from loadgen.experiment.plan import (
     AS_SERVED,
@@ -116,8 +112,7 @@ def compare(
         _OUTPUT(metavar="URI", help="Also export to MLflow: the address of a server, a folder or sqlite:///FILE."),
     ] = None,
     print_experiment: Annotated[
-        bool,
-        _OUTPUT("--print-experiment", help="Print all settings in effect as an experiment file, and run nothing."),
+        bool, _OUTPUT("--print-experiment", help="Print all settings in effect as an experiment file, and run nothing.")
     ] = False,
     dry_run: Annotated[
         bool, _OUTPUT("--dry-run", help="With --best: print what would be tried, and measure nothing.")

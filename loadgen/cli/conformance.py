@@ -32,8 +32,7 @@ def conformance(
         ),
     ] = None,
     image_model: Annotated[
-        str | None,
-        typer.Option(help="A model that takes an encoded image; default: the first one found."),
+        str | None, typer.Option(help="A model that takes an encoded image; default: the first one found.")
     ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - means standard output.")
@@ -43,8 +42,7 @@ def conformance(
         str | None, typer.Option(help="native or triton: start servers of that kind with the options each case needs.")
     ] = None,
     launch_option: Annotated[
-        list[str] | None,
-        typer.Option("--launch-option", metavar="NAME=VALUE", help="For `abserve serve`; repeatable."),
+        list[str] | None, typer.Option("--launch-option", metavar="NAME=VALUE", help="For `abserve serve`; repeatable.")
     ] = None,
     logs: Annotated[Path | None, typer.Option(help="Folder for the logs of launched servers.")] = None,
     pid: Annotated[int | None, typer.Option(help="The server's process id, to read its memory.")] = None,
@@ -116,8 +114,7 @@ def conformance(
             ]
             run = CaseRun(session, destructive=launch is not None or i_own_this_server or is_loopback(url or ""))
             results = run.run(
-                cases,
-                announce=lambda case: errors.print(f"{case.number:>5} {case.title}", soft_wrap=True, style="dim"),
+                cases, announce=lambda case: errors.print(f"{case.number:>5} {case.title}", soft_wrap=True, style="dim")
             )
         except ValueError as exc:
             fail(str(exc))

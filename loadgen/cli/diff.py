@@ -20,14 +20,8 @@ _RUN = "A folder that `abserve compare` wrote to, or a result.json."
 
 
 def diff(
-    old: Annotated[
-        Path | None,
-        typer.Argument(metavar="OLD", show_default=False, help=_RUN),
-    ] = None,
-    new: Annotated[
-        Path | None,
-        typer.Argument(metavar="NEW", show_default=False, help="Another."),
-    ] = None,
+    old: Annotated[Path | None, typer.Argument(metavar="OLD", show_default=False, help=_RUN)] = None,
+    new: Annotated[Path | None, typer.Argument(metavar="NEW", show_default=False, help="Another.")] = None,
     allow: Annotated[
         bool,
         typer.Option(

@@ -24,8 +24,7 @@ def rank(
         ),
     ],
     prices: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Price file; it replaces the dated examples that abserve ships."),
+        Path | None, typer.Option(metavar="FILE", help="Price file; it replaces the dated examples that abserve ships.")
     ] = None,
     spot: Annotated[bool, typer.Option("--spot", help="Use spot prices instead of on-demand prices.")] = False,
     reserved: Annotated[
@@ -37,8 +36,7 @@ def rank(
         Path | None, typer.Option(metavar="DIR", help="Also write report.html, summary.md, rank.json and CSV here.")
     ] = None,
     output: Annotated[
-        str | None,
-        typer.Option("--format", metavar="FORMAT", help="Print csv, csv-points, json or markdown instead."),
+        str | None, typer.Option("--format", metavar="FORMAT", help="Print csv, csv-points, json or markdown instead.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, schema abserve.rank/1.")] = False,
 ) -> None:

@@ -26,8 +26,7 @@ _KINDS: Mapping[FolderKind, str] = {
 
 def report(
     directory: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="The folder of `abserve compare`, `engines` or `tune`, or of several."),
+        Path, typer.Argument(metavar="DIR", help="The folder of `abserve compare`, `engines` or `tune`, or of several.")
     ],
     open_report: Annotated[bool, typer.Option("--open", help="Open report.html in the web browser.")] = False,
     output: Annotated[

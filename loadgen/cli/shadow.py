@@ -59,8 +59,7 @@ def shadow(
         typer.Option("--swap", help="Let clients get the answers of both in turns, by blocks in random order."),
     ] = False,
     margin: Annotated[
-        float,
-        typer.Option("--margin", min=0.001, max=1.0, help="A difference within this share is not meaningful."),
+        float, typer.Option("--margin", min=0.001, max=1.0, help="A difference within this share is not meaningful.")
     ] = 0.05,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for the results.", show_default="results/TIME-shadow")

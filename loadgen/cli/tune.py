@@ -62,8 +62,7 @@ def tune(
     ] = None,
     out: Annotated[Path | None, _MAIN(**OUT)] = None,
     resume: Annotated[
-        Path | None,
-        _MAIN(metavar="DIR", help="Go on with an interrupted tuning; --minutes counts from its start."),
+        Path | None, _MAIN(metavar="DIR", help="Go on with an interrupted tuning; --minutes counts from its start.")
     ] = None,
     dry_run: Annotated[
         bool, _MAIN("--dry-run", help="Print what would be searched and how many tries fit, and measure nothing.")

@@ -366,8 +366,7 @@ class ExperimentSettings(Settings):
         "timestamp (ms), input_length, output_length and hash_ids.",
     )
     limits: Limits | None = _load(
-        None,
-        description="Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s.",
+        None, description="Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s."
     )
     price: float | None = _load(
         None, gt=0.0, le=1e6, description="Price of the machine per hour, for the cost of a language model's tokens."
@@ -385,8 +384,7 @@ class ExperimentSettings(Settings):
         None, description="Replay it so many times as fast, as in 1,2,4: one workload per speed (default: 1)."
     )
     check_answers: bool | None = _load(
-        None,
-        description="Compare the answers with those of `abserve record --answers`, before the load and under it.",
+        None, description="Compare the answers with those of `abserve record --answers`, before the load and under it."
     )
     arrivals: Literal["poisson", "constant"] = _load(
         "poisson", description="Gaps between open-loop requests: poisson (independent clients) or constant."

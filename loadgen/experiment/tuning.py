@@ -78,8 +78,7 @@ class TuneSettings(Settings):
     """One tuning as asked for, with every default filled in."""
 
     arms: Targets = _main(
-        ("native", "triton"),
-        description=f"Servers to tune: {TARGET_NAMES}; the first is named first.",
+        ("native", "triton"), description=f"Servers to tune: {TARGET_NAMES}; the first is named first."
     )
     model: str = shared("model", description="Model: SOURCE:NAME (see `abserve models`), a file or a folder.")
     concurrency: int | None = _main(

@@ -207,12 +207,7 @@ def _steps(blocks: Sequence[StoredBlock]) -> dict[str, Any]:
 
 
 def explain_tokens(
-    baseline: TokenTotals,
-    arm: TokenTotals,
-    tpot_ms: Mapping[Label, float],
-    names: Mapping[Label, str],
-    *,
-    alike: bool,
+    baseline: TokenTotals, arm: TokenTotals, tpot_ms: Mapping[Label, float], names: Mapping[Label, str], *, alike: bool
 ) -> str:
     """Where the time of a token goes, in sentences; empty where no server reports the steps of its engine. `tpot_ms`:
     the time per token that the client saw; `alike`: both arms run the same engine."""

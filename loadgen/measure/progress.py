@@ -18,13 +18,7 @@ import msgspec
 from loadgen.experiment.plan import PRESETS
 from loadgen.experiment.schedule import ScheduledBlock, block_seconds, load_workloads
 from loadgen.metrics.barrier import attempt
-from loadgen.metrics.comparisons import (
-    PairedMetric,
-    PooledRequests,
-    estimate_pairs,
-    pair_metrics,
-    seen_correlations,
-)
+from loadgen.metrics.comparisons import PairedMetric, PooledRequests, estimate_pairs, pair_metrics, seen_correlations
 from loadgen.metrics.registry import in_parts, leading_metric
 from loadgen.metrics.summaries import BlockSummary
 from loadgen.metrics.tokens import samples_of

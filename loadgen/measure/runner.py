@@ -56,17 +56,7 @@ from loadgen.measure.progress import RunProgress, Unfailing
 from loadgen.measure.token_answers import ProbePrompts, TokenAnswers, agreement, equal_answers
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.names import names_of
-from loadgen.records.run import (
-    ArmRecord,
-    Experiment,
-    Kind,
-    Label,
-    ParityRecord,
-    RunState,
-    Workload,
-    option_of,
-    shown,
-)
+from loadgen.records.run import ArmRecord, Experiment, Kind, Label, ParityRecord, RunState, Workload, option_of, shown
 from loadgen.records.store import RunStore, StorageError, running
 from loadgen.stats.agreement import Tolerance, tolerance_of
 
@@ -297,8 +287,7 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
     context.forecast.request_s = by_arm
     took = {name: max(arms.values()) for name, arms in by_arm.items()}
     alone_s = min(
-        (took[workload.name] / max(workload.batch_size, workload.concurrency) for workload in workloads),
-        default=0.0,
+        (took[workload.name] / max(workload.batch_size, workload.concurrency) for workload in workloads), default=0.0
     )
     context.forecast.checks_s = len(context.experiment.arms) * context.answers.least * len(workloads) * alone_s
     if context.prompts is not None:  # the reference starts, and reads an answer much faster than a server writes it
@@ -369,8 +358,7 @@ def _with_rounds_that_pay(context: RunContext, experiment: Experiment) -> Experi
     before_s = monotonic() - context.began_s
     workloads = tuple(
         msgspec.structs.replace(
-            workload,
-            rounds=max(least, min(workload.rounds, int(before_s / 2.0 / context.forecast.round_s(workload)))),
+            workload, rounds=max(least, min(workload.rounds, int(before_s / 2.0 / context.forecast.round_s(workload))))
         )
         for workload in experiment.workloads
     )

@@ -13,16 +13,7 @@ from operator import itemgetter
 
 import msgspec
 
-from loadgen.base.quantities import (
-    apart,
-    is_determined,
-    join,
-    measured,
-    ratio,
-    ratio_interval,
-    shown_ratio,
-    times,
-)
+from loadgen.base.quantities import apart, is_determined, join, measured, ratio, ratio_interval, shown_ratio, times
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons, winner_of
 from loadgen.metrics.registry import ACHIEVED_RATE, METRICS, SERVED
 from loadgen.records.run import Label, Pairing, Record, Workload, shown

@@ -125,10 +125,7 @@ def uncertain(surface: Surface) -> set[str]:
 
 
 def _point(
-    workload: Workload,
-    across: Across,
-    compared: Mapping[frozenset[Label], Comparison],
-    labels: Sequence[Label],
+    workload: Workload, across: Across, compared: Mapping[frozenset[Label], Comparison], labels: Sequence[Label]
 ) -> SurfacePoint:
     sizes = {"batch": workload.batch_size, "length": workload.sequence_length, "prompt": workload.prompt_tokens}
     baseline, *others = labels

@@ -189,11 +189,7 @@ def meets_limits(samples: Samples, limits: TokenLimits | None) -> np.ndarray[tup
     is_good = (samples["error"] < 0) & (samples["output_tokens"] > 0)
     is_good &= samples["output_tokens"] == samples["asked"]
     limits = limits or TokenLimits()
-    for column, limit_ms in (
-        ("ttft_ms", limits.ttft_ms),
-        ("tpot_ms", limits.tpot_ms),
-        ("worst_gap_ms", limits.gap_ms),
-    ):
+    for column, limit_ms in (("ttft_ms", limits.ttft_ms), ("tpot_ms", limits.tpot_ms), ("worst_gap_ms", limits.gap_ms)):
         if limit_ms is not None:
             is_good &= ~(samples[column] > limit_ms)
     return np.asarray(is_good, dtype=np.bool_)

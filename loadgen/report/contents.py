@@ -131,10 +131,7 @@ def difference_document(difference: RunDifference) -> doc.Document:
             doc.TERMINAL,
         ),
         _list("Not compared", [f"{', '.join(names)}: {reason}" for reason, names in missing.items()]),
-        _list(
-            "Differences between the runs",
-            [f"{fact.name}: {_sides(fact)}" for fact in difference.differences],
-        ),
+        _list("Differences between the runs", [f"{fact.name}: {_sides(fact)}" for fact in difference.differences]),
     )
     return doc.Document("Old run against new", {"": [section for section in sections if section is not None]})
 

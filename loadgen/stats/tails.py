@@ -211,13 +211,7 @@ def _pool(parts: Sequence[Values], rounds: Sequence[Round], quantile: float, cor
         between = kinds / (kinds - 1) * float(np.sum(apart**2)) / count**2 - alone
         variance += max(between, 0.0) * widening(kinds, correlation)
     centre = float(np.quantile(logs, quantile, method="median_unbiased"))
-    return _ArmPool(
-        logs,
-        quantile,
-        centre,
-        count * alone / variance,
-        kinds - 1.0,
-    )
+    return _ArmPool(logs, quantile, centre, count * alone / variance, kinds - 1.0)
 
 
 def _between(rounds: Sequence[Round], logs: Values, correlation: float) -> _RoundMedians | None:

@@ -350,8 +350,7 @@ def with_arms(servers: Sequence[TriedServer]) -> tuple[TriedServer, ...]:
                 arms[entry.name] = next(name for name in names if name not in taken)
                 taken.add(arms[entry.name])
         return replace(
-            server,
-            configurations=tuple(replace(entry, arm=arms.get(entry.name)) for entry in server.configurations),
+            server, configurations=tuple(replace(entry, arm=arms.get(entry.name)) for entry in server.configurations)
         )
 
     return tuple(map(named, servers))

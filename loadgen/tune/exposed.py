@@ -151,11 +151,7 @@ def compose_file(target: str, arguments: Sequence[str], cores: int, gpus: int) -
 def kubernetes_manifest(target: str, arguments: Sequence[str], cores: int, gpus: int) -> str:
     """A Deployment of one pod with both containers, its configuration, a Service, and who may reach it."""
     labels = {"app.kubernetes.io/name": "abserve-exposed"}
-    restricted = {
-        "readOnlyRootFilesystem": True,
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    restricted = {"readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     gpu = {"nvidia.com/gpu": str(gpus)} if gpus else {}
     probe = {"periodSeconds": 10, "timeoutSeconds": 6}
     server = {

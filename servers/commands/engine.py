@@ -187,13 +187,7 @@ def _measure_language(settings: MeasurementSettings, json: Path | None) -> None:
         lengths = _numbers("--sequence-length", settings.sequence_length or "128", "32,128,512")
         document = measure_generation(
             language_model(settings.model, settings.weights),
-            GenerationSettings(
-                name,
-                settings.device,
-                settings.precision,
-                slots=max(batches),
-                threads=settings.threads,
-            ),
+            GenerationSettings(name, settings.device, settings.precision, slots=max(batches), threads=settings.threads),
             batches,
             lengths,
             say=lambda text: typer.echo(text, err=True),

@@ -190,8 +190,7 @@ def space(options: Mapping[str, Any], given: Collection[str]) -> bytes:
 def serve_native(
     context: typer.Context,
     artefacts: Annotated[
-        Path,
-        typer.Option(envvar="ABSERVE_NATIVE_ARTEFACTS", help="Folder of exported files; created if missing."),
+        Path, typer.Option(envvar="ABSERVE_NATIVE_ARTEFACTS", help="Folder of exported files; created if missing.")
     ] = Path(ARTEFACTS),
     print_launch: PrintLaunch = False,
     print_space: PrintSpace = False,

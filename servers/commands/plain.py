@@ -74,11 +74,7 @@ def _chosen(kind: str, requested: PlainSettings) -> tuple[ModelSpecification | L
         largest = specification.max_batch_size
         engine = EngineSettings("torch", requested.precision, "eager", requested.device, requested.threads, largest)
         engine.check_here()
-        return specification, {
-            "device": engine.device_here(),
-            "precision": engine.precision,
-            "max_batch_size": largest,
-        }
+        return specification, {"device": engine.device_here(), "precision": engine.precision, "max_batch_size": largest}
     if kind != "fastapi":
         raise OptionError(f"abserve serve {kind} serves no language models; use fastapi, native, triton or vllm")
     for option in ("max_batch_size", "payloads", "max_queue_delay_us", "workers"):

@@ -45,10 +45,7 @@ CAUSES = (
 
 @takes_settings(VllmSettings)
 def serve_vllm(
-    context: typer.Context,
-    print_launch: PrintLaunch = False,
-    print_space: PrintSpace = False,
-    **options: object,
+    context: typer.Context, print_launch: PrintLaunch = False, print_space: PrintSpace = False, **options: object
 ) -> None:
     """Serve a language model with vLLM, which must be installed; it speaks OpenAI's protocol."""
     settings = checked(VllmSettings, options)

@@ -251,16 +251,7 @@ class Engine(ABC):
         settings = self._settings
         label = "none" if self._weights is None else self._weights.label
         return EngineDescription(
-            settings.kind,
-            version,
-            precision,
-            mode,
-            device,
-            threads,
-            settings.max_batch_size,
-            label,
-            details,
-            spinning,
+            settings.kind, version, precision, mode, device, threads, settings.max_batch_size, label, details, spinning
         )
 
 

@@ -242,12 +242,7 @@ class OnnxRuntimeEngine(Engine):
         return self._session
 
     def _profile(
-        self,
-        folder: Path,
-        index: int | None,
-        rows: int = 4,
-        repeats: int = 5,
-        sizes: Mapping[str, int] | None = None,
+        self, folder: Path, index: int | None, rows: int = 4, repeats: int = 5, sizes: Mapping[str, int] | None = None
     ) -> Path:
         """Profile some batches of a session like this one, without graphs, which would hide the nodes."""
         import onnxruntime as ort

@@ -129,10 +129,7 @@ def fill_rows(memory: Array, parts: Sequence[Array], name: str, axis: Axis | Non
 
 
 def divide(
-    outputs: Mapping[str, Array],
-    rows: Sequence[int],
-    sizes: Sequence[int] = (),
-    padding: Padding | None = None,
+    outputs: Mapping[str, Array], rows: Sequence[int], sizes: Sequence[int] = (), padding: Padding | None = None
 ) -> list[dict[str, Array]]:
     """Each request's outputs as views: its rows, cut back to its own size if the batch was padded. Raises `ValueError`
     when the engine returned another number of rows."""

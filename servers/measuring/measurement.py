@@ -558,12 +558,7 @@ def artefact(
 
     try:
         return executed_file(
-            settings.kind,
-            settings.precision,
-            specification,
-            weights,
-            root,
-            max_batch_size=settings.max_batch_size,
+            settings.kind, settings.precision, specification, weights, root, max_batch_size=settings.max_batch_size
         )
     except (ExportError, FolderError) as exc:
         raise EngineError(str(exc)) from exc

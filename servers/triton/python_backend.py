@@ -192,11 +192,7 @@ class EngineModel:
 
         self._input_names = [tensor.name for tensor in specification.inputs]
         self._executor = BatchExecutor(self._engine, specification, max_batch_size, self._decoder, settings.pad_to)
-        report = {
-            "in_effect": asdict(in_effect),
-            "load_ns": loaded_ns - started_ns,
-            "warm_up_ns": warm_ns - loaded_ns,
-        }
+        report = {"in_effect": asdict(in_effect), "load_ns": loaded_ns - started_ns, "warm_up_ns": warm_ns - loaded_ns}
         pb_utils.Logger.log_info(start_line())
         pb_utils.Logger.log_info(f"engine ready: {json.dumps(report, default=str)}")
 

@@ -379,11 +379,7 @@ OVER_HTTP = (
     *over_each("43", "Clients that leave in the middle of a stream", half_read, expected="200"),
     *over_each("44", "Clients that do not read their streams", deaf, expected="200", peak_mib=64),
     *over_each(
-        "45",
-        "More requests than may wait",
-        crowd,
-        expected=f"200 or 503 or {ERROR_EVENT}",
-        setting=SHORT_TOKEN_QUEUES,
+        "45", "More requests than may wait", crowd, expected=f"200 or 503 or {ERROR_EVENT}", setting=SHORT_TOKEN_QUEUES
     ),
 )
 CASES = tuple(sorted((*OVER_HTTP, *OVER_GRPC), key=lambda case: case.order))

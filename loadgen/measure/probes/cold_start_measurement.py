@@ -227,13 +227,7 @@ def _start_container(
         if size <= max(1, min(limits, default=1))
     }
     start = measure_container_cold_start(
-        deployment,
-        arm.model,
-        bodies,
-        label=label,
-        repetition=repetition,
-        timeout_s=READY_SECONDS,
-        caches=caches,
+        deployment, arm.model, bodies, label=label, repetition=repetition, timeout_s=READY_SECONDS, caches=caches
     )
     deployment.stop()
     return start

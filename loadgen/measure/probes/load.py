@@ -204,9 +204,5 @@ class Rounds:
 
 
 PROBE = Probe(
-    wanted=has_load,
-    measure=measure,
-    finding=LoadFound,
-    analyse=analyse,
-    sections="loadgen.report.sections.load",
+    wanted=has_load, measure=measure, finding=LoadFound, analyse=analyse, sections="loadgen.report.sections.load"
 )

@@ -139,13 +139,7 @@ def _rate_trial(context: RunContext, arm: Arm, entry: ScheduledBlock, step: int,
 
 
 def _run_trial(
-    context: RunContext,
-    arm: Arm,
-    entry: ScheduledBlock,
-    step: int,
-    load: Workload,
-    planned: int,
-    allowed: int,
+    context: RunContext, arm: Arm, entry: ScheduledBlock, step: int, load: Workload, planned: int, allowed: int
 ) -> Trial:
     """Run and store one trial of `planned` requests, of which `allowed` may be late. Raises `StorageError`, and
     `RunError` if anything but late answers cut it short."""

@@ -33,10 +33,5 @@ def measure(context: RunContext) -> None:
 
 
 PROBE = Probe(
-    wanted=wanted,
-    measure=measure,
-    records=(TokensCompared,),
-    finding=TokensFound,
-    analyse=analyse,
-    after_servers=True,
+    wanted=wanted, measure=measure, records=(TokensCompared,), finding=TokensFound, analyse=analyse, after_servers=True
 )

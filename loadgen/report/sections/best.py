@@ -89,10 +89,7 @@ def _behind(result: Result, workload: str, first: Label | None, arm: Label) -> d
     if pair is None or logs is None:
         return doc.Cell("–", "unknown")
     gain = logs.exp()
-    return doc.Cell(
-        ratio_with_interval(gain.value, gain.interval),
-        None if pair.winner == first else "note",
-    )
+    return doc.Cell(ratio_with_interval(gain.value, gain.interval), None if pair.winner == first else "note")
 
 
 def one_configuration(result: Result) -> doc.Section | None:

@@ -101,13 +101,7 @@ def cause_table(result: Result, causes: WorkloadCauses) -> doc.Table:
             for effect in cause.effects
         ]
         tails += [
-            (
-                shown(untested.label),
-                f"{_state(untested)}: {untested.reason}",
-                "–",
-                "–",
-                "–",
-            )
+            (shown(untested.label), f"{_state(untested)}: {untested.reason}", "–", "–", "–")
             for untested in cause.untested
         ]
         rows += [(*(head if place == 0 else ("",) * len(head)), *tail) for place, tail in enumerate(tails)]

@@ -313,9 +313,7 @@ def _traced(module: nn.Module, example: tuple[Tensor, ...]) -> torch.jit.ScriptM
 
 
 def _largest_error(
-    script: nn.Module,
-    pairs: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]],
-    strategy: list[tuple[str, int]],
+    script: nn.Module, pairs: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]], strategy: list[tuple[str, int]]
 ) -> float:
     """The largest error of a row in the last call of each batch; NaN if one is NaN. Compiles every batch size."""
     with _quiet():

@@ -62,12 +62,7 @@ class SumNorm(nn.Module):
             from servers.engines.torch.layer_kernels import sum_norm
 
             total, normal = sum_norm(
-                one.contiguous(),
-                other.contiguous(),
-                self.weight,
-                self.bias,
-                self._epsilon,
-                with_sum=self._with_sum,
+                one.contiguous(), other.contiguous(), self.weight, self.bias, self._epsilon, with_sum=self._with_sum
             )
         else:
             total = one + other

@@ -405,10 +405,7 @@ def nearest(measured: Iterable[int], rows: int) -> list[int]:
 
 
 def plan_details(
-    started: float,
-    origins: Mapping[int, str],
-    times_ms: Mapping[int, Mapping[str, float]],
-    left_out: Mapping[str, str],
+    started: float, origins: Mapping[int, str], times_ms: Mapping[int, Mapping[str, float]], left_out: Mapping[str, str]
 ) -> dict[str, object]:
     """How the plans were chosen since `started`: by batch size where each comes from and what was measured, and by plan
     why it is not used."""

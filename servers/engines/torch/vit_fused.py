@@ -253,12 +253,7 @@ class FusedVisionTower:
         rows = self.images * (shape.tokens - 1)
         patches = space.hidden.view(-1)[: rows * shape.patch_elements].view(rows, -1)
         kernels.patches_kernel[(3 * shape.grid * self.images,)](
-            pixels,
-            patches,
-            IMAGE=shape.image_size,
-            PATCH=shape.patch_size,
-            BYTES=weights.bytes_in,
-            num_warps=8,
+            pixels, patches, IMAGE=shape.image_size, PATCH=shape.patch_size, BYTES=weights.bytes_in, num_warps=8
         )
         embedded = space.mixed[:rows]
         self._product(patches, weights.patch, embedded, self.plan.patch)

@@ -298,10 +298,7 @@ def _first_output(model: torch.nn.Module) -> torch.nn.Module:
             self.model = model
 
         def forward(
-            self,
-            input_ids: torch.Tensor,
-            attention_mask: torch.Tensor,
-            token_type_ids: torch.Tensor | None = None,
+            self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None
         ) -> torch.Tensor:
             types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
             output: torch.Tensor = self.model(
