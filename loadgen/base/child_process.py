@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 import psutil
 
-from loadgen.base.documents import last_line
+from loadgen.base.documents import last_line, one_line
 
 T = TypeVar("T")
 OWN_MODULE: tuple[str, ...] = (sys.executable, "-P", "-m", "abserve", "-m")
@@ -60,19 +60,25 @@ def printed(
     *,
     before: str = "",
     env: Mapping[str, str] | None = None,
+    stdin: bytes = b"",
 ) -> T:
     """The last line that a command prints, which is JSON. `env` is added to its environment. Raises `ProcessError`: the
-    message calls the command `name`, or is the command's own last line, behind `before`, if it fails."""
+    message calls the command `name`, or is the `error` in that line or the command's own last line, behind `before`, if
+    it fails."""
     try:
         done = subprocess.run(
-            command, capture_output=True, check=False, timeout=seconds, env={**os.environ, **(env or {})}
+            command, input=stdin, capture_output=True, check=False, timeout=seconds, env={**os.environ, **(env or {})}
         )
     except subprocess.TimeoutExpired:
         raise ProcessError(f"{name} did not answer within {seconds:g} s") from None
+    line = done.stdout.strip().rpartition(b"\n")[2]
     if done.returncode != 0:
-        raise ProcessError(before + last_line(done.stderr or done.stdout))
+        why = last_line(done.stderr or done.stdout)
+        with suppress(ValueError, KeyError):
+            why = one_line(msgspec.json.decode(line, type=dict[str, str])["error"], 500)
+        raise ProcessError(before + why)
     try:
-        return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=kind)
+        return msgspec.json.decode(line, type=kind)
     except ValueError as exc:
         raise ProcessError(f"{name} printed no valid line of JSON ({exc})") from exc
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from loadgen.base.child_process import ChildProcess, ProcessError
+from loadgen.base.child_process import ChildProcess, ProcessError, printed
 from loadgen.base.documents import DocumentError, decode_json, one_line
 from loadgen.engines.plan import CombinationCheck, Offers
 from loadgen.experiment.plan import PlanError
@@ -182,42 +182,23 @@ def contradiction(configuration: Configuration, description: Mapping[str, Any]) 
 
 def read_offers(device: str, worker: Sequence[str], *, generates: bool = False) -> Offers:
     """What this machine offers, for models or for language models. Raises `PlanError`."""
-    return _decoded(_output([*worker, "--offers", device, *(["generation"] if generates else [])], b""), Offers)
+    return _asked([*worker, "--offers", device, *(["generation"] if generates else [])], Offers)
 
 
 def check(requests: Sequence[Mapping[str, Any]], worker: Sequence[str]) -> tuple[CombinationCheck, ...]:
     """Which of the requests this machine can measure. Raises `PlanError`."""
-    content = _output([*worker, "--check"], msgspec.json.encode(requests))
-    checks = _decoded(content, tuple[CombinationCheck, ...])
+    checks = _asked([*worker, "--check"], tuple[CombinationCheck, ...], msgspec.json.encode(requests))
     if len(checks) != len(requests):
         raise PlanError("the check of the engines answered for another number of combinations")
     return checks
 
 
-def _output(argv: Sequence[str], stdin: bytes) -> bytes:
+def _asked(argv: Sequence[str], kind: type[T], stdin: bytes = b"") -> T:
     try:
-        done = subprocess.run(argv, input=stdin, capture_output=True, timeout=CHECK_SECONDS, check=False)
-    except subprocess.TimeoutExpired as exc:
-        raise PlanError(f"the check of the engines took more than {CHECK_SECONDS:g} s") from exc
-    except OSError as exc:
-        raise PlanError(f"cannot start the check of the engines: {exc.strerror or exc}") from exc
-    if not done.stdout:
-        last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-        missing = "; run: pip install 'abserve[servers]'" if b"ModuleNotFoundError" in done.stderr else ""
-        raise PlanError(one_line(f"the check of the engines failed: {''.join(last) or done.returncode}{missing}"))
-    return done.stdout
-
-
-def _decoded(content: bytes, kind: type[T]) -> T:
-    try:
-        decoded: T = decode_json(content, kind, most_bytes=MOST_ANSWER_BYTES)
-    except DocumentError as exc:
-        try:
-            refusal = decode_json(content, _WorkerMessage, most_bytes=MOST_ANSWER_BYTES).error
-        except DocumentError:
-            refusal = None
-        raise PlanError(refusal or f"the check of the engines answered what cannot be read: {exc}") from exc
-    return decoded
+        return printed(argv, kind, CHECK_SECONDS, "the check of the engines", stdin=stdin)
+    except ProcessError as exc:
+        missing = "; run: pip install 'abserve[servers]'" if "ModuleNotFoundError" in str(exc) else ""
+        raise PlanError(f"{exc}{missing}") from exc
 
 
 def _death(process: ChildProcess) -> str:
