@@ -20,22 +20,16 @@ def results_exporter(
     ] = 9446,
 ) -> None:
     """Serve the verdicts and states of runs as Prometheus metrics until stopped."""
-    from prometheus_client import CollectorRegistry, start_http_server
-
-    from loadgen.report.prometheus import RunsCollector
+    from loadgen.report.prometheus import RunsCollector, start_exporter
 
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(RunsCollector(folder))
     try:
-        server, thread = start_http_server(port, host, registry)
+        stop = start_exporter(RunsCollector(folder), host, port)
     except OSError as exc:
         typer.echo(f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --port or --host", err=True)
         raise typer.Exit(1) from exc
     typer.echo(f"verdicts of the runs in {folder} at http://{host}:{port}/metrics")
     ended.wait()
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    stop()

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loadgen.cli.output import complain, default_out, fail, publish
-from loadgen.cli.record import parse_way, serve
+from loadgen.cli.record import parse_place, parse_way, serve
 
 if TYPE_CHECKING:
+    from loadgen.cli.record import Way
     from loadgen.recorder.relay import Relay
+    from loadgen.recorder.shadow import Shadow
     from loadgen.recorder.shadow_run import ShadowRun, ShadowStanding
 
 HELP_GROUP = "Compare"
@@ -61,6 +63,15 @@ def shadow(
     margin: Annotated[
         float, typer.Option("--margin", min=0.001, max=1.0, help="A difference within this share is not meaningful.")
     ] = 0.05,
+    metrics_listen: Annotated[
+        str | None,
+        typer.Option(
+            "--metrics-listen",
+            metavar="[HOST:]PORT",
+            show_default="none",
+            help="Serve Prometheus metrics there, without a host for this machine alone.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for the results.", show_default="results/TIME-shadow")
     ] = None,
@@ -76,8 +87,6 @@ def shadow(
     """  # fmt: skip
     from loadgen.client.tls import TlsError
     from loadgen.findings.shadow import FOR_CLIENTS
-    from loadgen.recorder.relay import Relay, Upstream
-    from loadgen.recorder.shadow import ReadingTime, Shadow
     from loadgen.recorder.shadow_run import LABELS, ShadowRun
     from loadgen.records.run import ArmRequest
     from loadgen.records.store import RunStore, StorageError, running
@@ -88,6 +97,9 @@ def shadow(
     if urls == grpc_urls == (None, None) or any((one is None) != (other is None) for one, other in (urls, grpc_urls)):
         fail("give both servers: --primary and --candidate URL, --primary-grpc and --candidate-grpc HOST:PORT, or all")
     try:
+        metrics_place = None
+        if metrics_listen is not None:
+            metrics_place = parse_place(metrics_listen if ":" in metrics_listen else f"127.0.0.1:{metrics_listen}")
         ways = [
             parse_way([url for url in given if url is not None], place, is_grpc=given is grpc_urls)
             for given, place in ((urls, listen), (grpc_urls, grpc_listen))
@@ -129,17 +141,9 @@ def shadow(
             )  # fmt: skip
         except StorageError as exc:
             fail(str(exc))
-        reading, shadows, relays = ReadingTime(), list[Shadow](), list[Relay]()
-        for way in ways:
-            upstreams = []
-            for number, arm in enumerate(LABELS if swap else LABELS[:1]):
-                shadow = Shadow(
-                    way.servers[1 - number], way.contexts[1 - number], share=share, counts=run.counts, reading=reading,
-                    paired=run.take, is_grpc=way.is_grpc, arm=arm, takes_turns=swap,
-                )  # fmt: skip
-                shadows.append(shadow)
-                upstreams.append(Upstream(way.servers[number], way.tap(shadow), way.contexts[number]))
-            relays.append(Relay(*upstreams))
+        if metrics_place is not None:
+            _serve_metrics(run, metrics_place)
+        relays, shadows = _relays(ways, run, share)
         if swap:
             complain(FOR_CLIENTS, kind="note", style="yellow")
         candidates = " and ".join(way.servers[1].authority for way in ways)
@@ -149,6 +153,38 @@ def shadow(
             end()
     if outcome != [True]:
         raise typer.Exit(1)
+
+
+def _relays(ways: Sequence[Way], run: ShadowRun, share: float) -> tuple[list[Relay], list[Shadow]]:
+    """A relay per protocol, and the shadows that copy what passes it; if servers take turns, one for each server."""
+    from loadgen.recorder.relay import Relay, Upstream
+    from loadgen.recorder.shadow import ReadingTime, Shadow
+    from loadgen.recorder.shadow_run import LABELS
+
+    reading, shadows, relays = ReadingTime(), list[Shadow](), list[Relay]()
+    takes_turns = run.seed is not None
+    for way in ways:
+        upstreams = []
+        for number, arm in enumerate(LABELS if takes_turns else LABELS[:1]):
+            shadow = Shadow(
+                way.servers[1 - number], way.contexts[1 - number], share=share, counts=run.counts, reading=reading,
+                paired=run.take, is_grpc=way.is_grpc, arm=arm, takes_turns=takes_turns,
+            )  # fmt: skip
+            shadows.append(shadow)
+            upstreams.append(Upstream(way.servers[number], way.tap(shadow), way.contexts[number]))
+        relays.append(Relay(*upstreams))
+    return relays, shadows
+
+
+def _serve_metrics(run: ShadowRun, place: tuple[str, int]) -> None:
+    from loadgen.recorder.metrics import ShadowMetrics
+    from loadgen.report.prometheus import start_exporter
+
+    host, port = place
+    try:
+        start_exporter(ShadowMetrics(run), host, port)
+    except OSError as exc:
+        fail(f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another --metrics-listen")
 
 
 async def _alternate(run: ShadowRun, relays: Sequence[Relay]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from random import Random
@@ -52,6 +52,7 @@ from loadgen.records.run import (
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, store_samples
 from loadgen.records.store import RunStore
 from loadgen.stats.agreement import Tolerance, tolerance_of, tolerances_for
+from loadgen.stats.durations import DurationCounts
 from loadgen.stats.ratios import RatioEstimate, estimate_anytime, lone_correlation
 
 LABELS: tuple[Label, Label] = ("a", "b")
@@ -145,6 +146,13 @@ class ShadowStanding:
         )
 
 
+def judged(ratios: Sequence[float], margin: float) -> tuple[RatioEstimate, Outcome]:
+    """What the ratios of the blocks so far show, by the rules of the report for its leading comparison."""
+    estimate = estimate_anytime(ratios, margin, lone_correlation(ratios))
+    p_adjusted = None if estimate.p_value is None else min(1.0, estimate.p_value / LEADING_SHARE)
+    return estimate, judge(estimate.ci95, p_adjusted, margin, TYPICAL_LATENCY.higher_is_better)
+
+
 class ShadowRun:
     """Takes pairs until `finish`; `say` gets the standing after each block, from the thread."""
 
@@ -165,7 +173,7 @@ class ShadowRun:
         """Of the turns that both servers take in answering clients; None: there are none."""
         self._stored = self._timed = 0
         """Blocks of both arms, and the requests in them."""
-        self._record = ShadowRecord(share=share, block_seconds=block_s, swap=takes_turns)
+        self.record = ShadowRecord(share=share, block_seconds=block_s, swap=takes_turns)
         self._experiment = Experiment(
             arms=arms,
             model="unknown", weights=MODEL_WEIGHTS, payload="sent",
@@ -177,6 +185,10 @@ class ShadowRun:
         self._wrong: dict[str, int] = {}
         self._block: _Block | None = None
         self._ratios: list[float] = []
+        self.estimate = RatioEstimate(0)
+        """Of the ratios of all blocks so far."""
+        self.latencies, self.first_bytes = ({label: DurationCounts() for label in LABELS} for _ in range(2))
+        """Of the good requests in blocks."""
         self._lags_ms: list[float] = []
         self._models: set[str] = set()
         self._queue: SimpleQueue[tuple[PairedRequest, PairedRequest | None] | None] = SimpleQueue()
@@ -235,6 +247,10 @@ class ShadowRun:
         self._timed += 1
         for (arm, request), fault in zip(timed.items(), faults, strict=True):
             self._block.add(arm, request, fault, is_good=not any(faults))
+            if fault is None:
+                began_ns = request.sent_ns or request.at_ns
+                self.latencies[arm].add(((request.end_ns or began_ns) - began_ns) / NS_PER_S)
+                self.first_bytes[arm].add(((request.first_byte_ns or began_ns) - began_ns) / NS_PER_S)
 
     def _add_pair(self, primary: PairedRequest, copy: PairedRequest) -> None:
         if copy.sent_ns is not None and len(self._lags_ms) < _MOST_LAGS:
@@ -243,9 +259,9 @@ class ShadowRun:
         self._compare(*((primary, copy) if primary.arm == LABELS[0] else (copy, primary)))
 
     def _count(self, **more: int) -> None:
-        now = {name: getattr(self._record, name) + number for name, number in more.items()}
+        now = {name: getattr(self.record, name) + number for name, number in more.items()}
         counts = {name: getattr(self.counts, name) for name in Counts.__dataclass_fields__}
-        self._record = msgspec.structs.replace(self._record, **counts, **now)
+        self.record = msgspec.structs.replace(self.record, **counts, **now)
 
     # Answers
 
@@ -347,20 +363,16 @@ class ShadowRun:
         self._say(self.standing())
 
     def standing(self) -> ShadowStanding:
-        """What the blocks so far show, by the rules of the report for its leading comparison."""
-        estimate = estimate_anytime(self._ratios, self._experiment.equivalence_margin, lone_correlation(self._ratios))
-        p_adjusted = None if estimate.p_value is None else min(1.0, estimate.p_value / LEADING_SHARE)
-        verdict = judge(
-            estimate.ci95, p_adjusted, self._experiment.equivalence_margin, TYPICAL_LATENCY.higher_is_better
-        )
-        return ShadowStanding(self._record, estimate, verdict)
+        """What the blocks so far show."""
+        self.estimate, verdict = judged(self._ratios, self._experiment.equivalence_margin)
+        return ShadowStanding(self.record, self.estimate, verdict)
 
     def _store_state(self) -> None:
         self._count()
         if self._lags_ms:
             p50, p99 = (float(value) for value in np.percentile(self._lags_ms, (50, 99)))
-            self._record = msgspec.structs.replace(self._record, lag_p50_ms=p50, lag_p99_ms=p99)
-        self._store.write(self._record)
+            self.record = msgspec.structs.replace(self.record, lag_p50_ms=p50, lag_p99_ms=p99)
+        self._store.write(self.record)
         self._store.write(self._parity())
         seconds = (perf_counter_ns() - self.started_ns) / NS_PER_S
         self._experiment = msgspec.structs.replace(
@@ -371,7 +383,7 @@ class ShadowRun:
         self._store.write(self._experiment)
 
     def _workload(self, rate_per_s: float) -> Workload:
-        seconds = self._record.block_seconds
+        seconds = self.record.block_seconds
         return Workload(
             scenario="shadow", batch_size=1, concurrency=MOST_UNDER_WAY, requests=LEAST_PAIRS, seconds=seconds,
             max_seconds=seconds, rounds=max(1, self._stored // 2), arrivals="trace", rate_per_s=rate_per_s,

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -54,6 +55,20 @@ SHOWN = {
     "evidence.json": ("records",),
 }
 """The parts of each file that are shown; no others are kept."""
+
+
+def start_exporter(collector: Collector, host: str, port: int) -> Callable[[], None]:
+    """Answer scrapes in threads until the returned function is called. Raises `OSError`."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    server, thread = start_http_server(port, host, registry)
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop
 
 
 class RunsCollector(Collector):

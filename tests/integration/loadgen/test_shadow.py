@@ -345,6 +345,21 @@ def test_in_turns_a_slow_candidate_and_wrong_answers_are_found(tmp_path: Path) -
     assert (record.swap, record.wrong > 0) == (True, True)
 
 
+def test_prometheus_reads_a_shadow_while_it_runs(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with (
+        serving(echo) as primary,
+        serving(echo) as second,
+        shadowing(primary.url, second.url, tmp_path / "run", "--metrics-listen", str(port)) as running,
+    ):
+        ask(running.port, [b"x"] * 7)
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=100)) as connection:
+            connection.request("GET", "/metrics")
+            shown = connection.getresponse().read().decode()
+    assert "\nabserve_shadow_requests_total 7.0\n" in shown
+
+
 def test_after_its_minutes_there_is_a_report_and_the_traffic_still_passes(tmp_path: Path) -> None:
     with (
         serving(echo) as primary,

@@ -14,9 +14,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadgen.locust.metrics import BOUNDS_S, DurationCounts, LoadMetrics
+from loadgen.locust.metrics import LoadMetrics
 from loadgen.records.store import running
 from loadgen.report.prometheus import SILENT_SECONDS, RunsCollector
+from loadgen.stats.durations import BOUNDS_S, DurationCounts
 
 
 def scraped(collector: Any) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from loadgen.client.connection import Address
 from loadgen.metrics.comparisons import Outcome
+from loadgen.recorder.metrics import ShadowMetrics
 from loadgen.recorder.shadow import PairedRequest, Shadow
 from loadgen.recorder.shadow_run import ShadowRun, ShadowStanding, whose_turn
 from loadgen.records.run import ArmRequest
@@ -20,8 +22,12 @@ ARMS = ArmRequest(label="a", target="http://127.0.0.1:1"), ArmRequest(label="b",
 
 
 def verdicts(folder: Path, times: float, seed: int, *, swap: bool = False) -> set[Outcome]:
-    """Those after each block of a candidate that takes so many times the latency. Both servers feel the same load,
-    which lasts for blocks, and each its own noise. With `swap` they take turns."""
+    return planted(folder, times, seed, swap=swap)[1]
+
+
+def planted(folder: Path, times: float, seed: int, *, swap: bool = False) -> tuple[ShadowRun, set[Outcome]]:
+    """A run, and the verdicts after each block, of a candidate that takes so many times the latency. Both servers feel
+    the same load, which lasts for blocks, and each its own noise. With `swap` they take turns."""
     rng = np.random.default_rng(seed)
     said: list[ShadowStanding] = []
     failures: list[str] = []
@@ -51,7 +57,7 @@ def verdicts(folder: Path, times: float, seed: int, *, swap: bool = False) -> se
                 run.take(answered, None)
     assert run.finish(100)
     assert (failures, len(said)) == ([], BLOCKS)
-    return {standing.verdict for standing in said}
+    return run, {standing.verdict for standing in said}
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -61,6 +67,27 @@ def test_a_planted_difference_is_found(times: float, winner: Outcome, swap: bool
     found = verdicts(tmp_path / "run", times, 1, swap=swap)
     assert found <= {winner, "inconclusive"}
     assert swap or winner in found
+
+
+def test_prometheus_is_shown_the_counts_the_latencies_and_the_ratio(tmp_path: Path) -> None:
+    run, _ = planted(tmp_path / "run", 1.3, 1)
+    run.counts.requests = 1000
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(ShadowMetrics(run))
+    shown = registry.get_sample_value
+    pairs = (BLOCKS + 1) * PAIRS
+    assert [shown(f"abserve_shadow_{name}_total") for name in ("requests", "pairs", "different")] == [1000, pairs, 0]
+    assert [shown("abserve_shadow_latency_seconds_count", {"arm": arm}) for arm in "ab"] == [BLOCKS * PAIRS] * 2
+    a, b = (shown("abserve_shadow_latency_seconds_sum", {"arm": arm}) for arm in "ab")
+    low, ratio, high = (shown(f"abserve_shadow_ratio{end}") for end in ("_low", "", "_high"))
+    assert a
+    assert b
+    assert low
+    assert ratio
+    assert high
+    assert 1.1 < b / a < 1.5
+    assert 1.0 < low < ratio < high < 1.6
+    assert shown("abserve_shadow_blocks") == BLOCKS
 
 
 @pytest.mark.parametrize("seed", range(20))
