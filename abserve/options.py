@@ -210,7 +210,8 @@ class CompareOptions(TypedDict, total=False):
     """Replay the first --open-seconds of this trace to a language model: a JSON object per line with timestamp (ms),
     input_length, output_length and hash_ids."""
     limits: str | PathLike[str] | None
-    """Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s."""
+    """Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s. With --traffic p99=50ms:
+    search the highest speed of the traffic that keeps it."""
     price: float | None
     """Price of the machine per hour, for the cost of a language model's tokens."""
     requests: int | None

@@ -53,15 +53,14 @@ from loadgen.client.token_traffic import TokenTraffic
 from loadgen.client.traffic import Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.experiment.prompts import SETTLING, PromptShape, Trace
-from loadgen.experiment.replay import Replay
 from loadgen.records.samples import NS_PER_S, SampleWriter
 from loadgen.records.targets import TOKEN_TRANSPORTS, is_token_transport
 
 _FLUSH_SECONDS = 0.5
 
-BodyShape = tuple[int, int | None] | PromptShape | Trace | Replay
+BodyShape = tuple[int, int | None] | PromptShape | Trace | tuple[str, str]
 """The batch size of a body, and the length of all its items; None: of any. Of a language model the shape of a prompt,
-or a trace. Or a replay of recorded requests."""
+or a trace. Or the source of a replay's recorded requests."""
 Prepared = Mapping[BodyShape, PreparedBodies | PreparedPrompts | RecordedBodies]
 
 _ALIVE_SECONDS = 1.0
@@ -318,7 +317,9 @@ class Block:
 
 def _key(command: Open) -> BodyShape:
     """Which of the prepared bodies a block sends."""
-    return command.replay or command.trace or command.shape or (command.batch_size, command.length)
+    if command.replay is not None:
+        return command.replay.source
+    return command.trace or command.shape or (command.batch_size, command.length)
 
 
 class BlockRunner:
@@ -386,8 +387,8 @@ class BlockRunner:
         for shape in product(sorted({1, *command.batch_sizes}), (None, *command.lengths)):
             chosen = choose_items(inputs, shape[0], command.seed, length=shape[1])
             bodies[shape] = prepare_bodies(command.transport, inputs, signature, variation, chosen, self._numbers)
-        for replay in command.replays:
-            bodies[replay] = prepare_recorded(replay, signature)
+        for source, replay in {replay.source: replay for replay in command.replays}.items():
+            bodies[source] = prepare_recorded(replay, signature)
         return bodies
 
     def _open(self, command: Open) -> CommandReply:

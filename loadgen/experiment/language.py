@@ -100,7 +100,8 @@ def check_language(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> 
 
 
 def _check_tensors(settings: ExperimentSettings) -> None:
-    for name in ("prompt_tokens", "output_tokens", "trace", "limits", "price"):
+    of_speed = settings.traffic is not None and set(read_limits(settings.limits or "p99=1ms")) == {"p99"}
+    for name in ("prompt_tokens", "output_tokens", "trace", *(() if of_speed else ("limits",)), "price"):
         if getattr(settings, name) is not None:
             raise PlanError(
                 f"--{name.replace('_', '-')} is for language models, and {settings.model} is not one; name one as in "
@@ -169,6 +170,8 @@ def protocol_in_words(experiment: Experiment) -> str:
 
 def _limits(settings: ExperimentSettings) -> TokenLimits | None:
     given = read_limits(settings.limits) if settings.limits else {}
+    if "p99" in given:
+        raise PlanError("--limits p99 is for recorded traffic of tensors; give ttft, tpot or gap")
     return TokenLimits(**{f"{name}_ms": limit_ms for name, limit_ms in given.items()}) if given else None
 
 

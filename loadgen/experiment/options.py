@@ -99,7 +99,9 @@ class SettingOption:
         text = (self.field.description or "").replace("{arm}", arm.upper())
         if self.flag == f"--{_LAST_SHOWN}":
             text += f" --d to --{LETTERS[-1]} add more arms; each has the options of A."
+        also = [str(extra["also"])] if isinstance(extra, dict) and "also" in extra else []
         option = typer.Option(
+            *also,
             f"{self.flag}/--no-{self.flag[2:]}" if kind is bool else self.flag,
             envvar=self.variable,
             show_envvar=False,

@@ -18,7 +18,13 @@ import msgspec
 
 from loadgen.base.quantities import significant
 from loadgen.experiment.replay import Replay, has_answer
-from loadgen.experiment.settings import DEFAULT_SCENARIOS, SURFACE_SCENARIOS, ArmSettings, ExperimentSettings
+from loadgen.experiment.settings import (
+    DEFAULT_SCENARIOS,
+    SURFACE_SCENARIOS,
+    ArmSettings,
+    ExperimentSettings,
+    read_limits,
+)
 from loadgen.records.names import names_of
 from loadgen.records.payloads import BACKEND_ENDINGS, IMAGE_PAYLOADS, implied_payload, served_name, takes_images
 from loadgen.records.run import Access, ArmRequest, Experiment, Kind, Label, Workload, asked_for, option_of, setting_key
@@ -464,30 +470,39 @@ def _traffic(settings: ExperimentSettings, single: Workload, _: bool) -> list[Wo
                 rate_per_s=rate, check_answers=bool(settings.check_answers),
             )
         )  # fmt: skip
+    for bound_ms in read_limits(settings.limits).values() if settings.limits else ():
+        search = _search(settings, bound_ms)
+        if len(replay.requests()) < search.requests:
+            raise PlanError(
+                f"--limits: {settings.traffic} has {len(replay.requests()):,} requests, and a trial of the search "
+                f"needs {search.requests:,}; record more, or lower --slo-queries"
+            )
+        original = msgspec.structs.replace(replay, speed=1.0)
+        workloads.append(
+            msgspec.structs.replace(
+                search, arrivals="trace", traffic=settings.traffic, rate_per_s=significant(original.rate_per_s(), 3),
+                check_answers=bool(settings.check_answers),
+            )
+        )  # fmt: skip
     return workloads
 
 
-def _searches(settings: ExperimentSettings, _: Workload, __: bool) -> list[Workload]:
-    """A search per latency bound."""
+def _search(settings: ExperimentSettings, bound_ms: float) -> Workload:
+    """A search for the highest rate within a latency bound."""
     preset = PRESETS[settings.preset]
     queries = settings.slo_queries or preset.queries
-    workloads = []
-    for bound in sorted(set(settings.slo_p99_ms)):
-        least = BOUNDS_PER_TRIAL * bound / 1000.0
-        workloads.append(
-            Workload(
-                scenario="slo",
-                batch_size=1,
-                concurrency=settings.connections,
-                requests=queries,
-                seconds=max(preset.trial_seconds, least),
-                max_seconds=max(preset.longest_trial_seconds * max(1.0, queries / preset.queries), 2.0 * least),
-                rounds=settings.rounds or preset.search_rounds,
-                arrivals="poisson",
-                latency_bound_ms=float(bound),
-            )
-        )
-    return workloads
+    least = BOUNDS_PER_TRIAL * bound_ms / 1000.0
+    return Workload(
+        scenario="slo",
+        batch_size=1,
+        concurrency=settings.connections,
+        requests=queries,
+        seconds=max(preset.trial_seconds, least),
+        max_seconds=max(preset.longest_trial_seconds * max(1.0, queries / preset.queries), 2.0 * least),
+        rounds=settings.rounds or preset.search_rounds,
+        arrivals="poisson",
+        latency_bound_ms=float(bound_ms),
+    )
 
 
 def cold_start(settings: ExperimentSettings, alone: Workload) -> Workload:
@@ -509,7 +524,7 @@ LOADS: Mapping[Scenario, Callable[[ExperimentSettings, Workload, bool], list[Wor
     "surface": _surface,
     "open": _open,
     "traffic": _traffic,
-    "slo": _searches,
+    "slo": lambda settings, _, __: [_search(settings, bound) for bound in sorted(set(settings.slo_p99_ms))],
 }
 """The workloads of a scenario for models that take tensors, in the order of the report: from the settings, the workload
 of one user, and whether an arm may run on a GPU."""
@@ -524,6 +539,7 @@ def check_best(settings: ExperimentSettings) -> None:
     for option, given in (
         ("--surface", settings.surface),
         ("--slo-p99-ms", settings.slo_p99_ms),
+        ("--limits", settings.limits and settings.traffic),
         ("--deployment compose", settings.deployment == "compose"),
         ("--until decided", settings.until == "decided"),
         ("--explain", settings.explain),

@@ -31,6 +31,11 @@ class Replay(msgspec.Struct, frozen=True):
     seconds: float
     speed: float = 1.0
 
+    @property
+    def source(self) -> tuple[str, str]:
+        """What decides its requests, whichever of them a block sends, and when."""
+        return self.folder, self.transport
+
     def requests(self) -> tuple[RecordedRequest, ...]:
         """The requests of the folder that can be replayed. Raises `TrafficError`."""
         return _replayable(self.folder, self.transport)

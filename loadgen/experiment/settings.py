@@ -49,6 +49,7 @@ LANGUAGE_USERS, LANGUAGE_SMOKE_USERS = (4, 16), (4,)
 DEFAULT_PROJECT = "abserve"
 _MOST_LIMIT_MS = 3_600_000.0
 TOKEN_LIMITS = ("ttft", "tpot", "gap")
+LIMITS = (*TOKEN_LIMITS, "p99")
 """The limits of a good answer of a language model, see `TokenLimits`."""
 
 
@@ -101,7 +102,7 @@ def _sizes_or(word: str) -> BeforeValidator:
     return BeforeValidator(checked)
 
 
-def read_limits(text: str, names: Sequence[str] = TOKEN_LIMITS) -> dict[str, float]:
+def read_limits(text: str, names: Sequence[str] = LIMITS) -> dict[str, float]:
     """Limits such as ttft=200ms,tpot=0.05s in ms by their names, in the order of `names`. Raises `ValueError`."""
     limits: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -153,7 +154,7 @@ Speeds = Annotated[tuple[Annotated[float, Field(ge=0.01, le=1000.0)], ...], SEPA
 Bounds = Annotated[tuple[Annotated[float, Field(gt=0.0, le=60_000.0)], ...], SEPARATED]
 Lengths = Annotated[str, _sizes_or("text")]
 Buckets = Annotated[str, _sizes_or("none")]
-Limits = Annotated[str, limits_of(TOKEN_LIMITS)]
+Limits = Annotated[str, limits_of(LIMITS)]
 Headers = Annotated[dict[str, SkipValidation[str]], BeforeValidator(_read_headers), PlainSerializer(_shown_headers)]
 Lines = Annotated[tuple[str, ...], BeforeValidator(_listed), REPEATED]
 
@@ -366,7 +367,10 @@ class ExperimentSettings(Settings):
         "timestamp (ms), input_length, output_length and hash_ids.",
     )
     limits: Limits | None = _load(
-        None, description="Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s."
+        None,
+        json_schema_extra={"panel": LOAD, "also": "--limit"},
+        description="Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s. With "
+        "--traffic p99=50ms: search the highest speed of the traffic that keeps it.",
     )
     price: float | None = _load(
         None, gt=0.0, le=1e6, description="Price of the machine per hour, for the cost of a language model's tokens."

@@ -107,6 +107,8 @@ class RateFound(Record, frozen=True, kw_only=True):
     trials: int
     seconds: float
     """Time under load."""
+    speed: float | None = None
+    """That rate over the mean rate of the recorded traffic, where that is replayed."""
     metric: str = SLO_RATE.name
     """The metric that it measures."""
 
@@ -214,6 +216,8 @@ def _rate(workload: Workload, trials: list[Trial]) -> RateFound:
         if search.next_rate is None:
             break
         search.record(trial.held)
+    held = search.held if search.ended is not None else None
+    recorded_per_s = workload.rate_per_s if workload.traffic is not None else None
     return RateFound(
         workload=workload.name,
         round=first.round,
@@ -221,7 +225,8 @@ def _rate(workload: Workload, trials: list[Trial]) -> RateFound:
         label=first.label,
         bound_ms=workload.latency_bound_ms or 0.0,
         metric=GOODPUT_RATE.name if workload.scenario == "goodput" else SLO_RATE.name,
-        rate_per_s=search.held if search.ended is not None else None,
+        rate_per_s=held,
+        speed=held / recorded_per_s if held and recorded_per_s else None,
         failed_rate_per_s=search.failed,
         ended=search.ended,
         client_limited=any(_busy(t) for t in trials if not t.held and t.rate_per_s == search.failed),

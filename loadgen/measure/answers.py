@@ -33,12 +33,11 @@ from loadgen.client.traffic import unpacked
 from loadgen.client.transports import InferenceTarget, Request, prepare, read_answer
 from loadgen.experiment.plan import FULL
 from loadgen.experiment.replay import Replay, has_answer
-from loadgen.measure.arms import Arm, replay_of
+from loadgen.measure.arms import Arm
 from loadgen.measure.preparation import Inputs
 from loadgen.records.probes import AnswersCompared
 from loadgen.records.run import REQUEST_TIMEOUT_S, Label, ParityCase, ParityRecord, Workload
 from loadgen.records.store import RunStore
-from loadgen.records.targets import Transport
 from loadgen.records.traffic import TrafficError
 from loadgen.stats.agreement import (
     NOT_FINITE,
@@ -404,6 +403,8 @@ class _AnswerSample:
     label: Label
     block: str
     users: int
+    replay: Replay | None
+    """The recorded requests of which it answers one."""
     answer: KeptAnswer
 
 
@@ -434,9 +435,12 @@ class AnswersUnderLoad:
             count = 1
         return msgspec.structs.replace(command, keep_answers=count, keep_seed=self.seed * 1_000_003 + number)
 
-    def take(self, workload: Workload, label: Label, block: str, users: int, outcome: BlockOutcome) -> None:
-        """Take over the answers that a block of so many users has kept; `block` is its name for messages."""
-        self.samples += [_AnswerSample(workload, label, block, users, answer) for answer in outcome.answers]
+    def take(self, workload: Workload, label: Label, block: str, command: Open, outcome: BlockOutcome) -> None:
+        """Take over the answers that the block of a command has kept; `block` is its name for messages."""
+        self.samples += [
+            _AnswerSample(workload, label, block, command.concurrency, command.replay, answer)
+            for answer in outcome.answers
+        ]
 
     def compare(
         self, arms: Mapping[Label, Arm], signatures: Mapping[Label, Signature], inputs: Inputs, restart: int
@@ -466,7 +470,7 @@ class AnswersUnderLoad:
                 )  # fmt: skip
                 if error is None:
                     pairs = [pair for pair in zip(of_arm, expected, strict=True) if pair[0].workload.name == workload]
-                    record = _compared(record, pairs, rules, typical, target.target.transport)
+                    record = _compared(record, pairs, rules, typical)
                 self.compared.append(record)
         self.samples = []
         self.store.write_all(AnswersCompared, self.compared)
@@ -477,7 +481,6 @@ def _compared(
     pairs: Sequence[tuple[_AnswerSample, list[Answer]]],
     rules: Rules,
     typical: Mapping[str, float],
-    transport: Transport,
 ) -> AnswersCompared:
     faults: list[str] = []
     all_agreements: list[Agreement] = []
@@ -492,7 +495,7 @@ def _compared(
     return msgspec.structs.replace(
         record,
         answers=len(pairs),
-        recorded=sum(_is_checked(sample, transport) for sample, _ in pairs),
+        recorded=sum(_is_checked(sample) for sample, _ in pairs),
         items=sum(len(sample.answer.rows) for sample, _ in pairs),
         wrong=len(faults),
         relative_max=whole.relative if all_agreements and isfinite(whole.relative) else None,
@@ -524,18 +527,18 @@ def _judged(
     return agreements, fault
 
 
-def _is_checked(sample: _AnswerSample, transport: Transport) -> bool:
+def _is_checked(sample: _AnswerSample) -> bool:
     """Whether an answer is compared with a recorded one."""
-    replay = replay_of(sample.workload, transport) if sample.workload.check_answers else None
+    replay = sample.replay if sample.workload.check_answers else None
     return replay is not None and has_answer(replay.requests()[sample.answer.first])
 
 
 def _ask_alone(reference: ParityTarget, variation: Variation | None, seed: int, sample: _AnswerSample) -> list[Answer]:
     inputs, answer = reference.inputs, sample.answer
     workload = sample.workload
-    if (replay := replay_of(workload, reference.target.transport)) is not None:
-        checked = _is_checked(sample, reference.target.transport)
-        whole = (_recorded_answer if checked else _ask_recorded)(reference, replay, answer.first)
+    if sample.replay is not None:
+        checked = _is_checked(sample)
+        whole = (_recorded_answer if checked else _ask_recorded)(reference, sample.replay, answer.first)
         assert whole is not None
         return [{name: array[row : row + 1] for name, array in whole.items()} for row in answer.rows]
     items = choose_items(inputs, workload.batch_size, seed, length=workload.sequence_length)[answer.body]

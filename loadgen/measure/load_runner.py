@@ -281,7 +281,7 @@ class LoadRunner:
             command = answers.keeping(command, entry.workload, number)
         outcome = self._generate(_title(arm, entry), arm, command, readings)
         if answers is not None:
-            answers.take(entry.workload, entry.label, f"{name} {number}", command.concurrency, outcome)
+            answers.take(entry.workload, entry.label, f"{name} {number}", command, outcome)
         return outcome
 
     @staticmethod

@@ -26,7 +26,7 @@ import numpy as np
 from loadgen.base.documents import last_line, one_line
 from loadgen.client.connection import AddressError, ConnectionRefused
 from loadgen.client.generation import StreamedAnswer, TokenId
-from loadgen.client.messages import BlockOutcome
+from loadgen.client.messages import BlockOutcome, Open
 from loadgen.client.outputs import AnswerError
 from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.traffic import unpacked
@@ -172,9 +172,9 @@ class TokenAnswers(AnswersUnderLoad):
         `StorageError`."""
         self.store.write_all(TokensCompared, [])
 
-    def take(self, workload: Workload, label: Label, block: str, users: int, outcome: BlockOutcome) -> None:
+    def take(self, workload: Workload, label: Label, block: str, command: Open, outcome: BlockOutcome) -> None:
         """Take over the answers that a block has kept."""
-        AnswersUnderLoad.take(self, workload, label, block, users, outcome)
+        AnswersUnderLoad.take(self, workload, label, block, command, outcome)
         for answer in outcome.answers:
             ids = {tensor.name: unpacked(tensor)[0].tolist() for tensor in answer.outputs}
             self.prompted.append(

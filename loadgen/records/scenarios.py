@@ -77,6 +77,10 @@ def _traffic_place(workload: Any) -> str:
     return "with recorded traffic" + ("" if workload.speed == 1.0 else f" at {workload.speed:g}× its speed")
 
 
+def _of_traffic(workload: Any) -> str:
+    return " of recorded traffic" if workload.traffic else ""
+
+
 SCENARIOS: Mapping[Scenario, ScenarioEntry] = {
     "cold-start": ScenarioEntry(lambda _: "from a cold start", has_blocks=False),
     "single": ScenarioEntry(lambda _: "one request at a time"),
@@ -95,8 +99,9 @@ SCENARIOS: Mapping[Scenario, ScenarioEntry] = {
         settings={"traffic": "FOLDER"},
     ),
     "slo": ScenarioEntry(
-        lambda workload: f"within p99 ≤ {workload.latency_bound_ms:g} ms",
-        lambda workload: (f"p99≤{workload.latency_bound_ms:g}ms",), has_blocks=False, is_search=True, of_tokens=False,
+        lambda workload: f"within p99 ≤ {workload.latency_bound_ms:g} ms{_of_traffic(workload)}",
+        lambda workload: (f"p99≤{workload.latency_bound_ms:g}ms", "traffic" if workload.traffic else None),
+        has_blocks=False, is_search=True, of_tokens=False,
         settings={"slo_p99_ms": "50"},
     ),
     "goodput": ScenarioEntry(

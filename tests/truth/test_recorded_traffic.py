@@ -9,9 +9,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
+from loadgen.findings.rate_search import RatesFound
 from loadgen.findings.traffic import TrafficFound
 from loadgen.metrics.comparisons import Comparison, judge
 from loadgen.records.probes import AnswersCompared
@@ -82,6 +84,23 @@ def test_equal_servers_have_no_winner(compare: Compare, tmp_path: Path) -> None:
     found, verdict = latency(result, workload)
     assert verdict in ("no_difference", "inconclusive"), found
     assert {block.errors for block in result.blocks} == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@again
+def test_the_highest_speed_within_a_limit_is_twice_that_of_half_a_server(compare: Compare, tmp_path: Path) -> None:
+    folder = write_traffic(tmp_path / "traffic", bursts(20.0))
+    search = msgspec.structs.replace(
+        replay(folder, pairs=1, seconds=1.0), scenario="slo", requests=459, max_seconds=30.0, latency_bound_ms=100.0
+    )
+    result = compare("--rate 600 --no-spin", "--rate 300 --no-spin", search)
+    rates = {rate.label: rate for rate in result.of(RatesFound).rates}
+    assert [rate.ended for rate in rates.values()] == ["found", "found"]
+    assert (rates["a"].rate_per_s or 0.0) <= 750.0
+    assert 0.25 < (rates["b"].rate_per_s or 0.0) / (rates["a"].rate_per_s or 1.0) < 0.9
+    assert rates["b"].speed == pytest.approx((rates["b"].rate_per_s or 0.0) / 42.0)
+    assert all(trial.planned >= 459 for trial in result.of(RatesFound).trials)
 
 
 def test_wrong_answers_to_one_rare_shape_are_found_before_the_load(compare: Compare, tmp_path: Path) -> None:

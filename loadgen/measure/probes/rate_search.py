@@ -22,6 +22,7 @@ from loadgen.experiment.language import GOOD_SHARE
 from loadgen.experiment.schedule import ScheduledBlock, arrival_count, closed_loop, schedule_seed, search_schedule
 from loadgen.findings.rate_search import RatesFound, Trial, analyse, search_from
 from loadgen.findings.registry import Probe
+from loadgen.measure.arms import replay_of
 from loadgen.measure.errors import RunError
 from loadgen.measure.machine import utc_now
 from loadgen.metrics.registry import measured_answers
@@ -29,6 +30,7 @@ from loadgen.metrics.tokens import meets_limits, with_tokens
 from loadgen.records.run import Experiment, Label, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, latencies_ms, read_samples
 from loadgen.records.tokens import read_tokens
+from loadgen.records.traffic import TrafficError
 from loadgen.stats.percentiles import late_allowed, percentile, queries_needed
 
 if TYPE_CHECKING:
@@ -124,8 +126,15 @@ def _rate_trial(context: RunContext, arm: Arm, entry: ScheduledBlock, step: int,
     whether it held."""
     workload = entry.workload
     quantile = 0.99 if workload.limits is None else GOOD_SHARE
-    longest_s = 2.0 * max(workload.seconds, workload.requests / rate)
+    needed_s = max(workload.seconds, workload.requests / rate)
+    longest_s = 2.0 * needed_s
+    load = msgspec.structs.replace(workload, rate_per_s=rate, max_seconds=longest_s)
+    seed = schedule_seed(context.experiment.seed, workload.name, 1000 * entry.round + step)
     planned = arrival_count(rate, workload.requests, workload.seconds, longest_s)
+    if workload.traffic is not None and workload.rate_per_s:
+        seed = schedule_seed(context.experiment.seed, workload.name, entry.round)  # trials of one part of the traffic
+        speed = rate / workload.rate_per_s
+        load, planned = _replayed(arm, msgspec.structs.replace(load, speed=speed, seconds=needed_s), seed)
     allowed = late_allowed(planned, quantile)
     if allowed is None:
         needed = queries_needed(0, quantile)
@@ -134,17 +143,37 @@ def _rate_trial(context: RunContext, arm: Arm, entry: ScheduledBlock, step: int,
             f"{needed}"
         )
     context.progress.now(f"{arm.name} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late")
-    load = msgspec.structs.replace(workload, rate_per_s=rate, max_seconds=longest_s)
-    return _run_trial(context, arm, entry, step, load, planned, allowed).held
+    return _run_trial(context, arm, entry, step, load, seed, planned, allowed).held
+
+
+def _replayed(arm: Arm, load: Workload, seed: int) -> tuple[Workload, int]:
+    """A trial that replays so much of the recorded traffic that its requests are enough, and how many they are. Raises
+    `RunError`."""
+    while True:
+        replay = replay_of(load, arm.transport)
+        assert replay is not None
+        try:
+            planned = len(replay.window(seed)[1])
+            if planned >= min(load.requests, len(replay.requests())):
+                return load, planned
+        except TrafficError as exc:
+            raise RunError(str(exc)) from exc
+        load = msgspec.structs.replace(load, seconds=1.5 * load.seconds, max_seconds=1.5 * load.max_seconds)
 
 
 def _run_trial(
-    context: RunContext, arm: Arm, entry: ScheduledBlock, step: int, load: Workload, planned: int, allowed: int
+    context: RunContext,
+    arm: Arm,
+    entry: ScheduledBlock,
+    step: int,
+    load: Workload,
+    seed: int,
+    planned: int,
+    allowed: int,
 ) -> Trial:
     """Run and store one trial of `planned` requests, of which `allowed` may be late. Raises `StorageError`, and
     `RunError` if anything but late answers cut it short."""
     index, path = context.store.next_numbered(Trial)
-    seed = schedule_seed(context.experiment.seed, entry.workload.name, 1000 * entry.round + step)
     command = arm.load(load, path, arrivals_seed=seed, late_allowed=allowed)
     runner = context.load_runner(watched=False)
     started_at = utc_now()

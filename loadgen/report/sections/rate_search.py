@@ -13,9 +13,9 @@ KEY = (*doc.names("scenario"), *doc.numbers("round"), *doc.names("arm"))
 
 
 _RATE_CAPTION = (
-    "The highest Poisson rate at which no more requests were late than MLPerf's early-stopping bound allows ({}), and "
-    "the lowest rate that failed; every trial is in result.json. Requests that queue together are late together, so "
-    "this rate is an estimate and no lower bound{}."
+    "The highest rate, of Poisson arrivals or of recorded traffic at that speed, at which no more requests were late "
+    "than MLPerf's early-stopping bound allows ({}), and the lowest rate that failed; every trial is in result.json. "
+    "Requests that queue together are late together, so this rate is an estimate and no lower bound{}."
 )
 
 
@@ -41,6 +41,7 @@ def rate_search(result: Result) -> doc.Section | None:
             shown(rate.label),
             measured(rate.rate_per_s),
             measured(rate.failed_rate_per_s),
+            "" if rate.speed is None else f"{number(rate.speed)}×",
             str(rate.trials),
             number(rate.seconds),
             _rate_note(rate),
@@ -61,7 +62,11 @@ def rate_search(result: Result) -> doc.Section | None:
         )
         for trial in rates.trials
     ]
-    results = (*KEY, *doc.numbers("holds, requests/s", "fails at", "trials", "under load, s"), *doc.texts("note"))
+    results = (
+        *KEY,
+        *doc.numbers("holds, requests/s", "fails at", "speed", "trials", "under load, s"),
+        *doc.texts("note"),
+    )
     details = (*KEY, *doc.numbers("trial", "requests/s", "sent", "late", "p99, ms"), *doc.names("note"))
     late = "Late: late requests of the number allowed. A trial ends as soon as the bound cannot hold."
     return doc.section(
@@ -107,7 +112,7 @@ def trial_chart(result: Result) -> doc.Chart | None:
     return doc.Chart(
         "slo-trials",
         "Search for the highest rate within the bound",
-        "Each point is a trial at a Poisson rate: filled where it held the bound, open where it did not. The rate is "
+        "Each point is a trial at a rate: filled where it held the bound, open where it did not. The rate is "
         "doubled while it holds, then bisected.",
         data,
         {

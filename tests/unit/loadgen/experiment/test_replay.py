@@ -107,6 +107,24 @@ def test_a_workload_per_speed(folder: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(("queries", "planned"), [(459, True), (700, False)])
+def test_a_limit_searches_the_highest_speed_in_traffic_of_enough_requests(
+    tmp_path: Path, queries: int, planned: bool
+) -> None:
+    folder = str(write_traffic(tmp_path / "traffic", [(number / 10, rows(number)) for number in range(600)]))
+    given = {"scenarios": "traffic", "traffic": folder, "limits": "p99=50ms", "slo_queries": queries}
+    settings = ExperimentSettings.model_validate({"preset": "smoke", **given})
+    if planned:
+        loads = make_workloads(settings)
+        assert [(load.name, load.rate_per_s, load.latency_bound_ms) for load in loads] == [
+            ("traffic", 10.0, None),
+            ("slo(p99≤50ms, traffic)", 10.0, 50.0),
+        ]
+        return
+    with pytest.raises(PlanError):
+        make_workloads(settings)
+
+
 @pytest.mark.parametrize(
     "given",
     [

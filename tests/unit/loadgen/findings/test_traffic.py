@@ -41,12 +41,8 @@ def test_what_the_traffic_consists_of(tmp_path: Path) -> None:
     assert found.shapes == {"x FP32 [1, 2]": 51, "x FP32 [2, 2]": 50}
     assert (found.contents, round(found.repeated_share, 3)) == (10, round(91 / 101, 3))
     assert found.bytes["max"] - found.bytes["min"] >= 8
-    assert (sum(found.arrivals), found.bar_seconds, found.dispersion, found.gap_variation) == (
-        101,
-        0.5,
-        pytest.approx(0.9, abs=0.01),
-        0.0,
-    )
+    assert (sum(found.arrivals), found.bar_seconds, found.gap_variation) == (101, 0.5, 0.0)
+    assert found.dispersion == pytest.approx(0.9, abs=0.01)
 
 
 def test_bursts_are_more_than_independent_arrivals(tmp_path: Path) -> None:
