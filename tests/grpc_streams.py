@@ -52,11 +52,13 @@ class Streamed:
 
 
 @contextmanager
-def stream(address: str) -> Iterator[tuple[triton.InferenceServerClient, queue.SimpleQueue[Any]]]:
+def stream(
+    address: str, headers: dict[str, str] | None = None
+) -> Iterator[tuple[triton.InferenceServerClient, queue.SimpleQueue[Any]]]:
     """A client whose stream is open, and its results and errors as they come."""
     arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with triton.InferenceServerClient(address) as client:
-        client.start_stream(lambda result, error: arrived.put(result if error is None else error))
+        client.start_stream(lambda result, error: arrived.put(result if error is None else error), headers=headers)
         yield client, arrived
         client.stop_stream()
 

@@ -106,6 +106,8 @@ class FrontServer(uvicorn.Server, ABC):
     def protect(self, keys: Keys | None) -> None:
         """Answer only requests with one of these keys, which are read again at SIGHUP; before `run`."""
         self._keys = self.http.heads.keys = keys
+        if keys is not None:
+            keys.counts.number = self.http.memory.number
 
     def _reload_keys(self) -> None:
         assert self._keys is not None

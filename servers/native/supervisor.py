@@ -328,6 +328,8 @@ class Supervisor:
             used.close()
         for counters in (self._arena.held, *self._arena.rows):  # nothing holds its bytes or waits for its rows any more
             counters[front_end.partition] = 0
+        if self._keys is not None:
+            self._keys.counts.forget(front_end.partition)
         return front_end
 
     def _restart(self, dead: _FrontEnd, status: int) -> None:

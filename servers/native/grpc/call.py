@@ -12,7 +12,7 @@ import numpy as np
 
 from servers.native.grpc import http2
 from servers.native.grpc.http2 import TRAILERS_OK, CallHead, CallStatus, status_of
-from servers.native.shared.errors import HOLDS_ENOUGH, RefusedError, failure_reason, shutting_down
+from servers.native.shared.errors import HOLDS_ENOUGH, OverLimitError, RefusedError, failure_reason, shutting_down
 from servers.native.shared.memory import ALIGNMENT, ArenaSlot, Receiver, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.protocol.errors import ContractError, InvalidRequestError, TooLargeError, UnavailableError
@@ -116,7 +116,7 @@ class Call:
         "_begun", "_connection", "_deadline", "_going_on", "_idle", "_inbox", "_last_arrival", "_prefix", "_server",
         "answering", "blocked_since", "closed", "deadline_ns", "ending", "head", "headers_sent", "message", "method",
         "open_answers", "receive_window", "remote_closed", "send_window", "sent_blocked", "start_ns", "stream",
-        "stream_bytes", "trailers", "unsent", "unsent_bytes",
+        "stream_bytes", "taken", "trailers", "unsent", "unsent_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -156,6 +156,8 @@ class Call:
         self.open_answers: set[MessageAnswer] = set()
         """What answers the messages of a decoupled call."""
         self._going_on = False
+        self.taken = 0
+        """How many requests of the call count for its key."""
         self.ending = False
         """The present frame is the client's last on this call."""
         self.remote_closed = False
@@ -239,7 +241,7 @@ class Call:
             self.finish(CallStatus("RESOURCE_EXHAUSTED", str(error)))
         elif size > most:
             self.refuse(InvalidRequestError(f"a {self.method.name}Request has at most {most} bytes, got {size}"))
-        else:
+        elif self.head.limit is None or self.method.streams or self._is_admitted():
             message = self._server.allocate_message(self, size, compressed=bool(flag))
             if message is None:
                 self.refuse(UnavailableError(HOLDS_ENOUGH))
@@ -251,6 +253,31 @@ class Call:
                 self._connection.grant(self, missing)
             if not size:
                 self._complete(message)
+
+    def _is_admitted(self) -> bool:
+        """Whether its key may have one request more; else the call has ended."""
+        try:
+            self.admit()
+        except OverLimitError as error:
+            self.refuse(error)
+            return False
+        return True
+
+    def admit(self) -> None:
+        """Count one request more for the call's key, until the call ends, or `leave`. Raises `OverLimitError`.
+
+        That of a call with one message is counted before its memory is taken, one of a stream when it is read, so that
+        its refusal names it and the stream goes on.
+        """
+        if self.head.limit is not None:
+            self.head.limit.take()
+            self.taken += 1
+
+    def leave(self) -> None:
+        """A request of a stream has its answer."""
+        if self.taken and self.head.limit is not None:
+            self.taken -= 1
+            self.head.limit.leave()
 
     def _complete(self, message: GrpcMessage) -> None:
         self.message = None
@@ -293,6 +320,7 @@ class Call:
         self._connection.send(self, pieces, last=not self.method.streams)
         if not self.method.streams:
             return
+        self.leave()
         self._idle = time.monotonic()
         self.go_on()
 
@@ -360,6 +388,8 @@ class Call:
         self._stop_answering(reason)
         self.drop_messages()
         self.unsent.clear()
+        while self.taken:
+            self.leave()
 
     def drop_messages(self) -> None:
         """Give back the memory of messages that will not be answered."""

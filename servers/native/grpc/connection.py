@@ -725,8 +725,10 @@ class GrpcConnections(ABC):
             return head
         if head.method is not None and head.method.name in OPEN_METHODS:
             return replace(head, keyless=True)
-        known = self.keys.knows([value for name, value in fields if name == b"authorization"])
-        return head if known else CallHead(refusal=CallStatus("UNAUTHENTICATED", NO_KEY), keyless=True)
+        known, limit = self.keys.find([value for name, value in fields if name == b"authorization"])
+        if not known:
+            return CallHead(refusal=CallStatus("UNAUTHENTICATED", NO_KEY), keyless=True)
+        return replace(head, limit=limit) if head.method is not None and head.method.infers else head
 
     def forget_heads(self) -> None:
         """Read the headers of calls anew: the keys have changed."""

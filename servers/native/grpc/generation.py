@@ -117,8 +117,8 @@ class PendingStreamedTokens:
     """
 
     __slots__ = (
-        *("_answer", "_begun", "_call", "_done", "_front_end", "_message", "_number", "_request_id", "_service"),
-        *("_task", "_times"),
+        *("_answer", "_begun", "_call", "_counted", "_done", "_front_end", "_message", "_number", "_request_id"),
+        *("_service", "_task", "_times"),
     )
 
     def __init__(self, front_end: GenerationGrpcFrontEnd, call: Call, message: GrpcMessage) -> None:
@@ -132,6 +132,7 @@ class PendingStreamedTokens:
         self._task: asyncio.Task[None] | None = None
         self._number = -1
         self._begun = False
+        self._counted = False  # for its key
         self._done = False
 
     # MessageAnswer
@@ -199,6 +200,8 @@ class PendingStreamedTokens:
     def _submit(self, request: TokenRequest) -> None:
         if not self._message.hold(WAITING_BYTES):
             raise UnavailableError(HOLDS_ENOUGH)
+        self._call.admit()
+        self._counted = True
         self._number = self._service.submit(self, request, self._times.start_ns, self._call.transport)
 
     # AnswerSink
@@ -214,6 +217,7 @@ class PendingStreamedTokens:
         if not self._begun:
             self._begin_answer()
         self._service.statistics.record_success(self._times)
+        self._uncount()
         self._call.end_answer(self, self._answer.last(tokens, finish))
 
     def failed(self, error: ContractError) -> None:
@@ -222,10 +226,16 @@ class PendingStreamedTokens:
         self._done = True
         self._message.release()
         self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
+        self._uncount()
         if self._call.method.streams:
             self._call.end_answer(self, b"".join(with_prefix(streamed_error(error, self._request_id))))
         else:
             self._call.failed(status_of(error))
+
+    def _uncount(self) -> None:
+        if self._counted:
+            self._counted = False
+            self._call.leave()
 
     def _begin_answer(self) -> None:
         self._begun = True

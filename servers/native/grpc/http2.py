@@ -12,6 +12,7 @@ from urllib.parse import quote
 from hpack import Decoder, Encoder, HPACKError
 
 from servers.native.shared.errors import grpc_status
+from servers.native.shared.keys import KeyLimit
 from servers.native.shared.traces import trace_headers
 from servers.protocol.errors import ContractError
 
@@ -258,6 +259,8 @@ class CallHead:
     trace_headers: dict[str, str] | None = None
     keyless: bool = False
     """Whether the server has keys, and the call did not have to bring one of them, or did not."""
+    limit: KeyLimit | None = None
+    """Of its key; None: it has none."""
 
 
 def read_call_head(fields: list[tuple[bytes, bytes]], methods: Mapping[bytes, GrpcMethod]) -> CallHead:

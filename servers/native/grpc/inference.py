@@ -122,6 +122,7 @@ class PendingGrpcRequest:
         self._service = service = template.service
         try:
             service.check_loaded()
+            self._admit()
             find = self._front_end.regions.find
             queued = template.queued(content, offset, find, self._call.deadline_ns, self.wake)
             self._targets = template.targets(queued, find)
@@ -198,6 +199,7 @@ class PendingGrpcRequest:
             request, raw, version = self._read(content)
         else:
             request, raw, version = await in_thread(front_end.reading, self._read, content)
+        self._admit()
         service = self._service
         if service.direct and not self._message.compressed:
             front_end.templates.keep(content, raw, request, service)
@@ -209,6 +211,11 @@ class PendingGrpcRequest:
         pieces = with_prefix(encode_streamed(answer) if self._call.method.streams else answer)
         times.encode_ns += time.perf_counter_ns() - inferred_ns
         return pieces
+
+    def _admit(self) -> None:
+        """Raises `OverLimitError` for a message of a stream if its key has too many requests."""
+        if self._call.head.limit is not None and self._call.method.streams and not self._over:
+            self._call.admit()
 
     def _read(self, content: memoryview) -> tuple[InferRequest, list[RawInput], str | None]:
         """The request, its raw inputs and the version that it names; any thread. Raises `ContractError`."""

@@ -333,6 +333,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         elif not self._busy and self._parser.in_body:
             self._front_end.count_disconnect(self._parser.head)
         self._parser.give_up()
+        self._parser.leave()
         self._unread.count(0)
         if self._request is not None:
             self._request.release()
@@ -347,6 +348,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         self._choked = False
         self._unread.count(self._transport.get_write_buffer_size())
         if not self._busy and self._lingered < 0:
+            self._parser.leave()
             self._wait_at_most(self._settings.keep_alive_timeout_s)
             self._go_on()
 
@@ -461,6 +463,8 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         settings, unsent = self._settings, transport.get_write_buffer_size()
         if not self._choked:
             self._unread.count(unsent)
+            if self._parser.taken is not None:  # else when the client has read more of its answer
+                self._parser.leave()
         self._wait_at_most(settings.read_timeout_s if unsent else settings.keep_alive_timeout_s)
         assert self._request is not None
         self._request.release()
@@ -606,6 +610,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         self._front_end.count_failure(self._parser.head, error, self._parser.start_ns)
         self._transport.write(self._front_end.refusal(self._parser.head, error).encode(self.common_headers))
         self._parser.give_up()
+        self._parser.leave()
         self._unparsed = bytearray()
         self._lingered = LINGER_BYTES - KEYLESS_LINGER_BYTES if error.status == 401 else 0
         self._wait_at_most(LINGER_S)

@@ -28,8 +28,8 @@ from urllib.parse import unquote
 import httptools
 import numpy as np
 
-from servers.native.shared.errors import HOLDS_ENOUGH, HttpError, http_status, unread
-from servers.native.shared.keys import Keys
+from servers.native.shared.errors import HOLDS_ENOUGH, HttpError, OverLimitError, http_status, unread
+from servers.native.shared.keys import KeyLimit, Keys
 from servers.native.shared.limits import CONTROL_BODY_BYTES
 from servers.native.shared.memory import ALIGNMENT, ArenaSlot, Receiver, RequestMemory
 from servers.native.shared.settings import NativeSettings
@@ -231,6 +231,8 @@ class RequestHead:
     encoding: str | None = None
     target: tuple[str, str | None] | None = None
     trace_headers: dict[str, str] | None = None
+    limit: KeyLimit | None = None
+    """Of its key; None: it has none."""
 
     @property
     def infers(self) -> bool:
@@ -333,8 +335,9 @@ class HeadReader:
         except (httptools.HttpParserError, UnicodeDecodeError) as exc:
             raise HttpError(400, "the request is not valid HTTP") from exc
         path = unquote(path) if "%" in path else path
+        limit: KeyLimit | None = None
         if self.keys is not None:
-            self.keys.admit_path(path, [value for name, value in parsed.headers if name == b"authorization"])
+            limit = self.keys.admit_path(path, [value for name, value in parsed.headers if name == b"authorization"])
         version = parser.get_http_version()
         if version not in ("1.0", "1.1"):
             raise HttpError(505, "the server speaks only HTTP/1.1 and HTTP/1.0")
@@ -346,6 +349,7 @@ class HeadReader:
             version=version,
             headers=parsed.headers,
             keep_alive=parsed.keep_alive,
+            limit=limit,
         )
         _frame(head)
         head.target = self._target(head.path)
@@ -435,6 +439,8 @@ class RequestParser:
         self._body_began = 0.0
         self._refusal: ContractError | None = None
         self._skipped_line = False  # the one empty line that may come before a request
+        self.taken: KeyLimit | None = None
+        """Where the present request counts, until `leave`."""
         self.head: RequestHead | None = None
         """The head that is arriving or arrived last; None when it could not be read."""
         self.start_ns = 0
@@ -489,6 +495,12 @@ class RequestParser:
     def give_up(self) -> None:
         """Drop the request that is arriving."""
         self._body = None
+
+    def leave(self) -> None:
+        """The present request counts for its key no more: its client has the answer, or has left."""
+        if self.taken is not None:
+            self.taken.leave()
+            self.taken = None
 
     # As a `Receiver`
 
@@ -546,6 +558,12 @@ class RequestParser:
             raise HttpError(413, f"the body has {size} bytes, the server takes at most {limit}")
         if head.infers:
             self._refusal = self._check(head)
+            if head.limit is not None and self._refusal is None:
+                try:
+                    head.limit.take()
+                    self.taken = head.limit
+                except OverLimitError as error:
+                    self._refusal = error
         if head.chunked:
             if self._refusal is not None:
                 raise unread(self._refusal)
@@ -620,9 +638,9 @@ def refusal(error: ContractError | HttpError) -> HttpResponse:
 
 
 def json_response(status: int, body: bytes) -> HttpResponse:
-    """A response with a document; a client that gets 503 may try again."""
+    """A response with a document; a client that gets 503 or 429 may try again."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    if status == 503:
+    if status in (429, 503):
         headers.append((b"retry-after", b"1"))
     elif status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

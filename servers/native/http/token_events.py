@@ -13,7 +13,7 @@ import orjson
 
 from servers.language.tokenizer import text_of
 from servers.native.front.token_requests import TokenRequest
-from servers.native.shared.errors import HttpError, http_status
+from servers.native.shared.errors import HttpError, OverLimitError, http_status
 from servers.protocol.errors import (
     ContractError,
     InvalidRequestError,
@@ -210,6 +210,7 @@ _ERROR_TYPES: tuple[tuple[type[ContractError], str], ...] = (
     (TooLargeError, "BadRequestError"),
     (UnsupportedError, "BadRequestError"),
     (UnavailableError, "ServiceUnavailableError"),
+    (OverLimitError, "RateLimitError"),
 )
 
 

@@ -43,6 +43,10 @@ class RefusedError(UnavailableError):
         return str(self.args[1])
 
 
+class OverLimitError(ContractError):
+    """The client's key has as many requests as it may have at a time; the message names the limit."""
+
+
 class HttpError(Exception):
     """A request that is not read to its end and whose connection then ends; `str(error)` is the client's message.
 
@@ -64,9 +68,10 @@ _OUTCOMES: dict[type[ContractError], tuple[str, int, str]] = {
     NotFoundError: ("not_found", 404, "NOT_FOUND"),
     TooLargeError: ("too_large", 413, "INVALID_ARGUMENT"),
     UnsupportedError: ("unsupported", 501, "UNIMPLEMENTED"),
+    OverLimitError: ("over_limit", 429, "RESOURCE_EXHAUSTED"),
     InternalError: ("internal", 500, "INTERNAL"),
 }
-"""Triton's mapping of errors: reason, HTTP status and gRPC status."""
+"""Triton's mapping of errors, and that of a key's limit: reason, HTTP status and gRPC status."""
 FAILURE_REASONS = (*REFUSALS, *(reason for reason, _, _ in _OUTCOMES.values()))
 _HTTP_REASONS = {408: "slow_client", 413: "too_large"}
 

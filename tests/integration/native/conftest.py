@@ -138,13 +138,13 @@ class Server:
         wait_until(lambda: self.process.poll() is not None or self.status("/v2/health/live") == 200, "live")
         assert self.process.poll() is None, "the server has exited"
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, fronts: int = FRONTS) -> None:
         """Wait until every front end knows that the models are ready: connections at once are spread over all."""
         self.wait_live()
 
         def ready() -> bool:
             with contextlib.ExitStack() as stack:
-                for _ in range(2 * FRONTS or 1):
+                for _ in range(2 * fronts or 1):
                     connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
                     stack.callback(connection.close)
                     connection.request("GET", "/v2/health/ready")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -17,6 +18,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from servers.native.shared.keys import VARIABLE
+from tests.grpc_streams import stream
 from tests.integration.native.conftest import Server, status_of, wait_until
 from tests.integration.native.raw_grpc import (
     DATA,
@@ -32,6 +34,8 @@ from tests.integration.native.raw_grpc import (
 from tests.integration.native.test_processes import front_ends
 
 KEY, OTHER, WRONG = "first-key-0123456789", "other-key-0123456789", "wrong-key-0123456789"
+FEW = "few-requests-key-0123"
+"""The key of a client that may have two requests at a time."""
 BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}).encode()
 INFER = "/v2/models/rows/infer"
 Begin = Callable[..., Server]
@@ -50,11 +54,11 @@ def begin(request: pytest.FixtureRequest, tmp_path: Path, controlled: Begin) -> 
     """Starts a ready server with the key of a file, in one process and in several."""
 
     def start(*options: str) -> Server:
-        key_file(tmp_path).write_text(f"# for tests\n\n{KEY}  # the first\n")
+        key_file(tmp_path).write_text(f"# for tests\n\n{KEY}  # the first\n{FEW} requests=2\n")
         keys = ("--api-key-file", str(key_file(tmp_path)))
         server = controlled("--fronts", request.param, *keys, *options, grpc=True)
         server.open("load", "infer")
-        server.wait_ready()
+        server.wait_ready(int(request.param))
         return server
 
     return start
@@ -253,3 +257,111 @@ def test_keys_of_the_environment_are_in_no_argument_of_a_process(
     server.wait_ready()
     assert [server.request("GET", "/v2", headers=bearer(key)).status for key in (KEY, OTHER, WRONG)] == [200, 200, 401]
     assert not [process for process in server.processes if KEY in " ".join(process.cmdline())]
+
+
+@contextlib.contextmanager
+def held(server: Server) -> Iterator[None]:
+    """The engine of a server waits inside."""
+    (server.folder / "infer").unlink()
+    try:
+        yield
+    finally:
+        server.open("infer")
+
+
+@contextlib.contextmanager
+def asked(server: Server, key: str) -> Iterator[http.client.HTTPConnection]:
+    """A connection on which a request was sent."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        connection.request("POST", INFER, BODY, bearer(key))
+        yield connection
+    finally:
+        connection.close()
+
+
+def over_limit(server: Server) -> float:
+    return server.metric('abserve_native_requests_failure_total{model="rows",reason="over_limit"')
+
+
+def test_one_key_cannot_hold_all(begin: Begin) -> None:
+    server = begin("--open-metrics", "true")
+    with held(server), contextlib.ExitStack() as stack:
+        flood = [stack.enter_context(asked(server, FEW)) for _ in range(20)]
+        # Two wait, of all connections and processes; the others are answered at once. Of two that come to two front
+        # ends at the same time both may be refused.
+        wait_until(lambda: over_limit(server) >= 18, "the others are refused")
+        other = stack.enter_context(asked(server, KEY))
+        server.open("infer")
+        answers = [connection.getresponse() for connection in flood]
+        assert other.getresponse().status == 200
+    refused = [answer for answer in answers if answer.status == 429]
+    assert len(refused) in (18, 19)
+    assert {answer.getheader("Retry-After") for answer in refused} == {"1"}
+    assert {answer.status for answer in answers} == {200, 429}
+    wait_until(lambda: status_with(server, FEW) == 200, "its requests have ended")
+
+
+@contextlib.contextmanager
+def begun(server: Server, key: str, count: int) -> Iterator[None]:
+    """So many requests whose bodies do not come; every request more of this key is refused."""
+    lines = (f"POST {INFER} HTTP/1.1", "Host: a", f"Authorization: Bearer {key}", "Content-Length: 1000")
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            client.sendall("\r\n".join((*lines, "Expect: 100-continue", "", "")).encode())
+            assert client.recv(100).split()[1] == b"100"
+        wait_until(lambda: status_with(server, key) == 429, "no more than these")
+        yield
+
+
+def status_with(server: Server, key: str) -> int:
+    return server.request("POST", INFER, BODY, bearer(key)).status
+
+
+def test_a_request_counts_from_its_head_until_its_client_leaves(begin: Begin, grpc_client: Begin) -> None:
+    server = begin()
+    calls = grpc_client(server)
+    assert isinstance(calls, tritonclient.grpc.InferenceServerClient)
+    few = {"authorization": f"Bearer {FEW}"}
+    with begun(server, FEW, 2):
+        with pytest.raises(InferenceServerException, match="requests=2") as caught:
+            calls.infer("rows", rows(), headers=few)
+        assert status_of(caught) == "RESOURCE_EXHAUSTED"
+        assert status_with(server, KEY) == 200
+        assert server.request("GET", "/v2", headers=bearer(FEW)).status == 200
+    wait_until(lambda: status_with(server, FEW) == 200, "both have left")
+    for _ in range(5):  # one after the other
+        assert calls.infer("rows", rows(), headers=few).as_numpy("y").shape == (1, 4)
+
+
+def test_messages_of_a_stream_count_each(begin: Begin) -> None:
+    server = begin()
+    with stream(server.grpc_address, {"authorization": f"Bearer {FEW}"}) as (client, arrived):
+        with begun(server, FEW, 2):
+            client.async_stream_infer("rows", rows(), request_id="seven")
+            assert "requests=2" in str(arrived.get(timeout=60))
+        wait_until(lambda: status_with(server, FEW) == 200, "both have left")
+        for _ in range(5):  # it goes on, one after the other
+            client.async_stream_infer("rows", rows())
+            assert isinstance(arrived.get(timeout=60), tritonclient.grpc.InferResult)
+
+
+def test_limits_change_at_a_hangup(begin: Begin, tmp_path: Path) -> None:
+    server = begin()
+    key_file(tmp_path).write_text(f"{KEY}\n{FEW} requests=1\n")
+    os.kill(server.process.pid, signal.SIGHUP)
+    with begun(server, FEW, 1):
+        assert status_with(server, KEY) == 200
+
+
+def test_the_requests_of_a_front_end_that_dies_count_no_more(controlled: Begin, tmp_path: Path) -> None:
+    key_file(tmp_path).write_text(f"{KEY}\n{FEW} requests=1\n")
+    server = controlled("--fronts", "1", "--api-key-file", str(key_file(tmp_path)))
+    server.open("load", "infer")
+    server.wait_ready()
+    with begun(server, FEW, 1):
+        (front_end,) = front_ends(server)
+        front_end.kill()
+        wait_until(lambda: server.status("/v2/health/ready") == 200, "another front end answers")
+        assert status_with(server, FEW) == 200

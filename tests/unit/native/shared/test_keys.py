@@ -1,26 +1,33 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from servers.native.shared.keys import LEAST_CHARACTERS, MOST_CHARACTERS, MOST_FILE_BYTES, VARIABLE, Keys
+from servers.native.shared.errors import OverLimitError
+from servers.native.shared.keys import LEAST_CHARACTERS, MOST_CHARACTERS, MOST_FILE_BYTES, VARIABLE, KeyLimit, Keys
 from servers.native.shared.settings import NativeSettings
 from servers.options.defaults import OptionError
 
 KEY = "a-key-of-twenty-char"
 
 
-def keys_of(text: str | bytes, folder: Path) -> Keys:
+def keys_of(text: str | bytes, folder: Path, **settings: Any) -> Keys:
     file = folder / "keys"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    keys = Keys.of(NativeSettings(api_key_file=file))
+    keys = Keys.of(NativeSettings(api_key_file=file, **settings))
     assert keys is not None
     return keys
 
 
 def knows(keys: Keys, key: str) -> bool:
-    return keys.knows([b"Bearer " + key.encode()])
+    return found(keys, key)[0]
+
+
+def found(keys: Keys, key: str) -> tuple[bool, KeyLimit | None]:
+    return keys.find([b"Bearer " + key.encode()])
 
 
 def test_ten_thousand_keys_are_all_known(tmp_path: Path) -> None:
@@ -95,3 +102,106 @@ def test_beyond_loopback_a_server_needs_keys_or_says_that_anyone_may_use_it(host
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
 def test_on_loopback_a_server_needs_no_keys(host: str) -> None:
     assert Keys.of(NativeSettings(host=host)) is None
+
+
+LIMITED = f"{KEY} requests=2 slots=1\nnone-{KEY}\n"
+
+
+def limit_of(keys: Keys, key: str = KEY) -> KeyLimit:
+    limit = found(keys, key)[1]
+    assert limit is not None
+    return limit
+
+
+@pytest.mark.parametrize(("model", "most"), [("language:demo", 1), ("open_clip:ViT-B-32", 2)])
+def test_a_key_has_the_stricter_of_its_limits(tmp_path: Path, model: str, most: int) -> None:
+    keys = keys_of(LIMITED, tmp_path, model=model)
+    for _ in range(most):
+        limit_of(keys).take()
+    with pytest.raises(OverLimitError, match=f"={most}\\)"):
+        limit_of(keys).take()
+    limit_of(keys).leave()
+    limit_of(keys).take()
+    assert found(keys, f"none-{KEY}") == (True, None)
+
+
+def test_slots_do_not_limit_requests_for_tensors(tmp_path: Path) -> None:
+    assert found(keys_of(f"{KEY} slots=1", tmp_path), KEY) == (True, None)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(f"{KEY} requests=0", f"{KEY} requests=-1", f"{KEY} requests=1.5", f"{KEY} requests=1000000"),
+        *(f"{KEY} requests", f"{KEY} requests=", f"{KEY} Requests=1", f"{KEY} requests = 1", f"{KEY} rows=1"),
+        *(f"{KEY} requests=1,slots=2", f"{KEY} requests=1 requests=1", f"requests=100 slots=100 {KEY}"),
+        *("requests=12 slots=2", "requests=999999", f"{KEY} slots=1\n{KEY} slots=2", f"{KEY}\n{KEY} slots=2"),
+        *(f"{KEY} slots=1 {KEY}", f"{KEY} slots=١"),
+    ],
+)
+def test_a_limit_that_cannot_be_read_is_refused_by_its_line(tmp_path: Path, line: str) -> None:
+    with pytest.raises(OptionError, match=f"line {2 + line.count(chr(10))} of --api-key-file") as caught:
+        keys_of(f"other-{KEY}\n{line}", tmp_path)
+    assert KEY not in str(caught.value)
+
+
+def test_the_variable_and_the_file_must_not_contradict_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"{KEY} requests=2")
+    assert knows(keys_of(f"{KEY} requests=2", tmp_path), KEY)
+    with pytest.raises(OptionError, match="line 1 of --api-key-file"):
+        keys_of(KEY, tmp_path)
+
+
+def test_a_request_is_taken_off_where_it_was_counted(tmp_path: Path) -> None:
+    keys = keys_of(LIMITED, tmp_path)
+    before = limit_of(keys)
+    before.take()
+    (tmp_path / "keys").write_text(f"aaaa-{KEY} requests=1\n{KEY} requests=1")
+    assert keys.reload()
+    with pytest.raises(OverLimitError):
+        limit_of(keys).take()
+    limit_of(keys, f"aaaa-{KEY}").take()
+    before.leave()
+    limit_of(keys).take()
+
+
+def test_cells_are_used_again_unless_a_request_counts_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("servers.native.shared.keys.MOST_LIMITED_KEYS", 2)
+    keys = keys_of(LIMITED, tmp_path)
+    limit_of(keys).take()
+    for number in range(5):
+        (tmp_path / "keys").write_text(f"{number}-{KEY} requests=1")
+        assert keys.reload()
+        limit_of(keys, f"{number}-{KEY}").take()
+        limit_of(keys, f"{number}-{KEY}").leave()
+    (tmp_path / "keys").write_text("\n".join(f"{number}-{KEY} requests=1" for number in range(2)))
+    assert not keys.reload()
+    assert knows(keys, f"4-{KEY}")
+
+
+def test_processes_count_together_and_one_that_ends_is_forgotten(tmp_path: Path) -> None:
+    keys = keys_of(LIMITED, tmp_path, fronts=2)
+    limit_of(keys).take()
+    child = os.fork()
+    if not child:
+        keys.counts.number = 3
+        limit_of(keys).take()
+        try:
+            limit_of(keys).take()
+        except OverLimitError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(OverLimitError):
+        limit_of(keys).take()
+    keys.counts.forget(3)
+    limit_of(keys).take()
+
+
+def test_ten_thousand_limited_keys_have_cells_of_their_own(tmp_path: Path) -> None:
+    names = [f"key-of-a-client-{number:06}" for number in range(10_000)]
+    keys = keys_of("\n".join(f"{name} requests=1" for name in names), tmp_path)
+    for name in names:
+        limit_of(keys, name).take()
