@@ -27,7 +27,7 @@ REPEATED = {repeated}
 
 
 class CompareOptions(TypedDict, total=False):
-    """None is an option that is not given. Arms C to H have the options of B."""
+    """None is an option that is not given. Arms B to H have the options of A."""
 
 '''
 LEFT_OUT = {"file", "print_experiment", "dry_run", "help_all"}
@@ -63,7 +63,7 @@ def entries() -> Iterator[str]:
             kind = python_type(option.field, option.repeated, option.is_mapping)
         yield f"    {name}: {kind} | None\n"
         help_text = parameter.annotation.__metadata__[0].help
-        if option is None or option.path[0] != "arms" or option.path[1] in "ab":
+        if option is None or option.path[0] != "arms" or option.path[1] == "a":
             yield "\n".join(wrap(f'"""{help_text}"""', 120, initial_indent="    ", subsequent_indent="    ")) + "\n"
 
 

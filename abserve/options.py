@@ -11,14 +11,13 @@ REPEATED = ("fail_if",)
 
 
 class CompareOptions(TypedDict, total=False):
-    """None is an option that is not given. Arms C to H have the options of B."""
+    """None is an option that is not given. Arms B to H have the options of A."""
 
     a: str | PathLike[str] | None
     """Server of arm A: native, triton, fastapi, litserve, vllm or the URL of a running server."""
     a_option: Mapping[str, object] | None
     """Set an option of `abserve serve` for arm A; repeatable."""
     b: str | PathLike[str] | None
-    """Server of arm B: native, triton, fastapi, litserve, vllm or the URL of a running server."""
     model: str | PathLike[str] | None
     """Model: SOURCE:NAME (see `abserve models`), a file or folder, or the name on the URLs."""
     transport: str | float | Sequence[str | float] | None
@@ -62,31 +61,17 @@ class CompareOptions(TypedDict, total=False):
     a_key: str | PathLike[str] | None
     """Key of that certificate, if it is in another PEM file."""
     b_option: Mapping[str, object] | None
-    """Set an option of `abserve serve` for arm B; repeatable."""
     b_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
-    """Send arm B another payload; then no winner is named."""
     b_transport: Literal["completions", "generate_stream", "text", "chat"] | None
-    """Protocol of arm B, if it serves a language model and the arms have none in common."""
     b_body: Mapping[str, object] | None
-    """Add or replace a field of the requests to the language model of arm B (KEY=VALUE, JSON or text), or leave one out
-    (-KEY); repeatable."""
     b_grpc: str | PathLike[str] | None
-    """gRPC address of arm B, if its target is a URL: HOST:PORT, or grpcs://HOST:PORT with TLS."""
     b_model: str | PathLike[str] | None
-    """Another model for arm B, or its name on the server at a URL."""
     b_version: str | PathLike[str] | None
-    """Model version on arm B, if its target is a URL."""
     b_header: Mapping[str, object] | None
-    """Send a header, or gRPC metadata, to arm B if its target is a URL; the value may be $VARIABLE or 'Bearer
-    $VARIABLE' and is never stored; repeatable."""
     b_ca: str | PathLike[str] | None
-    """Trust the CA certificates in this PEM file for arm B (TLS)."""
     b_insecure: bool | None
-    """Do not verify the TLS certificate of arm B."""
     b_cert: str | PathLike[str] | None
-    """Client certificate for arm B, a PEM file (TLS)."""
     b_key: str | PathLike[str] | None
-    """Key of that certificate, if it is in another PEM file."""
     c: str | PathLike[str] | None
     c_option: Mapping[str, object] | None
     c_payload: Literal["tensors", "fp32", "uint8", "jpeg"] | None
