@@ -77,9 +77,7 @@ def serve(
     reload: Reload = NO_RELOAD,
 ) -> int:
     """Serve until SIGTERM or SIGINT, and return the process's exit status; without `grpc_listener`, only over HTTP.
-
-    `reload` is how the models are loaded again, if the settings say so.
-    """
+    `reload` is how the models are loaded again, if the settings say so."""
     names = ",".join(specification.name for specification, _ in offers)
     alone = partial(serve_in_one_process, settings, offers, listener, grpc_listener)
     return serve_by(settings, TensorChildren(offers, reload), names, listener, grpc_listener, alone)
@@ -93,10 +91,8 @@ def serve_by(
     grpc_listener: socket.socket | None,
     alone: Callable[[Callable[[], None]], int],
 ) -> int:
-    """Serve in the processes of `children`, or in this one: `alone` gets what to call once the server listens.
-
-    Raises the process's soft limit of file descriptors to the hard one. Blocks; for the main thread.
-    """
+    """Serve in the processes of `children`, or in this one: `alone` gets what to call once the server listens. Raises
+    the process's soft limit of file descriptors to the hard one. Blocks; for the main thread."""
     # Each client takes a descriptor, and the usual soft limit of 1,024 is for programs that call select().
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -168,10 +164,8 @@ def serve_in_one_process(
     grpc_listener: socket.socket | None,
     on_listening: Callable[[], None],
 ) -> int:
-    """Serve until SIGTERM or SIGINT, and return the process's exit status. Blocks; for the main thread.
-
-    An engine thread may still be loading when this returns: the caller must not wait for it.
-    """
+    """Serve until SIGTERM or SIGINT, and return the process's exit status. Blocks; for the main thread. An engine
+    thread may still be loading when this returns: the caller must not wait for it."""
     # Not above: a server of several processes forks before these imports.
     from servers.native.engine.process import EngineSide
     from servers.native.front_server import NativeServer

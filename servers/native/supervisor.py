@@ -565,10 +565,8 @@ class Supervisor:
         return exit_status(self._signals)
 
     def _wait_for(self, process: int, ends: float) -> int:
-        """Wait for a child, until `ends` of `time.monotonic`, and then end it by force; returns its exit status.
-
-        One that SIGKILL does not end within `KILLED_S` is left behind, with status 1.
-        """
+        """Wait for a child, until `ends` of `time.monotonic`, and then end it by force; returns its exit status. One
+        that SIGKILL does not end within `KILLED_S` is left behind, with status 1."""
         killed = NEVER
         while True:
             for _ in range(self._logged_signals, len(self._signals)):
@@ -599,10 +597,8 @@ class Supervisor:
 
 def keep_early_signals(stop: Callable[[], None]) -> list[int]:
     """Keep signals that come before uvicorn handles them, and call `stop`: uvicorn then stops as soon as it has begun.
-    Returns the list that they are added to.
-
-    After its shutdown uvicorn raises its signals again, and dying of one would skip what follows.
-    """
+    Returns the list that they are added to. After its shutdown uvicorn raises its signals again, and dying of one would
+    skip what follows."""
     received: list[int] = []
 
     def keep(signal_number: int, _frame: FrameType | None) -> None:

@@ -47,10 +47,8 @@ def settings_of(prefix: str) -> SettingsConfigDict:
 
 
 def takes_settings(kind: type[BaseSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace the command's `**options` by one option for each field of `kind`.
-
-    The settings class itself checks the values, so a wrong one gets the same sentence from every entry point.
-    """
+    """Replace the command's `**options` by one option for each field of `kind`. The settings class itself checks the
+    values, so a wrong one gets the same sentence from every entry point."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
@@ -109,9 +107,7 @@ def to_argument(settings: BaseSettings) -> str:
 
 def from_argument(kind: type[S], arguments: Sequence[str]) -> S:
     """The settings from a process's arguments: a JSON object, before the environment and the defaults; or nothing.
-
-    Raises `ValidationError`.
-    """
+    Raises `ValidationError`."""
     return kind.model_validate_json(arguments[0] if arguments else "{}")
 
 

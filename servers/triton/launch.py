@@ -87,19 +87,15 @@ WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 def find_installation(
     settings: TritonSettings, announce: Callable[[str], None] = lambda _message: None
 ) -> Installation:
-    """The tritonserver to start: the one that is asked for or installed here, else the wheel's.
-
-    Raises `TritonError`. May fetch the wheel's missing libpython, after a call of `announce`.
-    """
+    """The tritonserver to start: the one that is asked for or installed here, else the wheel's. Raises `TritonError`.
+    May fetch the wheel's missing libpython, after a call of `announce`."""
     folder = find_folder(settings.tritonserver)
     return find_wheel(announce=announce) if folder is None else read_installation(folder, current_interpreter())
 
 
 def choose_backend(settings: TritonSettings, installation: Installation, has_plan: Callable[[], bool]) -> str:
-    """The backend to execute with; `has_plan` returns whether the model's TensorRT plan exists.
-
-    Raises `OptionError` for one that the installation does not have.
-    """
+    """The backend to execute with; `has_plan` returns whether the model's TensorRT plan exists. Raises `OptionError`
+    for one that the installation does not have."""
     offered = [name for name in ("tensorrt", "onnxruntime", "python") if name in installation.backends]
     asked: str = settings.backend
     if asked == "auto" and settings.engine not in ("auto", "onnxruntime"):
@@ -119,9 +115,7 @@ def choose_backend(settings: TritonSettings, installation: Installation, has_pla
 
 def assert_python(installation: Installation, what: str, instead: str) -> None:
     """Raise `OptionError` where the python backend's process cannot run here: Triton would wait minutes for it.
-
-    `instead` is what to do without it.
-    """
+    `instead` is what to do without it."""
     interpreter, stub, other = current_interpreter(), installation.stub, installation.stub_python
     if stub is None and other is None:
         raise OptionError(f"{what} needs the python backend, which {installation.origin} does not have; {instead}")
@@ -155,10 +149,8 @@ def assert_ready(settings: TritonSettings) -> None:
 
 
 def assert_free(host: str, ports: Mapping[str, int]) -> None:
-    """Raise `OptionError` for a port in use; tritonserver's own message names neither option nor remedy.
-
-    `ports` maps an option, as in `--http-port`, to its port.
-    """
+    """Raise `OptionError` for a port in use; tritonserver's own message names neither option nor remedy. `ports` maps
+    an option, as in `--http-port`, to its port."""
     options: dict[int, str] = {}
     for option, port in ports.items():
         if port in options:
@@ -174,10 +166,8 @@ def prepare(
     installation: Installation | None = None,
     backend: str = "python",
 ) -> LaunchPlan:
-    """Prepare everything except the process. `weights` are pinned; without `installation` it is the wheel's.
-
-    Each model gets its own process; the plan names the first model. Raises `TritonError`.
-    """
+    """Prepare everything except the process. `weights` are pinned; without `installation` it is the wheel's. Each model
+    gets its own process; the plan names the first model. Raises `TritonError`."""
     engine = _engine(settings, backend)
     assert_ready(settings)
     installation = installation or find_wheel()
@@ -228,10 +218,8 @@ def prepare(
 
 
 def prepare_repository(settings: TritonSettings, installation: Installation) -> LaunchPlan:
-    """A launch of the user's own model repository, whose files stay as they are; only the model is loaded.
-
-    Raises `TritonError`, and `UnknownModelError` for a config that cannot be read.
-    """
+    """A launch of the user's own model repository, whose files stay as they are; only the model is loaded. Raises
+    `TritonError`, and `UnknownModelError` for a config that cannot be read."""
     folder = settings.triton_repository
     assert folder is not None
     model = folder.expanduser() / settings.model
@@ -298,9 +286,7 @@ def prepare_language(
     settings: TritonSettings, installation: Installation, announce: Callable[[str], None] = lambda _message: None
 ) -> LaunchPlan:
     """A launch of a language model: one of abserve's engines behind the python backend, or Triton's vLLM backend.
-
-    Raises `OptionError`, `TritonError`, `EngineError`, and `UnknownModelError` and `WeightsError` for the model.
-    """
+    Raises `OptionError`, `TritonError`, `EngineError`, and `UnknownModelError` and `WeightsError` for the model."""
     backend = language_backend(settings, installation)
     assert_ready(settings)
     model = language_model(settings.model, settings.weights)
@@ -524,9 +510,7 @@ def _shared_fields(
     exit_on_error: str = "true",
 ) -> dict[str, Any]:
     """What every plan has: tritonserver's command with `more` arguments, its environment and its addresses.
-
-    tritonserver keeps its default for everything that is not named.
-    """
+    tritonserver keeps its default for everything that is not named."""
     address = _address(settings.host)
     host, prefix = host_in_url(WILDCARDS.get(address, address)), "ipv6:" if ":" in address else ""
     argv = (

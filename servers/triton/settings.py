@@ -198,11 +198,9 @@ class TritonSettings(EngineOptions, GeneratingOptions):
         return self.generation_settings(engine, device, generation_precision(self.precision, device), threads)
 
     def resolved_engine(self, backend: str = "python") -> EngineSettings:
-        """The engine's settings without `auto`: Triton's config must name the device before the engine runs.
-
-        `device` may be a list of GPUs, each with its own instances. A native backend is an engine of that name with one
-        mode; it pads nothing. Raises `EngineError`.
-        """
+        """The engine's settings without `auto`: Triton's config must name the device before the engine runs. `device`
+        may be a list of GPUs, each with its own instances. A native backend is an engine of that name with one mode; it
+        pads nothing. Raises `EngineError`."""
         variant = get_variants(self.model, self.payloads)[0]
         batch = self.max_batch_size or variant.max_batch_size
         if "," in self.device:

@@ -70,10 +70,8 @@ class _FinishedBatch:
 
 
 class BatchFormer:
-    """Decides when the next batch of one engine starts and with how many rows: no thread, no clock, no request.
-
-    All times are ns of one monotonic clock.
-    """
+    """Decides when the next batch of one engine starts and with how many rows: no thread, no clock, no request. All
+    times are ns of one monotonic clock."""
 
     def __init__(
         self, max_rows: int, max_delay_ns: int, executed_rows: Callable[[int], int], row_bytes: int = 0
@@ -203,10 +201,8 @@ class _RunningBatch:
 
 
 class Batcher:
-    """Owns a loaded engine and its queue until `stop`, and executes in one thread, which calls `run`.
-
-    A request counts as waiting until it is claimed for a batch, expired or withdrawn.
-    """
+    """Owns a loaded engine and its queue until `stop`, and executes in one thread, which calls `run`. A request counts
+    as waiting until it is claimed for a batch, expired or withdrawn."""
 
     def __init__(
         self,
@@ -221,10 +217,8 @@ class Batcher:
         wake: Callable[[], None] | None = None,
     ) -> None:
         """`on_broken` is called once, when the engine cannot execute even zeros any more or its thread has failed.
-
         `check_values` raises `ContractError` for inputs that the engine must not get. Requests lie in the `arena`,
-        which an engine on a GPU page-locks. `wake`: see `LoopBatcher`.
-        """
+        which an engine on a GPU page-locks. `wake`: see `LoopBatcher`."""
         self._engine = engine
         self._queue_size = settings.queue_size
         self._max_batch_size = settings.max_batch_size
@@ -273,10 +267,8 @@ class Batcher:
         self._queue.put(request)
 
     def withdraw(self, request: QueuedRequest, remaining: Sequence[QueuedRequest] = ()) -> bool:
-        """Take a request back; any thread. True if the engine and `on_complete` will not get it.
-
-        `remaining` are the parts of a group that stay, in its place; only for `LoopBatcher`.
-        """
+        """Take a request back; any thread. True if the engine and `on_complete` will not get it. `remaining` are the
+        parts of a group that stay, in its place; only for `LoopBatcher`."""
         with self._lock:
             if request.taken:
                 return False
@@ -317,10 +309,8 @@ class Batcher:
         return None
 
     def _turn(self) -> float | None:
-        """Do what can be done now, and wait for nothing.
-
-        Returns after how many seconds to call again if no request comes; None: not before one comes.
-        """
+        """Do what can be done now, and wait for nothing. Returns after how many seconds to call again if no request
+        comes; None: not before one comes."""
         engine, former, waiting = self._engine, self._former, self._waiting_requests
         while True:
             while not self._queue.empty():  # nobody else takes from it
@@ -560,11 +550,9 @@ class Batcher:
 
 
 class LoopBatcher(Batcher):
-    """Executes in the loop of a process, for an engine that executes beside Python.
-
-    One thread then receives, starts and finishes, and no time goes from one to the other. It submits, and it calls
-    `turn`: after `wake`, after `submit`, and when the last turn said.
-    """
+    """Executes in the loop of a process, for an engine that executes beside Python. One thread then receives, starts
+    and finishes, and no time goes from one to the other. It submits, and it calls `turn`: after `wake`, after `submit`,
+    and when the last turn said."""
 
     _enqueue = Batcher._accept
 
@@ -578,10 +566,8 @@ class LoopBatcher(Batcher):
         self.run()
 
     def turn(self) -> float | None:
-        """Do what can be done now, and wait for nothing.
-
-        Returns after how many seconds to call again if nothing comes, None: not before `wake` or `submit` is called.
-        """
+        """Do what can be done now, and wait for nothing. Returns after how many seconds to call again if nothing comes,
+        None: not before `wake` or `submit` is called."""
         if self._ended.is_set():
             return None
         seconds = self._turn()
@@ -591,10 +577,8 @@ class LoopBatcher(Batcher):
 
 
 def _open_device_memory(request: QueuedRequest, device: int | None) -> None:
-    """Let an engine on this device use the memory itself, and read inputs to the host otherwise.
-
-    Raises `ContractError`.
-    """
+    """Let an engine on this device use the memory itself, and read inputs to the host otherwise. Raises
+    `ContractError`."""
     inputs: dict[str, DeviceMemory] = {}
     outputs: dict[str, DeviceMemory] = {}
     read: dict[str, Array] = {}

@@ -67,10 +67,8 @@ Streams of the server: a copy does not wait for an engine's kernels, nor reading
 
 
 class CudaDriver:
-    """An initialised driver, for any thread. Sizes are in bytes; devices are numbered as this process sees them.
-
-    A device's primary context is kept from its first use until the process ends.
-    """
+    """An initialised driver, for any thread. Sizes are in bytes; devices are numbered as this process sees them. A
+    device's primary context is kept from its first use until the process ends."""
 
     def __init__(self) -> None:
         """Takes up to a second. Raises `CudaError` unless the driver's library exists and sees a device."""
@@ -141,10 +139,8 @@ class CudaDriver:
 
 
 class CudaRegion:
-    """A region of device memory, with the number of copies that use it now; any thread.
-
-    `device` is the GPU on which `address` is mapped: its own, or another that reaches it.
-    """
+    """A region of device memory, with the number of copies that use it now; any thread. `device` is the GPU on which
+    `address` is mapped: its own, or another that reaches it."""
 
     def __init__(self, name: str, driver: CudaDriver, device: int, address: int, byte_size: int) -> None:
         self.name = name
@@ -228,10 +224,8 @@ class CudaRegion:
 
 @dataclass(frozen=True, slots=True)
 class CudaWindow:
-    """The piece of a region of device memory that one tensor of a request has.
-
-    Its shape and type are those of `like`, which has no content; without it they are not known before the execution.
-    """
+    """The piece of a region of device memory that one tensor of a request has. Its shape and type are those of `like`,
+    which has no content; without it they are not known before the execution."""
 
     region: CudaRegion
     offset: int
@@ -239,10 +233,8 @@ class CudaWindow:
     like: Array | None = None
 
     def read(self) -> Array:
-        """A copy of the input on the host; blocks. Raises `ContractError` if the region is gone.
-
-        It does not count as held: of each model at most the batches in flight have copies, and one that is formed.
-        """
+        """A copy of the input on the host; blocks. Raises `ContractError` if the region is gone. It does not count as
+        held: of each model at most the batches in flight have copies, and one that is formed."""
         assert self.like is not None
         array = np.empty(self.like.shape, self.like.dtype)
         self.region.read(self.offset, array.reshape(-1).view(np.uint8))

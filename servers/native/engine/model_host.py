@@ -56,12 +56,9 @@ class ModelHost:
         wake: Callable[[], None] | None,
         reloaded: bool = False,
     ) -> None:
-        """`on_complete` gets requests that the engine is done with.
-
-        `wake`: see `LoopBatcher`. One that is `reloaded` is to replace a model that is served: it has to prove itself
-        before it is ready.
-        `on_change` is called when `state` or `description` is another; with True it returns when all front ends know.
-        """
+        """`on_complete` gets requests that the engine is done with. `wake`: see `LoopBatcher`. One that is `reloaded`
+        is to replace a model that is served: it has to prove itself before it is ready. `on_change` is called when
+        `state` or `description` is another; with True it returns when all front ends know."""
         self.signature = signature_of(specification, settings)
         self.state = ModelState.LOADING
         self.description: EngineDescription | None = None  # set before the state becomes READY, None once unloaded
@@ -86,10 +83,8 @@ class ModelHost:
         """Whether the inputs of a request may be `HostMemory`."""
 
     def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event) -> None:
-        """Begin to load; returns at once. `on_failure` is called, in any thread, if the model cannot be served.
-
-        The model is not READY before `front_ends_open` is set.
-        """
+        """Begin to load; returns at once. `on_failure` is called, in any thread, if the model cannot be served. The
+        model is not READY before `front_ends_open` is set."""
         self._on_failure = on_failure
         self._front_ends_open = front_ends_open
         self._start_thread()

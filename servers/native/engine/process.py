@@ -118,10 +118,8 @@ class EngineSide:
         return cuda_index(next(loaded, self._device)) if asked is None else asked
 
     def start(self, on_failure: Callable[[], None], front_ends_open: threading.Event) -> None:
-        """Begin to load all models; none is READY before `front_ends_open` is set.
-
-        `on_failure` is called, in any thread, when a model cannot be served.
-        """
+        """Begin to load all models; none is READY before `front_ends_open` is set. `on_failure` is called, in any
+        thread, when a model cannot be served."""
         for host in self.hosts:
             host.start(on_failure, front_ends_open)
 
@@ -352,10 +350,8 @@ class FrontEndChannel:
             done.set_exception(error_of(message.failure))
 
     def send(self, messages: Sequence[Message]) -> None:
-        """Send now or, where the front end is slow to read, soon; never blocks.
-
-        A message that cannot be encoded fails what it is about, and no other.
-        """
+        """Send now or, where the front end is slow to read, soon; never blocks. A message that cannot be encoded fails
+        what it is about, and no other."""
         frame, unusable = encode_all(messages)
         for message in unusable:
             self.fail(message, sent=True)
@@ -503,10 +499,8 @@ class EngineServer:
         *,
         reloaded: bool = False,
     ) -> None:
-        """The supervisor's socket brings the sockets of front ends; its end means that this process is to stop.
-
-        One that is `reloaded` is to replace an engine that serves: it says when it could, and gets front ends then.
-        """
+        """The supervisor's socket brings the sockets of front ends; its end means that this process is to stop. One
+        that is `reloaded` is to replace an engine that serves: it says when it could, and gets front ends then."""
         self._settings = settings
         self._arena = arena
         self._supervisor = supervisor

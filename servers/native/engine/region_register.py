@@ -41,11 +41,9 @@ class RegionRegister:
         device: Callable[[], int | None] = lambda: None,
         others_come: bool = True,
     ) -> None:
-        """`notify_all` lets every front end execute an operation, and raises the first `ContractError`.
-
-        `device` says which GPU executes, if that is known. `others_come`: front ends may begin later, and have to open
-        what is registered then.
-        """
+        """`notify_all` lets every front end execute an operation, and raises the first `ContractError`. `device` says
+        which GPU executes, if that is known. `others_come`: front ends may begin later, and have to open what is
+        registered then."""
         self._device = device
         self._notify_all = notify_all
         self._others_come = others_come
@@ -100,10 +98,8 @@ class RegionRegister:
                 region.close()
 
     def cuda(self) -> CudaDriver:
-        """The driver, which is loaded at its first use; blocks for up to a second then.
-
-        Raises `UnsupportedError` unless a device answers.
-        """
+        """The driver, which is loaded at its first use; blocks for up to a second then. Raises `UnsupportedError`
+        unless a device answers."""
         with self._cuda_lock:
             if self._cuda is None:
                 try:
@@ -140,11 +136,9 @@ class RegionRegister:
 
 
 def open_region(driver: CudaDriver, opening: OpenRegion, own: int | None) -> CudaRegion:
-    """Map a client's memory; blocks. Raises `InvalidRequestError`.
-
-    Memory of another GPU than `own`, which executes, is mapped so that `own` reaches it by itself. If `own` cannot, or
-    is not known, it is mapped on its own GPU and copied through the host; a peer is refused then.
-    """
+    """Map a client's memory; blocks. Raises `InvalidRequestError`. Memory of another GPU than `own`, which executes, is
+    mapped so that `own` reaches it by itself. If `own` cannot, or is not known, it is mapped on its own GPU and copied
+    through the host; a peer is refused then."""
     name, device = shown(opening.name), opening.device
     assert device is not None
     if len(opening.handle) != HANDLE_BYTES:

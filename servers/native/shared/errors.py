@@ -48,10 +48,8 @@ class OverLimitError(ContractError):
 
 
 class HttpError(Exception):
-    """A request that is not read to its end and whose connection then ends; `str(error)` is the client's message.
-
-    It is counted under `reason`; None: under the one that its status implies.
-    """
+    """A request that is not read to its end and whose connection then ends; `str(error)` is the client's message. It is
+    counted under `reason`; None: under the one that its status implies."""
 
     def __init__(self, status: int, message: str, reason: str | None = None) -> None:
         super().__init__(message)
@@ -113,10 +111,8 @@ MAX_KINDS = 256
 
 
 class FailureLog:
-    """Logs exceptions with their tracebacks, each kind at most every ten seconds; any thread.
-
-    Failures are of one kind if the event, the exception's class and the line that raised it are the same.
-    """
+    """Logs exceptions with their tracebacks, each kind at most every ten seconds; any thread. Failures are of one kind
+    if the event, the exception's class and the line that raised it are the same."""
 
     def __init__(self, name: str) -> None:
         self._log = structlog.get_logger(name)

@@ -30,10 +30,8 @@ DevicePlace = tuple[str, int, int]
 
 
 class ModelState(Enum):
-    """READY and ACCEPTING answer inference requests. FAILED means that loading failed, or that the engine broke.
-
-    A loaded model is ACCEPTING until all front ends know: no client sees that it is ready and is then refused.
-    """
+    """READY and ACCEPTING answer inference requests. FAILED means that loading failed, or that the engine broke. A
+    loaded model is ACCEPTING until all front ends know: no client sees that it is ready and is then refused."""
 
     LOADING = "loading"
     ACCEPTING = "accepting"
@@ -134,11 +132,9 @@ class ControlModel(msgspec.Struct, array_like=True, tag=0, frozen=True):
 
 
 class OpenRegion(msgspec.Struct, array_like=True, tag=1, frozen=True):
-    """Register a region of a client's memory, or, in a front end, offer a registered one to requests.
-
-    Memory on GPU `device` has an IPC handle, of which front ends hear nothing: they never read it. Memory of the system
-    has a path: the client's key or, in front ends, where it is open already.
-    """
+    """Register a region of a client's memory, or, in a front end, offer a registered one to requests. Memory on GPU
+    `device` has an IPC handle, of which front ends hear nothing: they never read it. Memory of the system has a path:
+    the client's key or, in front ends, where it is open already."""
 
     name: str
     byte_size: int
@@ -194,10 +190,8 @@ class EngineLink(Protocol):
         """Queue a checked request for a model, by its number. Raises `ContractError`, or completes it with one."""
 
     def withdraw(self, model: int, queued: QueuedRequest) -> bool:
-        """Take it back; True if the engine will not execute it and its waiter will not be called.
-
-        False: it will be complete soon, with a `RefusedError` if it came back.
-        """
+        """Take it back; True if the engine will not execute it and its waiter will not be called. False: it will be
+        complete soon, with a `RefusedError` if it came back."""
 
     async def control(self, operation: EngineOperation) -> None:
         """Returns when the operation is done. Raises `ContractError`."""

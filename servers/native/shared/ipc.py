@@ -50,10 +50,8 @@ log = FailureLog("abserve.messages")
 
 
 class Tensor(msgspec.Struct, array_like=True, gc=False):
-    """One array: `data` is its offset in the arena, its bytes, or None for one in device memory.
-
-    `elements` are those of BYTES, whose dtype is `O`.
-    """
+    """One array: `data` is its offset in the arena, its bytes, or None for one in device memory. `elements` are those
+    of BYTES, whose dtype is `O`."""
 
     name: str
     dtype: str
@@ -75,11 +73,9 @@ SubmittedInput = int | list[bytes] | None
 
 
 class Submit(msgspec.Struct, array_like=True, tag=0, gc=False):
-    """Execute requests of one form and of `rows` rows each, that came at one time.
-
-    `data` has the inputs of each. Several requests have offsets only, and nothing of what follows `data`.
-    Large answers go to `room`, an offset and a size in the arena.
-    """
+    """Execute requests of one form and of `rows` rows each, that came at one time. `data` has the inputs of each.
+    Several requests have offsets only, and nothing of what follows `data`. Large answers go to `room`, an offset and a
+    size in the arena."""
 
     numbers: list[int]
     form: int
@@ -99,10 +95,8 @@ class Cancel(msgspec.Struct, array_like=True, tag=1, gc=False):
 
 
 class RequestDone(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """The engine does not read the memory of these requests any more.
-
-    Requests that were executed as one have their outputs one after the other in each tensor.
-    """
+    """The engine does not read the memory of these requests any more. Requests that were executed as one have their
+    outputs one after the other in each tensor."""
 
     numbers: list[int]
     outputs: list[Tensor] = []
@@ -147,9 +141,7 @@ class Finished(msgspec.Struct, array_like=True, gc=False):
 
 class Generated(msgspec.Struct, array_like=True, tag=7, gc=False):
     """What one step of a generating engine has for a front end: for each number one token, and answers that are done.
-
-    `several` are answers that go on and got another number of tokens than one.
-    """
+    `several` are answers that go on and got another number of tokens than one."""
 
     numbers: list[int]
     tokens: list[int]
@@ -322,10 +314,8 @@ class ReceivedForm:
         }
 
     def addresses(self, data: Sequence[Sequence[Any]], arena: Arena) -> dict[str, HostMemory]:
-        """The same for several requests, whose inputs are all in the arena; each has an entry in `data`.
-
-        Raises `ValueError` for addresses outside of it.
-        """
+        """The same for several requests, whose inputs are all in the arena; each has an entry in `data`. Raises
+        `ValueError` for addresses outside of it."""
         base, end, count = arena.address, arena.end, len(data)
         inputs = {}
         for place, (name, dtype, shape, size) in enumerate(self._tensors):
@@ -339,11 +329,9 @@ class ReceivedForm:
 def submit_message(
     number: int, form: int, queued: QueuedRequest, memory: RequestMemory, answer_bytes: int
 ) -> tuple[Submit, list[Array]]:
-    """The message for a request, and the memory that must be kept until it is `RequestDone`.
-
-    Inputs outside of the arena are copied into it. `answer_bytes` is the size of the answers, 0 if it is not known.
-    Raises `UnavailableError` when there is no room.
-    """
+    """The message for a request, and the memory that must be kept until it is `RequestDone`. Inputs outside of the
+    arena are copied into it. `answer_bytes` is the size of the answers, 0 if it is not known. Raises `UnavailableError`
+    when there is no room."""
     arena = memory.arena
     in_use: list[Array] = []
     data: list[SubmittedInput] = []
@@ -375,10 +363,8 @@ def submit_message(
 def done_message(
     numbers: list[int], queued: QueuedRequest, arena: Arena, room: tuple[int, int] | None = None
 ) -> RequestDone:
-    """The message for a complete request, or for several that were executed as one.
-
-    Large outputs are copied to the room; several requests have none.
-    """
+    """The message for a complete request, or for several that were executed as one. Large outputs are copied to the
+    room; several requests have none."""
     if queued.error is not None:
         return RequestDone(numbers, [], failure_of(queued.error))
     tensors = []

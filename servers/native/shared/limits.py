@@ -74,9 +74,7 @@ def _unacknowledged(transport: asyncio.Transport) -> int:
 
 class Turns:
     """Work that waits while others have their turn: one piece after the other, for `most_ns` in each turn of the loop.
-
-    At least one piece is done in each. Belongs to the event loop.
-    """
+    At least one piece is done in each. Belongs to the event loop."""
 
     def __init__(self, most_ns: int) -> None:
         self._most_ns = most_ns
@@ -114,10 +112,8 @@ async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., R], *argume
 
 
 class InflatingThread:
-    """Inflates compressed bodies one at a time, and refuses more than `MAX_INFLATING` at once; for one event loop.
-
-    One thread, apart from those that parse: a few compressed bytes are as much work as a megabyte of plain JSON.
-    """
+    """Inflates compressed bodies one at a time, and refuses more than `MAX_INFLATING` at once; for one event loop. One
+    thread, apart from those that parse: a few compressed bytes are as much work as a megabyte of plain JSON."""
 
     def __init__(self, refusal: str) -> None:
         self._refusal = refusal
@@ -136,11 +132,9 @@ class InflatingThread:
 
 
 def decompress(data: memoryview, limit: int) -> memoryview:
-    """Raises `TooLargeError` before more than `limit` + 1 bytes exist, `InvalidRequestError` for other formats.
-
-    The result is in a mapping, whose pages go back to the kernel with it: zlib's own buffers come from the heap, which
-    grew by their sum and kept 44 MiB after one bomb of 512 MiB.
-    """
+    """Raises `TooLargeError` before more than `limit` + 1 bytes exist, `InvalidRequestError` for other formats. The
+    result is in a mapping, whose pages go back to the kernel with it: zlib's own buffers come from the heap, which grew
+    by their sum and kept 44 MiB after one bomb of 512 MiB."""
     decoder = zlib.decompressobj(wbits=47)  # 32 + 15: gzip or zlib, by its own header
     content = mmap.mmap(-1, 4 * INFLATED_STEP_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared cannot grow
     used = 0

@@ -135,10 +135,8 @@ class Arena:
     def __init__(
         self, partitions: int, held_bytes: int, largest_bytes: int, counters: int = 0, engines: int = 1
     ) -> None:
-        """Slots for requests of up to `largest_bytes`, in each partition at least for `held_bytes` of them.
-
-        Raises `MemoryError` if the system does not have the addresses.
-        """
+        """Slots for requests of up to `largest_bytes`, in each partition at least for `held_bytes` of them. Raises
+        `MemoryError` if the system does not have the addresses."""
         self.classes: list[SlotClass] = []
         size, start = SMALLEST_SLOT_BYTES, 0
         while not self.classes or self.classes[-1].size < largest_bytes:
@@ -210,10 +208,8 @@ class Arena:
 
 
 class ArenaSlot:
-    """One slot in use. It is free again when no array over it is left: `np.asarray(slot)` keeps it.
-
-    `charged` bytes of it count as held, and are given back with it.
-    """
+    """One slot in use. It is free again when no array over it is left: `np.asarray(slot)` keeps it. `charged` bytes of
+    it count as held, and are given back with it."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_memory", "charged", "index", "kind", "offset")
 
@@ -301,10 +297,8 @@ class RequestMemory:
         return ArenaSlot(self, kind, index, offset, self.arena.address + offset, size)
 
     def take_for(self, receiver: Receiver, size: int) -> ArenaSlot | None:
-        """A slot for announced bytes, until `arrived`; None if no slot is free. In the event loop.
-
-        When few are left, another receiver makes way for it.
-        """
+        """A slot for announced bytes, until `arrived`; None if no slot is free. In the event loop. When few are left,
+        another receiver makes way for it."""
         kind = self.arena.class_of(size)
         if kind is None:
             return None

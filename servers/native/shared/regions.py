@@ -37,10 +37,8 @@ class SystemRegion:
     """A region of a shared-memory object. Its file stays open as long as a request names it."""
 
     def __init__(self, opening: OpenRegion, *, is_open: bool = False) -> None:
-        """The path is a key unless `is_open` in another process: the key's file may be gone by now.
-
-        Raises `ContractError` when there is no such memory.
-        """
+        """The path is a key unless `is_open` in another process: the key's file may be gone by now. Raises
+        `ContractError` when there is no such memory."""
         self.name = name = opening.name
         self.offset = offset = opening.offset
         self.byte_size = byte_size = opening.byte_size
