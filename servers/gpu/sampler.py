@@ -2,7 +2,7 @@
 
 FILE gets one JSON object per line (docs/gpu-proof.md lists the fields), flushed at least every second. If standard
 input is a pipe, it takes one command per line: `edge LABEL` or `stop`. Each gets one JSON object on standard output
-once its readings are in the file. SIGUSR1 is an edge, too; SIGTERM, SIGINT and the end of standard input stop it.
+once its readings are in the file. SIGTERM, SIGINT and the end of standard input stop it.
 Exit status 0 when stopped, also without a GPU; 1 if FILE cannot be written.
 
 `Recording` has the schedule and opens no file. Per device there is a reading every second, the driver's utilisation
@@ -291,9 +291,6 @@ def _event(at_ns: int, event: str, uuid: str | None = None, failed: Mapping[str,
     return {"type": "event", "at_ns": at_ns, "event": event, "uuid": uuid, "call": call, "code": code}
 
 
-SIGNAL_LABEL = "signal"
-
-
 class SamplerProcess:
     """Waits for the next due reading, a command or a signal."""
 
@@ -305,7 +302,7 @@ class SamplerProcess:
         self._wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
 
     def run(self, commands: int | None) -> None:
@@ -320,7 +317,7 @@ class SamplerProcess:
             watched = [self._wake_read] if commands is None else [self._wake_read, commands]
             readable, _, _ = select.select(watched, [], [], wait_s)
             if self._wake_read in readable:
-                self._signals(os.read(self._wake_read, 64))
+                self._stop_reason = signal.Signals(os.read(self._wake_read, 64)[-1]).name
             if commands is not None and commands in readable:
                 received = os.read(commands, 4096)
                 *lines, pending = (pending + received).split(b"\n")
@@ -331,13 +328,6 @@ class SamplerProcess:
         self._write(self._recording.close())
         self._write([{"type": "end", "at_ns": monotonic_ns(), "reason": self._stop_reason}])
         self._answer({"stopped": self._stop_reason})
-
-    def _signals(self, numbers: bytes) -> None:
-        for number in numbers:
-            if number == signal.SIGUSR1:
-                self._edge(SIGNAL_LABEL)
-            else:
-                self._stop_reason = signal.Signals(number).name
 
     def _command(self, text: str) -> None:
         verb, _, label = text.partition(" ")

@@ -59,12 +59,6 @@ def test_an_edge_is_in_the_file_when_it_is_answered(start_sampler: Start, stub_l
     assert "unknown command" in sampler.command("fly")["error"]
 
 
-def test_sigusr1_is_an_edge(start_sampler: Start, stub_library: Path) -> None:
-    sampler = start_sampler(stub_library)
-    sampler.process.send_signal(signal.SIGUSR1)
-    assert sampler.answer()["edge"] == "signal"
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_stop_it(start_sampler: Start, stub_library: Path, number: signal.Signals) -> None:
     sampler = start_sampler(stub_library)
