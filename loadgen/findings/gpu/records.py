@@ -332,7 +332,6 @@ class HeaderLine(msgspec.Struct, frozen=True, tag="header", tag_field="type"):
     devices: tuple[GpuDevice, ...] = ()
     device_count: int | None = None
     """GPUs of the machine, read or not; None in older files, which hold all of them."""
-    call_cost_ns: dict[str, int] = {}
 
 
 class ReadingLine(msgspec.Struct, frozen=True, tag="reading", tag_field="type"):
