@@ -7,9 +7,10 @@ from pathlib import PurePath
 
 import loadgen.report.document as doc
 from loadgen.base.quantities import counted, join, sentence, share
+from loadgen.checks.gpu import gpu_present
 from loadgen.checks.registry import gravest, reached, validity
-from loadgen.checks.run import gpu_present, parity_figures
 from loadgen.checks.run import parity as answers_agree
+from loadgen.checks.run import parity_figures
 from loadgen.checks.tokens import tokens_agree
 from loadgen.metrics.comparisons import leading_comparisons
 from loadgen.records.checks import Check

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loadgen.checks.gpu import gpu_present
 from loadgen.checks.noise_floor import is_self_comparison
 from loadgen.checks.registry import check_before_load
-from loadgen.checks.run import gpu_present
 from loadgen.metrics.facts import Facts
 from loadgen.records.checks import Check
 from loadgen.records.probes import ArmConditions, Conditions

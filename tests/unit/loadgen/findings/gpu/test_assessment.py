@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadgen.checks.run import may_rank
+from loadgen.checks.gpu import may_rank
 from loadgen.findings.gpu.decision import decide
 from loadgen.findings.gpu.records import EvidenceRecord, GpuFinding, InconclusiveCode
 from tests.scripted_reader import Fault

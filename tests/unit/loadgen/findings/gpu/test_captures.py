@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from loadgen.checks.run import may_rank
+from loadgen.checks.gpu import may_rank
 from loadgen.findings.gpu.analysis import assess
 from loadgen.findings.gpu.records import EvidenceRecord, TimeSpan, read_readings
 from loadgen.records.run import BlockRecord
