@@ -36,6 +36,7 @@ from servers.native.shared.settings import (
     of_other_kind,
     watched_files,
 )
+from servers.native.shared.tls import Certificate
 from servers.options.command_line import given_options, takes_settings, to_argument, tuning_of, with_tuning
 from servers.options.defaults import ARTEFACTS, OptionError, usable_cores
 from servers.options.launch import LaunchPlan, bind, check_free, host_in_url
@@ -77,7 +78,8 @@ class NativeLaunch:
         name, most, artefact = "", None, None
         cannot_pad: str | None = "a language model has no batches to pad"
         host = host_in_url(settings.host)
-        url = f"http://{host}:{settings.http_port}"
+        secure = "s" if settings.tls_certificate else ""
+        url = f"http{secure}://{host}:{settings.http_port}"
         if isinstance(self.models, LanguageModel):
             name = self.models.name
             examples = completion_commands(url, name)
@@ -90,7 +92,7 @@ class NativeLaunch:
             argv=(sys.executable, "-P", "-m", "abserve", "-m", "servers.native", to_argument(settings)),
             env={} if settings.choices == "stored" else {CHOICES: settings.choices},
             http_url=url,
-            grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else None,
+            grpc_address=f"{'grpcs://' if secure else ''}{host}:{settings.grpc_port}" if settings.grpc_port else None,
             metrics_url=f"{url}/metrics",
             model=name,
             title=f"native {settings.engine} {settings.precision}",
@@ -136,6 +138,7 @@ def check(options: Mapping[str, Any], artefacts: Path = Path(ARTEFACTS)) -> Nati
     language = isinstance(models, LanguageModel)
     enter(generating_environment(settings.engine) if language else environment_of(settings.engine))
     Keys.of(settings)
+    Certificate.of(settings)
     bind(settings.host, settings.http_port).close()
     check_free(settings.host, settings.grpc_port, "--grpc-port")
     weights: WeightsSource | FileWeights

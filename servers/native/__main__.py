@@ -22,6 +22,7 @@ def main() -> int:
     from servers.models.weights import WeightsError, parse_weights
     from servers.native.shared.keys import Keys
     from servers.native.shared.settings import NativeSettings, watched_files
+    from servers.native.shared.tls import Certificate
     from servers.options.command_line import from_argument, validation_sentence
     from servers.options.defaults import OptionError
     from servers.options.launch import bind
@@ -45,6 +46,7 @@ def main() -> int:
             weights = parse_weights(settings.weights, specifications[0].default_weights)
             watched_files(settings, specifications, weights)
         Keys.of(settings)
+        Certificate.of(settings)
         listener = bind(settings.host, settings.http_port)
         grpc_listener = bind(settings.host, settings.grpc_port, "--grpc-port") if settings.grpc_port else None
     except ValidationError as error:

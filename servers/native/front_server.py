@@ -43,6 +43,7 @@ from servers.native.shared.keys import Keys
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
+from servers.native.shared.tls import Certificate, TlsConnections
 from servers.native.shared.traces import flush_traces
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class FrontServer(uvicorn.Server, ABC):
     models: ServedModels[Any]
     _supervised: Supervised | None = None
     _keys: Keys | None = None
+    _tls: TlsConnections | None = None
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class FrontServer(uvicorn.Server, ABC):
         super().__init__(
             uvicorn.Config(
                 http.application,
-                http=self._connect,  # type: ignore[arg-type]  # called like a protocol class
+                http=self._http,  # type: ignore[arg-type]  # called like a protocol class
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -103,24 +105,37 @@ class FrontServer(uvicorn.Server, ABC):
             )
         )
 
-    def protect(self, keys: Keys | None) -> None:
-        """Answer only requests with one of these keys, which are read again at SIGHUP; before `run`."""
+    def protect(self, keys: Keys | None, certificate: Certificate | None) -> None:
+        """Answer only requests with one of these keys, over TLS with this certificate; both are read again at SIGHUP.
+        Before `run`."""
         self._keys = self.http.heads.keys = keys
         if keys is not None:
             keys.counts.number = self.http.memory.number
+        if certificate is not None:
+            self._tls = TlsConnections(certificate)
+            self._tls.on_close = self.http.on_close
 
-    def _reload_keys(self) -> None:
-        assert self._keys is not None
-        if self._keys.reload():
+    def _reload_access(self) -> None:
+        if self._tls is not None:
+            self._tls.certificate.reload()
+        if self._keys is not None and self._keys.reload():
             self.http.heads.forget()
             if self.grpc is not None:
                 self.grpc.forget_heads()
 
+    def _http(self, *arguments: Any, **configuration: Any) -> asyncio.BaseProtocol:
+        connect = partial(self._connect, *arguments, **configuration)
+        return connect() if self._tls is None else self._tls.http(connect)
+
+    def _grpc(self) -> asyncio.BaseProtocol:
+        assert self.grpc is not None
+        return self.grpc.connect() if self._tls is None else self._tls.grpc(self.grpc.connect)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and open the gRPC front end, whose imports take a good part of a second."""
-        if self._keys is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload_keys)
-            self._reload_keys()  # a signal may have come between the fork and now
+        if self._keys is not None or self._tls is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload_access)
+            self._reload_access()  # a signal may have come between the fork and now
         await super().startup(sockets)
         self._on_listening()
         if self._settings.grpc_port:
@@ -129,7 +144,7 @@ class FrontServer(uvicorn.Server, ABC):
             self.grpc.keys = self._keys
             if self._grpc_listener is not None:
                 loop = asyncio.get_running_loop()
-                self._grpc_server = await loop.create_server(self.grpc.connect, sock=self._grpc_listener, backlog=2048)
+                self._grpc_server = await loop.create_server(self._grpc, sock=self._grpc_listener, backlog=2048)
         gc.freeze()  # modules live as long as the process; a full collection took 60 ms to find that out again
         self._on_open()
         if self._supervised is not None:
@@ -143,10 +158,9 @@ class FrontServer(uvicorn.Server, ABC):
         """Serve a client that another process has accepted, once the front end is open."""
         loop = asyncio.get_running_loop()
         if grpc:
-            assert self.grpc is not None
-            await loop.connect_accepted_socket(self.grpc.connect, connection)
+            await loop.connect_accepted_socket(self._grpc, connection)
         else:
-            await loop.connect_accepted_socket(lambda: self._connect(self.server_state), connection)
+            await loop.connect_accepted_socket(lambda: self._http(self.server_state), connection)
 
     def take_engine(self, engine: socket.socket) -> None:
         """A socket to an engine that has loaded another version, of those for all devices in their order."""
@@ -177,6 +191,8 @@ class FrontServer(uvicorn.Server, ABC):
         giving_up = asyncio.get_running_loop().call_later(self._finish_s, self._give_up)
         if self._grpc_server is not None:
             self._grpc_server.close()
+        if self._tls is not None:
+            self._tls.stop()
         grpc = [] if self.grpc is None else [self.grpc.stop(self._finish_s)]
         await asyncio.gather(super().shutdown(sockets), *grpc)
         await asyncio.to_thread(flush_traces, self._settings)
@@ -405,9 +421,9 @@ class FrontProcessServer(NativeServer):
         self._supervised.report(SWITCHED)
 
 
-def run_front_end(server: FrontServer, keys: Keys | None) -> int:
+def run_front_end(server: FrontServer, keys: Keys | None, certificate: Certificate | None) -> int:
     """Serve in a front end's process until the supervisor ends it; returns the process's exit status."""
-    server.protect(keys)
+    server.protect(keys, certificate)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     server.run(sockets=[])

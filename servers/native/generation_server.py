@@ -30,6 +30,7 @@ from servers.native.shared.keys import Keys
 from servers.native.shared.memory import Arena, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
+from servers.native.shared.tls import Certificate
 from servers.native.supervisor import exit_status, keep_early_signals
 
 if TYPE_CHECKING:
@@ -112,9 +113,10 @@ class ServedLanguageModel:
         supervisor: socket.socket,
         engines: Sequence[socket.socket],
         keys: Keys | None,
+        certificate: Certificate | None,
     ) -> int:
         server = GenerationServer(settings, self, statistics[0], memory, engines[0], supervisor=supervisor)
-        return run_front_end(server, keys)
+        return run_front_end(server, keys, certificate)
 
 
 def serve_language(
@@ -144,7 +146,7 @@ def _serve_in_one_process(
     loop = GenerationLoop(model.build, settings, statistics, memory.arena, stop)
     loop.add(to_front_end)
     server = GenerationServer(settings, model, statistics, memory, to_engine, on_listening, grpc_listener)
-    server.protect(Keys.of(settings))
+    server.protect(Keys.of(settings), Certificate.of(settings))
     received = keep_early_signals(stop)
     loop.start()
     server.run(sockets=[listener])

@@ -28,6 +28,7 @@ from servers.native.shared.keys import Keys
 from servers.native.shared.memory import Arena, RequestMemory
 from servers.native.shared.settings import NativeSettings, artefact_field, watched_files
 from servers.native.shared.statistics import Statistics
+from servers.native.shared.tls import Certificate
 from servers.native.supervisor import Children, Supervisor, exit_status, keep_early_signals
 from servers.options.defaults import OptionError
 from servers.options.launch import host_in_url
@@ -99,7 +100,8 @@ def serve_by(
 
     def on_listening() -> None:
         host, port = listener.getsockname()[:2]
-        log.info("listening", url=f"http://{host_in_url(host)}:{port}", model=names)
+        secure = "s" if settings.tls_certificate else ""
+        log.info("listening", url=f"http{secure}://{host_in_url(host)}:{port}", model=names)
 
     if settings.fronts:
         return Supervisor(settings, children, listener, grpc_listener, on_listening).run()
@@ -148,12 +150,13 @@ class TensorChildren:
         supervisor: socket.socket,
         engines: Sequence[socket.socket],
         keys: Keys | None,
+        certificate: Certificate | None,
     ) -> int:
         from servers.native.front_server import FrontProcessServer, run_front_end
 
         specifications = [specification for specification, _ in self._offers]
         return run_front_end(
-            FrontProcessServer(settings, specifications, statistics, memory, supervisor, engines), keys
+            FrontProcessServer(settings, specifications, statistics, memory, supervisor, engines), keys, certificate
         )
 
 
@@ -187,7 +190,7 @@ def serve_in_one_process(
         server.should_exit = True
 
     server = NativeServer(settings, specifications, statistics, link, memory, begin, front_ends_open.set, grpc_listener)
-    server.protect(Keys.of(settings))
+    server.protect(Keys.of(settings), Certificate.of(settings))
     received = keep_early_signals(stop)
     server.run(sockets=[listener])
     failed = side.failed

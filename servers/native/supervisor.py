@@ -32,6 +32,7 @@ from servers.native.shared.keys import Keys
 from servers.native.shared.memory import Arena, ByteBudget, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics, row_width
+from servers.native.shared.tls import Certificate
 
 log = structlog.get_logger("abserve.server")
 
@@ -131,9 +132,10 @@ class Children(Protocol):
         supervisor: socket.socket,
         engines: Sequence[socket.socket],
         keys: Keys | None,
+        certificate: Certificate | None,
     ) -> int:
         """Receive and answer; the supervisor's socket brings the clients' connections, which need one of
-        the `keys`."""
+        the `keys`, and TLS if there is a `certificate`."""
 
 
 class Supervisor:
@@ -150,6 +152,7 @@ class Supervisor:
         self._on_listening = on_listening
         self._settings = settings
         self._keys = Keys.of(settings)
+        self._certificate = Certificate.of(settings)
         self._children = children
         self._listeners = {listener: HTTP}
         if grpc_listener is not None:
@@ -161,7 +164,7 @@ class Supervisor:
         self._loading: _Engines | None = None
         self._ending: _Engines | None = None
         self._seen = self._tried = self._engines.files
-        self._reload_asked = self._keys_asked = False
+        self._reload_asked = self._access_asked = False
         self._next_poll = 0.0
         self._waiting: tuple[socket.socket, int] | None = None
         """A connection that no front end could take, and its protocol: as long as it waits, no other is accepted."""
@@ -203,7 +206,7 @@ class Supervisor:
             self._reap()
             self._retry_held()
             self._reload()
-            self._reload_keys()
+            self._reload_access()
         return self._end()
 
     def _record_signal(self, number: int, _frame: object) -> None:
@@ -274,7 +277,9 @@ class Supervisor:
             statistics = self._statistics(_engine_rows(self._settings) + number)
             for of_model in statistics:
                 of_model.set_decoding(0)  # its predecessor may have died with some
-            return self._children.run_front_end(self._settings, statistics, memory, childs, to_engines, self._keys)
+            return self._children.run_front_end(
+                self._settings, statistics, memory, childs, to_engines, self._keys, self._certificate
+            )
 
         process = self._fork(run, [childs])
         childs.close()
@@ -416,17 +421,21 @@ class Supervisor:
 
     @property
     def _takes_hangups(self) -> bool:
-        return self._settings.reload != "off" or self._keys is not None
+        return self._settings.reload != "off" or bool(self._access)
+
+    @property
+    def _access(self) -> list[Keys | Certificate]:
+        return [part for part in (self._keys, self._certificate) if part is not None]
 
     def _ask_for_reload(self, _number: int, _frame: object) -> None:
         self._reload_asked = self._settings.reload != "off"
-        self._keys_asked = self._keys is not None
+        self._access_asked = bool(self._access)
 
-    def _reload_keys(self) -> None:
-        """Let front ends read the keys again, if they can be read."""
-        if self._keys_asked and self._keys is not None:
-            self._keys_asked = False
-            if self._keys.reload():
+    def _reload_access(self) -> None:
+        """Let front ends read the keys and the certificate again, if they can be read."""
+        if self._access_asked:
+            self._access_asked = False
+            if any([part.reload() for part in self._access]):  # noqa: C419  each of them
                 for process in self._front_ends:
                     os.kill(process, signal.SIGHUP)
 

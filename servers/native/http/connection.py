@@ -597,8 +597,9 @@ class HttpServerConnection(asyncio.BufferedProtocol):
     async def _answer_by_application(self, request: HttpRequest) -> None:
         """Answer with the application's response; goes on when the client leaves, since the work may be half done."""
         client, server = map(self._transport.get_extra_info, ("peername", "sockname"))
+        scheme = "http" if self._settings.tls_certificate is None else "https"
         answer = await call_application(
-            self._front_end.application, request.head.scope(client, server), bytes(request.body)
+            self._front_end.application, request.head.scope(client, server, scheme), bytes(request.body)
         )
         if not self.gone and not self.has_room(answer.size):
             answer = refusal(UnavailableError(HOLDS_ENOUGH))

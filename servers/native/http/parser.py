@@ -245,14 +245,14 @@ class RequestHead:
         value = self.json_length
         return int(value) if value is not None and value.isdigit() and len(value) < 19 else 0
 
-    def scope(self, client: object, server: object) -> dict[str, Any]:
+    def scope(self, client: object, server: object, scheme: str = "http") -> dict[str, Any]:
         """The scope for an ASGI application; both addresses as the transport has them."""
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": self.version,
             "method": self.method.decode("ascii"),
-            "scheme": "http",
+            "scheme": scheme,
             "path": self.path,
             "raw_path": self.url.partition(b"?")[0],
             "query_string": self.query,

@@ -156,10 +156,10 @@ class Keys:
         if settings.api_key_file is None and variable is None:
             if settings.open_metrics:
                 raise OptionError("--open-metrics is for a server with keys: add --api-key-file FILE")
-            if not settings.anyone and not _is_loopback(settings.host):
+            if not (settings.anyone or settings.tls_client_ca) and not _is_loopback(settings.host):
                 raise OptionError(
                     f"--host {settings.host} lets other machines use the server without a key: add "
-                    "--api-key-file FILE, or --anyone if something in front protects it"
+                    "--api-key-file FILE, --tls-client-ca FILE, or --anyone if something in front protects it"
                 )
             return None
         return cls(

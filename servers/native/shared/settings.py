@@ -214,6 +214,19 @@ class NativeSettings(GeneratingOptions):
         title="Access and process",
         description="Listen beyond loopback without keys: something in front protects the server.",
     )
+    tls_certificate: Path | None = Field(
+        None,
+        title="Access and process",
+        description="Speak TLS with this certificate, a PEM file, read again at SIGHUP.",
+    )
+    tls_key: Path | None = Field(
+        None, title="Access and process", description="Key of that certificate, if it is in another PEM file."
+    )
+    tls_client_ca: Path | None = Field(
+        None,
+        title="Access and process",
+        description="Take only clients whose certificate one in this PEM file signed.",
+    )
     open_metrics: bool = Field(False, title="Access and process", description="/metrics and /gpu-info need no key.")
     allow_shared_memory: bool = Field(
         False, title="Access and process", description="Let clients register shared memory of this machine."

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import random
+import ssl
 import subprocess
 import sys
 import time
@@ -73,6 +74,8 @@ class Server:
     port: int
     folder: Path
     grpc_port: int = 0
+    tls: ssl.SSLContext | None = None
+    """Of clients, where the server has been started with TLS."""
 
     @property
     def processes(self) -> list[psutil.Process]:
@@ -93,10 +96,16 @@ class Server:
     def grpc_address(self) -> str:
         return f"127.0.0.1:{self.grpc_port}"
 
+    def connect(self) -> http.client.HTTPConnection:
+        """A client that connects with its first request."""
+        if self.tls is None:
+            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=60, context=self.tls)
+
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = self.connect()
         try:
             connection.request(method, path, body, headers or {})
             response = connection.getresponse()
@@ -145,7 +154,7 @@ class Server:
         def ready() -> bool:
             with contextlib.ExitStack() as stack:
                 for _ in range(2 * fronts or 1):
-                    connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+                    connection = self.connect()
                     stack.callback(connection.close)
                     connection.request("GET", "/v2/health/ready")
                     response = connection.getresponse()

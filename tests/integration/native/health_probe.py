@@ -1,7 +1,7 @@
 """Asks a server for its health from a process that shares no interpreter with an attack.
 
-`python -m tests.integration.native.health_probe PORT LEAST` asks until its input ends, at least LEAST times, and then
-writes how long each answer took, in seconds.
+`python -m tests.integration.native.health_probe PORT LEAST [CA]` asks until its input ends, at least LEAST times, and
+then writes how long each answer took, in seconds. With CA, a PEM file, it asks over TLS.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import ssl
 import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 PAUSE_S = 0.01
 LONGEST_S = 60
@@ -40,10 +42,11 @@ class Health:
 
 
 @contextlib.contextmanager
-def probed(port: int, least: int = 1) -> Iterator[Health]:
+def probed(port: int, least: int = 1, ca: Path | None = None) -> Iterator[Health]:
     """Ask during the `with` block, at least so often."""
     health = Health()
     command = [sys.executable, "-m", "tests.integration.native.health_probe", str(port), str(least)]
+    command += [] if ca is None else [str(ca)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as probe:
         assert probe.stdout is not None
         assert probe.stdout.readline() == b"asking\n"
@@ -62,7 +65,8 @@ def slowest_quiet_s(port: int) -> float:
 
 
 def main() -> int:
-    port, least = map(int, sys.argv[1:])
+    port, least = map(int, sys.argv[1:3])
+    tls = ssl.create_default_context(cafile=sys.argv[3]) if sys.argv[3:] else None
     seconds: list[float] = []
     ended = threading.Event()
 
@@ -75,7 +79,11 @@ def main() -> int:
     sys.stdout.flush()
     while len(seconds) < least or not ended.wait(PAUSE_S):
         began = time.perf_counter()
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONGEST_S)
+        connection = (
+            http.client.HTTPConnection("127.0.0.1", port, timeout=LONGEST_S)
+            if tls is None
+            else http.client.HTTPSConnection("127.0.0.1", port, timeout=LONGEST_S, context=tls)
+        )
         connection.request("GET", "/v2/health/live")
         assert connection.getresponse().status == 200
         connection.close()
