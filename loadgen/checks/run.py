@@ -100,7 +100,12 @@ def parity(facts: Facts) -> Iterator[Judgement]:
     if record is not None and not _all_answered(record):
         return
     if record is None or (not record.cases and record.error is None):
-        yield Judgement(None, "parity was not measured")
+        shadow = facts.run.record_of(ShadowRecord)
+        if shadow is not None and shadow.drawn:
+            detail = "the tokens of all texts were drawn (temperature above 0 or not given), which may differ"
+            yield Judgement(None, detail, severity="warns")
+        else:
+            yield Judgement(None, "parity was not measured")
         return
     relative, figures = record.largest_relative_error, parity_figures(record)
     wrong = [case for case in record.cases if not case.ok]

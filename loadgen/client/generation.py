@@ -445,9 +445,9 @@ class _AnswerReading:
             answer.finish_reason, answer.ended = reason, True
 
     def _text(self, part: dict[str, Any]) -> str:
-        """All text in a choice or an event. A delta may hold it in any field: the message, thoughts, arguments of a
-        call; twice the same is one text under two names."""
-        delta = part.get("delta")
+        """All text in a choice or an event. A delta, or the message of an answer that is not a stream, may hold it in
+        any field: the message, thoughts, arguments of a call; twice the same is one text under two names."""
+        delta = part.get("delta", part.get("message"))
         if not isinstance(delta, dict):
             return _joined(part.get("text")) or _joined(part.get("text_output"))
         texts: dict[str, None] = {}

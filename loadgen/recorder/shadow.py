@@ -18,7 +18,7 @@ import random
 import ssl
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter_ns, thread_time_ns
 from typing import Literal, cast
@@ -86,6 +86,13 @@ class PairedRequest(PassedRequest):
     failure: str | None = None
     """Why a copy has no whole answer."""
     is_dropped: bool = False
+    moments: list[int] = field(default_factory=list)
+    """When each piece of the answer came."""
+
+    def add_answer(self, piece: bytes, now_ns: int) -> None:
+        """A part of the answer has passed."""
+        self.moments.append(now_ns)
+        PassedRequest.add_answer(self, piece, now_ns)
 
 
 @dataclass(slots=True)

@@ -212,6 +212,8 @@ class ShadowRecord(Record, frozen=True, kw_only=True):
     """Pairs whose answers were compared."""
     wrong: int = 0
     """Of these, pairs with different answers."""
+    drawn: int = 0
+    """Pairs of texts that may differ, because their tokens were drawn."""
     lag_p50_ms: float | None = None
     """How much later the copy was sent than the request itself."""
     lag_p99_ms: float | None = None

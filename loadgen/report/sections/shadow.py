@@ -24,6 +24,8 @@ def shadow(result: Result) -> doc.Section | None:
         ("pairs whose answers were compared", f"{record.compared:,} of {record.pairs:,}"),
         ("pairs with different answers", f"{record.wrong:,}"),
     ]
+    if record.drawn:
+        rows.append(("pairs of texts whose tokens were drawn, so they may differ", f"{record.drawn:,}"))
     if record.lag_p50_ms is not None and record.lag_p99_ms is not None:
         lag = f"{number(record.lag_p50_ms)} ms (p50), {number(record.lag_p99_ms)} ms (p99)"
         rows.append(("the copy was sent later by", lag))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import itertools
+import json
 import socket
 import socketserver
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import openai
 import pytest
 import tritonclient.grpc as triton
 from typer.testing import CliRunner
@@ -34,6 +36,7 @@ from tests.shadowing import (
     shadowing,
     tensor_request,
 )
+from tests.toy_language_server import toy_server
 
 
 def hang(handler: Handler, _: bytes) -> None:
@@ -343,6 +346,95 @@ def test_in_turns_a_slow_candidate_and_wrong_answers_are_found(tmp_path: Path) -
     record = result.of(ShadowFound).record
     assert record is not None
     assert (record.swap, record.wrong > 0) == (True, True)
+
+
+CHAT: dict[str, object] = {"messages": [{"role": "user", "content": ""}]}
+FORMS: list[tuple[str, dict[str, object]]] = [
+    ("/v1/completions", {"prompt": [1, 2, 3], "stream": True}), ("/v1/completions", {"prompt": "words"}),
+    ("/v1/chat/completions", {**CHAT, "stream": True}), ("/v1/chat/completions", CHAT),
+    ("/v2/models/planted/generate_stream", {"text_input": "words", "stream": True}),
+]  # fmt: skip
+
+
+def ask_in_turn(port: int, temperature: float | None, path: str, form: dict[str, object]) -> None:
+    """20 requests for different texts."""
+    bodies = []
+    for number in range(20):
+        each = {**form, "model": "planted", "max_tokens": 6}
+        if temperature is not None:
+            each["temperature"] = temperature
+        if "messages" in each:
+            each["messages"] = [{"role": "user", "content": f"{number} please"}]
+        else:
+            name = "prompt" if "prompt" in each else "text_input"
+            each[name] = [number, 7] if isinstance(each[name], list) else f"{number} please"
+        bodies.append(json.dumps(each).encode())
+    assert {status for status, _ in ask(port, bodies, path)} == {200}
+
+
+@pytest.mark.parametrize(
+    ("flags", "temperature", "ok"),
+    [("", 0, True), ("--usage end --first-tokens 3", 0, True), ("--seed 1", 0, False), ("--seed 1", 0.7, True)],
+)  # fmt: skip
+@pytest.mark.parametrize(("path", "form"), FORMS)
+def test_texts_are_compared_where_they_are_certain(
+    path: str, form: dict[str, object], flags: str, temperature: float, ok: bool, tmp_path: Path
+) -> None:
+    fast = "--first-ms 2 --step-ms 0.1"
+    with (
+        toy_server(fast) as first,
+        toy_server(f"{fast} {flags}") as second,
+        shadowing(first.url, second.url, tmp_path / "run", "--block-seconds", "0.1") as running,
+    ):
+        ask_in_turn(running.port, temperature, path, form)
+        result = running.end()
+    record = result.of(ShadowFound).record
+    assert record is not None
+    assert (record.failed, record.dropped, result.parity is not None) == (0, 0, True)
+    assert result.parity is not None
+    kind = path.rpartition("/")[2]
+    assert [(case.name, case.ok) for case in result.parity.cases] == (
+        [(f"planted: {kind}, temperature 0", ok)] if temperature == 0 else []
+    )
+    assert record.pairs >= 19
+    assert (record.compared, record.drawn)[temperature != 0] == record.pairs
+    assert record.wrong == (0 if ok else record.pairs)
+    (parity,) = (check for check in result.checks if check.name == "parity")
+    assert (parity.ok, parity.severity) == ((ok, "invalidates") if temperature == 0 else (None, "warns"))
+
+
+@pytest.mark.parametrize(
+    "flags", ["--cut-every 1", "--error-every 1 --error-after 2", "--instead json --instead-share 1"]
+)
+def test_texts_that_break_off_are_failures(flags: str, tmp_path: Path) -> None:
+    with (
+        toy_server("--first-ms 2 --step-ms 0.1") as first,
+        toy_server(f"--first-ms 2 --step-ms 0.1 {flags}") as second,
+        shadowing(first.url, second.url, tmp_path / "run", "--block-seconds", "0.1") as running,
+    ):
+        ask_in_turn(running.port, 0.7, *FORMS[0])
+        result = running.end()
+    assert checks(result)["request_errors"] is ("json" in flags)
+
+
+def test_the_first_token_has_a_time_of_its_own(tmp_path: Path) -> None:
+    """The candidate is as fast to the last byte, and takes four times as long to the first token."""
+    with (
+        toy_server("--first-ms 20 --step-ms 20 --early-empty-ms 15") as first,
+        toy_server("--first-ms 80 --step-ms 8 --early-empty-ms 75") as second,
+        shadowing(first.url, second.url, tmp_path / "run", "--block-seconds", "0.1") as running,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="hidden", max_retries=0) as client,
+    ):
+        for number in range(40):
+            stream = client.chat.completions.create(
+                model="planted", messages=[{"role": "user", "content": f"{number} please"}], max_tokens=6, stream=True
+            )
+            assert sum(len(chunk.choices) for chunk in stream)
+        result = running.end()
+    ratios = {comparison.metric: comparison.ratio for comparison in result.comparisons}
+    assert ratios["typical_first_byte"] is not None
+    assert ratios["typical_latency"] is not None
+    assert ratios["typical_first_byte"] > 1.5 * ratios["typical_latency"]
 
 
 def test_prometheus_reads_a_shadow_while_it_runs(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def planted(folder: Path, times: float, seed: int, *, swap: bool = False) -> tup
         for number in range(PAIRS):
             sent_ns = run.started_ns + int((turn + 0.2) * NS_PER_S) + number * 1_000_000
             primary, copy = (
-                PairedRequest(shadow, "http", "/v1/completions", {}, sent_ns, sent_ns=sent_ns, status=200)
+                PairedRequest(shadow, "http", "/v2/models/m/infer", {}, sent_ns, sent_ns=sent_ns, status=200)
                 for _ in range(2)
             )
             for request, factor in ((primary, 1.0), (copy, times)):
