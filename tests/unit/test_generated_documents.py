@@ -57,17 +57,21 @@ def rounded_like(shown: str, value: float) -> str:
     return f"{round(value, -zeros):,.0f}"
 
 
-def test_the_table_of_the_readme_has_the_figures_of_the_run_that_it_names() -> None:
+NAMED = re.compile(r"<!-- The figures of (docs/results/\S+); a test compares them. -->\n((?:\|.*\n)+)")
+PAGES = ("README.md", "docs/results/README.md")
+TABLES = [(page, *found) for page in PAGES for found in NAMED.findall((ROOT / page).read_text())]
+
+
+@pytest.mark.parametrize(("page", "run", "table"), TABLES, ids=[run for _, run, _ in TABLES])
+def test_a_table_of_figures_has_those_of_the_run_that_it_names(page: str, run: str, table: str) -> None:
     """Another run takes its place by another name in the comment above the table, and other figures below."""
-    named = r"<!-- The figures of (docs/results/\S+); a test compares them. -->\n((?:\|.*\n)+)"
-    ((run, table),) = re.findall(named, (ROOT / "README.md").read_text())
     comparisons = {
         (comparison["scenario"], comparison["arm"]): comparison
         for comparison in json.loads(read_stored(ROOT / run / "result.json"))["comparisons"]
         if comparison["metric"] == "throughput" and comparison["baseline"] == "a"
     }
     _, _, *rows = (line.strip("| \n").split(" | ") for line in table.splitlines())
-    assert sum(len(row) - 2 for row in rows) == 2 * len(comparisons)
+    assert page != "README.md" or sum(len(row) - 2 for row in rows) == 2 * len(comparisons)
     for load, baseline, *cells in rows:
         arms = sorted(arm for scenario, arm in comparisons if scenario == SCENARIOS[load])
         for arm, value, claim in zip(arms, cells[: len(arms)], cells[len(arms) :], strict=True):
@@ -83,3 +87,7 @@ def test_the_table_of_the_readme_has_the_figures_of_the_run_that_it_names() -> N
             winner = {"baseline_better": "A", "arm_better": arm[0].upper()}.get(comparison["verdict"])
             factor = re.sub(r"[^\d.]", "", what)
             assert what == words.get(comparison["verdict"], f"**{winner} {rounded_like(factor or '0', ratio)}×**"), load
+
+
+def test_the_tables_of_figures_are_found() -> None:
+    assert [page for page, _, _ in TABLES] == ["README.md", "docs/results/README.md", "docs/results/README.md"]

@@ -55,19 +55,24 @@ def test_both_arms_of_a_ranked_run_are_verified_and_the_control_is_not() -> None
 
 
 def test_the_default_number_of_instances_loses_least_over_all_loads_as_the_page_says() -> None:
-    folder = ROOT / "docs/results/2026-11-29-h200"
-    means: dict[tuple[str, str], list[str]] = {}
-    for path in sorted(folder.glob("choices-*.json")):
+    means: dict[tuple[str, ...], list[str]] = {}
+    for path in sorted((ROOT / "docs/results").glob("2026-11-29-h200*/choices-*.json")):
         for server in json.loads(path.read_bytes())["servers"]:
+            backend = {"1": "onnxruntime", "2": "python"}.get(server["defaults"].get("instances"), "")
             for entry in server["configurations"]:
                 own = [tried["gain"]["value"] for tried in server["tried"] if tried["configuration"] == entry["name"]]
-                if server["target"] == "triton" and entry["settings"]:
-                    mean = f"{statistics.geometric_mean(own):.2f}"
-                    means.setdefault((server["server"], entry["settings"]["instances"]), []).append(mean)
+                if backend and entry["settings"]:
+                    model = path.stem.removeprefix("choices-").strip("-12") or "vit"
+                    key = (model, backend, entry["settings"]["instances"])
+                    means.setdefault(key, []).append(f"{statistics.geometric_mean(own):.2f}")
     page = " ".join((ROOT / "docs/triton.md").read_text().split())
     shown = {key: " and ".join(sorted(values)) for key, values in means.items()}
-    assert f"with one instance {shown['d', '1']} of that, with four {shown['d', '4']}," in page
-    assert f"with two {shown['c', '2']}, with four {shown['c', '4']}, of what it serves with one" in page
+    assert f"with one instance {shown['vit', 'python', '1']} of that, with four {shown['vit', 'python', '4']}," in page
+    of_onnx = [shown[model, "onnxruntime", count] for model in ("vit", "resnet50", "bert-base") for count in "24"]
+    assert f"with two {of_onnx[0]}, with four {of_onnx[1]}, of what it serves with one" in page
+    pair = f"{shown['resnet50', 'python', '1']} and {shown['resnet50', 'python', '4']}"
+    assert f"it is {pair} with ResNet-50 behind the python backend" in page
+    assert f"{of_onnx[2]} and {of_onnx[3]} with ResNet-50, but {of_onnx[4]} and {of_onnx[5]} with BERT-base," in page
 
 
 def test_a_server_beside_itself_has_no_winner_and_chooses_as_the_page_says() -> None:
