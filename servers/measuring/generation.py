@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,36 +27,6 @@ _JUDGED_ANSWERS = 8
 """So many answers of each batch are checked against the reference."""
 _COPIED_BYTES = {"cpu": 2**28, "cuda": 2**30}
 _COPIES = 10
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationMeasurement:
-    """One batch size at one length of the prompt. Times are medians of the repetitions."""
-
-    batch: int
-    prompt_tokens: int
-    prompt_tokens_per_s: float
-    """While the prompts were read; answers that had already begun went on beside."""
-    first_token_ms: float
-    """From adding the requests to the first token of the last one."""
-    tokens_per_s: float
-    """All requests together, while all of them decoded."""
-    slowest_tokens_per_s: float
-    """Of the slowest repetition."""
-    step_ms: float
-    step_p99_ms: float
-    context: float
-    """Tokens that a request had in its cache, on average, while decoding was measured."""
-    step_bytes: float
-    """What a step must read: the weights, and the keys and values of every request."""
-    bandwidth_share: float | None
-    """Of the bandwidth of a copy on the same device."""
-    largest_deficit: float | None = None
-    """How far a chosen token's logit was below the reference's largest."""
-    best_share: float | None = None
-    """The share of tokens that are the reference's own choice."""
-    distinct_share: float | None = None
-    """Different tokens of an answer, as a share of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +59,7 @@ def measure_generation(
     started = time.perf_counter()
     import torch
 
-    measured: list[tuple[GenerationMeasurement, Sequence[GivenAnswer]]] = []
+    measured: list[tuple[dict[str, Any], Sequence[GivenAnswer]]] = []
     with closing(make_engine(model, settings)) as engine:
         engine.load()
         engine.warm_up()
@@ -112,7 +82,7 @@ def measure_generation(
     rows = []
     for measurement, answers in measured:
         noise = max(noise, own_noise(module, answers))
-        rows.append(asdict(measurement) | _judged(module, answers))
+        rows.append(measurement | _judged(module, answers))
     return {
         "schema": SCHEMA,
         "model": model.label,
@@ -223,29 +193,31 @@ def repeat(
     )
 
 
-def _measurement(
-    batch: int, length: int, done: Sequence[Repetition], read: float, bandwidth: float
-) -> GenerationMeasurement:
+def _measurement(batch: int, length: int, done: Sequence[Repetition], read: float, bandwidth: float) -> dict[str, Any]:
+    """One batch size at one length of the prompt; times are medians of the repetitions. Decoded tokens are those of all
+    requests while all of them decode; while prompts are read, answers that have begun go on beside. `context` is the
+    mean number of tokens in a request's cache."""
     prompt_s = statistics.median(part.prompt_ns for part in done) / 1e9
     rates = [part.decoded / part.decode_ns * 1e9 for part in done]
     steps_ms = [step_ns / 1e6 for part in done for step_ns in part.steps_ns]
-    step_ms = statistics.median(steps_ms)
-    return GenerationMeasurement(
-        batch=batch,
-        prompt_tokens=length,
-        prompt_tokens_per_s=batch * length / prompt_s,
-        first_token_ms=prompt_s * 1e3,
-        tokens_per_s=statistics.median(rates),
-        slowest_tokens_per_s=min(rates),
-        step_ms=step_ms,
-        step_p99_ms=float(np.percentile(steps_ms, 99)),
-        context=statistics.mean(part.context for part in done),
-        step_bytes=read,
-        bandwidth_share=read * statistics.median(rates) / batch / bandwidth,
-    )
+    return {
+        "batch": batch,
+        "prompt_tokens": length,
+        "prompt_tokens_per_s": batch * length / prompt_s,
+        "first_token_ms": prompt_s * 1e3,
+        "tokens_per_s": statistics.median(rates),
+        "slowest_tokens_per_s": min(rates),
+        "step_ms": statistics.median(steps_ms),
+        "step_p99_ms": float(np.percentile(steps_ms, 99)),
+        "context": statistics.mean(part.context for part in done),
+        "step_bytes": read,
+        "bandwidth_share": read * statistics.median(rates) / batch / bandwidth,
+    }
 
 
 def _judged(module: Any, answers: Sequence[GivenAnswer]) -> dict[str, float]:
+    """How far a chosen token's logit was below the reference's largest, and the shares of tokens that are the
+    reference's own choice, and that are different within an answer."""
     judged = judge(module, answers)
     best = [
         chosen == own

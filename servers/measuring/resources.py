@@ -34,7 +34,7 @@ class Resources:
     """Readings of one process on one device, cpu or cuda:N. Make it before the engine is loaded."""
 
     def __init__(self, device: str) -> None:
-        self._cuda, self._uuid = cuda_index(device), None
+        self._cuda = cuda_index(device)
         self._gpu: int | None = None
         self._others: frozenset[int] = frozenset()
         self._joules = rapl_counter()
@@ -42,7 +42,7 @@ class Resources:
             return
         from servers.gpu.nvml import NvmlReader
 
-        self._uuid = uuid = device_uuid(self._cuda)
+        uuid = device_uuid(self._cuda)
         self._reader = reader = NvmlReader(None if uuid is None else [uuid])
         devices = reader.connect().devices
         self._gpu = devices[0].index if uuid is not None and devices else None
