@@ -117,7 +117,7 @@ def _write_launch_plan(root: Path, server: str, options: Mapping[str, str], envi
     """The server's own environment variables set everything that is not in `options`."""
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
     command = [*ABSERVE, "serve", server, *arguments, "--print-launch"]
-    protected = {"ABSERVE_NATIVE_ANYONE": "true"}  # compose publishes ports on loopback only
+    protected = {f"ABSERVE_{server.upper()}_ANYONE": "true"}  # compose publishes ports on loopback only
     done = subprocess.run(command, stdout=subprocess.PIPE, env={**environment, **protected}, check=False)
     if done.returncode != 0:
         raise VolumeError(f"serve {server} refuses these settings; the reason is above")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from loadgen.base.exposure import ANYONE, exposure
 from loadgen.base.quantities import counted
 from loadgen.cli.output import complain, fail
 
@@ -42,6 +43,7 @@ def record(
     grpc_listen: Annotated[
         str, typer.Option("--grpc-listen", metavar="HOST:PORT", help="Where clients of gRPC connect.")
     ] = "127.0.0.1:9001",
+    anyone: Annotated[bool, typer.Option("--anyone", help=ANYONE)] = False,
     minutes: Annotated[
         float | None, typer.Option("--minutes", min=0.001, help="Record so long.", show_default="until stopped")
     ] = None,
@@ -81,8 +83,8 @@ def record(
     if to is None and grpc_to is None:
         fail("give the server that gets the requests with --to URL, --grpc-to HOST:PORT, or both")
     try:
-        ways = [] if to is None else [parse_way([to], listen)]
-        ways += [] if grpc_to is None else [parse_way([grpc_to], grpc_listen, is_grpc=True)]
+        ways = [] if to is None else [parse_way([to], listen, anyone=anyone)]
+        ways += [] if grpc_to is None else [parse_way([grpc_to], grpc_listen, is_grpc=True, anyone=anyone)]
         started = TrafficRecording(
             started_at=utc_now(),
             abserve=installed_versions(["abserve"]).get("abserve", ""),
@@ -147,7 +149,7 @@ class Way(NamedTuple):
         return partial(GrpcTap if self.is_grpc else HttpTap, observer)
 
 
-def parse_way(urls: Sequence[str], listen: str, *, is_grpc: bool = False) -> Way:
+def parse_way(urls: Sequence[str], listen: str, *, is_grpc: bool = False, anyone: bool = False) -> Way:
     """Raises `ValueError`, `TlsError`."""
     from loadgen.client.connection import Address
     from loadgen.client.grpc import parse_grpc_address
@@ -161,12 +163,16 @@ def parse_way(urls: Sequence[str], listen: str, *, is_grpc: bool = False) -> Way
     contexts = [
         tls_context(DEFAULT_ACCESS, "h2" if is_grpc else "http/1.1") if address.tls else None for address in servers
     ]
-    return Way(servers, contexts, parse_place(listen), is_grpc)
+    place = parse_place(listen, "--grpc-listen" if is_grpc else "--listen", anyone=anyone)
+    return Way(servers, contexts, place, is_grpc)
 
 
-def parse_place(value: str) -> tuple[str, int]:
-    """Host and port. Raises `ValueError`."""
+def parse_place(value: str, option: str, *, anyone: bool) -> tuple[str, int]:
+    """Host and port. Raises `ValueError`, also if other machines reach it and `anyone` does not say that they may."""
     host, _, port = value.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise ValueError(f"{value} is not an address to listen on; give one like 127.0.0.1:9000")
-    return host.strip("[]"), int(port)
+    host = host.strip("[]")
+    if reason := exposure(option, host, anyone=anyone):
+        raise ValueError(reason)
+    return host, int(port)

@@ -9,12 +9,15 @@ from typing import Annotated
 
 import typer
 
+from loadgen.base.exposure import ANYONE, exposure
+
 
 def results_exporter(
     folder: Annotated[Path, typer.Argument(help="Folder whose sub-folders are runs.")] = Path("results"),
     host: Annotated[
         str, typer.Option("--host", envvar="ABSERVE_RESULTS_EXPORTER_HOST", help="Address to listen on.")
     ] = "127.0.0.1",
+    anyone: Annotated[bool, typer.Option("--anyone", envvar="ABSERVE_RESULTS_EXPORTER_ANYONE", help=ANYONE)] = False,
     port: Annotated[
         int, typer.Option("--port", envvar="ABSERVE_RESULTS_EXPORTER_PORT", min=1, max=65535, help="Port to listen on.")
     ] = 9446,
@@ -22,6 +25,9 @@ def results_exporter(
     """Serve the verdicts and states of runs as Prometheus metrics until stopped."""
     from loadgen.report.prometheus import RunsCollector, start_exporter
 
+    if reason := exposure("--host", host, anyone=anyone):
+        typer.echo(reason, err=True)
+        raise typer.Exit(2)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())

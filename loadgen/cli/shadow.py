@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loadgen.base.exposure import ANYONE
 from loadgen.cli.output import complain, default_out, fail, publish
 from loadgen.cli.record import parse_place, parse_way, serve
 
@@ -49,6 +50,7 @@ def shadow(
     grpc_listen: Annotated[
         str, typer.Option("--grpc-listen", metavar="HOST:PORT", help="Where clients of gRPC connect.")
     ] = "127.0.0.1:9001",
+    anyone: Annotated[bool, typer.Option("--anyone", help=ANYONE)] = False,
     share: Annotated[float, typer.Option("--share", min=1e-6, max=1.0, help="Copy this share of all requests.")] = 0.1,
     minutes: Annotated[
         float | None, typer.Option("--minutes", min=0.001, help="Compare so long.", show_default="until stopped")
@@ -99,9 +101,10 @@ def shadow(
     try:
         metrics_place = None
         if metrics_listen is not None:
-            metrics_place = parse_place(metrics_listen if ":" in metrics_listen else f"127.0.0.1:{metrics_listen}")
+            place = metrics_listen if ":" in metrics_listen else f"127.0.0.1:{metrics_listen}"
+            metrics_place = parse_place(place, "--metrics-listen", anyone=anyone)
         ways = [
-            parse_way([url for url in given if url is not None], place, is_grpc=given is grpc_urls)
+            parse_way([url for url in given if url is not None], place, is_grpc=given is grpc_urls, anyone=anyone)
             for given, place in ((urls, listen), (grpc_urls, grpc_listen))
             if given != (None, None)
         ]

@@ -39,6 +39,7 @@ Options beside Locust's own (its web page shows them, its --help does not), each
     --model-version V          ABSERVE_LOAD_MODEL_VERSION     version of the model
     --metrics-port PORT        ABSERVE_LOAD_METRICS_PORT      Prometheus metrics of the generator; 0: none
     --metrics-host HOST        ABSERVE_LOAD_METRICS_HOST      address of these metrics
+    --anyone                   ABSERVE_LOAD_ANYONE            listen beyond loopback: something in front protects it
 
 Locust rounds its percentiles to two digits; the raw samples are exact.
 """
@@ -60,6 +61,7 @@ from locust import events, task
 from locust.exception import StopUser
 
 from loadgen.base.child_process import end_with
+from loadgen.base.exposure import exposure
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.client.inputs import InputError
@@ -182,6 +184,7 @@ def _init(environment: Any, **_: object) -> None:
     """Set defaults, and before a headless run ask the server whether it can start."""
     environment.host = environment.host or DEFAULT_HOST
     options = environment.parsed_options
+    _check_exposure(environment, options)
     if getattr(environment, "web_ui", None) is not None:
         guard_page(environment.web_ui.app, str(options.web_host))
     _export_metrics(environment)
@@ -197,6 +200,20 @@ def _init(environment: Any, **_: object) -> None:
         if problem is not None:
             logger.error(problem)
             sys.exit(1)
+
+
+def _check_exposure(environment: Any, options: Any) -> None:
+    """End locust if other machines could reach what it listens on and nobody has said that they may."""
+    listens = {
+        "web_host": getattr(environment, "web_ui", None) is not None,
+        "master_bind_host": _is(environment, "MasterRunner"),
+        "metrics_host": bool(options.metrics_port),
+    }
+    for name, used in listens.items():
+        option, host = f"--{name.replace('_', '-')}", str(getattr(options, name))
+        if used and (reason := exposure(option, host, anyone=options.anyone)):
+            logger.error(reason)
+            sys.exit(2)
 
 
 def _export_metrics(environment: Any) -> None:

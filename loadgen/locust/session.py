@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 from locust import User
 
+from loadgen.base.exposure import ANYONE
 from loadgen.base.headers import HeaderError, read_headers
 from loadgen.client.bodies import choose_items, find_variation, fresh_numbers
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
@@ -107,6 +108,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
             add(field.name, default, text, **extra.get(field.name, {}))
         hidden = {"include_in_web_ui": False}
         add("metrics_port", 0, "Port of the generator's Prometheus metrics; 0: no metrics.", **hidden)
+        add("anyone", False, f"{ANYONE} Of the page, the workers' port and the metrics.", action="store_true", **hidden)
         add("metrics_host", "127.0.0.1", "Address of the generator's Prometheus metrics.", **hidden)
 
     @classmethod

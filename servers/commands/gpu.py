@@ -18,8 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from servers.models.specification import choose_from
+from servers.options import defaults
 from servers.options.command_line import checked, fail, settings_of, takes_settings
-from servers.options.defaults import HOST
+from servers.options.defaults import HOST, OptionError
+from servers.options.launch import check_exposure
 from servers.protocol.examples import in_path
 
 HELP_GROUP = "Machine"
@@ -70,6 +72,7 @@ class ExporterSettings(BaseSettings):
     model_config = settings_of("ABSERVE_GPU_EXPORTER_")
 
     host: str = Field(HOST, title="Target", description="Address to listen on.")
+    anyone: bool = Field(False, title="Target", description=defaults.ANYONE)
     port: int = Field(9445, ge=0, le=65535, title="Target", description="Port to listen on; 0 takes a free one.")
 
 
@@ -81,6 +84,10 @@ def gpu_exporter(**options: object) -> None:
     from servers.gpu.readings import SENTENCES
 
     settings = checked(ExporterSettings, options)
+    try:
+        check_exposure(settings.host, anyone=settings.anyone)
+    except OptionError as exc:
+        fail(str(exc), exc, status=2)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())

@@ -28,7 +28,7 @@ from servers.options.command_line import (
     with_tuning,
 )
 from servers.options.defaults import OptionError, usable_cores
-from servers.options.launch import LaunchPlan, bind, host_in_url
+from servers.options.launch import LaunchPlan, bind, check_exposure, host_in_url
 from servers.options.search import space_json
 from servers.plain.settings import PlainSettings
 from servers.protocol.examples import completion_commands, infer_commands
@@ -93,6 +93,7 @@ def _plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
     """How to start the server. Raises for what is wrong."""
     requested = with_tuning(requested, requested.tuning)
     model, chosen = _chosen(kind, requested)
+    check_exposure(requested.host, anyone=requested.anyone)
     bind(requested.host, requested.http_port).close()
     language = isinstance(model, LanguageModel)
     if isinstance(model, LanguageModel):

@@ -27,7 +27,7 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource, parse_weights, pin
 from servers.options.command_line import checked, fail, given_options, takes_settings
 from servers.options.defaults import OptionError, usable_cores
-from servers.options.launch import LaunchPlan
+from servers.options.launch import LaunchPlan, check_exposure
 from servers.options.search import empty_space_json, space_json
 from servers.triton.config import NATIVE_BACKENDS
 from servers.triton.installation import Installation, TritonDiedError, TritonError
@@ -94,6 +94,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     from servers.export.artefacts import executed_file
     from servers.export.tensorrt import library_version
 
+    check_exposure(settings.host, anyone=settings.anyone)
     installation = find_installation(settings, announce=console.print)
     if not is_loopback(settings.host) and installation.version == "2.51":
         console.print(

@@ -27,7 +27,7 @@ from servers.language.specification import LanguageModel, language_model
 from servers.language.weights import pin_language_weights, weights_sha256
 from servers.options.command_line import checked, given_options, takes_settings
 from servers.options.defaults import OptionError, usable_cores
-from servers.options.launch import LaunchPlan, bind, host_in_url
+from servers.options.launch import LaunchPlan, bind, check_exposure, host_in_url
 from servers.options.search import space_json
 from servers.protocol.examples import completion_commands
 from servers.vllm.settings import VllmSettings
@@ -80,6 +80,7 @@ def launch_plan(settings: VllmSettings, announce: Callable[[str], None]) -> Laun
     """How to start vLLM, after everything that can be checked before: the options, the port, the installation."""
     model, device, precision = _resolved(settings)
     model = replace(model, weights=pin_language_weights(model.weights, model.fields))
+    check_exposure(settings.host, anyone=settings.anyone)
     bind(settings.host, settings.http_port).close()
     python, release = find_vllm(settings.python)
     folder = served_folder(model, precision, device, settings.artefacts, announce)

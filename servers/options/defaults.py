@@ -30,6 +30,8 @@ SPINNING = (
     "by default; off suits cores that other programs use."
 )
 """The help of `--engine`, `--precision` and `--spinning`."""
+ANYONE = "Listen beyond loopback without keys: something in front protects it."
+"""The help of `--anyone`."""
 TRACE_SHARE = 0.01
 TRACES = "Where OpenTelemetry's spans are sent, such as http://127.0.0.1:4318/v1/traces (OTLP/HTTP)."
 TRACE_SHARES = "Share of the requests without a traceparent that are traced; one with it says so itself."

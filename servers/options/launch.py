@@ -7,6 +7,7 @@ happens, so that a port in use is reported at once.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import re
 import socket
 from collections.abc import Iterable
@@ -80,6 +81,27 @@ def bind(host: str, port: int, option: str = "--http-port") -> socket.socket:
             ) from exc
         raise OptionError(f"cannot listen on {host} port {port}: {exc.strerror or exc}; check --host") from exc
     return listener
+
+
+def check_exposure(host: str, *, anyone: bool, keys: str = "") -> None:
+    """Raise `OptionError` for an address that lets other machines in, unless `anyone` says that they may; `keys` is how
+    the server would get keys."""
+    if not anyone and not is_loopback(host):
+        remedy = f"{keys}, or --anyone" if keys else "--anyone"
+        raise OptionError(
+            f"--host {host} lets other machines in without a key: add {remedy} if something in front protects it"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address; True for a name that has none, which cannot be bound either."""
+    if host in ("", "*"):
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return True
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
 
 def check_free(host: str, port: int, option: str) -> None:

@@ -35,6 +35,7 @@ class PlainSettings(GenerationOptions):
         None, title="Model", description="random:SEED, a pretrained tag or a checkpoint file; default: the model's."
     )
     host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
+    anyone: bool = Field(False, title="Access and process", description=defaults.ANYONE)
     http_port: int = Field(8100, ge=1, le=65535, title="Target", description="Port of HTTP; there is no gRPC.")
     precision: Annotated[str, search.PRECISION] = Field(
         defaults.PRECISION, title="Engine", description="auto (fp16 on a GPU, fp32 on a CPU), fp32, tf32, fp16 or bf16."

@@ -24,6 +24,7 @@ class VllmSettings(ModelOptions, GenerationOptions):
     model_config = settings_of("ABSERVE_VLLM_")
 
     host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
+    anyone: bool = Field(False, title="Access and process", description=defaults.ANYONE)
     http_port: int = Field(8200, ge=1, le=65535, title="Target", description="Port of HTTP.")
     python: Path | None = Field(
         None,

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import ipaddress
 import mmap
 import os
 import re
 import secrets
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from servers.language.specification import is_language_model
 from servers.native.shared.errors import HttpError, OverLimitError
 from servers.native.shared.settings import NativeSettings
 from servers.options.defaults import OptionError
+from servers.options.launch import check_exposure
 
 log = structlog.get_logger("abserve.server")
 
@@ -45,15 +44,6 @@ _LIMIT = re.compile(rb"(%s)=([1-9][0-9]{0,5})" % "|".join(LIMITS).encode())
 _TAG_BYTES = 8
 _COMMENT = re.compile(rb"(?:^|\s)#.*")
 _BEARER = re.compile(rb"bearer +(\S+)\s*", re.IGNORECASE)
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address; True for a name that has none, which cannot be bound either."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return True
-    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
 
 class KeyCounts:
@@ -156,11 +146,8 @@ class Keys:
         if settings.api_key_file is None and variable is None:
             if settings.open_metrics:
                 raise OptionError("--open-metrics is for a server with keys: add --api-key-file FILE")
-            if not (settings.anyone or settings.tls_client_ca) and not _is_loopback(settings.host):
-                raise OptionError(
-                    f"--host {settings.host} lets other machines use the server without a key: add "
-                    "--api-key-file FILE, --tls-client-ca FILE, or --anyone if something in front protects it"
-                )
+            keys = "--api-key-file FILE, --tls-client-ca FILE"
+            check_exposure(settings.host, anyone=bool(settings.anyone or settings.tls_client_ca), keys=keys)
             return None
         return cls(
             settings.api_key_file,

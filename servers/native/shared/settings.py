@@ -212,7 +212,7 @@ class NativeSettings(GeneratingOptions):
     anyone: bool = Field(
         False,
         title="Access and process",
-        description="Listen beyond loopback without keys: something in front protects the server.",
+        description=defaults.ANYONE,
     )
     tls_certificate: Path | None = Field(
         None,

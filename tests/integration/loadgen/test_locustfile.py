@@ -200,7 +200,7 @@ def test_the_options_of_the_docstring_are_those_of_the_web_page(monkeypatch: pyt
     monkeypatch.setenv("ABSERVE_LOAD_BATCH_SIZE", "13")
     done = subprocess.run([sys.executable, "-c", SHOWN, str(LOCUSTFILE)], capture_output=True, text=True, check=True)
     shown = dict(line.split("=", 1) for line in done.stdout.splitlines())
-    hidden = {"--metrics-port", "--metrics-host", "--header"}  # of the process, not of a test; and a secret
+    hidden = {"--anyone", "--metrics-port", "--metrics-host", "--header"}  # of the process, not of a test; and a secret
     assert shown.keys() == {name for name, _ in documented} - hidden
     assert shown["--batch-size"] == "13"
     assert all(variable == f"ABSERVE_LOAD{name[1:].replace('-', '_').upper()}" for name, variable in documented)

@@ -97,7 +97,7 @@ def test_a_taken_port_is_one_sentence(serve: Serve) -> None:
 
 @pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("localhost", False)])
 def test_listening_beyond_this_machine_is_warned_about(serve: Serve, tmp_path: Path, host: str, warned: bool) -> None:
-    done = serve(f"--host={host}", "--engine=null", "--print-launch", f"--work-dir={tmp_path}")
+    done = serve(f"--host={host}", "--anyone", "--engine=null", "--print-launch", f"--work-dir={tmp_path}")
     assert ("warning: Triton 2.51" in done.stderr) is warned
     plan = plan_of(done)
     assert plan.http_url.startswith("http://127.0.0.1:")
@@ -117,7 +117,7 @@ def ipv6_loopback() -> bool:
 @pytest.mark.parametrize("host", ["::1", "::"])
 def test_it_serves_http_grpc_and_metrics_on_ipv6(own_settings: TritonSettings, host: str) -> None:
     process = subprocess.Popen(
-        command(own_settings, "--engine=null", f"--host={host}"), stderr=subprocess.PIPE, text=True
+        command(own_settings, "--engine=null", f"--host={host}", "--anyone"), stderr=subprocess.PIPE, text=True
     )
     try:
         assert process.stderr is not None
