@@ -27,8 +27,8 @@ class CompareOptions(TypedDict, total=False):
     """Your inputs: DIR (JPEG or raw files), FILE.npz, perf_analyzer's FILE.json, FILE.jsonl, or random."""
     scenarios: str | float | Sequence[str | float] | None
     """Choose from cold-start, single, batched, concurrent, open (see --rates), traffic and slo (see --slo-p99-ms); of a
-    language model from cold-start, single, concurrent, long-prompt, long-answer, open, goodput and shared-prefix
-    (default: single, concurrent)."""
+    language model from cold-start, single, concurrent, long-prompt, long-answer, open, traffic, goodput and shared-
+    prefix (default: single, concurrent)."""
     preset: Literal["smoke", "quick", "full"] | None
     """smoke: 1 minute for two arms, to see that everything works; quick: 5; full: 25, and up to 10 more for
     --explain."""

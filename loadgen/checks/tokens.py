@@ -329,10 +329,11 @@ def _fault(names: Names, compared: Sequence[TokensCompared], label: Label) -> st
     fault="wrong answers",
 )
 def answers_depend_on_prompts(facts: Facts) -> Iterator[Judgement]:
-    """Judge the answers kept under load; skipped without two of an arm."""
+    """Judge the answers kept under load; skipped without two of an arm. Recorded prompts may repeat."""
     names = facts.names
     digests: dict[Label, list[str]] = {}
-    for record in facts.run.records_of(TokensCompared):
+    repeating = {workload.name for workload in facts.run.experiment.workloads if workload.traffic}
+    for record in (each for each in facts.run.records_of(TokensCompared) if each.workload not in repeating):
         digests.setdefault(record.label, []).extend(
             answer.digest for answer in record.answers if answer.digest and answer.tokens >= LEAST_TOKENS
         )
@@ -382,9 +383,9 @@ def distinct_tokens(totals: Sequence[TokenTotals], names: Names) -> Judgement:
 @per_load
 def cached_prompts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge the servers' own count of cached tokens; `repeated_requests` looks for caches that are not reported. A
-    workload whose prompts share their beginning asks for a cache, as a trace does."""
+    workload whose prompts share their beginning asks for a cache, as traces and recorded traffic do."""
     names = facts.names
-    if load.workload.shared_prefix or load.workload.trace is not None:
+    if load.workload.shared_prefix or load.workload.trace or load.workload.traffic:
         return None
     totals = facts.of(TokensFound).in_workload(load.workload.name)
     if cached := {total.label: total.cached_tokens for total in totals if total.cached_tokens}:

@@ -20,7 +20,7 @@ from loadgen.experiment.prompts import SETTLING, PromptPlan, PromptShape, Trace
 from loadgen.experiment.replay import Replay
 from loadgen.experiment.schedule import Offsets, arrival_count, due_offsets_ns
 from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, WorkerRecord
-from loadgen.records.targets import Transport
+from loadgen.records.targets import Transport, is_token_transport
 
 CONNECT_SECONDS = 30.0
 """How long the users of a block may take to connect."""
@@ -112,7 +112,8 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
     @property
     def streamed(self) -> bool:
         """Whether the answers are streams of tokens."""
-        return self.shape is not None or self.trace is not None
+        recorded = self.replay is not None and is_token_transport(self.replay.transport)
+        return self.shape is not None or self.trace is not None or recorded
 
     @property
     def answer_limit_s(self) -> float:
@@ -123,6 +124,7 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
         shapes = [SETTLING] if self.shape is None else [SETTLING, self.shape]
         if self.trace is not None:
             shapes += [request.shape for request in self.trace.requests()]
+        shapes += [] if self.replay is None else self.replay.shapes()
         return answer_limit_s(self.timeout_s, max(shape.output_tokens for shape in shapes))
 
     def settling_users(self, alone_s: float) -> int:

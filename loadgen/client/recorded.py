@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
+import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from loadgen.base.documents import DocumentError, one_line
 from loadgen.client.connection import PreparedRequest, uncompressed
 from loadgen.client.endpoint import Signature
+from loadgen.client.generation import PreparedPrompts, RequestBody, request_fields, takes_salt
 from loadgen.client.grpc import grpc_request
 from loadgen.client.grpc_messages import ModelInferRequest, ModelInferResponse
 from loadgen.client.inputs import Array, InputError
 from loadgen.client.outputs import HEADER_LENGTH, AnswerError, read_body, read_message
+from loadgen.experiment.prompts import Ids, PromptPlan
 from loadgen.experiment.replay import Replay
+from loadgen.records.targets import TokenTransport
 from loadgen.records.traffic import MOST_CONTENT_BYTES, RecordedRequest
+
+_SALT_DIGITS = 16
+_LEFT_OUT = ("max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "n", "best_of", "cache_salt", "user")
+"""Fields that would make an answer longer or shorter than the recorded one, or several of it; and who asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,56 @@ class RecordedBodies:
     def patches(self, body: int) -> tuple[int, tuple[()]]:
         """The number of the recorded request; nothing of it varies."""
         return self.first + body, ()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedPrompts(PreparedPrompts):
+    """Recorded requests to a language model, beginning with number `first`."""
+
+    first: int = 0
+    salt: bytes = b""
+    """What a request has beside its content where the protocol takes a salt, so that no window finds the prompts of an
+    earlier one in a cache."""
+
+    def patches(self, body: int) -> tuple[int, Sequence[bytes]]:
+        """The number of the recorded request, and the salt."""
+        return self.first + body, [self.salt] if self.salted else ()
+
+    def prompt(self, body: int, number: int) -> Ids:  # noqa: ARG002 (a recorded prompt has no number in it)
+        """The ids of the prompt; none where it was sent as text."""
+        return self.prepared[body]
+
+    def window(self, first: int, count: int, seed: int) -> RecordedPrompts:
+        """The requests of the block of a seed."""
+        block = slice(first, first + count)
+        return replace(
+            self, requests=self.requests[block], prepared=self.prepared[block], shapes=self.shapes[block], first=first,
+            salt=f"{seed % 16**_SALT_DIGITS:0{_SALT_DIGITS}x}".encode(),
+        )  # fmt: skip
+
+
+def prepare_recorded_prompts(
+    transport: TokenTransport, model: str, plan: PromptPlan, replay: Replay, body: RequestBody
+) -> RecordedPrompts:
+    """Every prompt of a replay as it was recorded, for a model. What is needed to measure an answer, and to compare it,
+    is asked for as of other prompts: a stream, greedy, as long as the recorded answer. Raises `TrafficError`."""
+    salted = takes_salt(transport, body)
+    requests, prepared, shapes = [], [], []
+    for request in replay.requests():
+        recorded, ids = replay.prompt(request)
+        shape = replay.shape(request)
+        asked = request_fields(transport, model, body)
+        kept = {
+            name: value for name, value in recorded.items() if name not in _LEFT_OUT and body.get(name, 0) is not None
+        }
+        text = msgspec.json.encode(kept | asked | {"max_tokens": shape.output_tokens})
+        pieces = (text[:-1] + b',"cache_salt":"', b"0" * _SALT_DIGITS, b'"}') if salted else ()
+        requests.append(
+            PreparedRequest(b"", b"".join(pieces) or text, len(text), pieces, output_tokens=shape.output_tokens)
+        )
+        prepared.append(np.array(ids, dtype=np.int32))
+        shapes.append(shape)
+    return RecordedPrompts(tuple(requests), tuple(prepared), tuple(shapes), plan, salted, repeat(0))
 
 
 def prepare_recorded(replay: Replay, signature: Signature) -> RecordedBodies:

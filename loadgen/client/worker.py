@@ -48,7 +48,7 @@ from loadgen.client.messages import (
 )
 from loadgen.client.outputs import ExpectedOutputs
 from loadgen.client.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
-from loadgen.client.recorded import RecordedBodies, prepare_recorded
+from loadgen.client.recorded import RecordedBodies, RecordedPrompts, prepare_recorded, prepare_recorded_prompts
 from loadgen.client.token_traffic import TokenTraffic
 from loadgen.client.traffic import Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
@@ -98,9 +98,17 @@ class Block:
             undo.callback(self._writer.abandon)
             answers, others = KeptAnswers(command.keep_answers, command.keep_seed), (self._settling,)
             chosen = bodies[_key(command)]
-            if isinstance(chosen, PreparedPrompts):
-                replayed = command.trace is not None
+            if isinstance(chosen, RecordedPrompts):
+                assert command.replay is not None
+                first, window = command.replay.window(command.arrivals_seed)
                 self._traffic: Traffic = TokenTraffic(
+                    target, chosen.window(first, len(window), command.arrivals_seed), self._writer, self._path,
+                    timeout_s=command.timeout_s, others=others, answers=answers, first_body=command.part,
+                    body_step=command.parts,
+                )  # fmt: skip
+            elif isinstance(chosen, PreparedPrompts):
+                replayed = command.trace is not None
+                self._traffic = TokenTraffic(
                     target, chosen.replay(command.arrivals_seed) if replayed else chosen, self._writer, self._path,
                     timeout_s=command.timeout_s, others=others, answers=answers,
                     first_body=command.part if replayed else command.first_body,
@@ -378,6 +386,8 @@ class BlockRunner:
         }
         if plan.trace is not None:
             bodies[plan.trace] = prepare_trace(transport, model, plan, plan.trace, self._numbers, command.body)
+        for source, replay in {replay.source: replay for replay in command.replays}.items():
+            bodies[source] = prepare_recorded_prompts(transport, model, plan, replay, command.body)
         return bodies
 
     def _bodies(self, command: Prepare) -> Prepared:

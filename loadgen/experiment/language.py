@@ -21,11 +21,14 @@ from loadgen.experiment.plan import (
     PlanError,
     base_workload,
     cold_start,
+    of_replay,
+    replays_of,
     surface_base,
     surface_users,
     unique_names,
 )
 from loadgen.experiment.prompts import SETTLING, PromptError, Trace
+from loadgen.experiment.replay import recorded_protocol
 from loadgen.experiment.schedule import block_seconds, warm_up_users
 from loadgen.experiment.settings import (
     LANGUAGE_USERS,
@@ -38,6 +41,7 @@ from loadgen.records.names import names_of
 from loadgen.records.run import ArmRequest, Experiment, Kind, Label, TokenLimits, Workload, option_of
 from loadgen.records.scenarios import SCENARIOS, Scenario
 from loadgen.records.targets import ROUTES, TARGETS, TOKEN_TRANSPORTS, TokenTransport
+from loadgen.records.traffic import TrafficError
 from loadgen.stats.percentiles import queries_needed
 
 SHORT, LONG = (32, 64), (128, 128)
@@ -63,7 +67,7 @@ _MEANT_FOR_TENSORS = (
     ("pad_to", "servers of language models do not pad"),
     ("slo_p99_ms", "search with --scenarios goodput and --limits"),
     ("batch_sizes", "a request has one prompt; use --concurrency"),
-    ("traffic", "recorded prompts are not replayed; use --trace"),
+    ("check_answers", "its answers are judged by a reference"),
     ("ceiling", "engines of language models are measured by `abserve engines`"),
     ("handicap_check", "it does not exist for language models"),
     ("matrix", "language models have one payload"),
@@ -127,6 +131,8 @@ def choose_protocol(
     for."""
     spoken = {arm.label: _spoken_by(arm) for arm in arms}
     asked = None if settings.transport is None else settings.transport[0]
+    if settings.traffic is not None:
+        asked = _recorded_protocol(settings)
     common = [transport for transport in TOKEN_TRANSPORTS if all(transport in able for able in spoken.values())]
     wanted = [transport for transport in TOKEN_TRANSPORTS if transport == asked]
     chosen = next(iter([*wanted, *common]), spoken[arms[0].label][0])
@@ -135,10 +141,21 @@ def choose_protocol(
         able = spoken[arm.label]
         if asked is not None and asked not in able and arm.transport is None:
             raise PlanError(
-                f"{option_of(arm.label)} {arm.target} speaks {' and '.join(able)} only; leave --transport {asked} out"
+                f"{option_of(arm.label)} {arm.target} speaks {' and '.join(able)} only; "
+                + (f"the recorded prompts need {asked}" if settings.traffic else f"leave --transport {asked} out")
             )
         with_own.append(msgspec.structs.replace(arm, transport=None if chosen in able else able[0]))
     return chosen, tuple(with_own)
+
+
+def _recorded_protocol(settings: ExperimentSettings) -> TokenTransport:
+    """The protocol of the recorded prompts, or the one that was asked for."""
+    assert settings.traffic is not None
+    wanted = [transport for transport in TOKEN_TRANSPORTS if transport in (settings.transport or ())]
+    try:
+        return next(iter(wanted), None) or recorded_protocol(settings.traffic)
+    except TrafficError as exc:
+        raise PlanError(f"--traffic {exc}") from exc
 
 
 def _spoken_by(arm: ArmRequest) -> tuple[TokenTransport, ...]:
@@ -236,6 +253,7 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
                 trace=settings.trace, rate_per_s=significant(rate, 3),
             )
         )  # fmt: skip
+    workloads += _replays(settings, base)
     if "goodput" in scenarios:
         if base.limits is None:
             raise PlanError("the scenario goodput needs --limits, as in --limits ttft=200ms,tpot=50ms")
@@ -247,6 +265,19 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
             )
         )  # fmt: skip
     return unique_names(workloads)
+
+
+def _replays(settings: ExperimentSettings, base: Workload) -> list[Workload]:
+    """The recorded prompts at each speed."""
+    transport = TOKEN_TRANSPORTS[0] if settings.traffic is None else _recorded_protocol(settings)
+    workloads = []
+    for replay in replays_of(settings, max(settings.open_seconds, base.seconds), transport):
+        longest = max(replay.shapes(), key=lambda shape: shape.prompt_tokens + shape.output_tokens)
+        load = of_replay(base, replay, settings)
+        workloads.append(
+            msgspec.structs.replace(load, prompt_tokens=longest.prompt_tokens, output_tokens=longest.output_tokens)
+        )
+    return workloads
 
 
 def _surface(

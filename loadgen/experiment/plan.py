@@ -439,48 +439,55 @@ def _open(settings: ExperimentSettings, single: Workload, _: bool) -> list[Workl
     return [loop(rate_per_s=float(rate)) for rate in sorted(set(settings.rates))]
 
 
-def _traffic(settings: ExperimentSettings, single: Workload, _: bool) -> list[Workload]:
-    """A replay per speed. Raises `PlanError` for a folder that cannot be replayed."""
+def replays_of(settings: ExperimentSettings, seconds: float, transport: Transport) -> list[Replay]:
+    """A replay of the recorded traffic per speed; none without any. Raises `PlanError` for a folder that cannot be
+    replayed."""
     if settings.traffic is None:
         for option, given in (("--speed", settings.speed), ("--check-answers", settings.check_answers)):
             if given:
                 raise PlanError(f"{option} is about recorded traffic; give --traffic FOLDER, or leave it out")
         return []
-    transports = settings.transport or ("http",)
-    if transports not in (("http",), ("grpc",)) or settings.matrix:
-        raise PlanError("--traffic is replayed over one transport; give --transport http or grpc")
-    workloads = []
-    for speed in sorted(set(settings.speed or (1.0,))):
-        due = max(settings.open_seconds, single.seconds)
-        replay = Replay(settings.traffic, "grpc" if transports == ("grpc",) else "http", due, speed)
-        try:
+    replays = [Replay(settings.traffic, transport, seconds, speed) for speed in sorted(set(settings.speed or (1.0,)))]
+    try:
+        for replay in replays:
             replay.window(0)
-            rate = significant(replay.rate_per_s(), 3)
             answered = any(map(has_answer, replay.requests()))
-        except TrafficError as exc:
-            raise PlanError(f"--traffic {exc}") from exc
-        if settings.check_answers and not answered:
-            raise PlanError(
-                f"--check-answers: {settings.traffic} has no answers; record it again with --answers, or leave it out"
-            )
-        workloads.append(
-            msgspec.structs.replace(
-                single, scenario="traffic", concurrency=settings.connections, seconds=due, arrivals="trace",
-                max_seconds=max(due, PRESETS[settings.preset].max_seconds), traffic=settings.traffic, speed=speed,
-                rate_per_s=rate, check_answers=bool(settings.check_answers),
-            )
-        )  # fmt: skip
-    for bound_ms in read_limits(settings.limits).values() if settings.limits else ():
+    except TrafficError as exc:
+        raise PlanError(f"--traffic {exc}") from exc
+    if settings.check_answers and not answered:
+        raise PlanError(
+            f"--check-answers: {settings.traffic} has no answers; record it again with --answers, or leave it out"
+        )
+    return replays
+
+
+def of_replay(workload: Workload, replay: Replay, settings: ExperimentSettings) -> Workload:
+    """The workload as a replay of recorded traffic."""
+    return msgspec.structs.replace(
+        workload, scenario="traffic", concurrency=settings.connections, seconds=replay.seconds, arrivals="trace",
+        max_seconds=max(replay.seconds, workload.max_seconds), traffic=replay.folder, speed=replay.speed,
+        rate_per_s=significant(replay.rate_per_s(), 3), check_answers=bool(settings.check_answers),
+    )  # fmt: skip
+
+
+def _traffic(settings: ExperimentSettings, single: Workload, _: bool) -> list[Workload]:
+    """A replay per speed, and a search with a limit. Raises `PlanError` for a folder that cannot be replayed."""
+    transports = settings.transport or ("http",)
+    if settings.traffic is not None and (transports not in (("http",), ("grpc",)) or settings.matrix):
+        raise PlanError("--traffic is replayed over one transport; give --transport http or grpc")
+    replays = replays_of(settings, max(settings.open_seconds, single.seconds), transports[0])
+    workloads = [of_replay(single, replay, settings) for replay in replays]
+    for bound_ms in read_limits(settings.limits).values() if settings.limits and replays else ():
+        replay = msgspec.structs.replace(replays[0], speed=1.0)
         search = _search(settings, bound_ms)
         if len(replay.requests()) < search.requests:
             raise PlanError(
                 f"--limits: {settings.traffic} has {len(replay.requests()):,} requests, and a trial of the search "
                 f"needs {search.requests:,}; record more, or lower --slo-queries"
             )
-        original = msgspec.structs.replace(replay, speed=1.0)
         workloads.append(
             msgspec.structs.replace(
-                search, arrivals="trace", traffic=settings.traffic, rate_per_s=significant(original.rate_per_s(), 3),
+                search, arrivals="trace", traffic=settings.traffic, rate_per_s=significant(replay.rate_per_s(), 3),
                 check_answers=bool(settings.check_answers),
             )
         )  # fmt: skip

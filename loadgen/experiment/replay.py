@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from loadgen.base.documents import one_line
+from loadgen.experiment.prompts import MOST_ID, MOST_TOKENS, PromptShape
 from loadgen.experiment.schedule import Offsets
+from loadgen.records.targets import TOKEN_TRANSPORTS, TokenTransport, Transport, is_token_transport
 from loadgen.records.traffic import STRETCH_S, RecordedRequest, RecordedTraffic, TrafficError
 
 INFER = re.compile(r"/v2/models/[^/]+(?:/versions/[^/]+)?/infer$")
+_PROMPTS = re.compile(r"/(completions|chat/completions|generate|generate_stream)$")
 MODEL_INFER = "/inference.GRPCInferenceService/ModelInfer"
 MOST_BYTES = 2**30
 """Most bytes of the contents of one replay, which every process of the load generator holds."""
@@ -21,13 +26,19 @@ _WRONG = {"http": range(400, 500), "grpc": (3, 5, 7, 12, 16)}
 """The statuses of requests that were wrong themselves, such as INVALID_ARGUMENT of gRPC. They are not replayed. Those
 that a server failed to answer are: they were a part of its load."""
 _TRIES = 1000
+_UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+_COUNTED = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,7})')
+_READ = re.compile(rb'"prompt_tokens"\s*:\s*([0-9]{1,7})')
+_CHARACTERS_PER_TOKEN = 4
+"""About, of English text: where nobody has counted the tokens of a prompt."""
 
 
 class Replay(msgspec.Struct, frozen=True):
     """Blocks of this many seconds of the traffic in a folder, over one transport, `speed` times as fast."""
 
     folder: str
-    transport: Literal["http", "grpc"]
+    transport: Transport
+    """Of recorded prompts the protocol of a language model."""
     seconds: float
     speed: float = 1.0
 
@@ -47,6 +58,20 @@ class Replay(msgspec.Struct, frozen=True):
     def answer(self, request: RecordedRequest) -> bytes | None:
         """The recorded answer to one of them, if it is kept and no error. Raises `TrafficError`."""
         return _traffic(self.folder).answer(request) if has_answer(request) else None
+
+    def shape(self, request: RecordedRequest) -> PromptShape:
+        """The lengths of a recorded prompt, and of its answer. Raises `TrafficError`."""
+        return _prompt(self.folder, request).shape
+
+    def shapes(self) -> list[PromptShape]:
+        """Those of all prompts; none of tensors. Raises `TrafficError`."""
+        return [self.shape(request) for request in self.requests()] if is_token_transport(self.transport) else []
+
+    def prompt(self, request: RecordedRequest) -> tuple[dict[str, Any], list[int]]:
+        """The fields of a recorded request for an answer, and the ids of its prompt, if it has them. Raises
+        `TrafficError`."""
+        prompt = _prompt(self.folder, request)
+        return prompt.fields, prompt.ids
 
     def rate_per_s(self) -> float:
         """Mean rate of the replay."""
@@ -90,6 +115,103 @@ class Replay(msgspec.Struct, frozen=True):
         return {shape: list(numbers.values()) for shape, numbers in found.items()}
 
 
+class _Prompt(msgspec.Struct, frozen=True):
+    """What a recorded request to a language model asks for."""
+
+    transport: TokenTransport
+    fields: dict[str, Any]
+    ids: list[int]
+    """Of its prompt, if it was sent as ids."""
+    shape: PromptShape
+
+
+@lru_cache(maxsize=4)
+def _prompts_read(folder: str) -> dict[tuple[str | None, str | None, str], _Prompt]:  # noqa: ARG001 (one for each)
+    return {}
+
+
+def _prompt(folder: str, request: RecordedRequest) -> _Prompt:
+    read, key = _prompts_read(folder), (request.content, request.answer, request.route)
+    if key not in read:
+        read[key] = _read_prompt(folder, request)
+    return read[key]
+
+
+def _read_prompt(folder: str, request: RecordedRequest) -> _Prompt:
+    traffic = _traffic(folder)
+    at = f"{folder}: the prompt after {request.at_ns / 1e9:.3f} s"
+    content = traffic.content(request)
+    if content is None:
+        raise TrafficError(f"{folder} has no contents; record it again without --no-contents")
+    try:
+        fields = msgspec.json.decode(content)
+    except _UNREADABLE as exc:
+        raise TrafficError(f"{at} cannot be read: {one_line(str(exc))}") from exc
+    if not isinstance(fields, dict):
+        raise TrafficError(f"{at} is not a JSON object")
+    prompt = fields.get("input_ids", fields.get("prompt", fields.get("text_input", fields.get("messages"))))
+    ids = prompt if isinstance(prompt, list) and all(type(each) is int for each in prompt) else []
+    transport: TokenTransport = "completions" if ids else "text"
+    if "messages" in fields:
+        transport = "chat"
+    elif not request.route.endswith("completions"):
+        transport = "generate_stream"
+    answer = traffic.answer(request) if request.succeeded else None
+    counted = None if answer is None else _answered_tokens(answer)
+    output = counted or fields.get("max_tokens") or fields.get("max_completion_tokens")
+    if not isinstance(output, int) or not 0 < output <= MOST_TOKENS:
+        raise TrafficError(f"{at} has no max_tokens and no recorded answer; record it again with --answers")
+    if not prompt or len(ids) > MOST_TOKENS or any(not 0 <= each <= MOST_ID for each in ids):
+        raise TrafficError(f"{at} has no prompt that can be replayed")
+    read = _READ.findall(answer or b"")
+    length = len(ids) or int(read[-1] if read else 0) or len(content) // _CHARACTERS_PER_TOKEN
+    return _Prompt(transport, fields, ids, PromptShape(min(max(length, 1), MOST_TOKENS), output))
+
+
+def _answered_tokens(answer: bytes) -> int:
+    """The tokens of a recorded answer, by the server's count, else by its ids, else one for each event of a stream; 0
+    if nothing says it."""
+    if counts := _COUNTED.findall(answer):
+        return int(counts[-1])
+    return sum(_tokens_of(line[5:]) for line in answer.splitlines() if line.startswith(b"data:"))
+
+
+def _tokens_of(event: bytes) -> int:
+    try:
+        document = msgspec.json.decode(event)
+    except _UNREADABLE:  # [DONE]
+        return 0
+    choices = document.get("choices") if isinstance(document, dict) else None
+    part = choices[0] if isinstance(choices, list) and choices else document
+    ids = part.get("token_ids") if isinstance(part, dict) else None
+    return len(ids) if isinstance(ids, list) else 1
+
+
+def recorded_protocol(folder: str) -> TokenTransport:
+    """The protocol of most prompts in a folder. Raises `TrafficError`."""
+    counts = Counter(_prompt(folder, request).transport for request in _prompts(folder))
+    if not counts:
+        raise TrafficError(f"{folder} has no prompts of language models")
+    return max(TOKEN_TRANSPORTS, key=lambda transport: counts[transport])
+
+
+def _prompts(folder: str) -> Iterator[RecordedRequest]:
+    for request in _traffic(folder).requests:
+        if request.transport == "http" and request.status not in _WRONG["http"] and _PROMPTS.search(request.route):
+            yield request
+
+
+def _wanted(folder: str, transport: Transport) -> Iterator[RecordedRequest]:
+    """The requests over a transport, but for those that were wrong themselves."""
+    if is_token_transport(transport):
+        yield from (request for request in _prompts(folder) if _prompt(folder, request).transport == transport)
+        return
+    for request in _traffic(folder).requests:
+        inference = INFER.search(request.route) if transport == "http" else request.route == MODEL_INFER
+        if inference and request.transport == transport and request.status not in _WRONG[request.transport]:
+            yield request
+
+
 def has_answer(request: RecordedRequest) -> bool:
     """Whether its answer is recorded, and no error."""
     return request.succeeded and request.answer is not None
@@ -101,20 +223,13 @@ def _traffic(folder: str) -> RecordedTraffic:
 
 
 @lru_cache(maxsize=4)
-def _replayable(folder: str, transport: Literal["http", "grpc"]) -> tuple[RecordedRequest, ...]:
-    requests = tuple(
-        request
-        for request in _traffic(folder).requests
-        if request.transport == transport
-        and (INFER.search(request.route) if transport == "http" else request.route == MODEL_INFER)
-        and request.status not in _WRONG[transport]
-    )
+def _replayable(folder: str, transport: Transport) -> tuple[RecordedRequest, ...]:
+    requests = tuple(_wanted(folder, transport))
     if any(request.content is None for request in requests):
         raise TrafficError(f"{folder} has no contents; record it again without --no-contents")
     if len(requests) < 2 or requests[0].at_ns == requests[-1].at_ns:
-        raise TrafficError(
-            f"{folder} has fewer than two inferences of tensors over {transport}; choose another --transport"
-        )
+        what = "prompts" if is_token_transport(transport) else "inferences of tensors"
+        raise TrafficError(f"{folder} has fewer than two {what} over {transport}; choose another --transport")
     _require_one_model(folder, requests)
     size = sum({request.content: request.content_bytes for request in requests}.values())
     if size > MOST_BYTES:
@@ -135,7 +250,7 @@ def _require_one_model(folder: str, requests: Sequence[RecordedRequest]) -> None
 
 
 @lru_cache(maxsize=4)
-def _times_ns(folder: str, transport: Literal["http", "grpc"]) -> tuple[Offsets, frozenset[int]]:
+def _times_ns(folder: str, transport: Transport) -> tuple[Offsets, frozenset[int]]:
     """The arrivals, and the stretches that the recording left out."""
     at_ns = np.array([request.at_ns for request in _replayable(folder, transport)], dtype=np.int64)
     return at_ns, frozenset(_traffic(folder).recording.left_out)

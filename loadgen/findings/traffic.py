@@ -16,10 +16,9 @@ import numpy as np
 
 from loadgen.experiment.replay import Replay
 from loadgen.metrics.facts import Facts, WorkloadFacts
-from loadgen.metrics.registry import TAILS
 from loadgen.metrics.tokens import samples_of
 from loadgen.records.run import Found, Kind, Label, Record
-from loadgen.records.samples import NS_PER_S, Samples
+from loadgen.records.samples import NS_PER_S, Samples, latencies_ms
 from loadgen.stats.percentiles import percentile
 from loadgen.stats.ratios import estimate_ratio, lone_correlation
 
@@ -153,8 +152,7 @@ def _latencies(facts: Facts, load: WorkloadFacts, traffic: ReplayedTraffic) -> I
     """The arms with blocks in a workload, the baseline first."""
     near_s = NEAR_S[load.workload.kind]
     most_quiet = max(1.0, BURST_FACTOR * 2.0 * near_s * traffic.rate_per_s * load.workload.speed)
-    time_of = TAILS[load.workload.kind][0].of_requests
-    assert time_of is not None
+    of_tokens = load.workload.kind is Kind.TOKENS
     medians: dict[bool, dict[Label, dict[int, float]]] = {True: {}, False: {}}
     for label in facts.run.experiment.labels:
         parts: list[Array] = []
@@ -162,8 +160,9 @@ def _latencies(facts: Facts, load: WorkloadFacts, traffic: ReplayedTraffic) -> I
             record, samples = block.record, samples_of(block)
             if record.label != label or not record.complete or samples is None or not len(samples):
                 continue
-            is_good = samples["error"] < 0
-            times_ms = np.asarray(time_of(samples[is_good]), dtype=np.float64)
+            times_ms = samples["ttft_ms"] if of_tokens else latencies_ms(samples)
+            is_good = (samples["error"] < 0) & np.isfinite(times_ms)
+            times_ms = times_ms[is_good]
             crowd, under_way = (values[is_good] for values in _company(samples, near_s))
             parts.append(np.vstack((times_ms, crowd, under_way)))
             for is_burst, of_label in medians.items():

@@ -50,7 +50,7 @@ from loadgen.records.run import (
     shown,
 )
 from loadgen.records.samples import NS_PER_MS
-from loadgen.records.targets import ROUTES, Transport
+from loadgen.records.targets import ROUTES, Transport, is_token_transport
 
 OWN_STAGES = "abserve_stages"
 """The native server's own object in its statistics: receive, decode, queue, compute, encode."""
@@ -296,7 +296,7 @@ class Arm:
             key=self.body_key,
         )
 
-    def prompts(self, plan: PromptPlan) -> Prepare:
+    def prompts(self, plan: PromptPlan, experiment: Experiment) -> Prepare:
         """The command that makes the generator prepare this arm's prompts."""
         return Prepare(
             samples_directory="",
@@ -307,6 +307,7 @@ class Arm:
             transport=self.transport,
             key=self.body_key,
             prompts=plan,
+            replays=tuple(filter(None, (replay_of(load, self.transport) for load in experiment.workloads))),
             body=self.request.body,
         )
 
@@ -315,7 +316,7 @@ class Arm:
     ) -> Open:
         """The command that opens a block on this arm with the prepared bodies; each turn begins with another body. Each
         replay of a trace has prompts of its own, so that a server remembers none from another replay."""
-        trace = replayed_trace(workload)
+        trace, replay = replayed_trace(workload), replay_of(workload, self.transport)
         return Open(
             url=self.deployment.url,
             grpc_address=self.deployment.grpc_address,
@@ -323,9 +324,9 @@ class Arm:
             key=self.body_key,
             batch_size=workload.batch_size,
             length=workload.sequence_length,
-            shape=None if trace else prompt_shape(workload),
+            shape=None if trace or replay else prompt_shape(workload),
             trace=trace,
-            replay=replay_of(workload, self.transport),
+            replay=replay,
             first_body=turn * BODIES_PER_TURN,
             concurrency=workload.concurrency,
             requests=workload.requests,
@@ -426,7 +427,10 @@ def replay_of(workload: Workload, transport: Transport) -> Replay | None:
     """The replay of recorded traffic that a workload is, if it is one."""
     if workload.traffic is None:
         return None
-    return Replay(workload.traffic, "grpc" if ROUTES[transport].is_grpc else "http", workload.seconds, workload.speed)
+    over: Transport = "grpc" if ROUTES[transport].is_grpc else "http"
+    return Replay(
+        workload.traffic, transport if is_token_transport(transport) else over, workload.seconds, workload.speed
+    )
 
 
 def prompt_shape(workload: Workload) -> PromptShape | None:

@@ -152,7 +152,7 @@ class RunContext:
     def prepare_for(self, arm: Arm, batch_sizes: Collection[int]) -> None:
         """Add what is sent to an arm to the generator's bodies. Raises `GeneratorError`."""
         if self.prompts is not None:
-            self.generator.prepare(arm.prompts(self.prompts))
+            self.generator.prepare(arm.prompts(self.prompts, self.experiment))
             return
         label, varied = arm.request.label, arm is not self.arms[arm.request.label]
         signature = arm.endpoint.signature(arm.model) if varied else self.signatures[label]

@@ -67,6 +67,8 @@ def model_info(experiment: Experiment, abserve: Sequence[str] = ABSERVE) -> Lang
         remedy = f"lower --prompt-tokens or --output-tokens, or leave {long.scenario} out of --scenarios"
         if long.trace is not None:
             remedy = "take the longer requests out of the trace, or serve a model that holds them"
+        if long.traffic is not None:
+            remedy = "leave the longer requests out with abserve.load_traffic(…).save(…)"
         raise InputError(
             f"{long.name} has prompts of {long.prompt_tokens:,} and answers of {long.output_tokens:,} tokens, and "
             f"{experiment.model} holds {info.max_length:,} together; {remedy}"

@@ -256,6 +256,8 @@ def _arm_name(arm: ArmRecord) -> str:
 
 def _length(environment: Environment, workload: Workload) -> str | None:
     if workload.kind is Kind.TOKENS:
+        if workload.traffic is not None:
+            return f"traffic {workload.traffic} at speed {workload.speed:g}"
         return f"trace {workload.trace}" if workload.trace is not None else request_shape(workload).words
     fixed = environment.length_of(workload)
     if fixed is not None:

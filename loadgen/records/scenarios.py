@@ -95,7 +95,7 @@ SCENARIOS: Mapping[Scenario, ScenarioEntry] = {
     "long-answer": ScenarioEntry(lambda _: "with long answers", of_tensors=False),
     "open": ScenarioEntry(_open_place, _open_details, _open_word, settings={"rates": "20,50"}),
     "traffic": ScenarioEntry(
-        _traffic_place, lambda workload: () if workload.speed == 1.0 else (f"{workload.speed:g}×",), of_tokens=False,
+        _traffic_place, lambda workload: () if workload.speed == 1.0 else (f"{workload.speed:g}×",),
         settings={"traffic": "FOLDER"},
     ),
     "slo": ScenarioEntry(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
-from loadgen.records.tokens import read_tokens
+from loadgen.records.tokens import ECHO_DIFFERS, read_tokens
 from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
+from tests.recording import recorder
 from tests.toy_language_server import toy_process
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -297,3 +300,55 @@ def test_the_parts_of_real_servers_are_taken_away(tmp_path: Path) -> None:
     assert all(entry["moot"] for entry in causes["untested"])
     (found,) = record(tmp_path, "result.json")["studies"]["causes"]["workloads"]
     assert {cause["name"] for cause in found["causes"] if cause["effects"]} == {"protocol", "engine", "front_ends"}
+
+
+LENGTHS = [(20, 6), (5, 12), (33, 3), (5, 12), (8, 9)]
+
+
+def record_prompts(folder: Path, server: str, *, chat: bool) -> list[bytes]:
+    """What clients sent to a server through the recorder, at distances of 50 ms at least."""
+    sent = []
+    with recorder(folder, "--answers", to=server) as recording:
+        for prompt, answer in LENGTHS:
+            ids = [100 + place for place in range(prompt)]
+            words = {"messages": [{"role": "user", "content": " ".join(f"t{number}" for number in ids)}]}
+            fields = (words if chat else {"prompt": ids}) | {"model": "planted", "max_tokens": answer, "stop": ["x"]}
+            sent.append(json.dumps(fields | {"stream": True, "seed": 5, "user": "somebody"}).encode())
+            path = "/v1/chat/completions" if chat else "/v1/completions"
+            request = Request(recording.url + path, sent[-1], {"Content-Type": "application/json"})
+            with urlopen(request, timeout=60) as response:
+                assert b"[DONE]" in response.read()
+            time.sleep(0.05)  # the arrivals need a distance, whatever it is
+        recording.end()
+    return sent
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_recorded_prompts_are_replayed_to_every_arm(tmp_path: Path, planted: Callable[..., str], chat: bool) -> None:
+    options = "--routes chat --chat-ids" if chat else ""
+    sent = record_prompts(tmp_path / "traffic", planted(options), chat=chat)
+    out = tmp_path / "run"
+    arms = ("--a", planted(options), "--b", planted(options), "--scenarios", "traffic")
+    status, output = compare(out, *arms, "--traffic", str(tmp_path / "traffic"), "--speed", "1,2")
+    assert record(out, "run.json")["state"] == "finished", (status, output)
+    experiment = record(out, "experiment.json")
+    assert experiment["transport"] == ("chat" if chat else "completions")
+    spans = {}
+    for file in sorted((out / "blocks").glob("*.json")):
+        block = json.loads(file.read_text())
+        assert (block["offered"], block["errors"]) == (5, 0), (block, output)
+        rows = read_tokens(out / block["samples"]).answers
+        assert sorted(rows["output_tokens"].tolist()) == sorted(answer for _, answer in LENGTHS)
+        if not chat:
+            assert sorted(rows["prompt_asked"].tolist()) == sorted(prompt for prompt, _ in LENGTHS)
+            assert not (rows["flags"] & ECHO_DIFFERS).any()
+        spans[block["workload"]] = block["due_span_ns"]
+    assert spans["traffic"] == pytest.approx(2 * spans["traffic(2×)"], rel=1e-6)
+    traffic = record(out, "replayed_traffic.json")
+    assert (traffic["requests"], traffic["contents"], sent[1]) == (5, 4, sent[3])
+    result = record(out, "result.json")
+    states = {check["name"]: check["state"] for check in result["checks"]}
+    assert {states.get(name, "passed") for name in ("analysed", "answers_depend_on_prompts")} == {"passed"}
+    assert [each["workload"] for each in result["studies"]["traffic"]["latencies"]] == ["traffic"] * 2 + [
+        "traffic(2×)"
+    ] * 2
