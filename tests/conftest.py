@@ -38,8 +38,10 @@ hypothesis_settings.load_profile("busy cores")
 @pytest.hookimpl(trylast=True)  # what the file's fixtures held is gone
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """After each file, exclude the objects that are left from garbage collection, which took a second to search two
-    million of them for cycles."""
-    if nextitem is None or nextitem.path != item.path:
+    million of them for cycles; not at the end, where libraries would list what was not freed."""
+    if nextitem is None:
+        gc.unfreeze()
+    elif nextitem.path != item.path:
         gc.collect()
         gc.freeze()
 

@@ -163,6 +163,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             end.close()
             os.kill(worker.pid, signal.SIGINT)
             os.waitpid(worker.pid, 0)
+        gc.unfreeze()  # else libraries list at the end what was not freed
     if session.shouldfail or session.shouldstop:
         raise session.Failed(session.shouldfail or session.shouldstop)
     return True

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from difflib import get_close_matches
+from pathlib import Path
 from time import monotonic, perf_counter_ns, sleep
 from typing import Any
 
@@ -354,13 +357,14 @@ def find_listeners(address: Address) -> tuple[Roots, str | None]:
         return (), "it runs on another machine"
     try:
         entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        sockets = _listening(psutil.net_connections("tcp"), address.port)
-        listeners = next((those for entry in entries if (those := _accepting(sockets, str(entry[4][0])))), [])
-        if not listeners:
+        listening = _listening(address.port)
+        sockets = next((those for entry in entries if (those := _accepting(listening, str(entry[4][0])))), set())
+        if not sockets:
             return (), f"no process that this program can see listens on port {address.port}"
-        if any(listener.pid is None for listener in listeners):
+        held = {pid: mine for pid in psutil.pids() if (mine := _held(pid, sockets))}
+        if set().union(*held.values()) != sockets:
             return (), f"the process on port {address.port} belongs to another user or is in another container"
-        roots = {_root(psutil.Process(listener.pid), address.port) for listener in listeners}
+        roots = {_root(psutil.Process(pid), sockets) for pid in held}
         names = {root.name() for root in roots}
     except (psutil.Error, OSError) as exc:
         return (), f"the processes of this machine cannot be read ({exc})"
@@ -382,19 +386,40 @@ def is_here(host: str) -> bool:
     return True
 
 
-def _listening(sockets: Sequence[Any], port: int) -> list[Any]:
-    return [entry for entry in sockets if entry.status == psutil.CONN_LISTEN and entry.laddr[1:2] == (port,)]
+def _listening(port: int) -> dict[str, set[str]]:
+    """The sockets that listen on a port, as their processes' descriptors name them, by the address that they are bound
+    to. psutil decodes all connections of the machine, of which a load leaves thousands behind."""
+    found: dict[str, set[str]] = {}
+    row = re.compile(rf": ([0-9A-F]+):{port:04X} 0+:0000 0A (?:\S+ +){{5}}(\d+) ")
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(FileNotFoundError):  # of a kernel without IPv6
+            for digits, inode in row.findall(Path(table).read_text()):
+                words = [int(digits[start : start + 8], 16) for start in range(0, len(digits), 8)]
+                family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+                ip = socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
+                found.setdefault(ip, set()).add(f"socket:[{inode}]")
+    return found
 
 
-def _accepting(sockets: Sequence[Any], ip: str) -> list[Any]:
+def _accepting(sockets: Mapping[str, set[str]], ip: str) -> set[str]:
     """The sockets that take connections to an address: those bound to it, else to all addresses."""
     wildcards = ["::"] if ":" in ip else ["0.0.0.0", "::"]
-    return next((those for bound in (ip, *wildcards) if (those := [s for s in sockets if s.laddr[0] == bound])), [])
+    return next((sockets[bound] for bound in (ip, *wildcards) if bound in sockets), set())
 
 
-def _root(process: psutil.Process, port: int) -> psutil.Process:
-    """The topmost of the parents that share the socket: a server's workers inherit it."""
+def _held(pid: int, sockets: set[str]) -> set[str]:
+    """Those of the sockets that a process has; none of one whose descriptors this user may not see."""
+    held = set()
+    with suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed since
+                held.add(str(descriptor.readlink()))
+    return held & sockets
+
+
+def _root(process: psutil.Process, sockets: set[str]) -> psutil.Process:
+    """The topmost of the parents that share a socket: a server's workers inherit it."""
     with suppress(psutil.Error):
-        while (parent := process.parent()) is not None and _listening(parent.net_connections("tcp"), port):
+        while (parent := process.parent()) is not None and _held(parent.pid, sockets):
             process = parent
     return process
