@@ -104,8 +104,12 @@ class ForkServer:
     def start(self, request: dict[str, object], descriptors: list[int]) -> int:
         """The PID of a new child of this process."""
         with self.lock:
-            socket.send_fds(self.socket, [json.dumps(request).encode()], descriptors)
-            answer = self.socket.recv(64)
+            try:
+                socket.send_fds(self.socket, [json.dumps(request).encode()], descriptors)
+                answer = self.socket.recv(64)
+            except BaseException:  # a test's limit of time: this answer would be taken for that of the next request
+                fork_server.cache_clear()
+                raise
         if not answer:
             raise RuntimeError("a fork server of the tests has ended, see its traceback above")
         return int(answer)
