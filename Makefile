@@ -27,10 +27,10 @@ $(VENV)-engines/.ready: pyproject.toml docker/constraints.txt .ci/setup .ci/engi
 compare: setup ## compare both servers: start them, measure, print the verdict, write the report
 	@$(BIN)/abserve compare $(ARGS)
 
-# Tests in folders named `alone` watch time pass, so nothing runs beside them. The others run four at a time, since many
-# wait, with one thread for torch, whose threads otherwise keep a core busy while they wait. The first folders wait for
-# servers, the last compute, and tests/workers.py takes files from both ends.
-ALONE        := tests/integration/loadgen/alone tests/truth/alone
+# The tests run four at a time, since many wait, with one thread for torch, whose threads otherwise keep a core busy while
+# they wait. The first folders wait for servers, the last compute, and tests/workers.py takes files from both ends. Those
+# in folders named `alone` watch time pass: nothing that computes runs beside them.
+ALONE        := -p tests.workers --workers 3 tests/integration/loadgen/alone tests/truth/alone
 SIDE_BY_SIDE := -p tests.workers --workers 4 --ignore-glob='*/alone/*' \
 	tests/truth tests/integration tests/conformance tests/golden tests/compose tests/unit
 
