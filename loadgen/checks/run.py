@@ -11,7 +11,7 @@ import numpy as np
 from loadgen.base.quantities import counted, join, number, share
 from loadgen.checks.registry import AGAIN, Judgement, check, of_tensors, of_tokens, per_comparison, per_load
 from loadgen.findings.rate_search import RatesFound, Trial
-from loadgen.metrics.comparisons import MIN_PAIRS, Comparison, side_by_side
+from loadgen.metrics.comparisons import MIN_PAIRS, Comparison, leading_comparisons, side_by_side
 from loadgen.metrics.facts import PLAN, Facts, WorkloadFacts, workload_scope
 from loadgen.metrics.registry import GOODPUT, METRICS, TYPICAL_LATENCY, leading_metric
 from loadgen.metrics.summaries import figure_of
@@ -32,6 +32,7 @@ MOST_DROPPED = 0.01
 MOST_LATER = 0.02
 """Share of the latency. On two cores, equal servers of 2.0 ms with copies 2.3 % late were 4.9 % apart, and of 3.7 ms
 with copies 1.4 % late 1.1 %."""
+LEAST_BLOCKS = 12
 LEAST_SHARE = 0.9
 """A server that computes every response takes at least this median share of a new request's time for a repeated one."""
 SIGNIFICANCE = 0.005
@@ -633,6 +634,22 @@ def copies_in_time(facts: Facts) -> Iterator[Judgement]:
     if shares:
         detail = f"copies were sent {number(record.lag_p50_ms)} ms later (p50), {share(max(shares))} of the latency"
         yield Judgement(max(shares) <= MOST_LATER, detail, max(shares))
+
+
+@check(
+    "enough blocks of time for a verdict",
+    "There are too few blocks of time for a verdict",
+    "invalidates",
+    "Let the shadow run longer.",
+    threshold=LEAST_BLOCKS,
+    fault="incomplete run",
+)
+def enough_blocks(facts: Facts) -> Iterator[Judgement]:
+    """Judge a shadow, whose blocks are short: a state of one server that lasts for several of them looks like a
+    difference until others have been seen (`tests/truth/test_shadow.py`)."""
+    if facts.run.record_of(ShadowRecord) is not None:
+        blocks = min((comparison.pairs for comparison in leading_comparisons(facts.comparisons)), default=0)
+        yield Judgement(blocks >= LEAST_BLOCKS, counted(blocks, "block"), blocks)
 
 
 @check(

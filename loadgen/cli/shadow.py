@@ -57,7 +57,7 @@ def shadow(
     ] = None,
     block_seconds: Annotated[
         float, typer.Option("--block-seconds", min=0.1, help="Length of the blocks of time that are compared.")
-    ] = 5.0,
+    ] = 10.0,
     swap: Annotated[
         bool,
         typer.Option("--swap", help="Let clients get the answers of both in turns, by blocks in random order."),

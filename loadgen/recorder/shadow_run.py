@@ -22,7 +22,7 @@ import numpy as np
 
 from loadgen.base.documents import one_line
 from loadgen.base.quantities import counted, join
-from loadgen.checks.run import FIRSTS_THAT_PROVE, LEAST_ALIKE
+from loadgen.checks.run import FIRSTS_THAT_PROVE, LEAST_ALIKE, LEAST_BLOCKS
 from loadgen.client.connection import GRPC_STATUS, AddressError, uncompressed
 from loadgen.client.endpoint import EndpointError
 from loadgen.client.grpc import STATUS_NAMES
@@ -151,6 +151,8 @@ class ShadowStanding:
 def judged(ratios: Sequence[float], margin: float) -> tuple[RatioEstimate, Outcome]:
     """What the ratios of the blocks so far show, by the rules of the report for its leading comparison."""
     estimate = estimate_anytime(ratios, margin, lone_correlation(ratios))
+    if len(ratios) < LEAST_BLOCKS:
+        return estimate, "inconclusive"
     p_adjusted = None if estimate.p_value is None else min(1.0, estimate.p_value / LEADING_SHARE)
     return estimate, judge(estimate.ci95, p_adjusted, margin, TYPICAL_LATENCY.higher_is_better)
 

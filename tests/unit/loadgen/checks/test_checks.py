@@ -246,7 +246,7 @@ def test_the_faults_above_are_the_whole_registry() -> None:
     ceilings = {"engine_ceiling"}  # test_ceilings
     processors = {"cpu_steal", "other_processes"}  # test_taken_processors
     padding = {"padding_held_back"}  # test_checks_of_several_arms
-    shadow = {"copies_kept", "copies_in_time"}  # tests/integration/loadgen/test_shadow.py
+    shadow = {"copies_kept", "copies_in_time", "enough_blocks"}  # tests/integration/loadgen/test_shadow.py
     handicap = {"handicap"}  # tests/integration/loadgen/test_handicap.py
     tokens = {name for name, definition in CHECKS.items() if definition.of is Kind.TOKENS}  # test_token_checks
     covered = (

@@ -17,7 +17,7 @@ from loadgen.records.run import ArmRequest
 from loadgen.records.samples import NS_PER_S
 from loadgen.records.store import RunStore
 
-BLOCKS, PAIRS = 10, 12
+BLOCKS, PAIRS = 24, 12
 ARMS = ArmRequest(label="a", target="http://127.0.0.1:1"), ArmRequest(label="b", target="http://127.0.0.1:1")
 
 
@@ -97,8 +97,3 @@ def test_turns_come_in_pairs_of_random_order_that_balance(seed: int) -> None:
     assert {tuple(sorted(pair)) for pair in pairs} == {("a", "b")}
     assert all({first[0], second[0]} == {"a", "b"} for first, second in zip(pairs[::2], pairs[1::2], strict=True))
     assert 20 < sum(pair[0] == "a" for pair in pairs[::2]) < 80  # else in 1 of 10⁹
-
-
-def test_equal_servers_have_no_winner_in_19_of_20_runs(tmp_path: Path) -> None:
-    wins = [{"baseline_better", "arm_better"} & verdicts(tmp_path / f"run{seed}", 1.0, seed) for seed in range(20)]
-    assert sum(map(bool, wins)) <= 1
