@@ -116,7 +116,7 @@ def _write_exposed(folder: Path, outcome: TuningOutcome, target: str, options: M
     arguments = to_arguments({name: value for name, value in options.items() if name not in ("host", "artefacts")})
     folder.mkdir()
     for name, content in (
-        ("nginx.conf", nginx_conf(target)),
+        *([] if target == "native" else [("nginx.conf", nginx_conf())]),
         ("compose.yml", compose_file(target, arguments, cores, gpus)),
         ("kubernetes.yml", kubernetes_manifest(target, arguments, cores, gpus)),
     ):

@@ -3,9 +3,9 @@ it was measured with.
 
     compose.yml      docker compose up --wait
     kubernetes.yml   kubectl apply -f kubernetes.yml
-    nginx.conf       the proxy of both: the only one that listens beyond loopback
+    nginx.conf       the proxy of a server that has neither keys nor TLS for all that it answers: Triton
 
-The proxy and the server share one network namespace, and the server listens on loopback alone.
+The native server has both. The proxy and Triton share one network namespace, and Triton listens on loopback alone.
 """
 
 from __future__ import annotations
@@ -16,34 +16,55 @@ from typing import Any
 import yaml
 
 IMAGE, PROXY_IMAGE = "abserve/servers:0.1.0", "nginx:1.28-alpine"
-PORT, SECRETS, TMP = 8443, "/run/secrets/abserve", "/tmp"
-PORTS = {"native": (8100, 8101), "triton": (8000, 8001)}
-"""HTTP and gRPC of each server, by target."""
-SECRET_FILES = ("keys.conf", "tls.crt", "tls.key")
+PORT, GRPC_PORT, SECRETS, TMP = 8443, 8444, "/run/secrets/abserve", "/tmp"
+TRITON_PORTS = (8000, 8001)
+"""HTTP and gRPC, behind the proxy, which takes both at `PORT`."""
+KEYS = {"native": "keys", "triton": "keys.conf"}
+"""The file of clients' keys, in the format of what reads it."""
 MEMORY_GIB = 16
-USER = 10001
+USER, MOST_THREADS = 10001, 4096
 READY_S = 900
 """Until a server must be ready: it may have to download weights and to export a model."""
-HOW = """\
-# In this folder, first a key per client and a certificate (here one for a test), which user 10001 must be able to read:
-#   printf '"Bearer %s" team-a;\\n' "$(openssl rand -hex 32)" >> keys.conf
+_NEW_KEY = {
+    "native": """echo "$(openssl rand -hex 32) requests=512  # team-a" >> keys""",
+    "triton": """printf '"Bearer %s" team-a;\\n' "$(openssl rand -hex 32)" >> keys.conf""",
+}
+_AFTER_A_CHANGE = {"native": "docker compose kill -s HUP server", "triton": "docker compose exec proxy nginx -s reload"}
+
+
+def secret_files(target: str) -> tuple[str, ...]:
+    """What the user has to make, beside the files that are written."""
+    return KEYS[target], "tls.crt", "tls.key"
+
+
+def _how(target: str, then: str) -> str:
+    return f"""\
+# In this folder, first a key per client and a certificate (here one for a test), for user {USER} to read:
+#   {_NEW_KEY[target]}
 #   openssl req -x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=localhost -addext subjectAltName=DNS:localhost \\
 #     -keyout tls.key -out tls.crt
-"""
-OF_COMPOSE = f"""{HOW}#   sudo chown {USER} keys.conf tls.crt tls.key
+{then}"""
+
+
+def _of_compose(target: str) -> str:
+    return _how(
+        target,
+        f"""#   sudo chown {USER} {" ".join(secret_files(target))}
 #   docker compose up --wait
 #   curl --cacert tls.crt -H "Authorization: Bearer KEY" https://localhost:{PORT}/v2/models/stats
-# After a change of keys or certificate: docker compose exec proxy nginx -s reload
-"""
-OF_KUBERNETES = f"""{HOW}#   kubectl create secret generic abserve --from-file=keys.conf --from-file=tls.crt \\
-#     --from-file=tls.key
-#   kubectl apply -f kubernetes.yml
-"""
+# After a change in these files: {_AFTER_A_CHANGE[target]}
+""",
+    )
 
 
-def nginx_conf(target: str) -> str:
+def _of_kubernetes(target: str) -> str:
+    files = " ".join(f"--from-file={name}" for name in secret_files(target))
+    return _how(target, f"#   kubectl create secret generic abserve {files}\n#   kubectl apply -f kubernetes.yml\n")
+
+
+def nginx_conf() -> str:
     """The proxy's configuration: TLS, a key for every request but health checks, and limits."""
-    http, grpc = PORTS[target]
+    http, grpc = TRITON_PORTS
     folders = " ".join(f"{name}_temp_path {TMP}/{name};" for name in ("proxy", "fastcgi", "uwsgi", "scgi"))
     return f"""worker_processes auto;
 pid {TMP}/nginx.pid;
@@ -99,7 +120,8 @@ http {{
 
 
 def compose_file(target: str, arguments: Sequence[str], cores: int, gpus: int) -> str:
-    """Both containers, for `docker compose`."""
+    """The server, with its proxy if it needs one, for `docker compose`."""
+    secrets = {"secrets": [{"source": name, "target": f"{SECRETS}/{name}"} for name in secret_files(target)]}
     hardened: dict[str, Any] = {
         "restart": "unless-stopped",
         "init": True,
@@ -107,23 +129,26 @@ def compose_file(target: str, arguments: Sequence[str], cores: int, gpus: int) -
         "read_only": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
-        "pids_limit": 4096,
         "tmpfs": [f"{TMP}:rw,nosuid,nodev,exec,size=1g"],
         "logging": {"driver": "json-file", "options": {"max-size": "10m", "max-file": "3"}},
     }
-    limits = {"limits": {"cpus": str(cores), "memory": f"{MEMORY_GIB}G"}}
+    limits = {"limits": {"cpus": str(cores), "memory": f"{MEMORY_GIB}G", "pids": MOST_THREADS}}
     devices = {"reservations": {"devices": [{"driver": "nvidia", "count": gpus, "capabilities": ["gpu"]}]}}
     server = {
         **hardened,
         "image": IMAGE,
         "command": _command(target, arguments),
         "environment": _environment(),
-        "network_mode": "service:proxy",
+        **(
+            {"ports": [f"{port}:{port}" for port in (PORT, GRPC_PORT)], **secrets}
+            if target == "native"
+            else {"network_mode": "service:proxy"}
+        ),
         "shm_size": "1g",
         "volumes": ["models:/models"],
         "stop_grace_period": "40s",
         "healthcheck": {
-            "test": ["CMD", *_health(target, "ready")],
+            "test": ["CMD", *_health(target)],
             "interval": "5s",
             "timeout": "6s",
             "retries": 3,
@@ -136,49 +161,62 @@ def compose_file(target: str, arguments: Sequence[str], cores: int, gpus: int) -
         "image": PROXY_IMAGE,
         "ports": [f"{PORT}:{PORT}"],
         "volumes": ["./nginx.conf:/etc/nginx/nginx.conf:ro"],
-        "secrets": [{"source": name, "target": f"{SECRETS}/{name}"} for name in SECRET_FILES],
-        "deploy": {"resources": {"limits": {"cpus": "2", "memory": "1G"}}},
+        **secrets,
+        "deploy": {"resources": {"limits": {"cpus": "2", "memory": "1G", "pids": MOST_THREADS}}},
     }
     document = {
         "name": "abserve-exposed",
-        "services": {"proxy": proxy, "server": server},
-        "secrets": {name: {"file": f"./{name}"} for name in SECRET_FILES},
+        "services": {**({} if target == "native" else {"proxy": proxy}), "server": server},
+        "secrets": {name: {"file": f"./{name}"} for name in secret_files(target)},
         "volumes": {"models": {}},
     }
-    return OF_COMPOSE + _yaml([document])
+    return _of_compose(target) + _yaml([document])
 
 
 def kubernetes_manifest(target: str, arguments: Sequence[str], cores: int, gpus: int) -> str:
-    """A Deployment of one pod with both containers, its configuration, a Service, and who may reach it."""
+    """A Deployment of one pod, with a proxy and its configuration if the server needs one, a Service, and who may reach
+    it."""
     labels = {"app.kubernetes.io/name": "abserve-exposed"}
     restricted = {"readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     gpu = {"nvidia.com/gpu": str(gpus)} if gpus else {}
     probe = {"periodSeconds": 10, "timeoutSeconds": 6}
+    is_native = target == "native"
+
+    def asked(what: str) -> dict[str, Any]:
+        if is_native:
+            return {"httpGet": {"path": f"/v2/health/{what}", "port": "https", "scheme": "HTTPS"}, **probe}
+        return {"exec": {"command": _health(target, what)}, **probe}
+
+    secrets = {"name": "secrets", "mountPath": SECRETS, "readOnly": True}
+    ports = {"https": PORT, **({"grpc": GRPC_PORT} if is_native else {})}
+    listening = [{"name": name, "containerPort": port} for name, port in ports.items()]
     server = {
         "name": "server",
         "image": IMAGE,
         "command": _command(target, arguments),
         "env": [{"name": name, "value": value} for name, value in _environment().items()],
-        "startupProbe": {"exec": {"command": _health(target, "ready")}, "failureThreshold": READY_S // 10, **probe},
-        "livenessProbe": {"exec": {"command": _health(target, "live")}, "failureThreshold": 6, **probe},
+        "startupProbe": {"failureThreshold": READY_S // 10, **asked("ready")},
+        "livenessProbe": {"failureThreshold": 6, **asked("live")},
+        **({"readinessProbe": asked("ready"), "ports": listening} if is_native else {}),
         "resources": _resources({"cpu": str(cores), "memory": f"{MEMORY_GIB}Gi", **gpu}),
         "securityContext": restricted,
         "volumeMounts": [
             {"name": "models", "mountPath": "/models"},
             {"name": "tmp", "mountPath": TMP},
             {"name": "shm", "mountPath": "/dev/shm"},
+            *([secrets] if is_native else []),
         ],
     }
     proxy = {
         "name": "proxy",
         "image": PROXY_IMAGE,
-        "ports": [{"name": "https", "containerPort": PORT}],
+        "ports": listening,
         "readinessProbe": {"httpGet": {"path": "/v2/health/ready", "port": "https", "scheme": "HTTPS"}, **probe},
         "resources": _resources({"cpu": "1", "memory": "1Gi"}),
         "securityContext": restricted,
         "volumeMounts": [
             {"name": "configuration", "mountPath": "/etc/nginx/nginx.conf", "subPath": "nginx.conf", "readOnly": True},
-            {"name": "secrets", "mountPath": SECRETS, "readOnly": True},
+            secrets,
             {"name": "tmp-proxy", "mountPath": TMP},
         ],
     }
@@ -191,14 +229,14 @@ def kubernetes_manifest(target: str, arguments: Sequence[str], cores: int, gpus:
             **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), USER),
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [server, proxy],
+        "containers": [server, *([] if is_native else [proxy])],
         "volumes": [
-            {"name": "configuration", "configMap": {"name": "abserve-exposed"}},
+            *([] if is_native else [{"name": "configuration", "configMap": {"name": "abserve-exposed"}}]),
             {"name": "secrets", "secret": {"secretName": "abserve"}},
             {"name": "models", "emptyDir": {"sizeLimit": "20Gi"}},
             *(
                 {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
-                for name in ("tmp", "tmp-proxy", "shm")
+                for name in ("tmp", "shm", *([] if is_native else ["tmp-proxy"]))
             ),
         ],
     }
@@ -212,7 +250,7 @@ def kubernetes_manifest(target: str, arguments: Sequence[str], cores: int, gpus:
         }
 
     documents = [
-        named("v1", "ConfigMap", data={"nginx.conf": nginx_conf(target)}),
+        *([] if is_native else [named("v1", "ConfigMap", data={"nginx.conf": nginx_conf()})]),
         named(
             "apps/v1",
             "Deployment",
@@ -224,7 +262,12 @@ def kubernetes_manifest(target: str, arguments: Sequence[str], cores: int, gpus:
             },
         ),
         named(
-            "v1", "Service", spec={"selector": labels, "ports": [{"name": "https", "port": 443, "targetPort": "https"}]}
+            "v1",
+            "Service",
+            spec={
+                "selector": labels,
+                "ports": [{"name": n, "port": 443 if n == "https" else p, "targetPort": n} for n, p in ports.items()],
+            },
         ),
         named(
             "networking.k8s.io/v1",
@@ -232,16 +275,21 @@ def kubernetes_manifest(target: str, arguments: Sequence[str], cores: int, gpus:
             spec={
                 "podSelector": {"matchLabels": labels},
                 "policyTypes": ["Ingress"],
-                "ingress": [{"ports": [{"port": PORT, "protocol": "TCP"}]}],
+                "ingress": [{"ports": [{"port": port, "protocol": "TCP"} for port in ports.values()]}],
             },
         ),
     ]
-    return OF_KUBERNETES + _yaml(documents)
+    return _of_kubernetes(target) + _yaml(documents)
 
 
 def _command(target: str, arguments: Sequence[str]) -> list[str]:
-    http, grpc = PORTS[target]
-    fixed = ["--host", "127.0.0.1", "--http-port", str(http), "--grpc-port", str(grpc)]
+    if target == "native":
+        keys, certificate, key = (f"{SECRETS}/{name}" for name in secret_files(target))
+        secured = ["--api-key-file", keys, "--tls-certificate", certificate, "--tls-key", key]
+        host, (http, grpc) = "0.0.0.0", (PORT, GRPC_PORT)
+    else:
+        secured, host, (http, grpc) = [], "127.0.0.1", TRITON_PORTS
+    fixed = ["--host", host, "--http-port", str(http), "--grpc-port", str(grpc), *secured]
     return ["abserve", "serve", target, *arguments, *fixed, "--artefacts", "/models/artefacts"]
 
 
@@ -251,8 +299,9 @@ def _environment() -> Mapping[str, str]:
     return {name: f"/models/{folder}" for name, folder in (caches | {"XDG_CACHE_HOME": "cache"}).items()}
 
 
-def _health(target: str, what: str) -> list[str]:
-    return ["http-health", str(PORTS[target][0]), f"/v2/health/{what}"]
+def _health(target: str, what: str = "ready") -> list[str]:
+    port, tls = (PORT, ["tls"]) if target == "native" else (TRITON_PORTS[0], [])
+    return ["http-health", str(port), f"/v2/health/{what}", *tls]
 
 
 def _resources(limits: Mapping[str, str]) -> dict[str, Any]:

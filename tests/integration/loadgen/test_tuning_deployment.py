@@ -151,7 +151,7 @@ def test_the_winner_is_put_behind_tls_and_keys(folder: Path, outcome: TuningOutc
     command = services["server"]["command"]
     assert command[:3] == ["abserve", "serve", "triton"]
     assert command[command.index("--max-queue-delay-us") + 1] == BEST["triton-2"]["max-queue-delay-us"]
-    assert services["server"]["deploy"]["resources"] == {"limits": {"cpus": "2", "memory": "16G"}}
+    assert services["server"]["deploy"]["resources"] == {"limits": {"cpus": "2", "memory": "16G", "pids": 4096}}
     *_, deployment = list(yaml.safe_load_all((folder / "deploy/exposed/kubernetes.yml").read_text()))[:2]
     assert deployment["spec"]["template"]["spec"]["containers"][0]["command"] == command
 
