@@ -179,7 +179,7 @@ def kubernetes_manifest(target: str, arguments: Sequence[str], cores: int, gpus:
     labels = {"app.kubernetes.io/name": "abserve-exposed"}
     restricted = {"readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     gpu = {"nvidia.com/gpu": str(gpus)} if gpus else {}
-    probe = {"periodSeconds": 10, "timeoutSeconds": 6}
+    probe: dict[str, Any] = {"periodSeconds": 10, "timeoutSeconds": 6}
     is_native = target == "native"
 
     def asked(what: str) -> dict[str, Any]:
