@@ -134,7 +134,7 @@ def compose_file(target: str, arguments: Sequence[str], cores: int, gpus: int) -
     }
     limits = {"limits": {"cpus": str(cores), "memory": f"{MEMORY_GIB}G", "pids": MOST_THREADS}}
     devices = {"reservations": {"devices": [{"driver": "nvidia", "count": gpus, "capabilities": ["gpu"]}]}}
-    server = {
+    server: dict[str, Any] = {
         **hardened,
         "image": IMAGE,
         "command": _command(target, arguments),
@@ -190,7 +190,7 @@ def kubernetes_manifest(target: str, arguments: Sequence[str], cores: int, gpus:
     secrets = {"name": "secrets", "mountPath": SECRETS, "readOnly": True}
     ports = {"https": PORT, **({"grpc": GRPC_PORT} if is_native else {})}
     listening = [{"name": name, "containerPort": port} for name, port in ports.items()]
-    server = {
+    server: dict[str, Any] = {
         "name": "server",
         "image": IMAGE,
         "command": _command(target, arguments),
