@@ -384,8 +384,8 @@ def _judge_taken(
     most, shares = max(pooled.values()), np.concatenate(list(blocks.values()))
     ordered = sorted(pooled.items(), key=itemgetter(1), reverse=True)
     (first, of_first), *rest = pooled.items() if len(pooled) <= MOST_NAMED else (ordered[0], ordered[-1])
-    of_arms = [f"{share(of_first)} of the CPU's time in {names[first]}'s blocks"]
-    of_arms += [f"{share(of_arm)} in {names[label]}'s" for label, of_arm in rest]
+    of_arms = [f"{share(of_first)} of the CPU's time in the blocks of {names[first]}"]
+    of_arms += [f"{share(of_arm)} in those of {names[label]}" for label, of_arm in rest]
     detail = f"{join(of_arms)} went to {taker}"
     if most <= TAKEN_LIMIT:
         return Judgement(True, detail, most)

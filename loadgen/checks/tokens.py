@@ -433,7 +433,9 @@ def tokens_held_back(totals: Sequence[TokenTotals], names: Names) -> Judgement:
         if whole > MOST_UNKNOWN:
             texts[total.label] = f"{share(whole)} of the answers of {names[total.label]} came with one read"
         elif several > MOST_HELD_BACK:
-            texts[total.label] = f"{share(several)} of {names[total.label]}'s answers begin with several events at once"
+            texts[total.label] = (
+                f"{share(several)} of the answers of {names[total.label]} begin with several events at once"
+            )
     worst = max(_share(total.in_one_piece, total.answers) for total in totals)
     detail = "; ".join(texts.values()) or f"at most {share(worst)} of an arm's answers came with one read"
     return Judgement(not texts, detail, worst, arms=tuple(texts))

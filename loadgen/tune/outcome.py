@@ -465,7 +465,7 @@ def _gain(outcome: TuningOutcome, target: TargetOutcome) -> Alternatives:
     if target.lead is None or target.cost_of_defaults is None:
         if target.best == target.default:
             if any(other.best is not None and not other.meets_limit for other in outcome.targets):
-                return (f"{target.title}'s defaults do, and nothing that was tried is shown to be better",)
+                return (f"the defaults of {target.title} do, and nothing that was tried is shown to be better",)
             return (f"nothing that was tried is shown to be better than the defaults of {target.title}",)
         alone = "keeps the limit, which its defaults are not shown to do"
         return (f"{target.title} at its best {alone if target.lead else 'works, its defaults could not be measured'}",)

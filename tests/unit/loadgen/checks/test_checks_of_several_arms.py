@@ -325,7 +325,10 @@ def test_an_arm_whose_processors_were_taken_is_not_on_the_same_machine(tmp_path:
     take(tmp_path, a=0.0, b=0.0, c=0.1, field="steal_ns")
     (judged,) = checks(analyse(tmp_path), "cpu_steal", "single")
     assert (judged.ok, judged.severity) == (False, "roughens")
-    assert "0 % of the CPU's time in native (A)'s blocks, 0 % in Triton's and 10 % in native (C)'s" in judged.detail
+    assert (
+        "0 % of the CPU's time in the blocks of native (A), 0 % in those of Triton and 10 % in those of native (C)"
+        in judged.detail
+    )
     assert "(4 of 12 blocks" in judged.detail
     assert judged.detail.endswith("so the arms did not have the same machine")
 

@@ -100,7 +100,7 @@ def test_an_invalid_run_is_called_by_its_gravest_fault(checks: list[Check], word
 
 def test_the_last_line_of_the_command_says_why_and_what_to_do(disturbed: Result) -> None:
     words = last_words(disturbed)
-    assert "33 % of the CPU's time in PyTorch (native)'s blocks" in words
+    assert "33 % of the CPU's time in the blocks of PyTorch (native)" in words
     assert words.endswith(CHECKS["other_processes"].remedy)
 
 
