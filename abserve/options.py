@@ -191,9 +191,6 @@ class CompareOptions(TypedDict, total=False):
     output_tokens: int | None
     """Tokens per answer of a language model (default: 64, on a GPU 128 or 256, with --preset smoke 32; long-answer:
     1024)."""
-    trace: str | PathLike[str] | None
-    """Replay the first --open-seconds of this trace to a language model: a JSON object per line with timestamp (ms),
-    input_length, output_length and hash_ids."""
     limits: str | PathLike[str] | None
     """Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s. With --traffic p99=50ms:
     search the highest speed of the traffic that keeps it."""
@@ -204,7 +201,8 @@ class CompareOptions(TypedDict, total=False):
     rates: str | float | Sequence[str | float] | None
     """Open loop: send this many requests/s whatever the server does; one workload per rate."""
     traffic: str | PathLike[str] | None
-    """Replay windows of --open-seconds of the traffic in this folder, recorded by `abserve record`."""
+    """Replay windows of --open-seconds of the traffic in this folder of `abserve record`, HAR file or trace of AIPerf;
+    of a trace with lengths alone, as Mooncake's, the first --open-seconds with made-up prompts."""
     speed: str | float | Sequence[str | float] | None
     """Replay it so many times as fast, as in 1,2,4: one workload per speed (default: 1)."""
     check_answers: bool | None

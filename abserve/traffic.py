@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 
 def load_traffic(folder: str | os.PathLike[str]) -> RecordedTraffic:
-    """The traffic in a folder of `abserve record`, also while it is recorded. Raises `AbserveError` if it holds none or
-    cannot be read.
+    """The traffic in a folder of `abserve record`, also while it is recorded, in a HAR file, or in a trace of AIPerf
+    with prompts. Raises `AbserveError` if it holds none or cannot be read.
 
     `requests` are in the order of their arrivals; `content` and `answer` give the bytes of one, `recording` says how it
     was recorded and what is missing, and `save` writes some or all requests into a new folder.
     """
     with own_packages():
-        from loadgen.records.traffic import RecordedTraffic, TrafficError
+        from loadgen.records.imported import read_traffic
+        from loadgen.records.traffic import TrafficError
 
         try:
-            traffic = RecordedTraffic(folder)
+            traffic = read_traffic(os.fspath(folder))
             _ = traffic.requests
         except TrafficError as exc:
             raise AbserveError(str(exc)) from exc

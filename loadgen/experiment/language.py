@@ -21,6 +21,7 @@ from loadgen.experiment.plan import (
     PlanError,
     base_workload,
     cold_start,
+    is_trace_of,
     of_replay,
     replays_of,
     surface_base,
@@ -105,7 +106,7 @@ def check_language(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> 
 
 def _check_tensors(settings: ExperimentSettings) -> None:
     of_speed = settings.traffic is not None and set(read_limits(settings.limits or "p99=1ms")) == {"p99"}
-    for name in ("prompt_tokens", "output_tokens", "trace", *(() if of_speed else ("limits",)), "price"):
+    for name in ("prompt_tokens", "output_tokens", *(() if of_speed else ("limits",)), "price"):
         if getattr(settings, name) is not None:
             raise PlanError(
                 f"--{name.replace('_', '-')} is for language models, and {settings.model} is not one; name one as in "
@@ -131,7 +132,7 @@ def choose_protocol(
     for."""
     spoken = {arm.label: _spoken_by(arm) for arm in arms}
     asked = None if settings.transport is None else settings.transport[0]
-    if settings.traffic is not None:
+    if settings.traffic is not None and not is_trace_of(settings):
         asked = _recorded_protocol(settings)
     common = [transport for transport in TOKEN_TRANSPORTS if all(transport in able for able in spoken.values())]
     wanted = [transport for transport in TOKEN_TRANSPORTS if transport == asked]
@@ -142,7 +143,11 @@ def choose_protocol(
         if asked is not None and asked not in able and arm.transport is None:
             raise PlanError(
                 f"{option_of(arm.label)} {arm.target} speaks {' and '.join(able)} only; "
-                + (f"the recorded prompts need {asked}" if settings.traffic else f"leave --transport {asked} out")
+                + (
+                    f"the recorded prompts need {asked}"
+                    if settings.transport is None
+                    else f"leave --transport {asked} out"
+                )
             )
         with_own.append(msgspec.structs.replace(arm, transport=None if chosen in able else able[0]))
     return chosen, tuple(with_own)
@@ -240,19 +245,7 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
         rates = sorted(set(settings.rates))
         workloads += [open_loop(rate_per_s=float(rate)) for rate in rates]
         workloads += [open_loop(rate_share=share) for share in (() if rates else RATE_SHARES)]
-    if settings.trace is not None:
-        replayed = Trace(settings.trace, max(settings.open_seconds, base.seconds))
-        try:
-            longest, rate = replayed.longest(), replayed.rate_per_s()
-        except PromptError as exc:
-            raise PlanError(str(exc)) from exc
-        workloads.append(
-            like(
-                "open", (longest.prompt_tokens, longest.output_tokens), concurrency=settings.connections,
-                seconds=replayed.seconds, max_seconds=max(replayed.seconds, base.max_seconds), arrivals="trace",
-                trace=settings.trace, rate_per_s=significant(rate, 3),
-            )
-        )  # fmt: skip
+    workloads += _traces(settings, base)
     workloads += _replays(settings, base)
     if "goodput" in scenarios:
         if base.limits is None:
@@ -267,9 +260,31 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
     return unique_names(workloads)
 
 
+def _traces(settings: ExperimentSettings, base: Workload) -> list[Workload]:
+    """The first part of a trace at each speed, with made-up prompts of its lengths."""
+    workloads = []
+    for speed in sorted(set(settings.speed or (1.0,))) if is_trace_of(settings) else ():
+        assert settings.traffic is not None
+        replayed = Trace(settings.traffic, max(settings.open_seconds, base.seconds), speed)
+        try:
+            longest, rate = replayed.longest(), replayed.rate_per_s()
+        except PromptError as exc:
+            raise PlanError(str(exc)) from exc
+        workloads.append(
+            msgspec.structs.replace(
+                base, scenario="open", prompt_tokens=longest.prompt_tokens, output_tokens=longest.output_tokens,
+                concurrency=settings.connections, seconds=replayed.seconds, speed=speed, arrivals="trace",
+                rate_per_s=significant(rate, 3), max_seconds=max(replayed.seconds, base.max_seconds),
+                trace=settings.traffic,
+            )
+        )  # fmt: skip
+    return workloads
+
+
 def _replays(settings: ExperimentSettings, base: Workload) -> list[Workload]:
     """The recorded prompts at each speed."""
-    transport = TOKEN_TRANSPORTS[0] if settings.traffic is None else _recorded_protocol(settings)
+    has_none = settings.traffic is None or is_trace_of(settings)
+    transport = TOKEN_TRANSPORTS[0] if has_none else _recorded_protocol(settings)
     workloads = []
     for replay in replays_of(settings, max(settings.open_seconds, base.seconds), transport):
         longest = max(replay.shapes(), key=lambda shape: shape.prompt_tokens + shape.output_tokens)

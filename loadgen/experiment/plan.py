@@ -25,6 +25,7 @@ from loadgen.experiment.settings import (
     ExperimentSettings,
     read_limits,
 )
+from loadgen.records.imported import is_trace
 from loadgen.records.names import names_of
 from loadgen.records.payloads import BACKEND_ENDINGS, IMAGE_PAYLOADS, implied_payload, served_name, takes_images
 from loadgen.records.run import Access, ArmRequest, Experiment, Kind, Label, Workload, asked_for, option_of, setting_key
@@ -439,12 +440,20 @@ def _open(settings: ExperimentSettings, single: Workload, _: bool) -> list[Workl
     return [loop(rate_per_s=float(rate)) for rate in sorted(set(settings.rates))]
 
 
+def is_trace_of(settings: ExperimentSettings) -> bool:
+    """Whether the traffic is a trace of lengths without contents. Raises `PlanError`."""
+    try:
+        return settings.traffic is not None and is_trace(settings.traffic)
+    except TrafficError as exc:
+        raise PlanError(f"--traffic {exc}") from exc
+
+
 def replays_of(settings: ExperimentSettings, seconds: float, transport: Transport) -> list[Replay]:
     """A replay of the recorded traffic per speed; none without any. Raises `PlanError` for a folder that cannot be
     replayed."""
-    if settings.traffic is None:
+    if settings.traffic is None or is_trace_of(settings):
         for option, given in (("--speed", settings.speed), ("--check-answers", settings.check_answers)):
-            if given:
+            if given and settings.traffic is None:
                 raise PlanError(f"{option} is about recorded traffic; give --traffic FOLDER, or leave it out")
         return []
     replays = [Replay(settings.traffic, transport, seconds, speed) for speed in sorted(set(settings.speed or (1.0,)))]
@@ -473,6 +482,10 @@ def of_replay(workload: Workload, replay: Replay, settings: ExperimentSettings) 
 def _traffic(settings: ExperimentSettings, single: Workload, _: bool) -> list[Workload]:
     """A replay per speed, and a search with a limit. Raises `PlanError` for a folder that cannot be replayed."""
     transports = settings.transport or ("http",)
+    if is_trace_of(settings):
+        raise PlanError(
+            f"--traffic {settings.traffic} is a trace of prompts, and {settings.model} is not a language model"
+        )
     if settings.traffic is not None and (transports not in (("http",), ("grpc",)) or settings.matrix):
         raise PlanError("--traffic is replayed over one transport; give --transport http or grpc")
     replays = replays_of(settings, max(settings.open_seconds, single.seconds), transports[0])
@@ -572,7 +585,7 @@ def check_surface(settings: ExperimentSettings) -> None:
         raise PlanError("--surface is a scenario of its own; leave --scenarios out")
     if settings.until == "decided":
         raise PlanError("--surface adds rounds until its --minutes are over; leave --until out")
-    for name in ("rates", "slo_p99_ms", "trace", "traffic"):
+    for name in ("rates", "slo_p99_ms", "traffic"):
         if getattr(settings, name):
             raise PlanError(
                 f"--surface varies the users of closed loops, so that --{name.replace('_', '-')} has no place in it; "

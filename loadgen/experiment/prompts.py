@@ -79,6 +79,8 @@ class Trace(msgspec.Struct, frozen=True):
 
     path: str
     seconds: Annotated[float, msgspec.Meta(gt=0)]
+    speed: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """How many times as fast its requests fall due."""
 
     def requests(self) -> tuple[TraceRequest, ...]:
         """The requests in the order of their times. Raises `PromptError`."""
@@ -87,7 +89,7 @@ class Trace(msgspec.Struct, frozen=True):
     def due_offsets_ns(self) -> npt.NDArray[np.int64]:
         """When each request is due, from the first one on. Raises `PromptError`."""
         times_ms = np.array([request.timestamp for request in self.requests()])
-        return np.asarray(np.round((times_ms - times_ms[0]) * 1e6), dtype=np.int64)
+        return np.asarray(np.round((times_ms - times_ms[0]) * 1e6 / self.speed), dtype=np.int64)
 
     def longest(self) -> PromptShape:
         """The lengths of the request with the most tokens, prompt and answer together. Raises `PromptError`."""
@@ -120,7 +122,8 @@ def _read_trace(trace: Trace) -> tuple[TraceRequest, ...]:
             except (ValueError, RecursionError) as exc:
                 raise PromptError(f"the trace {path}, line {number:,}: {one_line(str(exc), 100)}") from None
     requests.sort(key=lambda request: request.timestamp)
-    replayed = tuple(request for request in requests if request.timestamp - requests[0].timestamp < trace.seconds * 1e3)
+    until_ms = trace.seconds * trace.speed * 1e3
+    replayed = tuple(request for request in requests if request.timestamp - requests[0].timestamp < until_ms)
     if len(replayed) < 2:
         raise PromptError(f"the trace {path} has fewer than two requests in its first {trace.seconds:g} s")
     if (tokens := sum(request.input_length for request in replayed)) > _MOST_TRACE_TOKENS:

@@ -14,6 +14,7 @@ import numpy as np
 from loadgen.base.documents import one_line
 from loadgen.experiment.prompts import MOST_ID, MOST_TOKENS, PromptShape
 from loadgen.experiment.schedule import Offsets
+from loadgen.records.imported import read_traffic
 from loadgen.records.targets import TOKEN_TRANSPORTS, TokenTransport, Transport, is_token_transport
 from loadgen.records.traffic import STRETCH_S, RecordedRequest, RecordedTraffic, TrafficError
 
@@ -219,7 +220,7 @@ def has_answer(request: RecordedRequest) -> bool:
 
 @lru_cache(maxsize=4)
 def _traffic(folder: str) -> RecordedTraffic:
-    return RecordedTraffic(folder)
+    return read_traffic(folder)
 
 
 @lru_cache(maxsize=4)

@@ -360,12 +360,6 @@ class ExperimentSettings(Settings):
         description="Tokens per answer of a language model (default: 64, on a GPU 128 or 256, with --preset smoke 32; "
         "long-answer: 1024).",
     )
-    trace: str | None = _load(
-        None,
-        min_length=1,
-        description="Replay the first --open-seconds of this trace to a language model: a JSON object per line with "
-        "timestamp (ms), input_length, output_length and hash_ids.",
-    )
     limits: Limits | None = _load(
         None,
         json_schema_extra={"panel": LOAD, "also": "--limit"},
@@ -382,7 +376,8 @@ class ExperimentSettings(Settings):
     traffic: str | None = _load(
         None,
         min_length=1,
-        description="Replay windows of --open-seconds of the traffic in this folder, recorded by `abserve record`.",
+        description="Replay windows of --open-seconds of the traffic in this folder of `abserve record`, HAR file or "
+        "trace of AIPerf; of a trace with lengths alone, as Mooncake's, the first --open-seconds with made-up prompts.",
     )
     speed: Speeds | None = _load(
         None, description="Replay it so many times as fast, as in 1,2,4: one workload per speed (default: 1)."

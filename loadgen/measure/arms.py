@@ -420,7 +420,7 @@ class Arm:
 
 def replayed_trace(workload: Workload) -> Trace | None:
     """The trace that a workload replays, if it does."""
-    return None if workload.trace is None else Trace(workload.trace, workload.seconds)
+    return None if workload.trace is None else Trace(workload.trace, workload.seconds, workload.speed)
 
 
 def replay_of(workload: Workload, transport: Transport) -> Replay | None:

@@ -60,7 +60,7 @@ def _open_word(workload: Any) -> str:
 
 def _open_details(workload: Any) -> tuple[object, ...]:
     if workload.trace is not None:
-        return (PurePath(workload.trace).stem,)
+        return PurePath(workload.trace).stem, None if workload.speed == 1.0 else f"{workload.speed:g}×"
     if workload.rate_share is not None:
         return (f"{workload.rate_share:.0%}",)
     batch = f"batch {workload.batch_size}" if workload.batch_size > 1 else None

@@ -144,7 +144,7 @@ def test_a_trace_is_replayed_to_every_arm(tmp_path: Path, planted: Callable[...,
     path = tmp_path / "calls.jsonl"
     path.write_text(TRACE)
     out = tmp_path / "run"
-    status, output = compare(out, "--a", planted(), "--b", planted(), "--scenarios", "single", "--trace", str(path))
+    status, output = compare(out, "--a", planted(), "--b", planted(), "--scenarios", "single", "--traffic", str(path))
     assert record(out, "run.json")["state"] == "finished", (status, output)
     replays = [block for file in sorted((out / "blocks").glob("*.json"))
                if (block := json.loads(file.read_text()))["workload"] == "trace(calls)"]  # fmt: skip
@@ -160,7 +160,7 @@ def test_a_trace_that_is_too_long_for_the_model_is_refused(tmp_path: Path) -> No
     path = tmp_path / "calls.jsonl"
     path.write_text(TRACE.replace("600", "90000"))
     status, output = compare(
-        tmp_path / "run", "--model", "language:tiny", "--a", "fastapi", "--b", "fastapi", "--trace", str(path)
+        tmp_path / "run", "--model", "language:tiny", "--a", "fastapi", "--b", "fastapi", "--traffic", str(path)
     )  # fmt: skip
     assert status == 2
     assert re.search(r"trace\(calls\) has prompts of 90,000 and answers of 6 tokens, and language:tiny holds", output)

@@ -135,11 +135,13 @@ def test_a_trace_is_an_open_loop_with_lengths_of_its_own(tmp_path: Path) -> None
         f'{{"timestamp": {500 * place}, "input_length": {prompt}, "output_length": {answer}}}\n'
         for place, (prompt, answer) in enumerate(lengths)
     ))  # fmt: skip
-    *_, replay = token_workloads(settings_of(trace=str(path)))
+    *_, replay = token_workloads(settings_of(traffic=str(path)))
     assert (replay.name, replay.is_open, replay.rate_per_s) == ("trace(calls)", True, 2.0)
     assert (replay.prompt_tokens, replay.output_tokens, replay.seconds) == (40, 90, 5.0)
-    with pytest.raises(PlanError, match="the trace nowhere cannot be read"):
-        token_workloads(settings_of(trace="nowhere"))
+    *_, fast = token_workloads(settings_of(traffic=str(path), speed="2"))
+    assert (fast.name, fast.rate_per_s) == ("trace(calls, 2×)", 4.0)
+    with pytest.raises(PlanError, match="nowhere"):
+        token_workloads(settings_of(traffic="nowhere"))
 
 
 def test_goodput_is_searched_within_the_limits() -> None:
@@ -213,7 +215,6 @@ def test_all_arms_get_one_protocol_if_they_have_one_in_common(
         ({"transport": "completions"}, "triton speaks generate_stream only"),
         ({"arms": {"a": "native", "b": "litserve"}}, "litserve serves no language models"),
         ({"model": "open_clip:ViT-B-32", "limits": "ttft=1s"}, "--limits is for language models"),
-        ({"model": "open_clip:ViT-B-32", "trace": "t.jsonl"}, "--trace is for language models"),
         ({"model": "open_clip:ViT-B-32", "scenarios": "long-prompt"}, "long-prompt is for language models"),
         ({"model": "open_clip:ViT-B-32", "arms": {"a": "native", "b": "vllm"}}, "vllm serves language models only"),
     ],

@@ -1,0 +1,241 @@
+"""Traffic that other tools have recorded, read as if it were a folder of `abserve record`.
+
+**HAR** (browsers, proxies): the requests of an archive to routes of models, with their answers. **AIPerf** with
+prompts: a JSON object per line with `timestamp` in ms, `text_input` or `messages`, and `output_length`. Traces of
+lengths alone, as Mooncake's, have no contents; `loadgen.experiment.prompts` makes prompts for them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from loadgen.base.documents import DocumentError, one_line, open_named
+from loadgen.records.traffic import (
+    KEPT_HEADERS,
+    RecordedRequest,
+    RecordedTensor,
+    RecordedTraffic,
+    TrafficError,
+    TrafficRecording,
+)
+
+MOST_BYTES = 2**30
+_ROUTE = re.compile(
+    r"(?:/.*)?/(?:v2/models/([^/]+)(?:/versions/([^/]+))?/(?:infer|generate|generate_stream)|completions"
+    r"|chat/completions)"
+)
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+Parts = tuple[RecordedRequest, bytes, bytes | None]
+"""A request, its body and its answer's, if that is known."""
+
+
+def read_traffic(path: str) -> RecordedTraffic:
+    """The traffic in a folder of `abserve record`, or in a file of another tool. Raises `TrafficError`."""
+    return RecordedTraffic(path) if not Path(path).is_file() else ImportedTraffic(path)
+
+
+def is_trace(path: str) -> bool:
+    """Whether a file is a trace of lengths without contents. Raises `TrafficError`."""
+    if not Path(path).is_file():
+        return False
+    first = next(iter(_read(path).split(b"\n", 1)), b"")
+    try:
+        line = msgspec.json.decode(first)
+    except _UNREADABLE:
+        return False
+    return isinstance(line, dict) and "input_length" in line and not {"text_input", "messages"} & line.keys()
+
+
+class ImportedTraffic(RecordedTraffic):
+    """The traffic in a file of another tool. Raises `TrafficError`, which names the line or the entry."""
+
+    def __init__(self, path: str) -> None:
+        self.folder = Path(path)
+        self._contents: dict[str, bytes] = {}
+        content = _read(path)
+        requests = [self._with_contents(*parts) for parts in _parts(path, content)]
+        if not requests:
+            raise TrafficError(f"{path} has no requests to a model")
+        first_ns = min(request.at_ns for request in requests)
+        self.imported = sorted((_from(request, first_ns) for request in requests), key=lambda request: request.at_ns)
+        self.recording = TrafficRecording(
+            started_at="", requests=len(requests), answers=any(request.answer for request in requests),
+            ended=f"imported from {self.folder.name}",
+        )  # fmt: skip
+
+    @property
+    def requests(self) -> tuple[RecordedRequest, ...]:
+        """All requests by their arrivals."""
+        return tuple(self.imported)
+
+    def _with_contents(self, request: RecordedRequest, content: bytes, answer: bytes | None) -> RecordedRequest:
+        kept = self._keep(answer) if answer else None
+        return msgspec.structs.replace(
+            request, content=self._keep(content), content_bytes=len(content), answer=kept,
+            answer_bytes=len(answer or b""),
+        )  # fmt: skip
+
+    def _keep(self, content: bytes) -> str:
+        digest = hashlib.sha256(content).hexdigest()
+        self._contents[digest] = content
+        return digest
+
+    def _stored(self, digest: str | None) -> bytes | None:
+        return None if digest is None else self._contents[digest]
+
+
+def _from(request: RecordedRequest, first_ns: int) -> RecordedRequest:
+    """The request on a clock that begins with the first one."""
+    times = {name: getattr(request, name) for name in ("at_ns", "first_byte_ns", "end_ns")}
+    return msgspec.structs.replace(
+        request, **{name: at_ns - first_ns for name, at_ns in times.items() if at_ns is not None}
+    )
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open_named(Path(path)) as file:
+            content: bytes = file.read(MOST_BYTES + 1)
+    except (OSError, DocumentError) as exc:
+        raise TrafficError(f"{path} cannot be read: {exc}") from exc
+    if len(content) > MOST_BYTES:
+        raise TrafficError(f"{path} is larger than {MOST_BYTES >> 20:,} MiB; give a part of it")
+    return content.removeprefix(b"\xef\xbb\xbf")
+
+
+def _parts(path: str, content: bytes) -> Iterator[Parts]:
+    """The requests of a file, by its kind."""
+    try:
+        document = msgspec.json.decode(content)
+    except _UNREADABLE:
+        document = None
+    log = document.get("log") if isinstance(document, dict) else None
+    entries = log.get("entries") if isinstance(log, dict) else None
+    if isinstance(entries, list):
+        for number, entry in enumerate(entries, 1):
+            try:
+                yield from _of_har(msgspec.convert(entry, _Entry))
+            except (*_UNREADABLE, binascii.Error) as exc:
+                raise TrafficError(f"{path}, entry {number:,}: {one_line(str(exc), 100)}") from exc
+        return
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            try:
+                yield _of_aiperf(msgspec.json.decode(line, type=_PromptLine))
+            except _UNREADABLE as exc:
+                raise TrafficError(
+                    f"{path}, line {number:,}: {one_line(str(exc), 100)}; give a HAR file, or lines of a trace with "
+                    "timestamp and text_input"
+                ) from exc
+
+
+# HAR 1.2
+
+
+class _Named(msgspec.Struct):
+    name: str
+    value: str
+
+
+class _Text(msgspec.Struct):
+    text: str = ""
+    encoding: str = ""
+
+    def bytes(self) -> bytes:
+        return base64.b64decode(self.text, validate=True) if self.encoding == "base64" else self.text.encode()
+
+
+class _HarRequest(msgspec.Struct):
+    method: str
+    url: str
+    headers: list[_Named] = []
+    postData: _Text | None = None  # noqa: N815 (the format's name)
+
+
+class _HarResponse(msgspec.Struct):
+    status: int = 0
+    headers: list[_Named] = []
+    content: _Text | None = None
+
+
+class _Entry(msgspec.Struct):
+    startedDateTime: datetime  # noqa: N815
+    request: _HarRequest
+    response: _HarResponse = msgspec.field(default_factory=_HarResponse)
+    time: float = 0.0
+
+
+def _of_har(entry: _Entry) -> Iterator[Parts]:
+    """The request of an entry, if it is one to a model. Bodies in an archive have no compression any more."""
+    request, response = entry.request, entry.response
+    route = urlsplit(request.url).path
+    found = _ROUTE.fullmatch(route)
+    if request.method != "POST" or found is None or request.postData is None:
+        return
+    content, headers = request.postData.bytes(), _kept(request.headers)
+    at_ns = int(entry.startedDateTime.timestamp() * 1e6) * 1000
+    answer = None if response.content is None or response.status != 200 else response.content.bytes()
+    end_ns = at_ns + int(max(entry.time, 0.0) * 1e6) if response.status else None
+    named, version = found.groups()
+    yield (
+        RecordedRequest(
+            at_ns=at_ns, transport="http", route=route, model=unquote(named) if named else None, version=version,
+            tensors=_inputs(content, headers), headers=headers, status=response.status or None, end_ns=end_ns,
+            first_byte_ns=end_ns, answer_headers=_kept(response.headers),
+        ),
+        content,
+        answer,
+    )  # fmt: skip
+
+
+def _kept(headers: list[_Named]) -> dict[str, str]:
+    given = {header.name.lower(): header.value for header in headers}
+    return {name: given[name] for name in KEPT_HEADERS if name in given and not name.endswith("-encoding")}
+
+
+class _HarInput(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+class _Inputs(msgspec.Struct):
+    inputs: list[_HarInput] = []
+
+
+def _inputs(content: bytes, headers: Mapping[str, str]) -> tuple[RecordedTensor, ...]:
+    """The inputs that a body describes; none of prompts."""
+    length = headers.get("inference-header-content-length", "")
+    body = msgspec.json.decode(content[: int(length)] if length.isdecimal() else content, type=_Inputs)
+    return tuple(RecordedTensor(name=each.name, datatype=each.datatype, shape=each.shape) for each in body.inputs)
+
+
+# AIPerf
+
+
+class _PromptLine(msgspec.Struct):
+    timestamp: float
+    text_input: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    output_length: int | None = None
+
+
+def _of_aiperf(line: _PromptLine) -> Parts:
+    if not line.text_input and not line.messages:
+        raise ValueError("it has neither text_input nor messages")
+    fields: dict[str, Any] = {"model": "", **({} if line.output_length is None else {"max_tokens": line.output_length})}
+    fields |= {"messages": line.messages} if line.messages else {"prompt": line.text_input}
+    route = "/v1/chat/completions" if line.messages else "/v1/completions"
+    headers = {"content-type": "application/json"}
+    request = RecordedRequest(at_ns=int(line.timestamp * 1e6), transport="http", route=route, headers=headers)
+    return request, msgspec.json.encode(fields), None
