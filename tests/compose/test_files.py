@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import shutil
@@ -348,3 +349,18 @@ def test_where_there_is_no_gpu_one_sentence_says_so_before_docker_is_asked_for_o
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "docker compose --profile cpu up" in done.stderr
+
+
+def test_the_recorder_stands_before_the_native_server() -> None:
+    recorder = SERVICES["recorder"]
+    words = recorder["command"][-1].replace("$$(date +%s)", "NEW").split()
+    options = dict(itertools.pairwise(words))
+    assert (words[1:3], options["--to"], options["--grpc-to"]) == (
+        ["abserve", "record"], "http://native:8100", "native:8101",
+    )  # fmt: skip
+    assert {port.rpartition(":")[2] for port in recorder["ports"]} == {
+        options[name].rpartition(":")[2] for name in ("--listen", "--grpc-listen")
+    }
+    assert [recorder["volumes"], options["--out"]] == [["traffic:/traffic"], "/traffic/NEW"]
+    assert "traffic" in COMPOSE["volumes"]
+    assert "/traffic" in (ROOT / "docker/Dockerfile").read_text()
