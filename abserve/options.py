@@ -201,8 +201,9 @@ class CompareOptions(TypedDict, total=False):
     rates: str | float | Sequence[str | float] | None
     """Open loop: send this many requests/s whatever the server does; one workload per rate."""
     traffic: str | PathLike[str] | None
-    """Replay windows of --open-seconds of the traffic in this folder of `abserve record`, HAR file or trace of AIPerf;
-    of a trace with lengths alone, as Mooncake's, the first --open-seconds with made-up prompts."""
+    """Replay windows of --open-seconds of the traffic in this folder of `abserve record`, HAR file, trace of AIPerf or
+    data of perf_analyzer; of a trace with lengths alone, as Mooncake's, the first --open-seconds with made-up
+    prompts."""
     speed: str | float | Sequence[str | float] | None
     """Replay it so many times as fast, as in 1,2,4: one workload per speed (default: 1)."""
     check_answers: bool | None

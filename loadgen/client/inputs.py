@@ -599,6 +599,12 @@ def _read_lines(path: Path, signature: Signature) -> Items:
     return items
 
 
+def one_item(content: object, signature: Signature) -> SampleInputs:
+    """The inputs of one entry of perf_analyzer's data. Raises `InputError`."""
+    arrays = {name: array[np.newaxis] for name, array in _item(content, signature, "the entry").items()}
+    return SampleInputs(arrays, "given")
+
+
 def _item(content: object, signature: Signature, place: str) -> dict[str, Array]:
     if not isinstance(content, dict):
         raise InputError(f"{place} is not an object of inputs")

@@ -11,15 +11,17 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from loadgen.base.documents import DocumentError, one_line
+from loadgen.client.bodies import prepare_body
 from loadgen.client.connection import PreparedRequest, uncompressed
 from loadgen.client.endpoint import Signature
 from loadgen.client.generation import PreparedPrompts, RequestBody, request_fields, takes_salt
 from loadgen.client.grpc import grpc_request
 from loadgen.client.grpc_messages import ModelInferRequest, ModelInferResponse
-from loadgen.client.inputs import Array, InputError
+from loadgen.client.inputs import Array, InputError, one_item
 from loadgen.client.outputs import HEADER_LENGTH, AnswerError, read_body, read_message
 from loadgen.experiment.prompts import Ids, PromptPlan
 from loadgen.experiment.replay import Replay
+from loadgen.records.imported import UNTYPED
 from loadgen.records.targets import TokenTransport
 from loadgen.records.traffic import MOST_CONTENT_BYTES, RecordedRequest
 
@@ -113,7 +115,7 @@ def prepare_recorded(replay: Replay, signature: Signature) -> RecordedBodies:
 
 def items_of(request: RecordedRequest, signature: Signature) -> int:
     """The items of a recorded request, by its first input."""
-    shape = request.tensors[0].shape if request.tensors else ()
+    shape = request.tensors[0].shape if request.tensors else ()  # none of perf_analyzer's, which is one item
     return shape[0] if signature.batched and shape and shape[0] > 0 else 1
 
 
@@ -135,6 +137,8 @@ def recorded_outputs(request: RecordedRequest, answer: bytes, *, batched: bool) 
 
 def recorded_request(request: RecordedRequest, content: bytes, signature: Signature) -> PreparedRequest:
     """One recorded request. Only the names of the model and its version change. Raises `InputError`."""
+    if request.tensors and request.tensors[0].datatype == UNTYPED:
+        return prepare_body(one_item(msgspec.json.decode(content), signature), signature, (0,))
     if request.transport == "http":
         length = request.headers.get("inference-header-content-length", "")
         tensors = len(content) - int(length) if length.isdecimal() else len(content)

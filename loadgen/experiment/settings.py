@@ -376,8 +376,9 @@ class ExperimentSettings(Settings):
     traffic: str | None = _load(
         None,
         min_length=1,
-        description="Replay windows of --open-seconds of the traffic in this folder of `abserve record`, HAR file or "
-        "trace of AIPerf; of a trace with lengths alone, as Mooncake's, the first --open-seconds with made-up prompts.",
+        description="Replay windows of --open-seconds of the traffic in this folder of `abserve record`, HAR file, "
+        "trace of AIPerf or data of perf_analyzer; of a trace with lengths alone, as Mooncake's, the first "
+        "--open-seconds with made-up prompts.",
     )
     speed: Speeds | None = _load(
         None, description="Replay it so many times as fast, as in 1,2,4: one workload per speed (default: 1)."

@@ -144,7 +144,7 @@ def analyse(facts: Facts) -> TrafficFound:
     if traffic is None:
         return TrafficFound()
     loads = (load for load in facts.loads if load.workload.traffic is not None)
-    latencies = (found for load in loads for found in _latencies(facts, load, traffic))
+    latencies = (latency for load in loads for latency in _latencies(facts, load, traffic))
     return TrafficFound(traffic=traffic, latencies=tuple(latencies))
 
 

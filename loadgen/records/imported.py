@@ -3,6 +3,9 @@
 **HAR** (browsers, proxies): the requests of an archive to routes of models, with their answers. **AIPerf** with
 prompts: a JSON object per line with `timestamp` in ms, `text_input` or `messages`, and `output_length`. Traces of
 lengths alone, as Mooncake's, have no contents; `loadgen.experiment.prompts` makes prompts for them.
+
+**perf_analyzer**: its `--input-data`, FILE, and its `--request-intervals`, FILE.intervals: µs, one per line. Both begin
+again until the longer one is used up. Datatypes are not in it, and shapes need not be: those are the replaying model's.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from loadgen.records.traffic import (
 )
 
 MOST_BYTES = 2**30
+UNTYPED = ""
+"""The datatype of inputs that have that of the model which gets them; their content is perf_analyzer's."""
 _ROUTE = re.compile(
     r"(?:/.*)?/(?:v2/models/([^/]+)(?:/versions/([^/]+))?/(?:infer|generate|generate_stream)|completions"
     r"|chat/completions)"
@@ -121,6 +126,9 @@ def _parts(path: str, content: bytes) -> Iterator[Parts]:
         document = None
     log = document.get("log") if isinstance(document, dict) else None
     entries = log.get("entries") if isinstance(log, dict) else None
+    if isinstance(document, dict) and "data" in document:
+        yield from _of_perf_analyzer(path, document["data"])
+        return
     if isinstance(entries, list):
         for number, entry in enumerate(entries, 1):
             try:
@@ -179,14 +187,14 @@ def _of_har(entry: _Entry) -> Iterator[Parts]:
     """The request of an entry, if it is one to a model. Bodies in an archive have no compression any more."""
     request, response = entry.request, entry.response
     route = urlsplit(request.url).path
-    found = _ROUTE.fullmatch(route)
-    if request.method != "POST" or found is None or request.postData is None:
+    model_route = _ROUTE.fullmatch(route)
+    if request.method != "POST" or model_route is None or request.postData is None:
         return
     content, headers = request.postData.bytes(), _kept(request.headers)
     at_ns = int(entry.startedDateTime.timestamp() * 1e6) * 1000
     answer = None if response.content is None or response.status != 200 else response.content.bytes()
     end_ns = at_ns + int(max(entry.time, 0.0) * 1e6) if response.status else None
-    named, version = found.groups()
+    named, version = model_route.groups()
     yield (
         RecordedRequest(
             at_ns=at_ns, transport="http", route=route, model=unquote(named) if named else None, version=version,
@@ -218,6 +226,39 @@ def _inputs(content: bytes, headers: Mapping[str, str]) -> tuple[RecordedTensor,
     length = headers.get("inference-header-content-length", "")
     body = msgspec.json.decode(content[: int(length)] if length.isdecimal() else content, type=_Inputs)
     return tuple(RecordedTensor(name=each.name, datatype=each.datatype, shape=each.shape) for each in body.inputs)
+
+
+# perf_analyzer
+
+
+def _of_perf_analyzer(path: str, data: object) -> Iterator[Parts]:
+    entries: list[object] = []
+    for entry in data if isinstance(data, list) else ():
+        entries += entry if isinstance(entry, list) else [entry]  # of a stream
+    gaps_us, at_ns = _intervals_us(f"{path}.intervals"), 0
+    for number in range(max(len(entries), len(gaps_us)) if entries else 0):
+        place, entry = number % len(entries), entries[number % len(entries)]
+        if not isinstance(entry, dict):
+            raise TrafficError(f"{path}, entry {place + 1:,} of data: it is not an object of inputs")
+        tensors = tuple(RecordedTensor(name=name, datatype=UNTYPED, shape=()) for name in sorted(entry))
+        request = RecordedRequest(at_ns=at_ns, transport="http", route="/v2/models/-/infer", tensors=tensors)
+        yield request, msgspec.json.encode(entry), None
+        at_ns += 1000 * gaps_us[number % len(gaps_us)]
+
+
+def _intervals_us(path: str) -> list[int]:
+    """The gaps between requests. Raises `TrafficError`."""
+    if not Path(path).is_file():
+        raise TrafficError(f"the data has no times; put the file of --request-intervals beside it, as {path}")
+    gaps_us = []
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        if line.strip():
+            if not line.strip().isdigit():
+                raise TrafficError(f"{path}, line {number:,}: it is not a whole number of µs")
+            gaps_us.append(int(line))
+    if not gaps_us:
+        raise TrafficError(f"{path} has no intervals")
+    return gaps_us
 
 
 # AIPerf

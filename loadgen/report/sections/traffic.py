@@ -12,32 +12,35 @@ from loadgen.verdict.result import Result
 
 def traffic(result: Result) -> doc.Section | None:
     """What the recorded requests are, and when they came."""
-    found = result.of(TrafficFound).traffic
-    if found is None:
+    recording = result.of(TrafficFound).traffic
+    if recording is None:
         return None
-    sizes = found.bytes
+    sizes = recording.bytes
     rows: list[tuple[str, str]] = [
-        ("requests", f"{found.requests:,} in {number(found.seconds)} s, {number(found.rate_per_s)}/s"),
+        ("requests", f"{recording.requests:,} in {number(recording.seconds)} s, {number(recording.rate_per_s)}/s"),
         (
-            f"burstiness: variance over mean of the requests per {found.together_seconds:g} s",
-            _bursty(found.dispersion),
+            f"burstiness: variance over mean of the requests per {recording.together_seconds:g} s",
+            _bursty(recording.dispersion),
         ),
-        ("variation of the gaps between requests", _bursty(found.gap_variation)),
-        ("requests whose content came before", f"{share(found.repeated_share)}; {found.contents:,} different contents"),
+        ("variation of the gaps between requests", _bursty(recording.gap_variation)),
+        (
+            "requests whose content came before",
+            f"{share(recording.repeated_share)}; {recording.contents:,} different contents",
+        ),
         ("bytes per request", f"{sizes['min']:,} to {sizes['max']:,}; p50 {sizes['p50']:,}, p99 {sizes['p99']:,}"),
-        ("requests with a recorded answer", f"{found.answers:,}"),
+        ("requests with a recorded answer", f"{recording.answers:,}"),
     ]
-    if found.left_out_seconds:
-        rows.append(("left out of the recording, and of every window", f"{number(found.left_out_seconds)} s"))
-    shapes = [(shape, f"{count:,}", share(count / found.requests)) for shape, count in found.shapes.items()]
-    if found.further_shapes:
-        others = found.requests - sum(found.shapes.values())
-        shapes.append((f"{found.further_shapes:,} more shapes", f"{others:,}", share(others / found.requests)))
+    if recording.left_out_seconds:
+        rows.append(("left out of the recording, and of every window", f"{number(recording.left_out_seconds)} s"))
+    shapes = [(shape, f"{count:,}", share(count / recording.requests)) for shape, count in recording.shapes.items()]
+    if recording.further_shapes:
+        others = recording.requests - sum(recording.shapes.values())
+        shapes.append((f"{recording.further_shapes:,} more shapes", f"{others:,}", share(others / recording.requests)))
     return doc.section(
         "Recorded traffic",
         doc.Table((*doc.names(""), *doc.texts("")), rows),
         doc.Table((*doc.texts("shape"), *doc.numbers("requests", "share")), shapes),
-        _arrivals(found),
+        _arrivals(recording),
     )
 
 
@@ -45,9 +48,9 @@ def _bursty(value: float | None) -> str:
     return "–" if value is None else f"{number(value)} (independent arrivals: 1)"
 
 
-def _arrivals(found: ReplayedTraffic) -> doc.Chart:
-    width = found.bar_seconds
-    rates = [charts.rounded(count / width) for count in found.arrivals]
+def _arrivals(recording: ReplayedTraffic) -> doc.Chart:
+    width = recording.bar_seconds
+    rates = [charts.rounded(count / width) for count in recording.arrivals]
     bars: doc.Figure = {
         "type": "bar",
         "x": [charts.rounded((place + 0.5) * width) for place in range(len(rates))],

@@ -1,4 +1,4 @@
-"""Traffic of other tools: HAR archives, and AIPerf's lines with prompts."""
+"""Traffic of other tools: HAR archives, AIPerf's lines with prompts, and perf_analyzer's data with intervals."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import abserve
+from loadgen.client.endpoint import Signature, TensorSignature
+from loadgen.client.inputs import InputError
+from loadgen.client.recorded import prepare_recorded
 from loadgen.experiment.replay import Replay, recorded_protocol
 from loadgen.records.imported import is_trace, read_traffic
 from loadgen.records.traffic import RecordedTraffic, TrafficError
@@ -85,6 +89,47 @@ def test_a_trace_of_lengths_alone_is_told_apart(tmp_path: Path) -> None:
     assert not is_trace(str(tmp_path))
 
 
+SIGNATURE = Signature("m", (TensorSignature("x", "FP32", (-1, -1)), TensorSignature("t", "BYTES", (-1, 1))), ())
+
+
+def perf_analyzer(folder: Path, data: list[Any], intervals: str) -> str:
+    path = folder / "input.json"
+    path.write_text(json.dumps({"data": data}))
+    path.with_name("input.json.intervals").write_text(intervals)
+    return str(path)
+
+
+def test_data_of_perf_analyzer_gets_its_intervals_and_the_types_of_the_model(tmp_path: Path) -> None:
+    raw = base64.b64encode(np.arange(3, dtype="<f4").tobytes()).decode()
+    data = [
+        {"x": {"content": [1.0, 2.0], "shape": [2]}, "t": ["a"]},
+        [{"x": {"b64": raw, "shape": [3]}, "t": {"content": ["bc"]}}],
+    ]
+    replay = Replay(perf_analyzer(tmp_path, data, "1000\n2000\n500\n"), "http", 10.0)
+    assert replay.window(0)[1].tolist() == [0, 1_000_000, 3_000_000]
+    bodies = prepare_recorded(replay, SIGNATURE)
+    assert bodies.sizes == (1, 1, 1)
+    assert bodies.requests[0] is bodies.requests[2]
+    inputs = json.JSONDecoder().raw_decode(bodies.requests[1].body.decode("latin-1"))[0]["inputs"]
+    assert [(each["name"], each["datatype"], each["shape"]) for each in inputs] == [
+        ("x", "FP32", [1, 3]), ("t", "BYTES", [1, 1]),
+    ]  # fmt: skip
+    assert bodies.requests[1].body.endswith(np.arange(3, dtype="<f4").tobytes() + b"\x02\0\0\0bc")
+    with pytest.raises(InputError):
+        prepare_recorded(replay, Signature("m", (TensorSignature("other", "FP32", (-1, 2)),), ()))
+
+
+@pytest.mark.parametrize(
+    ("data", "intervals", "place"),
+    [([{"x": [1]}], "5\nsoon\n", "line 2"), ([{"x": [1]}], "", "no intervals"), ([[5]], "5", "entry 1")],
+)
+def test_data_of_perf_analyzer_that_cannot_be_read_is_named(
+    tmp_path: Path, data: list[Any], intervals: str, place: str
+) -> None:
+    with pytest.raises(TrafficError, match=place):
+        read_traffic(perf_analyzer(tmp_path, data, intervals))
+
+
 @pytest.mark.parametrize(
     ("content", "place"),
     [
@@ -93,6 +138,7 @@ def test_a_trace_of_lengths_alone_is_told_apart(tmp_path: Path) -> None:
         ("not json", "line 1"),
         ('{"log": {"entries": [{"startedDateTime": 5, "request": {"method": "GET", "url": "/"}}]}}', "entry 1"),
         ('{"log": {"entries": []}}', "no requests"),
+        ('{"data": [{"x": [1]}]}', "no times"),
         ("", "no requests"),
     ],
 )  # fmt: skip
