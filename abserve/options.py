@@ -172,6 +172,8 @@ class CompareOptions(TypedDict, total=False):
     """embedded starts the servers; compose uses the running Docker Compose stack."""
     compose_project: str | PathLike[str] | None
     """Name of that stack (default: abserve)."""
+    tls: bool | None
+    """Reach the servers that abserve starts over TLS, with a certificate made for the run."""
     payload: str | float | Sequence[str | float] | None
     """fp32, uint8 or jpeg for images (default: fp32), tensors for other models; several run one comparison each."""
     sequence_length: str | PathLike[str] | None

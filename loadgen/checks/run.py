@@ -292,7 +292,8 @@ def same_payload(facts: Facts) -> Iterator[Judgement]:
 def certificates(facts: Facts) -> Iterator[Judgement]:
     """Skipped where no arm is reached over TLS."""
     names = facts.names
-    secured = [arm for arm in facts.run.experiment.arms if arm.tls_addresses]
+    experiment = facts.run.experiment
+    secured = [arm for arm in experiment.arms if arm.tls_addresses or (arm.embedded and experiment.tls)]
     open_arms = [names[arm.label] for arm in secured if arm.access.insecure]
     if open_arms:
         detail = f"the certificate of {join(open_arms)} was not verified, so another server may have answered"
@@ -315,7 +316,8 @@ def same_encryption(facts: Facts) -> Iterator[Judgement]:
     encrypted = [
         names[arm.label]
         for arm in experiment.arms
-        if (arm.grpc if ROUTES[experiment.transport].is_grpc else arm.target) in arm.tls_addresses
+        if (experiment.tls and arm.embedded)
+        or (arm.grpc if ROUTES[experiment.transport].is_grpc else arm.target) in arm.tls_addresses
     ]
     if encrypted:
         alike = len(encrypted) == len(experiment.arms)

@@ -46,6 +46,7 @@ from loadgen.experiment.plan import (
     check_restarts,
     check_stack,
     check_surface,
+    check_tls,
     decide_padding,
     expects_gpu,
     ignored_settings,
@@ -391,6 +392,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     for arm, combination in product(arms, combinations):
         check_reachable(arm, combination.transport)
     check_stack(settings, arms, combinations)
+    check_tls(settings, arms, combinations)
     check_models(settings, arms)
     check_inputs(settings, combinations)
     has_load = any(workload.has_blocks for workload in workloads)

@@ -44,6 +44,9 @@ def record(
         str, typer.Option("--grpc-listen", metavar="HOST:PORT", help="Where clients of gRPC connect.")
     ] = "127.0.0.1:9001",
     anyone: Annotated[bool, typer.Option("--anyone", help=ANYONE)] = False,
+    to_ca: Annotated[
+        str | None, typer.Option("--to-ca", metavar="FILE", help="Trust these CA certificates.", show_default="system")
+    ] = None,
     minutes: Annotated[
         float | None, typer.Option("--minutes", min=0.001, help="Record so long.", show_default="until stopped")
     ] = None,
@@ -83,8 +86,8 @@ def record(
     if to is None and grpc_to is None:
         fail("give the server that gets the requests with --to URL, --grpc-to HOST:PORT, or both")
     try:
-        ways = [] if to is None else [parse_way([to], listen, anyone=anyone)]
-        ways += [] if grpc_to is None else [parse_way([grpc_to], grpc_listen, is_grpc=True, anyone=anyone)]
+        ways = [] if to is None else [parse_way([to], listen, [to_ca], anyone=anyone)]
+        ways += [] if grpc_to is None else [parse_way([grpc_to], grpc_listen, [to_ca], is_grpc=True, anyone=anyone)]
         started = TrafficRecording(
             started_at=utc_now(),
             abserve=installed_versions(["abserve"]).get("abserve", ""),
@@ -116,6 +119,7 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     task = None if beside is None else asyncio.get_running_loop().create_task(beside)
     for relay, (host, port) in relays:
+        relay.on_refused = partial(complain, kind="warning", style="yellow")
         try:
             bound = await relay.listen(host, port)
         except OSError as exc:
@@ -149,19 +153,22 @@ class Way(NamedTuple):
         return partial(GrpcTap if self.is_grpc else HttpTap, observer)
 
 
-def parse_way(urls: Sequence[str], listen: str, *, is_grpc: bool = False, anyone: bool = False) -> Way:
+def parse_way(
+    urls: Sequence[str], listen: str, cas: Sequence[str | None], *, is_grpc: bool = False, anyone: bool = False
+) -> Way:
     """Raises `ValueError`, `TlsError`."""
     from loadgen.client.connection import Address
     from loadgen.client.grpc import parse_grpc_address
     from loadgen.client.tls import tls_context
-    from loadgen.records.run import DEFAULT_ACCESS
+    from loadgen.records.run import Access
 
     servers = [parse_grpc_address(url) if is_grpc else Address.parse(url) for url in urls]
     for url, address in zip(urls, servers, strict=True):
         if address.base_path:
             raise ValueError(f"{url}: give the address without a path, because the paths of requests pass unchanged")
     contexts = [
-        tls_context(DEFAULT_ACCESS, "h2" if is_grpc else "http/1.1") if address.tls else None for address in servers
+        tls_context(Access(ca=ca), "h2" if is_grpc else "http/1.1") if address.tls else None
+        for address, ca in zip(servers, cas, strict=True)
     ]
     place = parse_place(listen, "--grpc-listen" if is_grpc else "--listen", anyone=anyone)
     return Way(servers, contexts, place, is_grpc)

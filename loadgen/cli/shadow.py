@@ -51,6 +51,14 @@ def shadow(
         str, typer.Option("--grpc-listen", metavar="HOST:PORT", help="Where clients of gRPC connect.")
     ] = "127.0.0.1:9001",
     anyone: Annotated[bool, typer.Option("--anyone", help=ANYONE)] = False,
+    primary_ca: Annotated[
+        str | None,
+        typer.Option("--primary-ca", metavar="FILE", help="Trust these CA certificates.", show_default="system"),
+    ] = None,
+    candidate_ca: Annotated[
+        str | None,
+        typer.Option("--candidate-ca", metavar="FILE", help="Trust these CA certificates.", show_default="system"),
+    ] = None,
     share: Annotated[float, typer.Option("--share", min=1e-6, max=1.0, help="Copy this share of all requests.")] = 0.1,
     minutes: Annotated[
         float | None, typer.Option("--minutes", min=0.001, help="Compare so long.", show_default="until stopped")
@@ -90,7 +98,7 @@ def shadow(
     from loadgen.client.tls import TlsError
     from loadgen.findings.shadow import FOR_CLIENTS
     from loadgen.recorder.shadow_run import LABELS, ShadowRun
-    from loadgen.records.run import ArmRequest
+    from loadgen.records.run import Access, ArmRequest
     from loadgen.records.store import RunStore, StorageError, running
     from loadgen.report.files import stored
     from loadgen.report.renderers.terminal import make_console
@@ -104,7 +112,13 @@ def shadow(
             place = metrics_listen if ":" in metrics_listen else f"127.0.0.1:{metrics_listen}"
             metrics_place = parse_place(place, "--metrics-listen", anyone=anyone)
         ways = [
-            parse_way([url for url in given if url is not None], place, is_grpc=given is grpc_urls, anyone=anyone)
+            parse_way(
+                [url for url in given if url is not None],
+                place,
+                [primary_ca, candidate_ca],
+                is_grpc=given is grpc_urls,
+                anyone=anyone,
+            )
             for given, place in ((urls, listen), (grpc_urls, grpc_listen))
             if given != (None, None)
         ]
@@ -134,8 +148,8 @@ def shadow(
 
     with running(folder):
         arms = [
-            ArmRequest(label=label, target=url or grpc or "", grpc=grpc)
-            for label, url, grpc in zip(LABELS, urls, grpc_urls, strict=True)
+            ArmRequest(label=label, target=url or grpc or "", grpc=grpc, access=Access(ca=ca))
+            for label, url, grpc, ca in zip(LABELS, urls, grpc_urls, (primary_ca, candidate_ca), strict=True)
         ]
         try:
             run = ShadowRun(

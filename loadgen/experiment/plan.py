@@ -259,6 +259,22 @@ def measurable_scenarios(settings: ExperimentSettings, arms: Sequence[ArmRequest
     return tuple(name for name in settings.scenarios if name != "cold-start")
 
 
+def check_tls(settings: ExperimentSettings, arms: Sequence[ArmRequest], combinations: Sequence[Combination]) -> None:
+    """Raises `PlanError` where a server that abserve starts cannot be reached over TLS, as `--tls` says."""
+    if not settings.tls:
+        return
+    started = [arm for arm in arms if arm.embedded and settings.deployment == "embedded"]
+    if not started:
+        raise PlanError("--tls is for servers that abserve starts, and it starts none; give the address with https://")
+    over_http = not all(ROUTES[combination.transport].is_grpc for combination in combinations)
+    for arm in started:
+        if over_http and TARGETS[arm.target].plain_http:
+            raise PlanError(
+                f"--tls: {TARGETS[arm.target].title} has no TLS over HTTP; use --transport grpc, or start it behind a "
+                f"proxy with TLS and give {option_of(arm.label)} https://HOST:PORT"
+            )
+
+
 def check_stack(settings: ExperimentSettings, arms: Sequence[ArmRequest], combinations: Sequence[Combination]) -> None:
     """Raises `PlanError` for settings without effect on a running compose stack, and a stack's options without one."""
     if settings.deployment == "embedded":

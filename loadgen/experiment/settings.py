@@ -328,6 +328,9 @@ class ExperimentSettings(Settings):
         "embedded", description="embedded starts the servers; compose uses the running Docker Compose stack."
     )
     compose_project: str | None = _target(None, description=f"Name of that stack (default: {DEFAULT_PROJECT}).")
+    tls: bool = _target(
+        False, description="Reach the servers that abserve starts over TLS, with a certificate made for the run."
+    )
     best: bool | None = _measurement(
         None,
         description="Compare every server at its best for each load: a third of --minutes chooses settings such as "

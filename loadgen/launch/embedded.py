@@ -12,6 +12,7 @@ import os
 import random
 import re
 import socket
+import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -177,6 +178,26 @@ class EmbeddedDeployment(Deployment):
         self._options["max-batch-size"] = str(self.largest_batch)
         self._ports.release()
         return self._make_plan()
+
+
+def make_certificate(folder: Path, name: str, host: str | None) -> str:
+    """A new PEM file with a certificate for this machine, and for `host`, and its key. Raises `DeploymentError`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.pem"
+    names = ["IP:127.0.0.1", "IP:::1", "DNS:localhost"]
+    if host is not None:
+        names.append(f"{'IP' if ':' in host or host.replace('.', '').isdigit() else 'DNS'}:{host}")
+    command = [
+        *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+        *("-subj", "/CN=abserve", "-days", "30", "-addext", f"subjectAltName={','.join(names)}", "-keyout", "-"),
+    ]
+    try:
+        made = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as exc:
+        raise DeploymentError(f"--tls makes certificates with openssl, which failed: {exc}; install OpenSSL") from exc
+    file.touch(0o600)
+    file.write_bytes(made)
+    return str(file)
 
 
 def stages_in(log: str) -> dict[str, float]:

@@ -30,10 +30,20 @@ from loadgen.experiment.language import longest_answer
 from loadgen.experiment.plan import care_of, default_sizes, has_mixed_lengths
 from loadgen.launch.compose import PROJECT, ComposeDeployment
 from loadgen.launch.deployment import Deployment, RemoteDeployment, RemoteLanguageDeployment
-from loadgen.launch.embedded import EmbeddedDeployment
+from loadgen.launch.embedded import EmbeddedDeployment, make_certificate
 from loadgen.measure.errors import RunError
 from loadgen.records.payloads import OWN_TENSORS, reference
-from loadgen.records.run import MODEL_WEIGHTS, ArmRequest, Experiment, Kind, Label, asked_for, option_of
+from loadgen.records.run import (
+    DEFAULT_ACCESS,
+    MODEL_WEIGHTS,
+    Access,
+    ArmRequest,
+    Experiment,
+    Kind,
+    Label,
+    asked_for,
+    option_of,
+)
 from loadgen.records.store import RunStore
 from loadgen.records.targets import ROUTES, TARGETS
 
@@ -85,7 +95,13 @@ def _deployment(
     options = serve_options(arm, experiment)
     if TARGETS[arm.target].has_folder:
         options["work-dir"] = str(work / f"{arm.target}-{arm.label}")
-    return EmbeddedDeployment(arm.target, {**options, **arm.settings}, log_path, abserve=abserve)
+    access = DEFAULT_ACCESS
+    if experiment.tls:
+        options["tls-certificate"] = ca = make_certificate(work, f"tls-{arm.label}", arm.settings.get("host"))
+        access = Access(ca=ca)
+    deployment = EmbeddedDeployment(arm.target, {**options, **arm.settings}, log_path, abserve=abserve)
+    deployment.access = access
+    return deployment
 
 
 def serve_options(arm: ArmRequest, experiment: Experiment) -> dict[str, str]:

@@ -22,6 +22,7 @@ from time import perf_counter_ns
 from typing import Protocol, cast
 
 from loadgen.client.connection import Address
+from loadgen.client.tls import failure_reason
 
 
 class Tap(Protocol):
@@ -141,7 +142,8 @@ class _Connection:
     async def _connected(self, data: bytes) -> None:
         try:
             await self._relay.connect(self._number, lambda: self.server)
-        except OSError:
+        except OSError as exc:
+            self._relay.refused(self._number, exc)
             if data:
                 self.show(self.client, data, perf_counter_ns())  # a request that this server does not answer
             self.lost(self.server)
@@ -209,7 +211,19 @@ class Relay:
         self.connections: set[_Connection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         """The connections that are being made; asyncio itself would forget them."""
+        self.on_refused: Callable[[str], None] = lambda _: None
+        """Called with each reason for which TLS with a server fails, once."""
+        self._reasons: set[str] = set()
         self._server: asyncio.Server | None = None
+
+    def refused(self, number: int, exc: OSError) -> None:
+        """A server could not be reached."""
+        if isinstance(exc, ssl.SSLError):
+            address = self.servers[number].address
+            reason = f"{address.authority}: {failure_reason(exc, address.host)}"
+            if reason not in self._reasons:
+                self._reasons.add(reason)
+                self.on_refused(reason)
 
     def choose(self, number: int) -> None:
         """It is another server's turn."""

@@ -501,7 +501,7 @@ def _both(before: ParityCase, now: ParityCase) -> ParityCase:
 def _arm_record(request: ArmRequest, model: str) -> ArmRecord:
     """As the server describes itself, or as its URL alone."""
     try:
-        return Arm(request, RemoteDeployment(request.target), model).record()
+        return Arm(request, RemoteDeployment(request.target, access=request.access), model).record()
     except (AddressError, EndpointError, OSError):  # the first: it has gRPC alone
         return ArmRecord(
             label=request.label, title=request.target, target=request.target, url=request.target, server_name=None,

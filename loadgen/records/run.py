@@ -324,6 +324,8 @@ class Experiment(Record, frozen=True, kw_only=True):
     """Servers that abserve starts, or those of a running compose stack with its own settings."""
     compose_project: str | None = None
     """Name of the stack, with the deployment compose."""
+    tls: bool = False
+    """Whether the servers that abserve starts are reached over TLS, with a certificate made for the run."""
     settings: dict[str, object] | None = None
     """The settings in effect, as in an experiment file; None in runs from before there were such files."""
     settings_sha256: str | None = None

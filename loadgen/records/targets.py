@@ -69,6 +69,8 @@ class Target(NamedTuple):
     """Whether it works in a folder, which its option work-dir names."""
     describes_models: bool = True
     """Whether it has the Open Inference Protocol's documents about its models."""
+    plain_http: bool = False
+    """Whether its HTTP cannot be encrypted, but its gRPC."""
     for_transports: Mapping[Transport, Mapping[str, str]] = {}
     """The options without which it does not offer a transport."""
 
@@ -79,7 +81,8 @@ TARGETS: Mapping[str, Target] = {
         for_transports={"shm": {"allow-shared-memory": "true"}},
     ),
     "triton": Target(
-        "Triton", TRANSPORTS, ("generate_stream",), ports=("http-port", "grpc-port", "metrics-port"), has_folder=True
+        "Triton", TRANSPORTS, ("generate_stream",), ports=("http-port", "grpc-port", "metrics-port"), has_folder=True,
+        plain_http=True,
     ),
     "fastapi": Target("FastAPI", ("http",), ("completions", "generate_stream", "text"), is_plain=True),
     "litserve": Target("LitServe", ("http",), (), is_plain=True),

@@ -17,6 +17,7 @@ from servers.language.specification import LanguageModel, is_language_model, lan
 from servers.language.weights import pin_language_weights
 from servers.models.specification import ModelSpecification
 from servers.models.weights import parse_weights, pin
+from servers.native.shared.tls import Certificate
 from servers.options.command_line import (
     checked,
     fail,
@@ -94,6 +95,7 @@ def _plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
     requested = with_tuning(requested, requested.tuning)
     model, chosen = _chosen(kind, requested)
     check_exposure(requested.host, anyone=requested.anyone)
+    Certificate.check(requested.tls_certificate)
     bind(requested.host, requested.http_port).close()
     language = isinstance(model, LanguageModel)
     if isinstance(model, LanguageModel):
@@ -104,7 +106,8 @@ def _plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
         reference = model.reference if model.reference.startswith("/") else requested.model
     settings = requested.model_copy(update={**chosen, "model": reference, "weights": weights})
     program = "servers.plain.generate_server" if language else f"servers.plain.{kind}_server"
-    url = f"http://{host_in_url(settings.host)}:{settings.http_port}"
+    scheme = "http" if settings.tls_certificate is None else "https"
+    url = f"{scheme}://{host_in_url(settings.host)}:{settings.http_port}"
     return LaunchPlan(
         argv=(sys.executable, "-P", "-m", "abserve", "-m", program, to_argument(settings)),
         env={},

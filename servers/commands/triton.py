@@ -25,6 +25,7 @@ from servers.language.specification import is_language_model, language_model
 from servers.models.registry import get_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource, parse_weights, pin
+from servers.native.shared.tls import Certificate
 from servers.options.command_line import checked, fail, given_options, takes_settings
 from servers.options.defaults import OptionError, usable_cores
 from servers.options.launch import LaunchPlan, check_exposure
@@ -95,6 +96,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     from servers.export.tensorrt import library_version
 
     check_exposure(settings.host, anyone=settings.anyone)
+    Certificate.check(settings.tls_certificate)
     installation = find_installation(settings, announce=console.print)
     if not is_loopback(settings.host) and installation.version == "2.51":
         console.print(

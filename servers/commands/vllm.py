@@ -25,6 +25,7 @@ from servers.language.engine import GenerationSettings, generation_precision
 from servers.language.module import DTYPES, TOKENIZER, served_folder
 from servers.language.specification import LanguageModel, language_model
 from servers.language.weights import pin_language_weights, weights_sha256
+from servers.native.shared.tls import Certificate
 from servers.options.command_line import checked, given_options, takes_settings
 from servers.options.defaults import OptionError, usable_cores
 from servers.options.launch import LaunchPlan, bind, check_exposure, host_in_url
@@ -81,6 +82,8 @@ def launch_plan(settings: VllmSettings, announce: Callable[[str], None]) -> Laun
     model, device, precision = _resolved(settings)
     model = replace(model, weights=pin_language_weights(model.weights, model.fields))
     check_exposure(settings.host, anyone=settings.anyone)
+    Certificate.check(settings.tls_certificate)
+    scheme = "http" if settings.tls_certificate is None else "https"
     bind(settings.host, settings.http_port).close()
     python, release = find_vllm(settings.python)
     folder = served_folder(model, precision, device, settings.artefacts, announce)
@@ -108,7 +111,7 @@ def launch_plan(settings: VllmSettings, announce: Callable[[str], None]) -> Laun
             *arguments(settings, model, folder, precision, device),
         ),
         env=environment,
-        http_url=(url := f"http://{host_in_url(settings.host)}:{settings.http_port}"),
+        http_url=(url := f"{scheme}://{host_in_url(settings.host)}:{settings.http_port}"),
         grpc_address=None,
         metrics_url=f"{url}/metrics",
         model=model.name,
@@ -147,6 +150,7 @@ def arguments(
         *(("--max-model-len", str(settings.max_length)) if settings.max_length else ()),
         *(("--max-num-seqs", str(settings.slots)) if settings.slots else ()),
         *(("--max-num-batched-tokens", str(settings.prefill_chunk)) if settings.prefill_chunk else ()),
+        *(("--ssl-certfile", pem, "--ssl-keyfile", pem) if (pem := str(settings.tls_certificate or "")) else ()),
         *("--gpu-memory-utilization", str(settings.gpu_memory_utilization)),  # on a CPU of the machine's memory
         *(("--device-ids", str(index)) if index is not None else ()),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -25,6 +26,10 @@ class GenerationOptions(BaseSettings):
         le=2**24,
         title="Language models",
         description="Most tokens of a prompt and its answer together; 0: the engine's default, at most the model's.",
+    )
+
+    tls_certificate: Path | None = Field(
+        None, title="Access and process", description="Speak TLS with the certificate in this PEM file, and its key."
     )
 
     def check_length(self, model: LanguageModel) -> None:

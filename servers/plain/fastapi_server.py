@@ -171,7 +171,8 @@ def main() -> None:
         app = make_app() if settings.workers == 1 else "servers.plain.fastapi_server:make_app"
         uvicorn.run(
             app, host=settings.host, port=settings.http_port, log_level="warning", factory=settings.workers > 1,
-            workers=settings.workers, timeout_worker_healthcheck=60,  # a process answers nothing while it loads torch
+            workers=settings.workers, ssl_certfile=settings.tls_certificate,
+            timeout_worker_healthcheck=60,  # a process answers nothing while it loads torch
         )  # fmt: skip
 
 

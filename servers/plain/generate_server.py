@@ -188,7 +188,10 @@ def main() -> None:
         head = {"model_name": model.name, "model_version": "1"}
         return StreamingResponse(generate_events(generation, head), media_type="text/event-stream")
 
-    uvicorn.run(app, host=model.settings.host, port=model.settings.http_port, log_level="warning")
+    settings = model.settings
+    uvicorn.run(
+        app, host=settings.host, port=settings.http_port, log_level="warning", ssl_certfile=settings.tls_certificate
+    )
 
 
 if __name__ == "__main__":

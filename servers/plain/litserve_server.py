@@ -102,6 +102,7 @@ def main() -> None:
             log_level="warning",
             generate_client_file=False,
             num_api_servers=1,
+            ssl_certfile=SETTINGS.tls_certificate,
         )
 
 

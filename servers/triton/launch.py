@@ -502,6 +502,14 @@ def _trace_options(settings: TritonSettings) -> list[str]:
     return [f"--trace-config={option}" for option in config]
 
 
+def _tls_options(settings: TritonSettings) -> list[str]:
+    """TLS of gRPC; tritonserver's HTTP has none."""
+    if settings.tls_certificate is None:
+        return []
+    file = plain_path(settings.tls_certificate)
+    return ["--grpc-use-ssl=true", f"--grpc-server-cert={file}", f"--grpc-server-key={file}"]
+
+
 def _shared_fields(
     settings: TritonSettings,
     installation: Installation,
@@ -535,6 +543,7 @@ def _shared_fields(
         f"--backend-config=python,stub-timeout-seconds={STUB_TIMEOUT_SECONDS}",
         *_client_shm(installation.version, address),
         *_trace_options(settings),
+        *_tls_options(settings),
         *more,
     )
     # The stub embeds Python: it finds its environment by the `python3` on PATH, and libpython by the loader.
@@ -549,7 +558,7 @@ def _shared_fields(
         "argv": argv,
         "env": environment,
         "http_url": f"http://{host}:{settings.http_port}",
-        "grpc_address": f"{host}:{settings.grpc_port}",
+        "grpc_address": f"{'' if settings.tls_certificate is None else 'grpcs://'}{host}:{settings.grpc_port}",
         "metrics_url": f"http://{host}:{settings.metrics_port}/metrics",
         "causes": CAUSES,
     }

@@ -214,11 +214,6 @@ class NativeSettings(GeneratingOptions):
         title="Access and process",
         description=defaults.ANYONE,
     )
-    tls_certificate: Path | None = Field(
-        None,
-        title="Access and process",
-        description="Speak TLS with this certificate, a PEM file, read again at SIGHUP.",
-    )
     tls_key: Path | None = Field(
         None, title="Access and process", description="Key of that certificate, if it is in another PEM file."
     )

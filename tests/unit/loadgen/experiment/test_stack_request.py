@@ -60,6 +60,8 @@ def test_arms_of_a_stack_are_its_servers_or_models_of_its_triton(
     [
         (["--deployment", "swarm"], "choose from embedded, compose"),
         (["--compose-project", "mine"], "no effect without --deployment compose"),
+        (["--tls", "--deployment", "compose"], "--tls is for servers that abserve starts"),
+        (["--tls", "--transport", "http,grpc"], "Triton has no TLS over HTTP; use --transport grpc"),
     ],
 )
 def test_a_wrong_deployment_is_refused(tmp_path: Path, options: list[str], said: str) -> None:
