@@ -85,6 +85,9 @@ class KeptSamples:
         self._most_bytes, self._bytes = most_bytes, 0
         self._samples: OrderedDict[tuple[object, ...], Samples] = OrderedDict()
 
+    def __contains__(self, key: tuple[object, ...]) -> bool:
+        return key in self._samples
+
     def get(self, key: tuple[object, ...], read: Callable[[], Samples]) -> Samples:
         """What was read for this key, or what `read` reads now."""
         samples = self._samples.get(key)
@@ -215,11 +218,17 @@ class SampleFile:
 
     def read(self) -> Samples:
         """At most `count` records, which are read-only. Raises `OSError`, `ValueError`."""
+        with suppress(OSError):  # to open a file that was read before, and cannot be another, takes a tenth of a ms
+            if (key := self._key(os.lstat(f"{self.folder}/{self.name}"))) in _kept:
+                return _kept.get(key, self.read)
         with _open_stored(self.folder, self.name) as file:
-            status = os.fstat(file.fileno())
-            changes = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-            key = (*changes, self.count, self.dtype)
+            key = self._key(os.fstat(file.fileno()))
             return _kept.get(key, lambda: load_samples(file, self.name, self.count, self.dtype))
+
+    def _key(self, status: os.stat_result) -> tuple[object, ...]:
+        """Of this file as it is, and what is read of it."""
+        changes = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        return (*changes, self.count, self.dtype)
 
     def at_most(self, count: int) -> SampleFile:
         """The same file, of which no more may be read. Raises `ValueError` if the memory does not hold so many."""
