@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
 
 from loadgen.base.documents import read_stored
+from servers.models.descriptions import Known, catalogue, versions
+from servers.models.registry import describe, known_references
 
 ROOT = Path(__file__).resolve().parents[2]
 SCENARIOS = {
@@ -28,18 +28,23 @@ SCENARIOS = {
     [
         ("command_reference", "docs/commands.md"),
         ("python_options", "abserve/options.py"),
-        ("model_catalogue", "servers/models/catalogue.json"),
+        pytest.param("model_catalogue", "servers/models/catalogue.json", marks=pytest.mark.slow),
     ],
 )
-def test_the_references_are_those_of_the_code(program: str, document: str) -> None:
-    made = subprocess.run(
-        [sys.executable, str(ROOT / f".ci/{program}.py")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert (ROOT / document).read_text() == made, "make reference"
+def test_the_references_are_those_of_the_code(
+    program: str, document: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")  # which a program sets
+    runpy.run_path(str(ROOT / f".ci/{program}.py"), run_name="__main__")
+    assert (ROOT / document).read_text() == capsys.readouterr().out, "make reference"
+
+
+def test_the_catalogue_is_what_the_libraries_say() -> None:
+    """Here of a model of each, among the slow tests above of all."""
+    kept = catalogue()
+    assert (list(kept.models), kept.versions) == (list(known_references()), versions())
+    for reference in {name.partition(":")[0]: name for name in kept.models}.values():
+        assert kept.models[reference] == Known.of(describe(reference), measured=True)
 
 
 def test_no_field_of_a_result_counts_images_where_any_items_are_meant() -> None:
