@@ -128,6 +128,35 @@ def echo(handler: Handler, body: bytes) -> None:
     handler.send(body)
 
 
+def hang(handler: Handler, _: bytes) -> None:
+    handler.server.over.wait(100)
+
+
+def die(handler: Handler, _: bytes) -> None:
+    handler.close_connection = True
+
+
+def answer_500(handler: Handler, _: bytes) -> None:
+    handler.send(b"broken", 500)
+
+
+def speak_nonsense(handler: Handler, _: bytes) -> None:
+    handler.wfile.write(b"nonsense\r\n\r\n")
+
+
+def flood_of(piece: bytes) -> Answers:
+    def flood(handler: Handler, _: bytes) -> None:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while not handler.server.over.is_set():
+            handler.wfile.write(piece)
+
+    return flood
+
+
+flood_bytes = flood_of(b"10000\r\n" + bytes(2**16) + b"\r\n")
+flood_chunks = flood_of(b"1\r\nx\r\n" * 10_000)
+
+
 def ask(port: int, bodies: list[bytes], path: str = INFER) -> list[tuple[int, bytes]]:
     """The answers to these requests, one after another on one connection."""
     answers = []

@@ -104,7 +104,7 @@ def shadow(
     from loadgen.report.renderers.terminal import make_console
 
     urls, grpc_urls = (primary, candidate), (primary_grpc, candidate_grpc)
-    if urls == grpc_urls == (None, None) or any((one is None) != (other is None) for one, other in (urls, grpc_urls)):
+    if urls == grpc_urls == (None, None) or any((base is None) != (other is None) for base, other in (urls, grpc_urls)):
         fail("give both servers: --primary and --candidate URL, --primary-grpc and --candidate-grpc HOST:PORT, or all")
     try:
         metrics_place = None

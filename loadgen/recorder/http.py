@@ -51,17 +51,22 @@ class _Message:
             if not self._buffer and not self._in_body:
                 self._began_ns = now_ns
             end = b"\r\n" if self._in_body else b"\r\n\r\n"
+            if not self._buffer and (ends_at := data.find(end, place, place + MOST_HEAD_BYTES)) >= 0:
+                text = data[place:ends_at].decode("latin-1")  # without a copy of the body behind it
+                place = ends_at + len(end)
+                yield from self._line_of_chunk(text) if self._in_body else self._head(text)
+                continue
             searched = max(0, len(self._buffer) - len(end) + 1)
             before = len(self._buffer)
             self._buffer += data[place : place + MOST_HEAD_BYTES]
-            found = self._buffer.find(end, searched)
-            if found < 0:
+            ends_at = self._buffer.find(end, searched)
+            if ends_at < 0:
                 if len(self._buffer) > MOST_HEAD_BYTES:
                     raise ValueError("a head is too long")
                 place = min(len(data), place + MOST_HEAD_BYTES)
                 continue
-            text = self._buffer[:found].decode("latin-1")
-            place += found + len(end) - before
+            text = self._buffer[:ends_at].decode("latin-1")
+            place += ends_at + len(end) - before
             self._buffer.clear()
             yield from self._line_of_chunk(text) if self._in_body else self._head(text)
 

@@ -57,8 +57,10 @@ MOST_UNDER_WAY = 256
 """Copies without an answer, each on a connection of its own."""
 MOST_WAITING = 1024
 CONNECT_TIMEOUT_S = 10.0
-_WINDOW_NS, _MOST_READING_NS = 100_000_000, 50_000_000
-"""The candidate's answers get at most half of the time of a core, counted over a tenth of a second."""
+_WINDOW_NS, _MOST_READING_NS = 100_000_000, 30_000_000
+"""The candidate's answers get at most three tenths of the time of a core, counted over a tenth of a second."""
+_MOST_MORE_BYTES = 2**24
+"""By which an answer of the candidate may be longer than twice the primary's."""
 REST_S, REST_UNCONNECTED_S = 1.0, 0.25
 """How long a candidate that answered too much, or refused a connection, gets no copies."""
 _READ_BYTES = 2**16
@@ -271,8 +273,15 @@ class Shadow(Observer):
         self._send_waiting()
 
     def has_read(self, connection: _CopyConnection, cpu_ns: int, now_ns: int) -> None:
-        """Reading a part of an answer took so long. Where that is too much, nobody reads any more for a while."""
-        if self._reading.is_over(cpu_ns, now_ns):
+        """Reading a part of an answer took so long. Where that is too much, or the answer is, nobody reads any more for
+        a while."""
+        copy = connection.copy
+        is_endless = (
+            copy is not None
+            and copy.other is not None
+            and copy.answer_bytes > 2 * copy.other.answer_bytes + _MOST_MORE_BYTES
+        )
+        if is_endless or self._reading.is_over(cpu_ns, now_ns):
             connection.fail("reading its answer takes more time than the traffic allows")
             self._rest(REST_S)
             for other in [*self._connections]:

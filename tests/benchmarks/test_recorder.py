@@ -1,11 +1,12 @@
-"""What `abserve record` adds to a request of 150 KB over HTTP at 500 requests/s, beside a proxy of aiohttp.
+"""What `abserve record` and `abserve shadow` add to a request of 150 KB over HTTP at 500 requests/s, beside aiohttp.
 
     python -m pytest tests/benchmarks/test_recorder.py -m benchmark -s
 
-A native server with the null engine, the recorder and the proxy of aiohttp run side by side, each in a process. One
-client sends requests that are due at equal distances on four connections, to the server itself and through each of the
-two, in alternating rounds; each request has another content. A latency counts from the moment at which a request is
-due. Per round the percentiles through one of them are compared with those of the server alone.
+A native server with the null engine, the recorder, a shadow that copies a tenth of the requests to the same server, and
+a proxy of aiohttp run side by side, each in a process. One client sends requests that are due at equal distances on
+four connections, to the server itself and through each of the three, in alternating rounds; each request has another
+content. A latency counts from the moment at which a request is due. Per round the percentiles through one of them are
+compared with those of the server alone.
 """
 
 from __future__ import annotations
@@ -59,20 +60,16 @@ web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), print=None, access_log
 
 
 @contextmanager
-def recorder(server: int, folder: Path) -> Iterator[int]:
-    """The port of a recorder before a server."""
-    command = [sys.executable, "-m", "loadgen.entry", "record", "--to", f"http://127.0.0.1:{server}"]
-    process = subprocess.Popen(
-        [*command, "--listen", "127.0.0.1:0", "--out", str(folder), "--max-bytes", MOST_BYTES],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def relaying(*options: str) -> Iterator[int]:
+    """The port of `abserve record` or `abserve shadow` with these options."""
+    command = [sys.executable, "-m", "loadgen.entry", *options, "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         yield int(process.stdout.readline().split(" ")[0].rpartition(":")[2])
     finally:
         process.terminate()
-        sys.stdout.write(process.communicate()[0])
+        sys.stdout.write(process.communicate()[0][-500:])
 
 
 def latencies_ms(port: int) -> np.ndarray:
@@ -102,23 +99,31 @@ def latencies_ms(port: int) -> np.ndarray:
 
 @pytest.mark.benchmark
 @pytest.mark.timeout(600)
-def test_recording_adds_little(tmp_path: Path) -> None:
+def test_recording_and_shadowing_add_little(tmp_path: Path) -> None:
     with (
         running(NATIVE, "1") as (_, server),
         running(PROXY, f"http://127.0.0.1:{server}") as (_, proxy),
-        recorder(server, tmp_path / "traffic") as recording,
+        relaying(
+            *("record", "--to", f"http://127.0.0.1:{server}"),
+            *("--out", str(tmp_path / "traffic"), "--max-bytes", MOST_BYTES),
+        ) as recording,
+        relaying(
+            *("shadow", "--primary", f"http://127.0.0.1:{server}", "--candidate", f"http://127.0.0.1:{server}"),
+            *("--out", str(tmp_path / "shadow")),
+        ) as shadow,
     ):
-        ports = {"server": server, "recorder": recording, "aiohttp": proxy}
+        ports = {"server": server, "recorder": recording, "shadow": shadow, "aiohttp": proxy}
         rounds: dict[str, list[np.ndarray]] = {name: [] for name in ports}
         for turn in range(ROUNDS):
             for name in [*ports] if turn % 2 else [*reversed(ports)]:
                 rounds[name].append(np.percentile(latencies_ms(ports[name]), (50, 99)))
     values = {name: np.array(found) for name, found in rounds.items()}
-    added = {name: np.median(values[name] - values["server"], axis=0) for name in ("recorder", "aiohttp")}
+    added = {name: np.median(values[name] - values["server"], axis=0) for name in ("recorder", "shadow", "aiohttp")}
     ratios = {name: np.median(values[name] / values["server"], axis=0) for name in added}
     sys.stdout.write(f"server alone: p50 and p99 {np.median(values['server'], axis=0).round(2)} ms\n")
     for name in added:
         sys.stdout.write(f"{name}: adds {added[name].round(2)} ms, {ratios[name].round(2)} times the server's\n")
-    assert added["recorder"][0] <= MOST_P50_MS
-    assert added["recorder"][1] <= MOST_P99_MS
-    assert added["recorder"][0] <= added["aiohttp"][0]
+    for name in ("recorder", "shadow"):
+        assert added[name][0] <= MOST_P50_MS
+        assert added[name][1] <= MOST_P99_MS
+        assert added[name][0] <= added["aiohttp"][0]

@@ -24,48 +24,26 @@ from loadgen.client.grpc import DATA, PREFIX, SETTINGS, frame_head
 from loadgen.entry import build
 from loadgen.findings.shadow import ShadowFound
 from loadgen.verdict.result import Result
+from tests.again import again
 from tests.shadowing import (
     INFER,
     Answers,
     Handler,
+    answer_500,
     ask,
+    die,
     doubling,
     echo,
+    flood_bytes,
+    flood_chunks,
+    hang,
     serving,
     serving_grpc,
     shadowing,
+    speak_nonsense,
     tensor_request,
 )
 from tests.toy_language_server import toy_server
-
-
-def hang(handler: Handler, _: bytes) -> None:
-    handler.server.over.wait(100)
-
-
-def die(handler: Handler, _: bytes) -> None:
-    handler.close_connection = True
-
-
-def answer_500(handler: Handler, _: bytes) -> None:
-    handler.send(b"broken", 500)
-
-
-def speak_nonsense(handler: Handler, _: bytes) -> None:
-    handler.wfile.write(b"nonsense\r\n\r\n")
-
-
-def flood_of(piece: bytes) -> Answers:
-    def flood(handler: Handler, _: bytes) -> None:
-        handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        while not handler.server.over.is_set():
-            handler.wfile.write(piece)
-
-    return flood
-
-
-flood_bytes = flood_of(b"10000\r\n" + bytes(2**16) + b"\r\n")
-flood_chunks = flood_of(b"1\r\nx\r\n" * 10_000)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +119,15 @@ def test_a_candidate_that_takes_30_percent_longer_is_found(tmp_path: Path) -> No
     assert result.parity is not None
     assert [(case.ok, case.images > 0) for case in result.parity.cases] == [(True, True)] * 2
     assert (tmp_path / "run/report.html").exists()
+
+
+@again
+def test_equal_servers_have_no_winner(tmp_path: Path) -> None:
+    """One run in twenty may name one, and four runs in 160,000."""
+    result = compared(tmp_path / "run", doubling(0.010), doubling(0.010))
+    (leading,) = (comparison for comparison in result.comparisons if comparison.leading)
+    assert leading.verdict in {"inconclusive", "no_difference", "invalid"}
+    assert checks(result)["parity"] is True
 
 
 def test_wrong_answers_to_one_rare_shape_are_found(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -137,6 +138,22 @@ def test_a_killed_recorder_leaves_what_it_had_seen(recording: RecorderProcess, o
     read = recording.read()
     assert all(read.content(each) for each in read.requests)
     assert read.recording.ended is None
+
+
+def test_a_recorder_that_is_killed_under_load_has_lost_a_second_at_most(
+    recording: RecorderProcess, open_controlled: Server
+) -> None:
+    """What was answered a second before the kill is there; a disk may be slow, so the tail of what was sent is too."""
+    server, answered_at = through(recording, open_controlled), list[float]()
+    while not answered_at or answered_at[-1] - answered_at[0] < 2.5:
+        assert server.infer([1.0, 2.0, 3.0, 4.0]).status == 200
+        answered_at.append(monotonic())
+    recording.process.kill()
+    recording.process.wait(60)
+    before = sum(at < answered_at[-1] - 1.0 for at in answered_at)
+    read = recording.read()
+    assert len(read.requests) >= before
+    assert all(read.content(each) for each in read.requests)
 
 
 def failing(folder: Path) -> None:
