@@ -64,6 +64,7 @@ class Plan:
     """Native arms c, d, …"""
     pairs: int = 6
     requests: int = 200
+    batches: tuple[int, ...] = (1, 4, 8, 16, 32)
     seed: int = 7
     block_noise: float = 0.012
     drift: float = 0.0
@@ -85,7 +86,7 @@ class Plan:
         return dict(zip("abcdefgh", (self.a, self.b, *self.others), strict=False))
 
 
-def workloads(pairs: int, requests: int) -> tuple[Workload, ...]:
+def workloads(pairs: int, requests: int, batches: tuple[int, ...] = Plan.batches) -> tuple[Workload, ...]:
     """All four scenarios."""
     common: dict[str, Any] = {"seconds": 1.0, "max_seconds": 30.0}
     return (
@@ -102,7 +103,7 @@ def workloads(pairs: int, requests: int) -> tuple[Workload, ...]:
                 rounds=pairs,
                 **common,
             )
-            for n in (1, 4, 8, 16, 32)
+            for n in batches
         ),
         Workload(scenario="concurrent", batch_size=1, concurrency=16, requests=requests, rounds=pairs, **common),
     )
@@ -122,7 +123,7 @@ def write_run(directory: Path, plan: Plan | None = None) -> Path:
         weights=plan.weights,
         payload="fp32",
         transport="http",
-        workloads=plan.workloads if plan.workloads is not None else workloads(plan.pairs, plan.requests),
+        workloads=plan.workloads if plan.workloads is not None else workloads(plan.pairs, plan.requests, plan.batches),
         preset=plan.preset,
         seed=plan.seed,
         equivalence_margin=plan.margin,

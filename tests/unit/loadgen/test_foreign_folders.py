@@ -136,7 +136,7 @@ def told(done: Result, expected: set[int]) -> None:
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with every kind of file."""
     folder = tmp_path_factory.mktemp("good") / "run"
-    write_run(folder, Plan(pairs=2, requests=20))
+    write_run(folder, Plan(pairs=2, requests=20, batches=(8,)))
     (folder / "gpu").mkdir()
     (folder / "gpu/0000.jsonl").write_text(HEADER)
     (folder / "evidence.json").write_bytes(

@@ -22,7 +22,7 @@ from loadgen.report.renderers.markdown import render_markdown
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, workloads, write_run
 
-SMALL: dict[str, Any] = {"pairs": 4, "requests": 80}
+SMALL: dict[str, Any] = {"pairs": 4, "requests": 80, "batches": (8,)}
 Edit = Callable[[Path], None]
 
 
@@ -181,7 +181,7 @@ FAULTS: list[tuple[str, str, Edit | None, Plan]] = [
     ("same_threads", "invalidates", lambda d: edit_arm(d, 1, threads=1), Plan(**SMALL)),
     ("same_max_batch_size", "invalidates", lambda d: edit_arm(d, 1, max_batch_size=8), Plan(**SMALL)),
     ("settings_in_effect", "warns", None, Plan(b_settings={"max-queue-delay-us": "500"}, **SMALL)),
-    ("machine_steady", "warns", None, Plan(drift=0.6, **SMALL)),
+    ("machine_steady", "warns", None, Plan(drift=0.6, pairs=4, requests=80)),
     (
         "wall_clock",
         "informs",
@@ -484,7 +484,7 @@ def test_a_failed_workload_leaves_the_other_workloads_their_verdict(tmp_path: Pa
                 for scenario in ("single", "concurrent(16)")}  # fmt: skip
     assert verdicts == {"single": {"invalid"}, "concurrent(16)": {"arm_better"}}
     assert not result.valid
-    assert result.verdict.sentence.startswith("No verdict on 1 of 8 workloads")
+    assert result.verdict.sentence.startswith("No verdict on 1 of 4 workloads")
 
 
 def test_answers_that_are_all_alike_are_expected_of_the_null_engine_and_possible_for_labels(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_finished_run_is_kept(
     place: str,
     fault: Exception,
 ) -> None:
-    folder = write_run(tmp_path / "a run", Plan(pairs=2, requests=20))
+    folder = write_run(tmp_path / "a run", Plan(pairs=2, requests=20, batches=(8,)))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     monkeypatch.setattr("loadgen.measure.runner.run_experiment", ended)
     with monkeypatch.context() as broken:
@@ -66,13 +66,13 @@ def test_a_finished_run_is_kept(
 
 
 def test_the_other_runs_of_a_matrix_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_run(tmp_path / "run", Plan(pairs=2, requests=20))
+    folder = write_run(tmp_path / "run", Plan(pairs=2, requests=20, batches=(8,)))
     experiment = read_run(folder).experiment
     ran = []
 
     def run(_: Any, out: Path, *__: Any) -> RunState:
         ran.append(out)
-        write_run(out, Plan(pairs=2, requests=20))
+        write_run(out, Plan(pairs=2, requests=20, batches=(8,)))
         return ended()
 
     monkeypatch.setattr("loadgen.measure.runner.run_experiment", run)
@@ -85,7 +85,7 @@ def test_the_other_runs_of_a_matrix_go_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_one_format_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_run(tmp_path / "run", Plan(pairs=2, requests=20))
+    folder = write_run(tmp_path / "run", Plan(pairs=2, requests=20, batches=(8,)))
     from loadgen.verdict.result import analyse
 
     fail_in(monkeypatch, "loadgen.report.files.render_junit", KeyError("x"))

@@ -30,7 +30,7 @@ def spoilt(value: object, words: tuple[str, ...]) -> object:
 
 
 def test_records_that_somebody_has_tampered_with(tmp_path: Path) -> None:
-    out = write_run(tmp_path, Plan(pairs=2, requests=20))
+    out = write_run(tmp_path, Plan(pairs=2, requests=20, batches=(8,)))
     names = {
         "arms.json": ("native torch", "abserve-native", "torch", "http", "0.1.0", "eager", "random"),
         "environment.json": ("Simulated", "Debian", "0.1.0", "abserve ", "0123"),

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
-    return read_run(write_run(tmp_path_factory.mktemp("run"), Plan(pairs=4, requests=60)))
+    return read_run(write_run(tmp_path_factory.mktemp("run"), Plan(pairs=4, requests=60, batches=(8,))))
 
 
 @pytest.fixture(scope="module")

@@ -24,15 +24,17 @@ from loadgen.verdict.run_difference import ComparisonChange, PropertyDifference,
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 from tests.unit.loadgen.metrics.test_several_arms import compared
 
-PLAN = Plan(pairs=4, requests=60)
-SLOWER_B = Plan(pairs=4, requests=60, seed=8, b=SimulatedArm(6.5, 7.8, 2.5, reports_http=False, ready_s=5.5))
+PLAN = Plan(pairs=4, requests=60, batches=(8,))
+SLOWER_B = Plan(
+    pairs=4, requests=60, batches=(8,), seed=8, b=SimulatedArm(6.5, 7.8, 2.5, reports_http=False, ready_s=5.5)
+)
 """B takes 1.3 times as long for its work; another seed is another day."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
-    plans = {"old": PLAN, "again": Plan(pairs=4, requests=60, seed=9), "slower": SLOWER_B}
+    plans = {"old": PLAN, "again": Plan(pairs=4, requests=60, batches=(8,), seed=9), "slower": SLOWER_B}
     return {name: write_run(folder / name, plan) for name, plan in plans.items()}
 
 
@@ -205,9 +207,9 @@ def test_memory_is_another_only_where_it_is_more_than_a_boot_changes(
 def test_another_load_is_another_environment_and_another_setting_of_an_arm_is_not(
     runs: dict[str, Path], tmp_path: Path
 ) -> None:
-    longer = write_run(tmp_path / "longer", Plan(pairs=4, requests=80))
+    longer = write_run(tmp_path / "longer", Plan(pairs=4, requests=80, batches=(8,)))
     assert diff(runs["old"], longer)[0] == 1
-    setting = Plan(pairs=4, requests=60, seed=9, b_settings={"max-queue-delay-us": "500"})
+    setting = Plan(pairs=4, requests=60, batches=(8,), seed=9, b_settings={"max-queue-delay-us": "500"})
     status, output = diff(runs["old"], write_run(tmp_path / "setting", setting))
     assert status == 0
     assert "b: max-queue-delay-us: 500, in the new run only" in output
@@ -215,7 +217,7 @@ def test_another_load_is_another_environment_and_another_setting_of_an_arm_is_no
 
 
 def test_an_invalid_run_gives_nothing_to_compare(runs: dict[str, Path], tmp_path: Path) -> None:
-    wrong = write_run(tmp_path / "wrong", Plan(pairs=4, requests=60, parity_cosine=0.9))
+    wrong = write_run(tmp_path / "wrong", Plan(pairs=4, requests=60, batches=(8,), parity_cosine=0.9))
     status, output = diff(runs["old"], wrong)
     assert status == 1
     assert "Nothing can be compared" in output
@@ -258,8 +260,8 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A, B and C; C takes 1.3 times as long for its work in the second run."""
     folder = tmp_path_factory.mktemp("three")
     plans = {
-        "old": Plan(pairs=6, requests=60, others=(FAST,)),
-        "slower": Plan(pairs=6, requests=60, seed=8, others=(SLOWER_C,)),
+        "old": Plan(pairs=6, requests=60, batches=(8,), others=(FAST,)),
+        "slower": Plan(pairs=6, requests=60, batches=(8,), seed=8, others=(SLOWER_C,)),
     }
     return {name: write_run(folder / name, plan) for name, plan in plans.items()}
 
@@ -290,7 +292,7 @@ def test_of_three_arms_the_one_that_changed_is_named_with_those_that_gained_on_i
 def test_arms_are_matched_by_their_labels_and_a_further_one_stands_alone(
     three: dict[str, Path], tmp_path: Path
 ) -> None:
-    two = write_run(tmp_path / "two", Plan(pairs=6, requests=60, seed=9))
+    two = write_run(tmp_path / "two", Plan(pairs=6, requests=60, batches=(8,), seed=9))
     status, output = diff(two, three["old"], "--json")
     assert status == 0, output
     document = json.loads(output)
@@ -304,7 +306,7 @@ def test_arms_are_matched_by_their_labels_and_a_further_one_stands_alone(
 
 
 def test_another_baseline_is_not_comparable(three: dict[str, Path], tmp_path: Path) -> None:
-    write_run(tmp_path / "turned", Plan(pairs=6, requests=60, seed=8, others=(FAST,)))
+    write_run(tmp_path / "turned", Plan(pairs=6, requests=60, batches=(8,), seed=8, others=(FAST,)))
     path = tmp_path / "turned" / "experiment.json"
     experiment = json.loads(path.read_text())
     a, b, c = experiment["arms"]
