@@ -175,7 +175,7 @@ def _key(identity: Identity) -> str:
 def _imported(files: Iterable[Path]) -> dict[str, str]:
     """By path, the SHA-256 of the modules that lie beside files."""
     folders = {folder for file in files for folder in (file.parent, file.resolve().parent)}
-    beginnings = tuple(f"{folder}/" for folder in folders)
+    beginnings = tuple(f"{folder}".rstrip("/") + "/" for folder in folders)
     within = {
         Path(place)
         for module in list(sys.modules.values())
