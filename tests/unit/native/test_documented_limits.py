@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from servers.native.front.inference import DECODING_S
+from servers.native.grpc import connection as grpc_connection
 from servers.native.grpc.call import (
     MANY_ARRIVING,
     MANY_WAITING,
@@ -36,11 +37,15 @@ from servers.native.grpc.http2 import (
     MAX_METADATA_BYTES,
     MAX_SETTINGS,
 )
+from servers.native.grpc.inference import max_message_bytes
 from servers.native.grpc.messages import MAX_FIELDS
+from servers.native.http import connection
 from servers.native.http.connection import PIECES_PER_TURN
 from servers.native.http.parser import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
-from servers.native.shared.limits import CONTROL_BODY_BYTES, MAX_INFLATING
+from servers.native.shared.limits import CONTROL_BODY_BYTES, KEYLESS_LINGER_BYTES, MAX_INFLATING, STREAM_UNREAD_BYTES
+from servers.native.shared.memory import UNCOUNTED_BYTES
 from servers.native.shared.settings import TOKENS_ONLY, NativeSettings
+from servers.native.shared.tls import HANDSHAKE_S, MAX_HANDSHAKES
 from servers.protocol.codec import MAX_ID_CHARACTERS
 from servers.protocol.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES
 
@@ -94,6 +99,30 @@ def test_the_limits_of_grpc_are_as_written() -> None:
     assert f"one per {CREDIT_BYTES} bytes of a message, and {CREDIT_PER_S:,} per second" in text
     assert f"After {FRAMES_PER_TURN} frames, or {TURN_NS / 1e6:g} ms, the other connections" in text
     assert f"has {TURNS_NS / 1e6:g} ms in each turn" in text
+
+
+def test_the_sizes_of_a_connection_are_those_of_the_code() -> None:
+    settings, kib, mib = NativeSettings(), 1024, 2**20
+    http_reads, grpc_reads = connection.READ_BYTES // kib, grpc_connection.READ_BYTES // kib
+    slack = (max_message_bytes(settings) - settings.max_body_bytes) // kib
+    body, unread = f"{settings.max_body_bytes // mib} MiB", f"{STREAM_UNREAD_BYTES // mib} MiB"
+    keyless = f"{KEYLESS_LINGER_BYTES // mib} MiB"
+    lingers = f"{connection.LINGER_BYTES // mib} MiB within {connection.LINGER_S:g} s; without a key {keyless}"
+    idle = f"{settings.keep_alive_timeout_s:g} s"
+    handshake = f"{HANDSHAKE_S:g} s, {MAX_HANDSHAKES} at once"
+    rows = [
+        (f"{settings.max_header_bytes // kib} KiB, {settings.max_headers} headers", f"{MAX_METADATA_BYTES // kib} KiB"),
+        (body, f"{body} and {slack} KiB"),
+        (f"{http_reads} KiB", f"{grpc_reads} KiB"),
+        ("1", f"{MAX_CALLS}"),
+        (f"{UNCOUNTED_BYTES // kib} KiB", f"{UNCOUNTED_BYTES // kib} KiB"),
+        (f"{unread}, then cut off", f"{unread}, then cut off"),
+        (lingers, f"{keyless} without a key"),
+        (idle, idle),
+        (handshake, handshake),
+    ]
+    table = TEXT.partition("### Sizes of one connection")[2].partition("## ")[0]
+    assert re.findall(r"^\| [a-zT][^|]* \| ([^|]*) \| ([^|]*) \|$", table, re.MULTILINE) == rows
 
 
 def test_modules_that_are_named_exist() -> None:
