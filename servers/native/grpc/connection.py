@@ -44,7 +44,7 @@ from servers.native.shared.limits import (
 )
 from servers.native.shared.memory import ALIGNMENT, RequestMemory, UnreadAnswers
 from servers.native.shared.settings import NativeSettings
-from servers.native.shared.statistics import Statistics
+from servers.native.shared.statistics import RequestTimes, Statistics
 from servers.protocol.errors import ContractError, UnavailableError
 
 READ_BYTES = 64 * 1024
@@ -754,7 +754,7 @@ class GrpcConnections(ABC):
 
     def count_failure(self, error: ContractError, start_ns: int) -> None:
         """Count an inference without a message."""
-        self._statistics.record_failure(failure_reason(error), start_ns)
+        self._statistics.record_failure(failure_reason(error), RequestTimes(start_ns))
 
     def count_disconnect(self) -> None:
         """Count a client that left before its message was complete."""

@@ -40,6 +40,7 @@ from servers.native.shared.limits import decompress, in_thread
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
+from servers.native.shared.traces import tracer_of
 from servers.protocol.errors import ContractError, InvalidRequestError, UnavailableError, UnsupportedError
 from servers.protocol.records import InferRequest
 from servers.protocol.tensors import Array
@@ -127,6 +128,10 @@ class PendingStreamedTokens:
         self._message = message
         self._service = front_end.models.default
         self._times = RequestTimes(message.start_ns, message.receive_ns)
+        if front_end.tracer is not None:
+            self._times.trace = front_end.tracer.begin(
+                self._service.signature, message.start_ns, call.head.trace_headers
+            )
         self._request_id = b""
         self._answer: TokenMessages | None = None
         self._task: asyncio.Task[None] | None = None
@@ -158,9 +163,9 @@ class PendingStreamedTokens:
         self._message.release()
         self._service.link.cancel(self._number)
         if reason:
-            self._service.statistics.record_failure(reason, self._times.start_ns)
+            self._service.statistics.record_failure(reason, self._times)
         else:
-            self._service.statistics.record_disconnect()
+            self._service.statistics.record_disconnect(self._times)
 
     async def _begin_in_task(self, largest: int) -> None:
         front_end, message = self._front_end, self._message
@@ -225,7 +230,7 @@ class PendingStreamedTokens:
             return
         self._done = True
         self._message.release()
-        self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
+        self._service.statistics.record_failure(failure_reason(error), self._times)
         self._uncount()
         if self._call.method.streams:
             self._call.end_answer(self, b"".join(with_prefix(streamed_error(error, self._request_id))))
@@ -254,6 +259,7 @@ class GenerationGrpcFrontEnd(GrpcConnections):
         methods = service_methods(max_message_bytes(settings), decoupled=True)
         super().__init__(settings, memory, methods, models.default.statistics)
         self.models = models
+        self.tracer = tracer_of(settings)
         self._documents: dict[str, RequestDocument] = {
             "ServerMetadata": lambda _: documents.language_server_metadata(),
             **model_documents(models),

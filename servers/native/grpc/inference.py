@@ -98,9 +98,7 @@ class PendingGrpcRequest:
         self._service = front_end.models.default  # counts a request for an unknown model
         self._times = times = RequestTimes(message.start_ns, message.receive_ns)
         if front_end.tracer is not None:
-            signature = self._service.signature
-            headers = call.head.trace_headers
-            times.trace = front_end.tracer.begin(signature.name, signature.version, message.start_ns, headers)
+            times.trace = front_end.tracer.begin(self._service.signature, message.start_ns, call.head.trace_headers)
         self._template: MessageTemplate | None = None
         self._request_id = b""
         self._targets: Mapping[str, RegionWindow] = {}
@@ -141,10 +139,9 @@ class PendingGrpcRequest:
         """Nobody waits for the answer any more, for this reason; "": because the client has left."""
         self._over = True
         if reason:
-            self._service.statistics.record_failure(reason, self._times.start_ns)
+            self._service.statistics.record_failure(reason, self._times)
         else:
-            self._service.statistics.record_disconnect()
-        self._times.failed(reason or "disconnected")
+            self._service.statistics.record_disconnect(self._times)
         if self._task is not None:
             self._task.cancel()
         elif self._queued is not None and self._service.withdraw(self._queued):
@@ -245,8 +242,7 @@ class PendingGrpcRequest:
         deadline_ns = self._call.deadline_ns
         late = deadline_ns is not None and time.perf_counter_ns() + TIMER_SLACK_NS >= deadline_ns
         reason = failure_reason(error)
-        self._service.statistics.record_failure(reason, self._times.start_ns)
-        self._times.failed(reason)
+        self._service.statistics.record_failure(reason, self._times)
         if late and isinstance(error, RefusedError) and error.reason == "expired":
             self._call.failed(CallStatus("DEADLINE_EXCEEDED", "the call's deadline passed while the request waited"))
         elif isinstance(error, TooLargeError) and self._message.compressed:  # as for one that comes uncompressed

@@ -47,6 +47,7 @@ from servers.native.shared.errors import (
 from servers.native.shared.limits import KEYLESS_LINGER_BYTES, STREAM_UNREAD_BYTES, Turns, Uptake
 from servers.native.shared.memory import UNCOUNTED_BYTES, RequestMemory, UnreadAnswers
 from servers.native.shared.settings import NativeSettings
+from servers.native.shared.statistics import RequestTimes
 from servers.protocol.errors import ContractError, InternalError, UnavailableError
 
 log = FailureLog("abserve.http")
@@ -233,7 +234,7 @@ class HttpFrontEnd(ABC):
     def count_failure(self, head: RequestHead | None, error: ContractError | HttpError, start_ns: int) -> None:
         """Count an inference request that was refused before it was complete."""
         if head is not None and head.infers:
-            self.service(head).statistics.record_failure(failure_reason(error), start_ns)
+            self.service(head).statistics.record_failure(failure_reason(error), RequestTimes(start_ns))
 
 
 def connection_factory(front_end: HttpFrontEnd) -> Callable[..., HttpServerConnection]:

@@ -27,6 +27,7 @@ from servers.native.shared.errors import HOLDS_ENOUGH, FailureLog, HttpError, fa
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
+from servers.native.shared.traces import tracer_of
 from servers.protocol.errors import ContractError, InvalidRequestError, UnavailableError
 
 log = FailureLog("abserve.front")
@@ -45,6 +46,7 @@ class GenerationFrontEnd(HttpFrontEnd):
         memory: RequestMemory,
     ) -> None:
         self.language = models.default
+        self.tracer = tracer_of(settings)
         name = self.language.signature.name
         super().__init__(application, models, settings, memory, lambda path: generation_target(path, name))
 
@@ -98,6 +100,10 @@ class PendingGeneration:
         self._request = request
         self._head = request.head
         self._times = RequestTimes(request.start_ns)
+        if front_end.tracer is not None:
+            self._times.trace = front_end.tracer.begin(
+                self._service.signature, request.start_ns, request.head.trace_headers
+            )
         self._answer: TokenAnswer | None = None
         self._number = -1
         self._begun = False  # the first tokens have come; those of a stream have been sent
@@ -133,9 +139,9 @@ class PendingGeneration:
         self._done = True
         self._service.link.cancel(self._number)
         if self._connection.choked:
-            self._service.statistics.record_failure("slow_client", self._times.start_ns)
+            self._service.statistics.record_failure("slow_client", self._times)
         else:
-            self._service.statistics.record_disconnect()
+            self._service.statistics.record_disconnect(self._times)
 
     def give_up(self) -> bytes:
         """Free the slot."""
@@ -157,7 +163,7 @@ class PendingGeneration:
         data = self._answer.last(tokens, finish)
         self._done = True
         if self._connection.gone:
-            self._service.statistics.record_disconnect()
+            self._service.statistics.record_disconnect(self._times)
             return
         if not self.streams and not self._connection.has_room(len(data)):
             self.failed(UnavailableError(HOLDS_ENOUGH))
@@ -176,7 +182,7 @@ class PendingGeneration:
     def _failure(self, error: ContractError) -> bytes:
         """The end of an answer that fails: an error event in a stream that has begun, else a response."""
         self._done = True
-        self._service.statistics.record_failure(failure_reason(error), self._times.start_ns)
+        self._service.statistics.record_failure(failure_reason(error), self._times)
         if self._begun and isinstance(self._answer, EventStream):
             return self._answer.failure(error)
         return self._front_end.refusal(self._head, error).encode(self._connection.common_headers)

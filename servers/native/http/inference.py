@@ -124,9 +124,7 @@ class PendingHttpRequest:
         self._service = front_end.service(request.head)
         self._times = times = RequestTimes(request.start_ns)
         if front_end.tracer is not None:
-            signature = self._service.signature
-            headers = request.head.trace_headers
-            times.trace = front_end.tracer.begin(signature.name, signature.version, request.start_ns, headers)
+            times.trace = front_end.tracer.begin(self._service.signature, request.start_ns, request.head.trace_headers)
         self._template: RequestTemplate | None = None
         self._request_id = b""
         self._targets: Mapping[str, RegionWindow] = {}
@@ -166,7 +164,7 @@ class PendingHttpRequest:
             self._task.cancel()
         elif queued is not None and self._service.withdraw(queued):  # else it is counted when it comes back
             self._queued = queued.waiter = None  # frees the connection before the queue comes to this request
-            self._service.statistics.record_disconnect()
+            self._service.statistics.record_disconnect(self._times)
 
     def give_up(self) -> None:
         """The connection refuses the request: the engine need not see it."""
@@ -176,14 +174,13 @@ class PendingHttpRequest:
         elif queued is not None:
             self._service.withdraw(queued)
             queued.waiter = None
-        self._service.statistics.record_failure("shutting_down", self._times.start_ns)
-        self._times.failed("shutting_down")
+        self._service.statistics.record_failure("shutting_down", self._times)
 
     def wake(self, queued: QueuedRequest) -> None:
         self._queued = None  # breaks the cycle of the two, which with the arrays would wait for the garbage collector
         answer = None if queued.error is not None else self._encode(queued)
         if self._connection.gone:
-            self._service.statistics.record_disconnect()
+            self._service.statistics.record_disconnect(self._times)
         elif answer is None:
             self._refuse(queued.error or InternalError(INTERNAL_ERROR))
         elif not self._connection.has_room(len(answer)):
@@ -271,7 +268,7 @@ class PendingHttpRequest:
         except asyncio.CancelledError:
             if not self._connection.gone:
                 raise  # the server is being stopped by force
-            self._service.statistics.record_disconnect()
+            self._service.statistics.record_disconnect(self._times)
         except Exception as error:  # noqa: BLE001  see `for_client`
             self._refuse(log.for_client(error, "a request failed unexpectedly"))
         else:
@@ -283,8 +280,7 @@ class PendingHttpRequest:
 
     def _refuse(self, error: ContractError) -> None:
         reason = failure_reason(error)
-        self._service.statistics.record_failure(reason, self._times.start_ns)
-        self._times.failed(reason)
+        self._service.statistics.record_failure(reason, self._times)
         self._connection.answer(refusal(error))
 
     def _encode(self, queued: QueuedRequest) -> bytes | None:
@@ -303,7 +299,7 @@ class PendingHttpRequest:
 
     def _count(self) -> None:
         if self._connection.gone:
-            self._service.statistics.record_disconnect()
+            self._service.statistics.record_disconnect(self._times)
         else:
             self._service.statistics.record_success(self._times)
 

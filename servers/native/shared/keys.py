@@ -198,8 +198,8 @@ class Keys:
             self._add(keys, f"--api-key-file {self._file}", content)
         most: dict[bytes, tuple[int, str]] = {}
         for key, limits in keys.items():
-            if own := [(limits[name], name) for name in self._names if name in limits]:
-                most[key] = min(own)
+            if applied := [(limits[name], name) for name in self._names if name in limits]:
+                most[key] = min(applied)
         cells = self.counts.cells([_tag(key) for key in most]) if most else {}
         limited = {key: KeyLimit(self.counts, cells[_tag(key)], name, count) for key, (count, name) in most.items()}
         return {key: limited.get(key) for key in keys}

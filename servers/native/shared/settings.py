@@ -29,7 +29,7 @@ from servers.options.defaults import ALL, OptionError, usable_cores
 TENSORS_ONLY = (
     *("payloads", "mode", "max_queue_delay_us", "pad_to", "queue_timeout_us"),
     *("max_json_bytes", "decode_threads", "max_image_pixels", "allow_shared_memory", "allow_model_control"),
-    *("busy_poll_us", "added_delay_ms", "reload", "traces", "trace_share"),
+    *("busy_poll_us", "added_delay_ms", "reload"),
 )
 """Options that only a model of tensors has."""
 TOKENS_ONLY = ("slots", "max_length", "prefill_chunk", "graphs", "max_client_requests")
@@ -294,9 +294,7 @@ class NativeSettings(GeneratingOptions):
         for option in ("allow_shared_memory", "allow_model_control"):
             if least and getattr(self, option):
                 raise OptionError(f"--reload and {flag_of(option)} exclude each other: leave one of them out")
-        defaults.check_traces(self.traces)
-        if self.traces and not traces_installed():
-            raise OptionError(NO_TRACES)
+        self._check_traces()
         if self.busy_poll_us and not fronts:
             raise OptionError("--busy-poll-us is for front ends in processes of their own: add --fronts 1")
         return resolved.model_copy(update={"precision": resolved.engine_settings().precision, "fronts": fronts})
@@ -326,7 +324,13 @@ class NativeSettings(GeneratingOptions):
             }
         )
         settings.language_engine().check()
+        self._check_traces()
         return settings
+
+    def _check_traces(self) -> None:
+        defaults.check_traces(self.traces)
+        if self.traces and not traces_installed():
+            raise OptionError(NO_TRACES)
 
     def check_for_tensors(self) -> None:
         """Raise `OptionError` for an option that only a language model has."""

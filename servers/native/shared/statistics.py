@@ -51,11 +51,6 @@ class RequestTimes:
     trace: RequestTrace | None = None
     """None for a request that is not traced."""
 
-    def failed(self, reason: str) -> None:
-        """The request is refused or has failed, for this reason."""
-        if self.trace is not None:
-            self.trace.failed(reason)
-
 
 @dataclass(slots=True)
 class Counters:
@@ -207,6 +202,8 @@ class Statistics:
         """The first token of an answer; called just before it is sent."""
         with self._lock:
             self._add(_FIRST_TOKEN_NS, time.perf_counter_ns() - times.start_ns)
+        if times.trace is not None:
+            times.trace.first_token()
 
     def record_success(self, times: RequestTimes) -> None:
         """One answered request; called just before its answer is sent, so that its sender finds it counted."""
@@ -220,16 +217,20 @@ class Statistics:
         if times.trace is not None:
             times.trace.answered(times.receive_ns, times.decode_ns, times.encode_ns)
 
-    def record_failure(self, reason: str, start_ns: int) -> None:
+    def record_failure(self, reason: str, times: RequestTimes) -> None:
         """One request that was refused or failed; `reason` is one of `FAILURE_REASONS`."""
         with self._lock:
-            self._counters[_FAILED_NS] += time.perf_counter_ns() - start_ns
+            self._counters[_FAILED_NS] += time.perf_counter_ns() - times.start_ns
             self._counters[_FAILURE_PLACES[reason]] += 1
+        if times.trace is not None:
+            times.trace.failed(reason)
 
-    def record_disconnect(self) -> None:
+    def record_disconnect(self, times: RequestTimes | None = None) -> None:
         """One client that left before its answer; neither a success nor a failure."""
         with self._lock:
             self._counters[_DISCONNECTS] += 1
+        if times is not None and times.trace is not None:
+            times.trace.failed("disconnected")
 
     def set_queued(self, count: int) -> None:
         """So many requests wait for the engine."""

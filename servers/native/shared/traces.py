@@ -10,15 +10,17 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import SpanContext
 
     from servers.native.shared.interface import QueuedRequest
     from servers.native.shared.settings import NativeSettings
+    from servers.protocol.records import ModelSignature
 
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 """What a client sends of its trace, over HTTP and as metadata of gRPC."""
@@ -34,121 +36,142 @@ def tracer_of(settings: NativeSettings) -> Tracer | None:
 @cache
 def _tracer_to(url: str, share: float) -> Tracer:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    # Not at the end of the interpreter: these processes end by os._exit, after `flush_traces`.
-    provider = TracerProvider(resource=Resource.create({"service.name": "abserve"}), shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=url)
-    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=SEND_EVERY_MS))
-    return Tracer(provider, share)
+    return Tracer(BatchSpanProcessor(exporter, schedule_delay_millis=SEND_EVERY_MS), share)
 
 
 def flush_traces(settings: NativeSettings, seconds: float = 2.0) -> None:
     """Send what this process has not sent yet, at its end."""
     if (tracer := tracer_of(settings)) is not None:
-        tracer.provider.force_flush(round(1000 * seconds))
+        tracer.processor.force_flush(round(1000 * seconds))
 
 
 class Tracer:
-    """Makes the spans of one process; any thread."""
+    """Makes the spans of one process; any thread.
 
-    def __init__(self, provider: TracerProvider, share: float) -> None:
+    A span is made once it has ended, as all about it is known then: one that the SDK begins and ends takes several
+    times as long.
+    """
+
+    def __init__(self, processor: SpanProcessor, share: float) -> None:
         """`share` of the requests without a `traceparent` are traced."""
         from opentelemetry import trace
-        from opentelemetry.context import Context
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self.provider = provider
+        self.processor = processor
         self._share = share
         self._api = trace
-        self._alone = Context()  # without it the thread's own would be the parent
+        self._sampled = trace.TraceFlags(trace.TraceFlags.SAMPLED)
+        self._numbers = RandomIdGenerator()
+        self._resource = Resource.create({"service.name": "abserve"})
         self._propagator = TraceContextTextMapPropagator()
-        self._tracer = provider.get_tracer("abserve.native")
+        self._span = partial(ReadableSpan, instrumentation_scope=InstrumentationScope("abserve.native"))
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
 
-    def begin(self, model: str, version: str, start_ns: int, headers: Mapping[str, str] | None) -> RequestTrace | None:
-        """The trace of a request that came at `start_ns` of `perf_counter_ns`; None for one that is not traced."""
+    def begin(self, signature: ModelSignature, start_ns: int, headers: Mapping[str, str] | None) -> RequestTrace | None:
+        """The trace of a request that came at `start_ns`, if its `headers` say so or it is one of the share."""
+        parent: SpanContext | None = None
         if headers:
             context = self._propagator.extract(headers)
             caller = self._api.get_current_span(context).get_span_context()
-            traced = caller.trace_flags.sampled if caller.is_valid else random.random() < self._share
-        else:
-            context, traced = None, random.random() < self._share
-        if not traced:
+            parent = caller if caller.is_valid else None
+        if not (random.random() < self._share if parent is None else parent.trace_flags.sampled):
             return None
-        attributes = {"abserve.model": model, "abserve.model_version": version}
-        span = self._span("infer", context, start_ns, self._api.SpanKind.SERVER, attributes=attributes)
-        return RequestTrace(self, span)
+        attributes = {"abserve.model": signature.name, "abserve.model_version": signature.version}
+        return RequestTrace(self, self._context(parent), parent, start_ns, attributes)
 
     def executed(
         self, requests: Sequence[QueuedRequest], rows: int, formed_ns: int, started_ns: int, finished_ns: int
     ) -> None:
         """A batch of these requests was executed."""
-        contexts = [(request, self._context(request.trace)) for request in requests if request.trace is not None]
+        contexts = [(request, self._received(request.trace)) for request in requests if request.trace is not None]
         if not contexts:
             return
-        spans = [self._api.get_current_span(context).get_span_context() for _, context in contexts]
         attributes = {"abserve.batch.requests": sum(request.count for request in requests), "abserve.batch.rows": rows}
-        batch = self._span(
-            "batch", None, formed_ns, links=[self._api.Link(span) for span in spans], attributes=attributes
-        )
-        self._end(batch, finished_ns)
-        link = self._api.Link(batch.get_span_context())
+        batch = self._context(None)
+        links = [self._api.Link(context) for _, context in contexts]
+        self.add("batch", batch, None, formed_ns, finished_ns, attributes=attributes, links=links)
         for request, context in contexts:
-            self._end(self._span("queue", context, request.enqueued_ns), formed_ns)
-            self._end(self._span("execution", context, started_ns, links=[link], attributes=attributes), finished_ns)
+            self.add("queue", self._context(context), context, request.enqueued_ns, formed_ns)
+            link, execution = [self._api.Link(batch)], self._context(context)
+            self.add("execution", execution, context, started_ns, finished_ns, attributes=attributes, links=link)
 
-    def answered(self, span: Span, receive_ns: int, decode_ns: int, encode_ns: int) -> None:
-        """A request is answered, now."""
+    def add(
+        self, name: str, context: SpanContext, parent: SpanContext | None, start_ns: int, end_ns: int, **more: Any
+    ) -> None:
+        """A span that has ended."""
+        span = self._span(
+            name,
+            context,
+            parent,
+            self._resource,
+            start_time=self._epoch_ns + start_ns,
+            end_time=self._epoch_ns + end_ns,
+            **more,
+        )
+        self.processor.on_end(span)
+
+    def of_request(
+        self, request: RequestTrace, attributes: Mapping[str, Any], failure: str | None, encode_ns: int
+    ) -> None:
+        """The spans of a request that is over, now."""
         now_ns = time.perf_counter_ns()
-        self._end(self._span("answer", self._api.set_span_in_context(span), now_ns - encode_ns), now_ns)
-        span.set_attributes({"abserve.receive_us": receive_ns // 1000, "abserve.decode_us": decode_ns // 1000})
-        self._end(span, now_ns)
+        more: dict[str, Any] = {"kind": self._api.SpanKind.SERVER, "attributes": {**request.attributes, **attributes}}
+        if failure is not None:
+            more["status"] = self._api.Status(self._api.StatusCode.ERROR, failure)
+        else:
+            began_ns = request.answer_ns or now_ns - encode_ns
+            self.add("answer", self._context(request.span), request.span, began_ns, now_ns)
+        self.add("infer", request.span, request.parent, request.start_ns, now_ns, **more)
 
-    def failed(self, span: Span, reason: str) -> None:
-        """A request is refused or has failed, now."""
-        span.set_status(self._api.StatusCode.ERROR, reason)
-        self._end(span, time.perf_counter_ns())
+    def _context(self, parent: SpanContext | None) -> SpanContext:
+        """The numbers of a new span."""
+        trace_id = self._numbers.generate_trace_id() if parent is None else parent.trace_id
+        state = None if parent is None else parent.trace_state
+        number = self._numbers.generate_span_id()
+        return self._api.SpanContext(trace_id, number, is_remote=False, trace_flags=self._sampled, trace_state=state)
 
-    def _span(self, name: str, context: Any, start_ns: int, kind: Any = None, **options: Any) -> Span:
-        context, kind = context or self._alone, self._api.SpanKind.INTERNAL if kind is None else kind
-        return self._tracer.start_span(name, context, kind, start_time=self._epoch_ns + start_ns, **options)
-
-    def _end(self, span: Span, end_ns: int) -> None:
-        span.end(self._epoch_ns + end_ns)
-
-    def _context(self, trace: bytes | None) -> Any:
-        assert trace is not None
+    def _received(self, trace: bytes) -> SpanContext:
+        """The span of a request, from a front end."""
         numbers = [int.from_bytes(part) for part in (trace[:TRACE_ID_BYTES], trace[TRACE_ID_BYTES:])]
-        flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
-        parent = self._api.SpanContext(*numbers, is_remote=True, trace_flags=flags)
-        return self._api.set_span_in_context(self._api.NonRecordingSpan(parent))
+        return self._api.SpanContext(*numbers, is_remote=True, trace_flags=self._sampled)
 
 
+@dataclass(slots=True)
 class RequestTrace:
-    """The span of one request, until it is answered."""
+    """The trace of one request, until it is over."""
 
-    __slots__ = ("_span", "_tracer")
-
-    def __init__(self, tracer: Tracer, span: Span) -> None:
-        self._tracer = tracer
-        self._span = span
+    tracer: Tracer
+    span: SpanContext
+    parent: SpanContext | None
+    start_ns: int
+    attributes: dict[str, Any]
+    answer_ns: int = 0
+    """When its first token was there; 0 for one without tokens."""
 
     @property
     def context(self) -> bytes:
         """The numbers of the trace and of the span, for the engine's side."""
-        context = self._span.get_span_context()
-        return b"".join([context.trace_id.to_bytes(TRACE_ID_BYTES), context.span_id.to_bytes(8)])
+        return b"".join([self.span.trace_id.to_bytes(TRACE_ID_BYTES), self.span.span_id.to_bytes(8)])
+
+    def first_token(self) -> None:
+        """The first token is there, now."""
+        self.answer_ns = time.perf_counter_ns()
 
     def answered(self, receive_ns: int, decode_ns: int, encode_ns: int) -> None:
-        """See `Tracer`."""
-        self._tracer.answered(self._span, receive_ns, decode_ns, encode_ns)
+        """The request is answered, now."""
+        stages = {"abserve.receive_us": receive_ns // 1000, "abserve.decode_us": decode_ns // 1000}
+        self.tracer.of_request(self, stages, None, encode_ns)
 
     def failed(self, reason: str) -> None:
-        """See `Tracer`."""
-        self._tracer.failed(self._span, reason)
+        """The request is refused or has failed, now."""
+        self.tracer.of_request(self, {}, reason, 0)
 
 
 def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str] | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -90,3 +91,17 @@ def test_the_end_of_a_server_sends_what_it_has(traced, receiver: Receiver) -> No
     assert [span.parent_span_id for span in requests] == [b""] * 3
     assert sorted(span.status.code for span in requests) == [0, 0, 2]
     assert len(receiver.named("answer")) == len(receiver.named("execution")) == 2
+
+
+def test_a_client_that_leaves_ends_its_trace(traced, receiver: Receiver) -> None:
+    server = traced("--trace-share", "1")
+    (server.folder / "infer").unlink()
+    body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1] * 4}]})
+    request = f"POST /v2/models/rows/infer HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    with ExitStack() as stack:
+        for _ in range(2):  # the second one waits while the first is executed
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60)).sendall(request)
+        server.wait_until(lambda: server.metric("abserve_native_pending_requests") == 1, "one waits")
+    server.open("infer")
+    server.wait_until(lambda: len(receiver.named("infer")) == 2, "their spans have come")
+    assert [span.status.message for span in receiver.named("infer")] == ["disconnected"] * 2

@@ -38,7 +38,7 @@ def test_success_failure_and_disconnect_are_kept_apart():
     statistics = Statistics(8)
     start_ns = time.perf_counter_ns() - 1_000_000
     statistics.record_success(RequestTimes(start_ns, 1, 2, 3))
-    statistics.record_failure(failure_reason(RefusedError("queue_full", "full")), start_ns)
+    statistics.record_failure(failure_reason(RefusedError("queue_full", "full")), RequestTimes(start_ns))
     statistics.record_disconnect()
     snapshot = statistics.snapshot()
     model: Any = snapshot.as_model_stats("m", "1")
@@ -82,7 +82,7 @@ def test_every_process_reads_the_sum_of_what_all_have_counted():
     for count, front_end in enumerate(front_ends, start=1):
         for _ in range(count):
             front_end.record_success(RequestTimes(time.perf_counter_ns(), 5, 6, 7))
-        front_end.record_failure("queue_full", time.perf_counter_ns())
+        front_end.record_failure("queue_full", RequestTimes(time.perf_counter_ns()))
         front_end.set_decoding(count)
     for process in (engine, *front_ends):
         counters = process.snapshot()

@@ -11,18 +11,18 @@ from servers.native.shared.interface import QueuedRequest
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.traces import Tracer, tracer_of
 from servers.options.defaults import OptionError
+from servers.protocol.records import ModelSignature
 
 
 def test_a_batch_links_to_its_traced_requests() -> None:
-    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="needs abserve[traces]")
+    pytest.importorskip("opentelemetry.sdk.trace", reason="needs abserve[traces]")
     export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
     processors = pytest.importorskip("opentelemetry.sdk.trace.export")
-    provider, kept = sdk.TracerProvider(shutdown_on_exit=False), export.InMemorySpanExporter()
-    provider.add_span_processor(processors.SimpleSpanProcessor(kept))
-    tracer = Tracer(provider, 1.0)
+    kept = export.InMemorySpanExporter()
+    tracer = Tracer(processors.SimpleSpanProcessor(kept), 1.0)
     requests = [QueuedRequest({}, 2, (), None, None, enqueued_ns=enqueued) for enqueued in (10, 20, 30)]
-    traces = [tracer.begin("m", "3", 5, None) for _ in range(2)]
-    for request, trace in zip(requests, traces, strict=False):
+    for request in requests[:2]:
+        trace = tracer.begin(ModelSignature("m", "3", (), (), 4), 5, None)
         assert trace is not None
         request.trace = trace.context
     tracer.executed(requests, 6, 100, 150, 200)
