@@ -571,7 +571,7 @@ ACHIEVED_RATE = register(
 """The rate of the responses of an open loop: below the requested rate if an arm cannot sustain it."""
 TYPICAL_LATENCY = _of_pairs("typical_latency", "typical latency", "end_ns")
 """Of a shadow, where all arms get the same requests: its ratio is the geometric mean of the requests' ratios."""
-_of_pairs("typical_first_byte", "typical time to first byte, of texts to the first token", "first_byte_ns")
+_of_pairs("typical_first_byte", "typical time to first byte or token", "first_byte_ns")
 LATENCIES = tuple(_latency(f"p{percent}", percent / 100, compared=True) for percent in (50, 90, 99))
 RATES: Mapping[Kind, Metric] = {Kind.TENSORS: THROUGHPUT, Kind.TOKENS: OUTPUT_TOKENS}
 """What several users at once get per second."""

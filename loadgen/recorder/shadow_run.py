@@ -140,9 +140,9 @@ class ShadowStanding:
         words = {"arm_better": "B is faster", "baseline_better": "A is faster", "no_difference": "no difference"}
         figure = "no ratio yet" if ratio is None else f"B takes {ratio:.3f}× the latency of A"
         figure += "" if ci95 is None else f" ({ci95[0]:.3f} to {ci95[1]:.3f})"
-        record = self.record
+        record, unit = self.record, "round" if self.record.swap else "block"
         return (
-            f"{counted(self.estimate.pairs, 'block')}, {counted(record.pairs, 'pair')}: {figure}, "
+            f"{counted(self.estimate.pairs, unit)}, {counted(record.pairs, 'pair')}: {figure}, "
             f"{words.get(self.verdict, self.verdict)}; {record.wrong:,} of {record.compared:,} answers differ, "
             f"{record.dropped:,} dropped, {record.failed:,} failed"
         )

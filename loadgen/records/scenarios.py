@@ -113,6 +113,6 @@ SCENARIOS: Mapping[Scenario, ScenarioEntry] = {
         _surface_place, lambda workload: (workload.concurrency, _across(workload)),
         settings={"batch_sizes": "1,8", "concurrency": "16"},
     ),
-    "shadow": ScenarioEntry(lambda _: "on the same requests of the traffic", of_tensors=False, of_tokens=False),
+    "shadow": ScenarioEntry(lambda _: "on the clients' traffic", of_tensors=False, of_tokens=False),
 }  # fmt: skip
 """All scenarios, in the order in which the help lists them."""
