@@ -33,6 +33,7 @@ from loadgen.records.traffic import (
 )
 
 MOST_BYTES = 2**30
+_MOST_LINE_BYTES = 2**24
 UNTYPED = ""
 """The datatype of inputs that have that of the model which gets them; their content is perf_analyzer's."""
 _ROUTE = re.compile(
@@ -53,7 +54,7 @@ def is_trace(path: str) -> bool:
     """Whether a file is a trace of lengths without contents. Raises `TrafficError`."""
     if not Path(path).is_file():
         return False
-    first = next(iter(_read(path).split(b"\n", 1)), b"")
+    first = _read(path, _MOST_LINE_BYTES, part=True).split(b"\n", 1)[0]
     try:
         line = msgspec.json.decode(first)
     except _UNREADABLE:
@@ -107,14 +108,15 @@ def _from(request: RecordedRequest, first_ns: int) -> RecordedRequest:
     )
 
 
-def _read(path: str) -> bytes:
+def _read(path: str, most_bytes: int = MOST_BYTES, *, part: bool = False) -> bytes:
+    """A file without its byte order mark, or the first bytes of it. Raises `TrafficError`."""
     try:
         with open_named(Path(path)) as file:
-            content: bytes = file.read(MOST_BYTES + 1)
+            content: bytes = file.read(most_bytes + 1)
     except (OSError, DocumentError) as exc:
         raise TrafficError(f"{path} cannot be read: {exc}") from exc
-    if len(content) > MOST_BYTES:
-        raise TrafficError(f"{path} is larger than {MOST_BYTES >> 20:,} MiB; give a part of it")
+    if len(content) > most_bytes and not part:
+        raise TrafficError(f"{path} is larger than {most_bytes >> 20:,} MiB; give a part of it")
     return content.removeprefix(b"\xef\xbb\xbf")
 
 

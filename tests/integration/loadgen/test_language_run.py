@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -306,7 +305,7 @@ LENGTHS = [(20, 6), (5, 12), (33, 3), (5, 12), (8, 9)]
 
 
 def record_prompts(folder: Path, server: str, *, chat: bool) -> list[bytes]:
-    """What clients sent to a server through the recorder, at distances of 50 ms at least."""
+    """What clients sent to a server through the recorder, one after the other."""
     sent = []
     with recorder(folder, "--answers", to=server) as recording:
         for prompt, answer in LENGTHS:
@@ -318,7 +317,6 @@ def record_prompts(folder: Path, server: str, *, chat: bool) -> list[bytes]:
             request = Request(recording.url + path, sent[-1], {"Content-Type": "application/json"})
             with urlopen(request, timeout=60) as response:
                 assert b"[DONE]" in response.read()
-            time.sleep(0.05)  # the arrivals need a distance, whatever it is
         recording.end()
     return sent
 
