@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from urllib.request import urlopen
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc
+import tritonclient.http
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from servers.native.shared.keys import VARIABLE
+from tests.again import again
 from tests.grpc_streams import stream
-from tests.integration.native.conftest import Server, status_of, wait_until
+from tests.integration.native.conftest import Server, free_port, status_of, wait_until
+from tests.integration.native.health_probe import probed
 from tests.integration.native.raw_grpc import (
     DATA,
     END_HEADERS,
@@ -365,3 +376,115 @@ def test_the_requests_of_a_front_end_that_dies_count_no_more(controlled: Begin, 
         front_end.kill()
         wait_until(lambda: server.status("/v2/health/ready") == 200, "another front end answers")
         assert status_with(server, FEW) == 200
+
+
+WRONG_REQUEST = f"GET /v2 HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {WRONG}\r\n\r\n".encode()
+
+
+def knock(server: Server, ended: threading.Event, refused: list[int]) -> None:
+    """Send wrong keys over HTTP, each on a connection of its own, and over gRPC, until the event."""
+    calls = [frame(HEADERS, END_HEADERS | END_STREAM, 0, block("ModelMetadata", [("authorization", WRONG)]))]
+    with RawGrpc(server.grpc_port) as client:
+        for stream_number in itertools.count(1, 2):
+            if ended.is_set():
+                return
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+                connection.sendall(WRONG_REQUEST)
+                refused[0] += connection.recv(1000).startswith(b"HTTP/1.1 401")
+            client.send(calls[0][:5] + stream_number.to_bytes(4, "big") + calls[0][9:])
+            refused[1] += client.answer(stream_number).status == 16
+
+
+@again
+@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_wrong_keys_at_a_high_rate_leave_health_and_honest_clients(begin: Begin, count: int) -> None:
+    server, ended, refused = begin(), threading.Event(), [0, 0]
+    with ThreadPoolExecutor(4) as threads:
+        knocking = [threads.submit(knock, server, ended, refused) for _ in range(4)]
+        try:
+            with probed(server.port, 20) as health:
+                while min(refused) < count:
+                    assert status_with(server, KEY) == 200
+        finally:
+            ended.set()
+        for each in knocking:
+            each.result(60)
+    assert health.slowest_s < 0.1, health
+
+
+def test_a_hangup_with_ten_thousand_keys_loses_no_request(begin: Begin, tmp_path: Path) -> None:
+    server = begin()
+    many = "".join(f"key-of-a-client-{number:06} requests={1 + number % 9}\n" for number in range(10_000))
+    with ThreadPoolExecutor(2) as threads:
+        ended = threading.Event()
+
+        def ask() -> list[int]:
+            statuses = []
+            while not ended.is_set():
+                statuses.append(status_with(server, KEY))
+            return statuses
+
+        def have_changed(there: str, gone: str) -> bool:
+            return [status_with(server, key) for key in (there, gone)] == [200, 401]
+
+        asking = [threads.submit(ask) for _ in range(2)]
+        try:
+            for change in range(20):
+                key_file(tmp_path).with_suffix(".new").write_text(f"{KEY}\n{OTHER if change % 2 else FEW}\n{many}")
+                key_file(tmp_path).with_suffix(".new").rename(key_file(tmp_path))
+                os.kill(server.process.pid, signal.SIGHUP)
+                there, gone = (OTHER, FEW) if change % 2 else (FEW, OTHER)
+                wait_until(partial(have_changed, there, gone), "the file is read")
+        finally:
+            ended.set()
+        assert {status for each in asking for status in each.result(60)} == {200}
+    assert status_with(server, "key-of-a-client-009999") == 200
+
+
+def test_independent_clients_with_a_key(begin: Begin, tmp_path: Path) -> None:
+    server = begin()
+    (tmp_path / "headers").write_text(f"Authorization: Bearer {KEY}\n")
+    (tmp_path / "body").write_bytes(BODY)
+    curl = ["curl", "-sS", "-H", f"@{tmp_path / 'headers'}", "--data-binary", f"@{tmp_path / 'body'}"]
+    done = subprocess.run([*curl, f"http://{server.address}{INFER}"], capture_output=True, check=False)
+    assert json.loads(done.stdout)["outputs"][0]["data"] == [1, 2, 3, 4], done.stderr
+    tensor = tritonclient.http.InferInput("x", [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.ones((1, 4), np.float32))
+    with contextlib.closing(tritonclient.http.InferenceServerClient(server.address)) as client:
+        with pytest.raises(InferenceServerException, match="401"):
+            client.infer("rows", [tensor])
+        assert client.infer("rows", [tensor], headers=bearer(KEY)).as_numpy("y").shape == (1, 4)
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+            stub.ServerMetadata(service_pb2.ServerMetadataRequest())
+        metadata = [("authorization", f"Bearer {KEY}")]
+        assert stub.ServerMetadata(service_pb2.ServerMetadataRequest(), metadata=metadata).name
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+def test_prometheus_scrapes_with_a_key(controlled: Begin, tmp_path: Path) -> None:
+    key_file(tmp_path).write_text(KEY)
+    server = controlled("--api-key-file", str(key_file(tmp_path)))
+    server.open("load", "infer")
+    server.wait_ready()
+    target = {"static_configs": [{"targets": [server.address]}], "scrape_interval": "100ms", "scrape_timeout": "100ms"}
+    keyed = {"job_name": "keyed", "authorization": {"credentials_file": str(key_file(tmp_path))}, **target}
+    configuration = tmp_path / "prometheus.yml"
+    configuration.write_text(json.dumps({"scrape_configs": [keyed, {"job_name": "keyless", **target}]}))
+    port = free_port()
+    command = ["prometheus", f"--config.file={configuration}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+    with subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stderr=subprocess.DEVNULL) as scraper:
+        try:
+
+            def health() -> dict[str, str]:
+                try:
+                    with urlopen(f"http://127.0.0.1:{port}/api/v1/targets", timeout=60) as answer:
+                        found = json.load(answer)["data"]["activeTargets"]
+                except OSError:
+                    return {}
+                return {target["labels"]["job"]: target["health"] for target in found}
+
+            wait_until(lambda: health() == {"keyed": "up", "keyless": "down"}, "both were scraped")
+        finally:
+            scraper.terminate()
