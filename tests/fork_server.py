@@ -37,13 +37,13 @@ GROUPS = {
     # The generator is patched by gevent, which no other program may be.
     "generator": (["loadgen.client.worker"], ["loadgen.client.worker", "loadgen.client.sink"]),
     "servers": (
-        ["servers.native.*", "servers.engines.null", "tritonclient.grpc", "argparse"],
+        ["servers.native.*", "servers.engines.null", "tritonclient.grpc", "argparse", "loadgen.measure.runner"],
         [
             "servers.native", "tests/fake_server.py", "tests/toy_language_server.py", "tests/truth/planted_server.py",
             "tests/truth/tuned_server.py", "tests/conformance/toy_server.py",
             "tests/integration/native/controlled_server.py", "tests/integration/native/echo_server.py",
             "tests.integration.native.health_probe", "tests/unit/loadgen/engines/fake_worker.py",
-            "tests/truth/planted_reference.py", "tests/scripted_sampler.py",
+            "tests/truth/planted_reference.py", "tests/scripted_sampler.py", "tests/integration/loadgen/runner.py",
         ],
     ),
     "abserve": (
@@ -64,7 +64,7 @@ that it starts."""
 READ_AT_START = ("LD_", "PYTHON", "OMP_", "GOMP_", "TORCH", "TRITON_", "HF_", "TRANSFORMERS_")
 """Beginnings of variables that the loader, the interpreter and libraries read once: a program with other values than
 the fork server had starts as usual. OMP_NUM_THREADS is not among them: a fork that has torch tells it."""
-STARTERS = ("loadgen.entry", "tests/unwatched_abserve.py")
+STARTERS = ("loadgen.entry", "tests/unwatched_abserve.py", "tests/integration/loadgen/runner.py")
 """Programs that start others: each gets a fork server of its own, so that those are its children."""
 CAN_FORK = sys.platform == "linux" and platform.machine() == "x86_64" and importlib.util.find_spec("torch") is not None
 """Not where the client is tested alone, which lacks what the fork servers import."""

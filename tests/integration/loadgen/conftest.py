@@ -28,18 +28,6 @@ from tests import fork_server
 FAKE = Path(__file__).parents[2] / "fake_server.py"
 FAKE_ABSERVE = (sys.executable, str(FAKE))
 DEADLINE_S = 100.0
-RUNNER = """
-import sys
-from pathlib import Path
-import msgspec
-from loadgen.measure.progress import RunProgress
-from loadgen.records.run import Experiment
-from loadgen.measure.runner import run_experiment
-exec(sys.argv[3])
-experiment = msgspec.json.decode(sys.stdin.buffer.read(), type=Experiment)
-state = run_experiment(experiment, Path(sys.argv[1]), RunProgress(), abserve=(sys.executable, sys.argv[2]))
-sys.exit({"finished": 0, "failed": 1, "interrupted": 130}[state.state])
-"""
 _FAULTY = """
 import sys
 sys.argv = sys.argv[:1]
@@ -123,7 +111,7 @@ def start_runner(experiment: Experiment, out: Path, patch: str = "") -> subproce
     """A whole run on the fake servers in a process of its own, with its temporary folder beside `out`; the code `patch`
     runs first."""
     process = subprocess.Popen(
-        [sys.executable, "-c", RUNNER, str(out), FAKE_ABSERVE[1], patch],
+        [sys.executable, str(Path(__file__).with_name("runner.py")), str(out), FAKE_ABSERVE[1], patch],
         stdin=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(out.parent)},
     )

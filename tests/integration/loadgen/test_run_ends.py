@@ -111,6 +111,7 @@ with interruptible():
 """
 
 
+@pytest.mark.usefixtures("real_exec")  # a fork has a fork server as a child
 def test_a_killed_runner_leaves_no_process_and_loses_at_most_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
