@@ -82,6 +82,6 @@ def test_the_primary_is_as_fast_as_without_a_candidate(candidate: Answers | None
                         assert response.status == 200
                         response.read()
                     times_s[place].append(perf_counter() - began_s)
-    for quantile, most in ((0.5, 1.3), (0.9, 1.5)):
+    for quantile, most in ((0.5, 1.3), (0.9, 2.0)):
         ratio = np.quantile(times_s[0], quantile) / np.quantile(times_s[1], quantile)
         assert ratio < most
