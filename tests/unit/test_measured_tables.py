@@ -157,6 +157,14 @@ def plain_sockets() -> Iterator[Row]:
         yield connections, [as_cell(part) for part in (*first, *last)]
 
 
+def tls() -> Iterator[Row]:
+    for row in document("2026-11-29-tls-cpu/tls.json"):
+        label = (
+            f"{'HTTP' if row['protocol'] == 'http' else 'gRPC'}, {'kept' if row['kept'] else 'new'} | {row['bytes']}"
+        )
+        yield label, [row["plain_us"], row["tls_us"], [row["ratio"], row["low"], row["high"]]]
+
+
 def as_cell(text: str | list[str]) -> Cell:
     return float(text.replace(",", "")) if isinstance(text, str) else [float(part) for part in text]
 
@@ -328,7 +336,7 @@ def break_even(folder: str, *models: str) -> Callable[[], Iterator[Row]]:
 
 
 TABLES: dict[str, list[Callable[[], Iterator[Row]] | None]] = {
-    "native-server": [served, served_over_triton, served_over_plain, one_client, plain_sockets, jpeg, None, None],
+    "native-server": [served, served_over_triton, served_over_plain, one_client, plain_sockets, jpeg, None, None, tls],
     "engines": [plans, whole_engines, categories, other_modes],
     "engine-matrix": [
         two_cores, study_c_on_cpus, h200("resnet50", IMAGES), h200("vit_b_16", IMAGES), h200(BERT, TEXT),

@@ -231,6 +231,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._open = False  # and is done
         self._held = b""  # has come and is not decrypted yet
         self._record_left = 0  # bytes of the present record that are still to come
+        self._partial = 0  # and those that have come
         self._waits = False  # for its turn
         self._reading = False
         self._paused = False  # the connection wants no bytes
@@ -358,11 +359,14 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
     def _feed(self, data: memoryview) -> memoryview:
         """Give OpenSSL the first records of this; returns the others, or the beginning of a record's head."""
         place, size = self._record_left, len(data)
+        begin = -self._partial
         for _ in range(RECORDS_PER_STEP):
             if place + _HEAD_BYTES > size:
                 break
+            begin = place
             place += _HEAD_BYTES + (data[place + 3] << 8 | data[place + 4])
         used = min(place, size)
+        self._partial = 0 if place <= size else min(used - begin, self._partial + used)
         self._record_left = place - used
         self._incoming.write(data[:used])
         return data[used:]
@@ -379,16 +383,18 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._connection.connection_made(self)
         return True
 
+    @property
+    def _readable(self) -> bool:
+        """Whether a whole record has come: without one OpenSSL raises, which takes as long as reading a short one."""
+        return self._incoming.pending > self._partial or self._ssl.pending() > 0
+
     def _read(self) -> None:
-        more = True
-        while more and not self._paused and not self._closing and not self._eof_sent:
+        while self._readable and not self._paused and not self._closing and not self._eof_sent:
             room, filled, ended = self._connection.get_buffer(-1), 0, False
-            try:
-                while filled < len(room) and not ended:
+            with suppress(ssl.SSLWantReadError):  # such as a change of keys
+                while filled < len(room) and not ended and self._readable:
                     count = cast("int", self._ssl.read(len(room) - filled, room[filled:]))
                     filled, ended = filled + count, not count
-            except ssl.SSLWantReadError:
-                more = False
             if filled:
                 self._connection.buffer_updated(filled)
             if ended:
