@@ -7,7 +7,7 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-RUN := docs/results/2026-11-26-h100/four-arms
+RUN := docs/results/2026-11-29-h200-models/vit_b_16
 .PHONY: help setup engines compare test test-engines test-slow test-compose benchmark lint reference picture docs dist format doctor repo lock pin-images clean
 
 help: ## list the targets

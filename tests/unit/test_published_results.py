@@ -20,7 +20,7 @@ from tests.golden.synthetic_run import Plan, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PACK = ROOT / ".ci/pack_results.py"
-EXAMPLE = "docs/results/2026-11-26-h100/four-arms/report.html"
+EXAMPLE = "docs/results/2026-11-29-h200-models/vit_b_16/report.html"
 MOST_BYTES = 20_000_000
 MANIFESTS = sorted((ROOT / "docs/results").glob("*/manifest.json"))
 
