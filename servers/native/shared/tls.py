@@ -4,8 +4,8 @@ Not asyncio's transport: that keeps 256 KiB for each client, encrypts a large an
 client has not taken of it, and cannot close one direction, as a refusal needs. This one is as the socket's: what it
 decrypts goes into the connection's own memory, and it encrypts no more than the socket takes.
 
-A handshake has `HANDSHAKE_S`, of at most `MAX_HANDSHAKES` the oldest makes way, and one without a byte costs no state
-of TLS. What TLS costs in one turn of the event loop is bounded: many handshakes, or records that bring nothing, hold up
+A handshake has `HANDSHAKE_S`, and of at most `MAX_HANDSHAKES` the oldest makes way; before its turn it has no state of
+TLS. What TLS costs in one turn of the event loop is bounded: many handshakes, or records that bring nothing, hold up
 only each other.
 """
 
@@ -30,8 +30,11 @@ from servers.options.defaults import OptionError
 log = structlog.get_logger("abserve.server")
 
 HANDSHAKE_S = 10.0
-MAX_HANDSHAKES = 512
-"""Of one front end; less where that is more than an eighth of the process's file descriptors."""
+MAX_HANDSHAKES = 256
+"""Of one front end that wait for their clients."""
+MAX_WAITING = 4096
+"""Clients without a handshake, also those that wait for their turn; less where that is more than an eighth of the
+process's file descriptors."""
 READ_BYTES = 64 * 1024
 RECORDS_PER_STEP = 32
 """Records that are decrypted before time is looked at: one of 27 bytes may change the keys, which takes over 20 us."""
@@ -181,7 +184,8 @@ class TlsConnections:
         self.reads = _Share(newest_first=False)
         self.handshakes = _Share(newest_first=True)  # that of an honest client does not wait for those of a flood
         self._begun: dict[TlsTransport, asyncio.TimerHandle] = {}  # handshakes, the oldest first
-        self._max_begun = max(1, min(MAX_HANDSHAKES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
+        self._shaking: dict[TlsTransport, None] = {}  # those with a state of TLS
+        self._max_begun = max(1, min(MAX_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
 
     def http(self, connect: Callable[[], Any]) -> TlsTransport:
         """What receives the bytes of a new client; once its handshake is done, it has a connection of HTTP."""
@@ -204,8 +208,15 @@ class TlsConnections:
             next(iter(self._begun)).abort()
         self._begun[transport] = asyncio.get_running_loop().call_later(HANDSHAKE_S, transport.abort)
 
+    def shake(self, transport: TlsTransport) -> None:
+        """Its handshake begins."""
+        if len(self._shaking) >= MAX_HANDSHAKES:
+            next(iter(self._shaking)).abort()
+        self._shaking[transport] = None
+
     def end(self, transport: TlsTransport) -> None:
         """Its handshake is done, or its connection lost."""
+        self._shaking.pop(transport, None)
         if (timer := self._begun.pop(transport, None)) is not None:
             timer.cancel()
 
@@ -335,6 +346,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         self._reading = True
         if not self._shaking:
             self._shaking = True
+            self._connections.shake(self)
             self._ssl = self._context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         try:
             while more and spent_ns < STEPS_NS:
@@ -516,6 +528,7 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             self._socket.close()
 
     def abort(self) -> None:
+        self._connections.end(self)
         self._closing = True
         self._unsent.clear()
         self._unsent_bytes = 0
