@@ -45,8 +45,9 @@ def main() -> int:
             padding_of(specifications[0], settings.pad_sizes)
             weights = parse_weights(settings.weights, specifications[0].default_weights)
             watched_files(settings, specifications, weights)
-        Keys.of(settings)
-        Certificate.of(settings)
+        access = Keys.of(settings), Certificate.of(settings)
+        if access != (None, None) or settings.reload != "off":
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it is handled, which reads the files again anyway
         listener = bind(settings.host, settings.http_port)
         grpc_listener = bind(settings.host, settings.grpc_port, "--grpc-port") if settings.grpc_port else None
     except ValidationError as error:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +95,18 @@ def rows() -> list[tritonclient.grpc.InferInput]:
     tensor = tritonclient.grpc.InferInput("x", [1, 4], "FP32")
     tensor.set_data_from_numpy(np.ones((1, 4), np.float32))
     return [tensor]
+
+
+def test_a_hangup_before_the_server_listens_does_not_end_it(tmp_path: Path) -> None:
+    key_file(tmp_path).write_text(KEY)
+    settings = {"http_port": free_port(), "grpc_port": 0, "engine": "null", "api_key_file": str(key_file(tmp_path))}
+    program = """if True:
+        import os, signal, sys
+        import servers.native.server
+        from servers.native.__main__ import main
+        servers.native.server.run = lambda *_: os.kill(os.getpid(), signal.SIGHUP) or 7
+        sys.exit(main())"""
+    assert subprocess.run([sys.executable, "-c", program, json.dumps(settings)], timeout=100).returncode == 7
 
 
 def test_every_route_but_health_needs_a_key(begin: Begin) -> None:
