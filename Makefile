@@ -28,10 +28,10 @@ compare: setup ## compare both servers: start them, measure, print the verdict, 
 	@$(BIN)/abserve compare $(ARGS)
 
 # The tests run four at a time, since many wait, with one thread for torch, whose threads otherwise keep a core busy while
-# they wait. The first folders wait for servers, the last compute, and tests/workers.py takes files from both ends. Those
-# in folders named `alone` watch time pass: nothing that computes runs beside them.
-ALONE        := -p tests.workers --workers 3 tests/integration/loadgen/alone tests/truth/alone
-SIDE_BY_SIDE := -p tests.workers --workers 4 --ignore-glob='*/alone/*' \
+# they wait (tests/conftest.py mixes those that wait with those that compute). Those in folders named `alone` watch time
+# pass: nothing that computes runs beside them.
+ALONE        := -n 3 --dist loadfile tests/integration/loadgen/alone tests/truth/alone
+SIDE_BY_SIDE := -n 4 --dist loadfile --no-loadscope-reorder --ignore-glob='*/alone/*' \
 	tests/truth tests/integration tests/conformance tests/golden tests/compose tests/unit
 
 # The tests start hundreds of processes, which would compile the same modules again and again.
@@ -53,7 +53,7 @@ test-engines: setup engines ## run the tests of JAX in the second environment, a
 test-slow: setup ## run the tests that take minutes, and those of the native server with three front ends
 	@status=0; \
 	$(BIN)/python -m pytest -m "slow and not gpu and not compose" $(ARGS) || status=$$?; \
-	ABSERVE_NATIVE_FRONTS=3 $(BIN)/python -m pytest -p tests.workers --workers 2 tests/integration/native tests/conformance \
+	ABSERVE_NATIVE_FRONTS=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integration/native tests/conformance \
 		|| status=$$?; \
 	exit $$status
 

@@ -53,6 +53,7 @@ def finished(out: Path) -> Check:
     return check
 
 
+@pytest.mark.usefixtures("real_exec")  # a fork has a fork server as a child
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_keeps_finished_blocks_and_leaves_nobody_behind(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "run"
@@ -72,6 +73,7 @@ def test_an_interrupt_keeps_finished_blocks_and_leaves_nobody_behind(tmp_path: P
     assert not list(tmp_path.glob("abserve-run-*"))
 
 
+@pytest.mark.usefixtures("real_exec")
 def test_an_impatient_finger_does_not_break_into_the_clean_up(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start_runner(long_experiment(), out)

@@ -94,7 +94,7 @@ def test_the_end_of_a_server_sends_what_it_has(traced, receiver: Receiver) -> No
 
 
 def test_a_client_that_leaves_ends_its_trace(traced, receiver: Receiver) -> None:
-    server = traced("--trace-share", "1")
+    server = traced("--trace-share", "1", "--max-batch-size", "1")
     (server.folder / "infer").unlink()
     body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1] * 4}]})
     request = f"POST /v2/models/rows/infer HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
