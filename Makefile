@@ -27,11 +27,11 @@ $(VENV)-engines/.ready: pyproject.toml docker/constraints.txt .ci/setup .ci/engi
 compare: setup ## compare both servers: start them, measure, print the verdict, write the report
 	@$(BIN)/abserve compare $(ARGS)
 
-# The tests run four at a time, since many wait, with one thread for torch, whose threads otherwise keep a core busy while
+# The tests run three at a time, since many wait, with one thread for torch, whose threads otherwise keep a core busy while
 # they wait (tests/conftest.py mixes those that wait with those that compute). Those in folders named `alone` watch time
 # pass: nothing that computes runs beside them.
 ALONE        := -n 3 --dist loadfile tests/integration/loadgen/alone tests/truth/alone
-SIDE_BY_SIDE := -n 4 --dist loadfile --no-loadscope-reorder --ignore-glob='*/alone/*' \
+SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder --ignore-glob='*/alone/*' \
 	tests/truth tests/integration tests/conformance tests/golden tests/compose tests/unit
 
 # The tests start hundreds of processes, which would compile the same modules again and again.
