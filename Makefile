@@ -28,8 +28,8 @@ compare: setup ## compare both servers: start them, measure, print the verdict, 
 	@$(BIN)/abserve compare $(ARGS)
 
 # The tests run three at a time, since many wait, with one thread for torch, whose threads otherwise keep a core busy while
-# they wait (tests/conftest.py mixes those that wait with those that compute). Those in folders named `alone` watch time
-# pass: nothing that computes runs beside them.
+# they wait. Folders with long files come first, and xdist keeps that order, so that no worker has a long file alone at the
+# end. Those in folders named `alone` watch time pass: nothing that computes runs beside them.
 ALONE        := -n 3 --dist loadfile tests/integration/loadgen/alone tests/truth/alone
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder --ignore-glob='*/alone/*' \
 	tests/truth tests/integration tests/conformance tests/golden tests/compose tests/unit

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections import deque
-from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +33,6 @@ barrier.RAISES = True  # a fault of the program does not hide behind a sentence
 
 hypothesis_settings.register_profile("busy cores", deadline=None)  # the other worker's servers may have them
 hypothesis_settings.load_profile("busy cores")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Workers of xdist get files of the first folders, whose tests wait for servers, and of the last, which compute, in
-    turns."""
-    if hasattr(config, "workerinput"):
-        files = deque(list(of_file) for _, of_file in groupby(items, key=lambda item: item.path))
-        mixed = [files.pop() if number % 2 else files.popleft() for number in range(len(files))]
-        items[:] = chain.from_iterable(mixed)
 
 
 @pytest.hookimpl(trylast=True)  # what the file's fixtures held is gone
