@@ -19,12 +19,12 @@ def exposure(option: str, host: str, *, anyone: bool) -> str | None:
     return f"{option} {host} lets other machines in without a key: add --anyone if something in front protects it"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address; True for a name that has none, which cannot be bound either."""
+def is_loopback(host: str, *, unknown: bool = True) -> bool:
+    """Whether only this machine reaches the address; `unknown`: of a name without one, which cannot be bound."""
     if host in ("", "*"):
         return False
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
-        return True
+        return unknown
     return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)

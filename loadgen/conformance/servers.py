@@ -5,9 +5,7 @@ It is at a URL, or it is started with the options that cases need.
 
 from __future__ import annotations
 
-import ipaddress
 import re
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +19,7 @@ import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from loadgen.base import exposure
 from loadgen.base.child_process import ABSERVE
 from loadgen.base.documents import DocumentError, read_json
 from loadgen.client.connection import AddressError
@@ -498,12 +497,7 @@ Session = RemoteSession | LaunchedSession
 
 def is_loopback(url: str) -> bool:
     """Whether the server is on this machine: every address of its host name is a loopback address."""
-    host = urlsplit(url if "://" in url else f"http://{url}").hostname
-    try:
-        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
-    except OSError:
-        return False
-    return bool(addresses) and all(ipaddress.ip_address(entry[4][0]).is_loopback for entry in addresses)
+    return exposure.is_loopback(urlsplit(url if "://" in url else f"http://{url}").hostname or "", unknown=False)
 
 
 def _tree(pid: int) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ _LARGEST_TABLE = 2**20
 _FAREWELL = frame_head(GOAWAY, 0, 0, 8) + NUMBER.pack(MOST_WINDOW) + NUMBER.pack(0)
 """Of all streams that the client has opened, none is refused."""
 Control = Callable[[int, int, int, bytes], None]
-"""Gets the kind, the flags, the stream and the content of each frame that is no part of a message."""
+"""Gets the kind, the flags, the stream and the content of each frame that does not belong to a message."""
 
 
 class _Frames:

@@ -6,17 +6,13 @@ on without being recorded.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from loadgen.recorder.recorder import Observer, PassedRequest
+from loadgen.records.traffic import MODEL_ROUTE
 
 MOST_HEAD_BYTES = 2**16
-RECORDED = re.compile(
-    r"(?:/.*)?/(?:v2/models/[^/]+(?:/versions/[^/]+)?/(?:infer|generate|generate_stream)|completions)"
-)
-"""The paths of requests to a model, below any base path."""
 Headers = Mapping[str, str]
 _UNTIL_THE_END = -1
 
@@ -130,7 +126,7 @@ class HttpTap:
                 if not version.startswith("HTTP/1."):
                     raise ValueError("it is not HTTP/1.1")
                 path = target.partition("?")[0]
-                wanted = method == "POST" and RECORDED.fullmatch(path) is not None
+                wanted = method == "POST" and MODEL_ROUTE.fullmatch(path) is not None
                 self._request = self._recorder.begin("http", path, headers, began_ns, head) if wanted else None
                 self.expect(method, self._request)
             elif self._request is not None:

@@ -21,7 +21,7 @@ import msgspec
 from loadgen.base.documents import one_line
 from loadgen.client.connection import uncompressed
 from loadgen.client.grpc_messages import ModelInferRequest
-from loadgen.records.traffic import KEPT_HEADERS, RecordedRequest, RecordedTensor, TrafficWriter
+from loadgen.records.traffic import MODEL_ROUTE, RecordedRequest, RecordedTensor, TrafficWriter, kept_headers
 
 MOST_HELD_BYTES = 2**28
 """Most bytes of bodies in memory, of requests under way and of those that wait to be written."""
@@ -257,11 +257,6 @@ class PassedRequest:
         )  # fmt: skip
 
 
-def kept_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Those that are stored."""
-    return {name: headers[name] for name in KEPT_HEADERS if name in headers}
-
-
 # What a request says of itself
 
 
@@ -294,9 +289,9 @@ def _of_body(route: str, headers: Mapping[str, str], content: bytes) -> dict[str
     content = plain(content, headers.get("content-encoding"))
     if length := headers.get("inference-header-content-length"):
         content = content[: int(length)]
-    _, _, path = route.rpartition("/v2/models/")
-    named, _, version = path.rpartition("/")[0].partition("/versions/") if path != route else ("", "", "")
-    described: dict[str, Any] = {"model": unquote(named) or None, "version": version or None}
+    to_model = MODEL_ROUTE.fullmatch(route)
+    named, version = (None, None) if to_model is None else to_model.groups()
+    described: dict[str, Any] = {"model": named and unquote(named), "version": version}
     try:
         body = msgspec.json.decode(content, type=_Body)
     except msgspec.MsgspecError:

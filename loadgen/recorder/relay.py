@@ -158,7 +158,7 @@ class _Connection:
             _reset(self.server.transport)
 
     def goes_over(self, end: _End, data: bytes) -> bool:
-        """Whether a request begins with this that another server gets, as soon as it is connected."""
+        """Whether these bytes begin a request for another server, which gets them as soon as it is connected."""
         if self._number == self._relay.chosen or end is not self.client or self._tap is None:
             return False
         if not self._tap.is_between or end.transport is None:

@@ -102,9 +102,7 @@ class _Block:
         """Add a request that an arm has answered, or failed to."""
         if fault is not None and fault not in self.messages:
             self.messages.append(fault)
-        began_ns = request.sent_ns or request.at_ns
-        first_ns = max(request.first_byte_ns or 0, began_ns)
-        end_ns = max(request.end_ns or first_ns, began_ns)
+        began_ns, first_ns, end_ns = _times_ns(request)
         number = -1 if fault is None else self.messages.index(fault)
         self.rows[arm].append(
             (
@@ -174,7 +172,7 @@ class ShadowRun:
         self._say, self._failed = say, failed
         self.block_ns = int(block_s * NS_PER_S)
         self.seed = randbits(32) if takes_turns else None
-        """Of the turns that both servers take in answering clients; None: there are none."""
+        """Draws whose turn it is to answer clients; None if the servers take no turns."""
         self._stored = self._timed = 0
         """Blocks of both arms, and the requests in them."""
         self.record = ShadowRecord(share=share, block_seconds=block_s, swap=takes_turns)
@@ -256,9 +254,9 @@ class ShadowRun:
         for (arm, request), fault in zip(timed.items(), faults, strict=True):
             self._block.add(arm, request, fault, is_good=not any(faults))
             if fault is None:
-                began_ns = request.sent_ns or request.at_ns
-                self.latencies[arm].add(((request.end_ns or began_ns) - began_ns) / NS_PER_S)
-                self.first_bytes[arm].add(((request.first_byte_ns or began_ns) - began_ns) / NS_PER_S)
+                began_ns, first_ns, end_ns = _times_ns(request)
+                self.latencies[arm].add((end_ns - began_ns) / NS_PER_S)
+                self.first_bytes[arm].add((first_ns - began_ns) / NS_PER_S)
 
     def _add_pair(self, primary: PairedRequest, copy: PairedRequest) -> None:
         if copy.sent_ns is not None and len(self._lags_ms) < _MOST_LAGS:
@@ -440,6 +438,13 @@ class ShadowRun:
 
 def _free(primary: PairedRequest, copy: PairedRequest | None) -> None:
     primary.recorder.freed_bytes += primary.held_bytes + (0 if copy is None else copy.held_bytes)
+
+
+def _times_ns(request: PairedRequest) -> tuple[int, int, int]:
+    """When a request had been sent, and when the first and the last byte of its answer had come."""
+    began_ns = request.sent_ns or request.at_ns
+    first_ns = max(request.first_byte_ns or 0, began_ns)
+    return began_ns, first_ns, max(request.end_ns or first_ns, began_ns)
 
 
 def _http_status(request: PairedRequest) -> int | None:

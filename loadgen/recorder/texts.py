@@ -51,8 +51,8 @@ def is_certain(fields: Mapping[str, Any]) -> bool:
 
 
 def read_text(request: PairedRequest, fields: Mapping[str, Any]) -> StreamedAnswer:
-    """The answer to a request with these fields. Its first token gives the request the time of its first byte, and what
-    is no answer a `failure`."""
+    """The answer to a request with these fields. Its first token gives the request the time of its first byte; one that
+    cannot be read gives it a `failure`."""
     limits = (fields.get(name) for name in ("max_tokens", "max_completion_tokens"))
     asked = next((limit for limit in limits if isinstance(limit, int) and limit > 0), _MOST_TOKENS)
     try:

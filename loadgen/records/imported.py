@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -24,22 +23,19 @@ import msgspec
 
 from loadgen.base.documents import DocumentError, one_line, open_named
 from loadgen.records.traffic import (
-    KEPT_HEADERS,
+    MODEL_ROUTE,
     RecordedRequest,
     RecordedTensor,
     RecordedTraffic,
     TrafficError,
     TrafficRecording,
+    kept_headers,
 )
 
 MOST_BYTES = 2**30
 _MOST_LINE_BYTES = 2**24
 UNTYPED = ""
 """The datatype of inputs that have that of the model which gets them; their content is perf_analyzer's."""
-_ROUTE = re.compile(
-    r"(?:/.*)?/(?:v2/models/([^/]+)(?:/versions/([^/]+))?/(?:infer|generate|generate_stream)|completions"
-    r"|chat/completions)"
-)
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 Parts = tuple[RecordedRequest, bytes, bytes | None]
 """A request, its body and its answer's, if that is known."""
@@ -189,7 +185,7 @@ def _of_har(entry: _Entry) -> Iterator[Parts]:
     """The request of an entry, if it is one to a model. Bodies in an archive have no compression any more."""
     request, response = entry.request, entry.response
     route = urlsplit(request.url).path
-    model_route = _ROUTE.fullmatch(route)
+    model_route = MODEL_ROUTE.fullmatch(route)
     if request.method != "POST" or model_route is None or request.postData is None:
         return
     content, headers = request.postData.bytes(), _kept(request.headers)
@@ -209,8 +205,8 @@ def _of_har(entry: _Entry) -> Iterator[Parts]:
 
 
 def _kept(headers: list[_Named]) -> dict[str, str]:
-    given = {header.name.lower(): header.value for header in headers}
-    return {name: given[name] for name in KEPT_HEADERS if name in given and not name.endswith("-encoding")}
+    kept = kept_headers({header.name.lower(): header.value for header in headers})
+    return {name: value for name, value in kept.items() if not name.endswith("-encoding")}
 
 
 class _HarInput(msgspec.Struct):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +34,10 @@ KEPT_HEADERS = (
 )  # fmt: skip
 """The headers that are stored, because an answer depends on them. None of them holds a credential, a cookie or an
 address."""
+MODEL_ROUTE = re.compile(
+    r"(?:/.*)?/(?:v2/models/([^/]+)(?:/versions/([^/]+))?/(?:infer|generate|generate_stream)|completions)"
+)
+"""The paths of requests to a model, below any base path, with its quoted name and its version where they have them."""
 MOST_CONTENT_BYTES = 2**28
 _NS_PER_STRETCH = STRETCH_S * 10**9
 _RECORDING = "traffic.json"
@@ -44,6 +49,11 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 class TrafficError(ValueError):
     """A folder of traffic cannot be read or written; the message says why."""
+
+
+def kept_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Those that are stored, of headers with names in lower case."""
+    return {name: headers[name] for name in KEPT_HEADERS if name in headers}
 
 
 class RecordedTensor(Record, frozen=True, kw_only=True):
