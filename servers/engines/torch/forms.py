@@ -187,24 +187,26 @@ def fast_form(
     *,
     compiled: bool,
     fp8: bool = False,
-    planned: Callable[[], ModelForm | None] = lambda: None,
+    planned: Callable[[ModelForm | None], ModelForm | None] = lambda _: None,
 ) -> ModelForm:
     """The fastest form that covers this model and precision; with `compiled`, torch.compile of the lean tower. With
     `fp8` it is the model's own module, whose linear layers torchao knows. `planned` may give the form of a model
-    without a lean tower, which is neither compiled nor in FP8."""
+    without a fused tower, which is neither compiled nor in FP8; it takes the form with the lean tower, if there is one.
+    """
     lean = None if fp8 else _lean_tower(module, specification)
-    if lean is None:
-        chosen = None if compiled or fp8 else planned()
-        form = chosen or plain_form(module, specification, device, dtype, fp8=fp8)
-        return _compiled(form) if compiled else form
-    if not compiled and dtype == torch.float16 and find_spec("triton") is not None:
+    if lean is not None and not compiled and dtype == torch.float16 and find_spec("triton") is not None:
         try:
             return _fused_form(lean, specification, device, max_batch_size)
         except (UnsupportedTowerError, *FAILURES):  # on another card the kernels may fail
             pass
-    lean = lean.to(device=device, dtype=dtype)
-    gelu = "x·sigmoid(1.702·x)" if lean.shape.quick_gelu else "erf"
-    form = ModelForm(lean, tuple(lean.parameters()), dtype, "lean tower, scaled dot-product attention", gelu)
+    form = None
+    if lean is not None:
+        lean = lean.to(device=device, dtype=dtype)
+        gelu = "x·sigmoid(1.702·x)" if lean.shape.quick_gelu else "erf"
+        form = ModelForm(lean, tuple(lean.parameters()), dtype, "lean tower, scaled dot-product attention", gelu)
+    if not compiled and not fp8 and (chosen := planned(form)) is not None:
+        return chosen
+    form = form or plain_form(module, specification, device, dtype, fp8=fp8)
     return _compiled(form) if compiled else form
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from servers.engines.torch.exported_graphs import TENSOR, exported
 from servers.models.specification import ModelSpecification
 
 aten = torch.ops.aten
@@ -153,14 +154,16 @@ def _with_self_attention(module: nn.Module) -> Iterator[None]:
             layer.__class__ = nn.MultiheadAttention
 
 
-def fused_layers(module: nn.Module, inputs: Sequence[Tensor], shapes: Sequence[dict[int, Any]]) -> fx.GraphModule:
-    """The graph of `module`, exported with these inputs, with fused layers. `shapes`: see `dynamic_shapes`. Raises
-    `ValueError` if there is nothing to fuse, and whatever torch.export and the module's own code raise."""
+def exported_module(module: nn.Module, inputs: Sequence[Tensor], shapes: Sequence[dict[int, Any]]) -> fx.GraphModule:
+    """The graph that `fused_layers` takes, exported with these inputs. `shapes`: see `dynamic_shapes`. Raises whatever
+    torch.export and the module's own code raise."""
+    with torch.no_grad(), _with_self_attention(module):
+        return exported(module, inputs, shapes)
+
+
+def fused_layers(graph: fx.GraphModule) -> fx.GraphModule:
+    """This graph, changed to one with fused layers. Raises `ValueError` if there is nothing to fuse."""
     with torch.no_grad():
-        with _with_self_attention(module):
-            program = torch.export.export(module, tuple(inputs), dynamic_shapes=tuple(shapes))
-        graph = program.module()
-        assert isinstance(graph, fx.GraphModule)
         _drop_nothings(graph)
         changes = (_multiply_patches, _merge_products, _add_gelu, _add_sums, _convert_masks_once)
         if not sum(change(graph) for change in changes):
@@ -190,12 +193,10 @@ def _multiply_patches(module: fx.GraphModule) -> int:
 
 
 def _drop_nothings(module: fx.GraphModule) -> None:
-    """Remove what only checks, and dropout, which does nothing in eval mode."""
+    """Remove dropout, which does nothing in eval mode."""
     for node in list(module.graph.nodes):
         if node.target is aten.dropout.default and node.args[2] is False:
             node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
-        elif node.target is aten._assert_tensor_metadata.default or node.target == "_guards_fn":
             module.graph.erase_node(node)
 
 
@@ -278,8 +279,8 @@ def _convert_masks_once(module: fx.GraphModule) -> int:
     for node in module.graph.nodes:
         if node.target is aten.scaled_dot_product_attention.default and len(node.args) > 3:
             query, mask = node.args[0], node.args[3]
-            if isinstance(mask, fx.Node) and mask.meta["val"].dtype == torch.bool:
-                reading[mask, query.meta["val"].dtype].append(node)
+            if isinstance(mask, fx.Node) and _dtype_of(mask) == torch.bool:
+                reading[mask, _dtype_of(query)].append(node)
     for (mask, dtype), layers in reading.items():
         with module.graph.inserting_after(mask):
             numbers = module.graph.call_function(_as_numbers, (mask, dtype))
@@ -306,11 +307,15 @@ def _bias(linear: fx.Node) -> Any:
     return linear.args[2] if len(linear.args) > 2 else None
 
 
+def _dtype_of(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, node.meta[TENSOR][0].removeprefix("torch."))
+    return dtype
+
+
 def _same_shape(one: Any, other: Any) -> bool:
     """Also of the same datatype: the kernel would round the sum to that of the first."""
-    values = [node.meta.get("val") if isinstance(node, fx.Node) else None for node in (one, other)]
-    shapes = [(value.shape, value.dtype) if isinstance(value, Tensor) else None for value in values]
-    return shapes[0] is not None and shapes[0] == shapes[1]
+    known = [node.meta.get(TENSOR) if isinstance(node, fx.Node) else None for node in (one, other)]
+    return known[0] is not None and known[0] == known[1]
 
 
 def _call(module: fx.GraphModule, name: str, layer: nn.Module, *arguments: Any) -> fx.Node:

@@ -29,14 +29,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from servers.engines.agreement import Proof, disagreement, proof_batch
 from servers.engines.batches import Bucket
 from servers.engines.choice import ChoiceCache, cache_key, graph_times_ms, makes_choices
 from servers.engines.torch.convolutions import fused_convolutions
+from servers.engines.torch.exported_graphs import restored, stored
 from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, as_specified, converted, plain_form, reason_of
-from servers.engines.torch.fused_layers import HALVES, Product, dynamic_shapes, fused_layers
+from servers.engines.torch.fused_layers import HALVES, Product, dynamic_shapes, exported_module, fused_layers
 from servers.engines.torch.norms import folded_norms, with_layers
 from servers.engines.torch.runner import TORCH_TYPES
 from servers.models.specification import ModelSpecification
@@ -77,7 +78,8 @@ PLANS = (
 )
 """Of a convolutional module, the simplest first."""
 OWN_LAYERS, FUSED_LAYERS = ModulePlan("own layers"), ModulePlan("fused layers", fused=True)
-"""Of a module with few convolutions."""
+LEAN_TOWER = ModulePlan("lean tower")
+"""Of a module with few convolutions; the last one of open_clip's vision towers, see `vit_tower`."""
 
 
 class ComparedAnswers(NamedTuple):
@@ -95,9 +97,11 @@ def planned_form(
     dtype: torch.dtype,
     rows: Sequence[int],
     answers: ComparedAnswers,
+    lean: ModelForm | None = None,
 ) -> ModelForm | None:
-    """The form of `module` (FP32, on the CPU, unchanged) that has the fastest plan for each batch of `rows`. None for a
-    model without plans, where no plan gives the model's answers to every batch, and where nothing is chosen."""
+    """The form of `module` (FP32, on the CPU, unchanged) that has the fastest plan for each batch of `rows`, `lean`
+    among them. None for a model without plans, where no plan gives the model's answers to every batch, and where
+    nothing is chosen."""
     if not makes_choices():
         return None
     convolutions = sum(isinstance(layer, nn.Conv2d) for layer in module.modules())
@@ -105,8 +109,10 @@ def planned_form(
         if convolutions >= LEAST_CONVOLUTIONS and specification.padded_axis is None:
             return ConvolutionalModule(PLANS, module, specification, device, dtype, answers).form(rows)
         if sum(isinstance(layer, nn.Linear) for layer in module.modules()) >= LEAST_LAYERS:
-            plans = OWN_LAYERS, FUSED_LAYERS
-            return LayeredModule(plans, module, specification, device, dtype, answers).form(rows)
+            plans = [OWN_LAYERS, FUSED_LAYERS] if lean is None else [OWN_LAYERS, FUSED_LAYERS, LEAN_TOWER]
+            layered = LayeredModule(plans, module, specification, device, dtype, answers)
+            layered.lean = lean
+            return layered.form(rows)
     return None
 
 
@@ -134,15 +140,20 @@ class PlannedModule(ABC):
         """By plan, what building it and its first calls took."""
         self._left_out: dict[str, str] = {}
         """By plan, the reason why it is not used, for the last batch size for which it is not."""
+        self._graph: list[Any] = []
+        """The exported graph of the module, as `stored`, once there is one."""
 
     def form(self, rows: Sequence[int]) -> ModelForm | None:
         """Choose for each batch of `rows`; None if no plan gives the model's answers to one of them."""
         cache = ChoiceCache(cache_key(self._module, self._specification, self._device, self._answers.precision))
         with stage("choose"), cache.held():
             kept = self._kept(cache)
+            compared = set[ModulePlan]()
             for count in measuring_order(rows):
-                if (plan := kept.get(count)) is not None and self._agrees(plan, count):
+                plan = kept.get(count)
+                if plan is not None and (plan in compared or self._agrees(plan, count)):
                     self._chosen[count] = plan, "cached"
+                    compared.add(plan)  # on one batch: the first start compared every size
                 elif not self._times_ms or monotonic() - self._started < MEASURING_SECONDS:
                     self._measure(count)
             measured = {number: chosen for number, (chosen, _) in self._chosen.items()}
@@ -153,7 +164,8 @@ class PlannedModule(ABC):
                 self._chosen[left] = found, "not measured"
             if self._times_ms:  # also what was not measured: the next start must choose the same
                 plans = {**kept, **{count: plan for count, (plan, _) in self._chosen.items()}}
-                cache.write({"plans": {str(count): plan.title for count, plan in sorted(plans.items())}})
+                titles = {str(count): plan.title for count, plan in sorted(plans.items())}
+                cache.write({"plans": titles, "graph": self._graph})
         return self._form_of_choice(cache.trouble)
 
     def _first_that_agrees(self, preferred: Sequence[ModulePlan], count: int) -> ModulePlan | None:
@@ -166,8 +178,10 @@ class PlannedModule(ABC):
     def _kept(self, cache: ChoiceCache) -> dict[int, ModulePlan]:
         """The plans that an earlier start chose, by rows."""
         titles = {plan.title: plan for plan in self._plans}
+        choice = cache.read()
+        self._graph = choice.get("graph", [])
         try:
-            return {int(rows): titles[title] for rows, title in cache.read().get("plans", {}).items()}
+            return {int(rows): titles[title] for rows, title in choice.get("plans", {}).items()}
         except (ValueError, TypeError, KeyError, AttributeError):
             cache.reject()
             return {}
@@ -328,19 +342,37 @@ class ConvolutionalModule(PlannedModule):
 
 
 class LayeredModule(PlannedModule):
-    """A module with linear layers: its own layers, or fused ones."""
+    """A module with linear layers: its own layers, or fused ones, or those of the lean tower."""
+
+    lean: ModelForm | None = None
 
     def _built(self, plan: ModulePlan) -> ModelForm:
         if plan == OWN_LAYERS:
             return plain_form(deepcopy(self._module), self._specification, self._device, self._dtype)
+        if plan == LEAN_TOWER:
+            assert self.lean is not None
+            return self._compared(self.lean)
         own = self._own()
         assert isinstance(own.module, nn.Module)  # see plain_form
+        if nodes := self._graph:
+            with suppress(Exception):  # a damaged one is exported again
+                return self._fused(own, restored(nodes, own.module, self._device))
         arrays = proof_batch(self._specification, EXAMPLE_ROWS, 0, EXAMPLE_SHARE).inputs
-        graph = fused_layers(
-            own.module, converted(self._tensors(arrays), own.dtype), dynamic_shapes(self._specification)
-        )
+        inputs = converted(self._tensors(arrays), own.dtype)
+        graph = exported_module(own.module, inputs, dynamic_shapes(self._specification))
+        self._graph = stored(graph, own.module)
+        return self._fused(own, graph)
+
+    def _fused(self, own: ModelForm, graph: fx.GraphModule) -> ModelForm:
+        """The form that executes this graph with fused layers. Raises `ValueError` for other answers."""
+        graph = fused_layers(graph)
         tanh = own.dtype in HALVES and any(isinstance(layer, Product) and layer.gelu for layer in graph.modules())
-        form = replace(own, module=graph, parameters=tuple(graph.parameters()), gelu="tanh" if tanh else own.gelu)
+        return self._compared(
+            replace(own, module=graph, parameters=tuple(graph.parameters()), gelu="tanh" if tanh else own.gelu)
+        )
+
+    def _compared(self, form: ModelForm) -> ModelForm:
+        """This form. Raises `ValueError` for other answers than those of the model in FP32."""
         proof, expected, precision = self._answers
         fault = disagreement(self._specification, expected, self._answered(form, proof), precision).fault
         if fault is not None:

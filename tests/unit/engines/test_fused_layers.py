@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ from servers.engines.interface import PLANS_FOLDER
 from servers.engines.settings import EngineSettings
 from servers.engines.torch import plans
 from servers.engines.torch.engine import TorchEngine
-from servers.engines.torch.fused_layers import Patches, Product, SumNorm, dynamic_shapes, fused_layers
+from servers.engines.torch.exported_graphs import restored, stored
+from servers.engines.torch.fused_layers import Patches, Product, SumNorm, dynamic_shapes, exported_module, fused_layers
 from servers.engines.torch.plans import FUSED_LAYERS, OWN_LAYERS
 from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
@@ -90,6 +92,17 @@ def example(rows: int, length: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, length, WIDTH, generator=generator), known
 
 
+def fused(module: nn.Module, inputs: Sequence[Tensor], shapes: Sequence[dict[int, Any]]) -> Any:
+    """The graph with fused layers, from one that was stored, which has the same code as the exported one."""
+    exported = exported_module(module, inputs, shapes)
+    nodes = orjson.loads(orjson.dumps(stored(exported, module)))
+    fused_layers(exported)
+    read = fused_layers(restored(nodes, module, torch.device("cpu")))
+    assert len(read.graph.nodes) == len(exported.graph.nodes)
+    assert [str(node.target) for node in read.graph.nodes] == [str(node.target) for node in exported.graph.nodes]
+    return read
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("how", "norms", "with_sum", "gelu"),
@@ -107,23 +120,23 @@ def test_answers_stay(how: str, norms: int, with_sum: int, gelu: int) -> None:
     torch.manual_seed(0)
     module = Blocks(how).eval()
     batch, length = torch.export.Dim("batch", min=1), torch.export.Dim("length", min=1, max=64)
-    fused = fused_layers(module, example(3, 7), [{0: batch, 1: length}] * 2)
+    graph = fused(module, example(3, 7), [{0: batch, 1: length}] * 2)
     for rows, size in ((1, 7), (3, 7), (2, 11), (5, 3)):
-        torch.testing.assert_close(fused(*example(rows, size)), module(*example(rows, size)), atol=1e-5, rtol=1e-5)
-    sums = [layer for layer in fused.modules() if isinstance(layer, SumNorm)]
-    products = [layer for layer in fused.modules() if isinstance(layer, Product)]
+        torch.testing.assert_close(graph(*example(rows, size)), module(*example(rows, size)), atol=1e-5, rtol=1e-5)
+    sums = [layer for layer in graph.modules() if isinstance(layer, SumNorm)]
+    products = [layer for layer in graph.modules() if isinstance(layer, Product)]
     assert (len(sums), sum("with_sum=True" in repr(layer) for layer in sums)) == (norms, with_sum)
     assert sum(layer.gelu for layer in products) == gelu
     assert [tuple(layer.weight.shape) for layer in products if not layer.gelu] == [(3 * WIDTH, WIDTH)] * 2
-    assert sum(getattr(node.target, "__name__", "") == "_as_numbers" for node in fused.graph.nodes) == 1
-    assert sum(parameter.numel() for parameter in fused.parameters()) == sum(one.numel() for one in module.parameters())
+    assert sum(getattr(node.target, "__name__", "") == "_as_numbers" for node in graph.graph.nodes) == 1
+    assert sum(parameter.numel() for parameter in graph.parameters()) == sum(one.numel() for one in module.parameters())
 
 
 @torch.no_grad()
 def test_nothing_to_fuse() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
     with pytest.raises(ValueError, match="nothing that can be fused"):
-        fused_layers(module, [torch.randn(3, 4)], [{0: torch.export.Dim("batch", min=1)}])
+        fused(module, [torch.randn(3, 4)], [{0: torch.export.Dim("batch", min=1)}])
 
 
 @torch.no_grad()
@@ -140,11 +153,11 @@ def test_library_models_answer_as_before(reference: str, norms: int, gelu: int) 
         inputs = proof_batch(specification, rows, rows, share).inputs
         return [torch.from_numpy(inputs[tensor.name]) for tensor in specification.inputs]
 
-    fused = fused_layers(module, batch(3, 0.34), dynamic_shapes(specification))
+    graph = fused(module, batch(3, 0.34), dynamic_shapes(specification))
     for rows, share in ((1, 0.5), (4, 0.3)):
-        torch.testing.assert_close(fused(*batch(rows, share)), module(*batch(rows, share)), atol=1e-5, rtol=1e-4)
-    assert sum(isinstance(layer, SumNorm) for layer in fused.modules()) == norms
-    assert sum(isinstance(layer, Product) and layer.gelu for layer in fused.modules()) == gelu
+        torch.testing.assert_close(graph(*batch(rows, share)), module(*batch(rows, share)), atol=1e-5, rtol=1e-4)
+    assert sum(isinstance(layer, SumNorm) for layer in graph.modules()) == norms
+    assert sum(isinstance(layer, Product) and layer.gelu for layer in graph.modules()) == gelu
 
 
 class Attending(nn.Module):
@@ -180,15 +193,15 @@ def test_attention_and_patches(how: str, batch_first: bool) -> None:
     torch.manual_seed(0)
     module = Attending(how, batch_first=batch_first).eval()
     images = torch.randn(3, 3, 8, 8)
-    fused = fused_layers(module, [images], [{0: torch.export.Dim("batch", min=1)}])
+    graph = fused(module, [images], [{0: torch.export.Dim("batch", min=1)}])
     assert type(module.attention) is nn.MultiheadAttention
     for rows in (1, 2, 5):
         images = torch.randn(rows, 3, 8, 8)
-        torch.testing.assert_close(fused(images), module(images), atol=1e-5, rtol=1e-5)
-    operations = [node.target for node in fused.graph.nodes]
+        torch.testing.assert_close(graph(images), module(images), atol=1e-5, rtol=1e-5)
+    operations = [node.target for node in graph.graph.nodes]
     unbinds = torch.ops.aten.unbind.int in operations
     assert unbinds == (how in ("", "mask", "no bias"))
-    assert sum(isinstance(layer, Patches) for layer in fused.modules()) == 1
+    assert sum(isinstance(layer, Patches) for layer in graph.modules()) == 1
     assert torch.ops.aten.conv2d.default not in operations
 
 
@@ -218,9 +231,9 @@ class Viewed(nn.Module):
 @torch.no_grad()
 def test_merged_products_may_be_viewed_across_their_rows() -> None:
     module, values = Viewed().eval(), torch.randn(3, 5, WIDTH)
-    fused = fused_layers(module, [values], [{0: torch.export.Dim("batch", min=1)}])
-    assert sum(isinstance(layer, Product) for layer in fused.modules()) == 1
-    torch.testing.assert_close(fused(values), module(values), atol=1e-5, rtol=1e-5)
+    graph = fused(module, [values], [{0: torch.export.Dim("batch", min=1)}])
+    assert sum(isinstance(layer, Product) for layer in graph.modules()) == 1
+    torch.testing.assert_close(graph(values), module(values), atol=1e-5, rtol=1e-5)
 
 
 class Mixed(nn.Module):
@@ -238,9 +251,9 @@ class Mixed(nn.Module):
 @torch.no_grad()
 def test_sums_of_two_datatypes_are_not_fused() -> None:
     module, values = Mixed().eval(), torch.randn(3, WIDTH)
-    fused = fused_layers(module, [values], [{0: torch.export.Dim("batch", min=1)}])
-    assert sum(isinstance(layer, SumNorm) for layer in fused.modules()) == 1
-    torch.testing.assert_close(fused(values), module(values), atol=1e-3, rtol=1e-3)
+    graph = fused(module, [values], [{0: torch.export.Dim("batch", min=1)}])
+    assert sum(isinstance(layer, SumNorm) for layer in graph.modules()) == 1
+    torch.testing.assert_close(graph(values), module(values), atol=1e-3, rtol=1e-3)
 
 
 @torch.no_grad()
@@ -250,9 +263,9 @@ def test_other_convolutions_stay(options: Any) -> None:
     module = nn.Sequential(convolution, nn.Flatten(2), nn.Linear(25, 8), nn.GELU()).eval()
     images = torch.randn(3, 3, 10, 10)
     module[2] = nn.Linear(convolution(images).flatten(2).shape[2], 8)
-    fused = fused_layers(module, [images], [{0: torch.export.Dim("batch", min=1)}])
-    assert not any(isinstance(layer, Patches) for layer in fused.modules())
-    torch.testing.assert_close(fused(images), module(images), atol=1e-5, rtol=1e-5)
+    graph = fused(module, [images], [{0: torch.export.Dim("batch", min=1)}])
+    assert not any(isinstance(layer, Patches) for layer in graph.modules())
+    torch.testing.assert_close(graph(images), module(images), atol=1e-5, rtol=1e-5)
 
 
 Times = dict[str, float]
@@ -340,7 +353,9 @@ def test_the_faster_plan_executes(
 
 def test_a_later_start_has_the_same_plans_and_compares_them(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = loaded({1: (1.0, 0.8), 2: (2.0, 2.2)}, "store").describe().details
-    again = loaded({1: (1.0, 1.8), 2: (2.0, 1.2)}, "store").describe().details
+    with monkeypatch.context() as patched:  # exporting takes seconds
+        patched.setattr(plans, "exported_module", lambda *_: pytest.fail("exported again"))
+        again = loaded({1: (1.0, 1.8), 2: (2.0, 1.2)}, "store").describe().details
     assert again["plans"] == first["plans"] == {"1": FUSED_LAYERS.title, "2": OWN_LAYERS.title}
     assert again["choices"] == first["choices"]
     assert set(again["plan_origins"].values()) == {"cached"}
