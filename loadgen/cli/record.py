@@ -67,6 +67,9 @@ def record(
     ] = 1.0,
     contents: Annotated[bool, typer.Option("--contents/--no-contents", help="Store what the requests contain.")] = True,
     answers: Annotated[bool, typer.Option("--answers/--no-answers", help="Store what the server answers.")] = False,
+    shown: Annotated[
+        int | None, typer.Option("--shown", hidden=True, help="The socket of a server that shows its connections.")
+    ] = None,
 ) -> None:
     """Pass all traffic on to a server and record the inference requests in it, for `abserve compare --traffic`.
 
@@ -81,9 +84,10 @@ def record(
     from loadgen.measure.machine import installed_versions, utc_now
     from loadgen.recorder.recorder import Recorder
     from loadgen.recorder.relay import Relay, Upstream
+    from loadgen.recorder.shown import ShownBytes
     from loadgen.records.traffic import TrafficError, TrafficRecording, TrafficWriter
 
-    if to is None and grpc_to is None:
+    if to is None and grpc_to is None and shown is None:
         fail("give the server that gets the requests with --to URL, --grpc-to HOST:PORT, or both")
     try:
         ways = [] if to is None else [parse_way([to], listen, [to_ca], anyone=anyone)]
@@ -100,9 +104,21 @@ def record(
     except (TlsError, TrafficError, ValueError) as exc:
         fail(str(exc))
     sys.setswitchinterval(0.0005)  # the thread that writes gives way to the traffic
-    recorder = Recorder(writer, minutes=minutes, requests=requests, ended=_say_ended)
-    relays = [(Relay(Upstream(way.servers[0], way.tap(recorder), way.contexts[0])), way.place) for way in ways]
-    asyncio.run(serve(relays, f"recorded in {out}"))
+    source = None if shown is None else ShownBytes(shown)
+
+    def say_ended(why: str) -> None:
+        complain(f"the recording has ended: {why}", kind="note", style="yellow")
+        if source is not None:
+            source.end()
+
+    recorder = Recorder(writer, minutes=minutes, requests=requests, ended=say_ended)
+    if source is not None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        source.read(recorder)
+    else:
+        relays = [(Relay(Upstream(way.servers[0], way.tap(recorder), way.contexts[0])), way.place) for way in ways]
+        asyncio.run(serve(relays, f"recorded in {out}"))
     written = recorder.stop("it was stopped")
     state = writer.recording
     typer.echo(f"{counted(state.requests, 'request')} in {out}, {state.lost} lost")
@@ -130,10 +146,6 @@ async def serve(
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-
-
-def _say_ended(why: str) -> None:
-    complain(f"the recording has ended: {why}", kind="note", style="yellow")
 
 
 class Way(NamedTuple):

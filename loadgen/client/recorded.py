@@ -26,6 +26,7 @@ from loadgen.records.targets import TokenTransport
 from loadgen.records.traffic import MOST_CONTENT_BYTES, RecordedRequest
 
 _SALT_DIGITS = 16
+_REGION = b'"shared_memory_region"'
 _LEFT_OUT = ("max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "n", "best_of", "cache_salt", "user")
 """Fields that would make an answer longer or shorter than the recorded one, or several of it; and who asked."""
 
@@ -142,10 +143,21 @@ def recorded_request(request: RecordedRequest, content: bytes, signature: Signat
     if request.transport == "http":
         length = request.headers.get("inference-header-content-length", "")
         tensors = len(content) - int(length) if length.isdecimal() else len(content)
+        if content.find(_REGION, 0, int(length) if length.isdecimal() else None) >= 0:
+            raise _in_shared_memory(request)
         return PreparedRequest(b"", content, max(0, tensors), headers=request.headers)
     try:
         message = ModelInferRequest.FromString(content)
     except DecodeError as exc:
         raise InputError(f"a recorded request is not a ModelInferRequest: {exc}") from exc
+    if message.inputs and not (message.raw_input_contents or any(each.HasField("contents") for each in message.inputs)):
+        raise _in_shared_memory(request)
     message.model_name, message.model_version = signature.model, signature.version or ""
     return grpc_request(message.SerializeToString(), sum(map(len, message.raw_input_contents)))
+
+
+def _in_shared_memory(request: RecordedRequest) -> InputError:
+    return InputError(
+        f"the recorded request after {request.at_ns / 1e9:.3f} s has tensors in shared memory, which a recording does "
+        "not hold; save the others with abserve.load_traffic(…).save(…)"
+    )

@@ -219,6 +219,12 @@ class GrpcTap:
         """Have the client make a new connection, where the last frame has passed whole."""
         return _FAREWELL if self._answers.is_between else b""
 
+    def lose(self) -> None:
+        """Bytes are missing: no request under way can be recorded."""
+        for call in self._calls.values():
+            for request in call.waiting:
+                request.lost = True
+
     def closed(self, now_ns: int, *, by_server: bool = False) -> None:
         """The connection has ended, and with it every call."""
         for stream in [*self._calls]:

@@ -171,6 +171,12 @@ class HttpTap:
         """Nothing: a connection goes over between two requests."""
         return b""
 
+    def lose(self) -> None:
+        """Bytes are missing: no request under way can be recorded."""
+        for _, request in self._waiting:
+            if request is not None:
+                request.lost = True
+
     def closed(self, now_ns: int, *, by_server: bool = False) -> None:
         """The connection has ended, and with it an answer without a length."""
         for _, request in self._waiting:

@@ -27,6 +27,7 @@ from servers.models.sources import module_file
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource, parse_weights, pin
 from servers.native.shared.keys import Keys
+from servers.native.shared.recording import check_recording
 from servers.native.shared.settings import (
     NO_BATCHES,
     TENSORS_ONLY,
@@ -139,6 +140,7 @@ def check(options: Mapping[str, Any], artefacts: Path = Path(ARTEFACTS)) -> Nati
     enter(generating_environment(settings.engine) if language else environment_of(settings.engine))
     Keys.of(settings)
     Certificate.of(settings)
+    check_recording(settings)
     bind(settings.host, settings.http_port).close()
     check_free(settings.host, settings.grpc_port, "--grpc-port")
     weights: WeightsSource | FileWeights
@@ -159,7 +161,8 @@ def check(options: Mapping[str, Any], artefacts: Path = Path(ARTEFACTS)) -> Nati
             settings = settings.model_copy(update={"engine": chosen})
         # A path is absolute: a supervisor may start the server from another folder.
         reference = first.reference if first.reference.startswith("/") else settings.model
-    settings = settings.model_copy(update={"weights": weights.text, "model": reference})
+    record = settings.record and settings.record.absolute()
+    settings = settings.model_copy(update={"weights": weights.text, "model": reference, "record": record})
     return NativeLaunch(settings, models, weights, tuning_of(requested))
 
 

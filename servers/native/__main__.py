@@ -21,6 +21,7 @@ def main() -> int:
     from servers.models.registry import UnknownModelError, get_variants
     from servers.models.weights import WeightsError, parse_weights
     from servers.native.shared.keys import Keys
+    from servers.native.shared.recording import check_recording
     from servers.native.shared.settings import NativeSettings, watched_files
     from servers.native.shared.tls import Certificate
     from servers.options.command_line import from_argument, validation_sentence
@@ -45,6 +46,7 @@ def main() -> int:
             padding_of(specifications[0], settings.pad_sizes)
             weights = parse_weights(settings.weights, specifications[0].default_weights)
             watched_files(settings, specifications, weights)
+        check_recording(settings)
         access = Keys.of(settings), Certificate.of(settings)
         if access != (None, None) or settings.reload != "off":
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it is handled, which reads the files again anyway

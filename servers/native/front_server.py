@@ -41,6 +41,7 @@ from servers.native.shared.interface import (
 from servers.native.shared.ipc import CLOSED, ENGINE, GRPC, SWITCHED
 from servers.native.shared.keys import Keys
 from servers.native.shared.memory import RequestMemory
+from servers.native.shared.recording import ShownConnections
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
 from servers.native.shared.tls import Certificate, TlsConnections
@@ -59,6 +60,7 @@ class FrontServer(uvicorn.Server, ABC):
     _supervised: Supervised | None = None
     _keys: Keys | None = None
     _tls: TlsConnections | None = None
+    _shown: ShownConnections | None = None
 
     def __init__(
         self,
@@ -115,6 +117,11 @@ class FrontServer(uvicorn.Server, ABC):
             self._tls = TlsConnections(certificate)
             self._tls.on_close = self.http.on_close
 
+    def record(self, shown: socket.socket | None) -> None:
+        """Show all connections to the recorder at the other end of this socket, if there is one. Before `run`."""
+        if shown is not None:
+            self._shown = ShownConnections(shown, self.models.default.statistics)
+
     def _reload_access(self) -> None:
         if self._tls is not None:
             self._tls.certificate.reload()
@@ -124,12 +131,17 @@ class FrontServer(uvicorn.Server, ABC):
                 self.grpc.forget_heads()
 
     def _http(self, *arguments: Any, **configuration: Any) -> asyncio.BaseProtocol:
-        connect = partial(self._connect, *arguments, **configuration)
+        connect: Callable[[], Any] = partial(self._connect, *arguments, **configuration)
+        if self._shown is not None:
+            connect = partial(self._shown.http, connect)
         return connect() if self._tls is None else self._tls.http(connect)
 
     def _grpc(self) -> asyncio.BaseProtocol:
         assert self.grpc is not None
-        return self.grpc.connect() if self._tls is None else self._tls.grpc(self.grpc.connect)
+        connect: Callable[[], Any] = self.grpc.connect
+        if self._shown is not None:
+            connect = partial(self._shown.grpc, connect)
+        return connect() if self._tls is None else self._tls.grpc(connect)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and open the gRPC front end, whose imports take a good part of a second."""
@@ -195,6 +207,8 @@ class FrontServer(uvicorn.Server, ABC):
             self._tls.stop()
         grpc = [] if self.grpc is None else [self.grpc.stop(self._finish_s)]
         await asyncio.gather(super().shutdown(sockets), *grpc)
+        if self._shown is not None:
+            await self._shown.finish()
         await asyncio.to_thread(flush_traces, self._settings)
         giving_up.cancel()
         self.models.stop()
@@ -421,9 +435,12 @@ class FrontProcessServer(NativeServer):
         self._supervised.report(SWITCHED)
 
 
-def run_front_end(server: FrontServer, keys: Keys | None, certificate: Certificate | None) -> int:
+def run_front_end(
+    server: FrontServer, keys: Keys | None, certificate: Certificate | None, shown: socket.socket | None
+) -> int:
     """Serve in a front end's process until the supervisor ends it; returns the process's exit status."""
     server.protect(keys, certificate)
+    server.record(shown)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     server.run(sockets=[])

@@ -114,9 +114,10 @@ class ServedLanguageModel:
         engines: Sequence[socket.socket],
         keys: Keys | None,
         certificate: Certificate | None,
+        shown: socket.socket | None,
     ) -> int:
         server = GenerationServer(settings, self, statistics[0], memory, engines[0], supervisor=supervisor)
-        return run_front_end(server, keys, certificate)
+        return run_front_end(server, keys, certificate, shown)
 
 
 def serve_language(
@@ -136,6 +137,7 @@ def _serve_in_one_process(
     listener: socket.socket,
     grpc_listener: socket.socket | None,
     on_listening: Callable[[], None],
+    shown: socket.socket | None,
 ) -> int:
     statistics, memory = Statistics(settings.max_batch_size), RequestMemory.alone(settings)
     to_engine, to_front_end = socket.socketpair()
@@ -147,6 +149,7 @@ def _serve_in_one_process(
     loop.add(to_front_end)
     server = GenerationServer(settings, model, statistics, memory, to_engine, on_listening, grpc_listener)
     server.protect(Keys.of(settings), Certificate.of(settings))
+    server.record(shown)
     received = keep_early_signals(stop)
     loop.start()
     server.run(sockets=[listener])

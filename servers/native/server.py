@@ -26,6 +26,7 @@ from servers.models.weights import WeightsError, WeightsSource, parse_weights, p
 from servers.native.shared.errors import NOT_RELOADED
 from servers.native.shared.keys import Keys
 from servers.native.shared.memory import Arena, RequestMemory
+from servers.native.shared.recording import RecordingProcess
 from servers.native.shared.settings import NativeSettings, artefact_field, watched_files
 from servers.native.shared.statistics import Statistics
 from servers.native.shared.tls import Certificate
@@ -90,10 +91,11 @@ def serve_by(
     names: str,
     listener: socket.socket,
     grpc_listener: socket.socket | None,
-    alone: Callable[[Callable[[], None]], int],
+    alone: Callable[[Callable[[], None], socket.socket | None], int],
 ) -> int:
-    """Serve in the processes of `children`, or in this one: `alone` gets what to call once the server listens. Raises
-    the process's soft limit of file descriptors to the hard one. Blocks; for the main thread."""
+    """Serve in the processes of `children`, or in this one: `alone` gets what to call once the server listens, and the
+    socket to a recorder. Raises the process's soft limit of file descriptors to the hard one. Blocks; for the main
+    thread."""
     # Each client takes a descriptor, and the usual soft limit of 1,024 is for programs that call select().
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -103,9 +105,15 @@ def serve_by(
         secure = "s" if settings.tls_certificate else ""
         log.info("listening", url=f"http{secure}://{host_in_url(host)}:{port}", model=names)
 
-    if settings.fronts:
-        return Supervisor(settings, children, listener, grpc_listener, on_listening).run()
-    return alone(on_listening)
+    recording = RecordingProcess.of(settings)
+    shown = None if recording is None else recording.shown
+    try:
+        if settings.fronts:
+            return Supervisor(settings, children, listener, grpc_listener, on_listening, shown).run()
+        return alone(on_listening, shown)
+    finally:
+        if recording is not None:
+            recording.end()
 
 
 class TensorChildren:
@@ -151,12 +159,16 @@ class TensorChildren:
         engines: Sequence[socket.socket],
         keys: Keys | None,
         certificate: Certificate | None,
+        shown: socket.socket | None,
     ) -> int:
         from servers.native.front_server import FrontProcessServer, run_front_end
 
         specifications = [specification for specification, _ in self._offers]
         return run_front_end(
-            FrontProcessServer(settings, specifications, statistics, memory, supervisor, engines), keys, certificate
+            FrontProcessServer(settings, specifications, statistics, memory, supervisor, engines),
+            keys,
+            certificate,
+            shown,
         )
 
 
@@ -166,6 +178,7 @@ def serve_in_one_process(
     listener: socket.socket,
     grpc_listener: socket.socket | None,
     on_listening: Callable[[], None],
+    shown: socket.socket | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, and return the process's exit status. Blocks; for the main thread. An engine
     thread may still be loading when this returns: the caller must not wait for it."""
@@ -191,6 +204,7 @@ def serve_in_one_process(
 
     server = NativeServer(settings, specifications, statistics, link, memory, begin, front_ends_open.set, grpc_listener)
     server.protect(Keys.of(settings), Certificate.of(settings))
+    server.record(shown)
     received = keep_early_signals(stop)
     server.run(sockets=[listener])
     failed = side.failed

@@ -133,9 +133,10 @@ class Children(Protocol):
         engines: Sequence[socket.socket],
         keys: Keys | None,
         certificate: Certificate | None,
+        shown: socket.socket | None,
     ) -> int:
         """Receive and answer; the supervisor's socket brings the clients' connections, which need one of
-        the `keys`, and TLS if there is a `certificate`."""
+        the `keys`, and TLS if there is a `certificate`; `shown` is the socket to a recorder."""
 
 
 class Supervisor:
@@ -148,11 +149,14 @@ class Supervisor:
         listener: socket.socket,
         grpc_listener: socket.socket | None,
         on_listening: Callable[[], None],
+        shown: socket.socket | None = None,
     ) -> None:
+        """`shown` is the socket to a recorder, for the front ends."""
         self._on_listening = on_listening
         self._settings = settings
         self._keys = Keys.of(settings)
         self._certificate = Certificate.of(settings)
+        self._recorder = [] if shown is None else [shown]
         self._children = children
         self._listeners = {listener: HTTP}
         if grpc_listener is not None:
@@ -183,7 +187,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         if self._takes_hangups:
             signal.signal(signal.SIGHUP, self._ask_for_reload)
-        self._inherited = [wakes, wakeup]
+        self._inherited = [wakes, wakeup, *self._recorder]
         for number, settings in enumerate(self._settings.of_engines()):
             self._start_engine(self._engines, number, settings)
         for number in range(self._settings.fronts or 0):
@@ -278,10 +282,11 @@ class Supervisor:
             for of_model in statistics:
                 of_model.set_decoding(0)  # its predecessor may have died with some
             return self._children.run_front_end(
-                self._settings, statistics, memory, childs, to_engines, self._keys, self._certificate
+                *(self._settings, statistics, memory, childs, to_engines, self._keys, self._certificate),
+                next(iter(self._recorder), None),
             )
 
-        process = self._fork(run, [childs])
+        process = self._fork(run, [childs, *self._recorder])
         childs.close()
         control_socket.setblocking(False)
         front_end = _FrontEnd(number, process, control_socket, partition, time.monotonic(), short_lives=short_lives)

@@ -2,11 +2,11 @@
 
     python -m pytest tests/benchmarks/test_recorder.py -m benchmark -s
 
-A native server with the null engine, the recorder, a shadow that copies a tenth of the requests to the same server, and
-a proxy of aiohttp run side by side, each in a process. One client sends requests that are due at equal distances on
-four connections, to the server itself and through each of the three, in alternating rounds; each request has another
-content. A latency counts from the moment at which a request is due. Per round the percentiles through one of them are
-compared with those of the server alone.
+A native server with the null engine, another that records itself, the recorder, a shadow that copies a tenth of the
+requests to the same server, and a proxy of aiohttp run side by side, each in a process. One client sends requests that
+are due at equal distances on four connections, to each of the servers and through each of the three, in alternating
+rounds; each request has another content. A latency counts from the moment at which a request is due. Per round the
+percentiles through one of them are compared with those of the server alone.
 """
 
 from __future__ import annotations
@@ -72,6 +72,16 @@ def relaying(*options: str) -> Iterator[int]:
         sys.stdout.write(process.communicate()[0][-500:])
 
 
+@contextmanager
+def recording_itself(environment: pytest.MonkeyPatch, folder: Path) -> Iterator[int]:
+    """The port of a server that records itself."""
+    environment.setenv("ABSERVE_NATIVE_RECORD", str(folder))
+    environment.setenv("ABSERVE_NATIVE_RECORD_MAX_BYTES", MOST_BYTES)
+    with running(NATIVE, "1") as (_, port):
+        environment.undo()
+        yield port
+
+
 def latencies_ms(port: int) -> np.ndarray:
     """Of one round."""
     request, measured = request_bytes(PAYLOAD), [np.zeros(0)] * CONNECTIONS
@@ -99,9 +109,11 @@ def latencies_ms(port: int) -> np.ndarray:
 
 @pytest.mark.benchmark
 @pytest.mark.timeout(600)
-def test_recording_and_shadowing_add_little(tmp_path: Path) -> None:
+def test_recording_and_shadowing_add_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         running(NATIVE, "1") as (_, server),
+        monkeypatch.context() as own,
+        recording_itself(own, tmp_path / "own") as recorded,
         running(PROXY, f"http://127.0.0.1:{server}") as (_, proxy),
         relaying(
             *("record", "--to", f"http://127.0.0.1:{server}"),
@@ -112,18 +124,18 @@ def test_recording_and_shadowing_add_little(tmp_path: Path) -> None:
             *("--out", str(tmp_path / "shadow")),
         ) as shadow,
     ):
-        ports = {"server": server, "recorder": recording, "shadow": shadow, "aiohttp": proxy}
+        ports = {"server": server, "itself": recorded, "recorder": recording, "shadow": shadow, "aiohttp": proxy}
         rounds: dict[str, list[np.ndarray]] = {name: [] for name in ports}
         for turn in range(ROUNDS):
             for name in [*ports] if turn % 2 else [*reversed(ports)]:
                 rounds[name].append(np.percentile(latencies_ms(ports[name]), (50, 99)))
     values = {name: np.array(found) for name, found in rounds.items()}
-    added = {name: np.median(values[name] - values["server"], axis=0) for name in ("recorder", "shadow", "aiohttp")}
+    added = {name: np.median(values[name] - values["server"], axis=0) for name in [*ports][1:]}
     ratios = {name: np.median(values[name] / values["server"], axis=0) for name in added}
     sys.stdout.write(f"server alone: p50 and p99 {np.median(values['server'], axis=0).round(2)} ms\n")
     for name in added:
         sys.stdout.write(f"{name}: adds {added[name].round(2)} ms, {ratios[name].round(2)} times the server's\n")
-    for name in ("recorder", "shadow"):
+    for name in ("itself", "recorder", "shadow"):
         assert added[name][0] <= MOST_P50_MS
         assert added[name][1] <= MOST_P99_MS
         assert added[name][0] <= added["aiohttp"][0]

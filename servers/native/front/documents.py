@@ -270,6 +270,8 @@ def _add_service(families: dict[str, list[str]], service: ModelService) -> None:
     parameters = parameters_in_effect(service)
     info = {"reference" if key == "model" else key: value for key, value in parameters.items()}
     add("gauge", "engine_info", "The engine's settings in effect.", 1, **info)
+    help_text = "Bytes of connections that --record missed."
+    add("counter", "unrecorded_bytes_total", help_text, counters.unrecorded_bytes)
     duration, queue, compute = counters.request_duration, counters.queue_duration, counters.compute_duration
     add_histogram("request_duration_seconds", "From the request's head to its answer.", duration, 1e9)
     add_histogram("queue_duration_seconds", "Waiting for the engine and for other requests to join.", queue, 1e9)

@@ -129,6 +129,9 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         self.waiting_messages = 0
         """Complete messages of its calls that wait for the answers before them."""
 
+    is_between = False
+    """A connection has a state, without which its next bytes cannot be read."""
+
     # Called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

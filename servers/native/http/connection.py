@@ -355,6 +355,11 @@ class HttpServerConnection(asyncio.BufferedProtocol):
 
     # Called by the server
 
+    @property
+    def is_between(self) -> bool:
+        """Whether the next byte begins a request, and every request before has its whole response."""
+        return not (self._busy or self._unparsed or self._parser.in_body) and self._lingered < 0
+
     def shutdown(self) -> None:
         """Close now, or after the request that is arriving or waits for its response."""
         self._stopping = True

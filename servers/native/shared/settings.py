@@ -239,6 +239,24 @@ class NativeSettings(GeneratingOptions):
     trace_share: Annotated[float, OptionTraits(tunes=True)] = Field(
         defaults.TRACE_SHARE, ge=0, le=1, title="Access and process", description=defaults.TRACE_SHARES
     )
+    record: Path | None = Field(
+        None,
+        title="Recording",
+        description="A new folder, in which inference requests are recorded as by abserve record, for abserve compare "
+        "--traffic.",
+    )
+    record_minutes: float | None = Field(None, ge=0.001, title="Recording", description="Record so long.")
+    record_requests: int | None = Field(None, ge=1, title="Recording", description="Record so many.")
+    record_max_bytes: int | None = Field(
+        None,
+        ge=1,
+        title="Recording",
+        description="The largest size of the folder; stretches of 10 s are left out at random, the same chance for "
+        "each.",
+    )
+    record_share: float = Field(1.0, ge=1e-6, le=1, title="Recording", description="Record this share of all requests.")
+    record_contents: bool = Field(True, title="Recording", description="Store what the requests contain.")
+    record_answers: bool = Field(False, title="Recording", description="Store what the server answers.")
     shutdown_timeout_s: float = Field(
         30, gt=0, le=3600, title="Access and process", description="Time to finish accepted work after SIGTERM (s)."
     )

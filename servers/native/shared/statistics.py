@@ -70,6 +70,7 @@ class Counters:
     prompt_tokens: int
     output_tokens: int
     slots_in_use: int
+    unrecorded_bytes: int
     failures: dict[str, int]
     compute: Sequence[int]
     """How many requests, and the ns of their inputs, their execution and their outputs."""
@@ -126,11 +127,11 @@ class Counters:
 _SCALARS = (
     *("last_inference_ms", "inference_count", "executed_rows", "receive_ns"),
     *("decode_ns", "encode_ns", "failed_ns", "disconnects", "decoding", "queued"),
-    *("prompt_tokens", "output_tokens", "slots_in_use"),
+    *("prompt_tokens", "output_tokens", "slots_in_use", "unrecorded_bytes"),
 )
 _LAST_MS, _INFERENCES, _EXECUTED, _RECEIVE_NS = range(4)
 _DECODE_NS, _ENCODE_NS, _FAILED_NS, _DISCONNECTS, _DECODING, _QUEUED = range(4, 10)
-_PROMPT_TOKENS, _OUTPUT_TOKENS, _SLOTS_IN_USE = range(10, 13)
+_PROMPT_TOKENS, _OUTPUT_TOKENS, _SLOTS_IN_USE, _UNRECORDED_BYTES = range(10, 14)
 _FAILURES = len(_SCALARS)
 _HISTOGRAMS = _FAILURES + len(FAILURE_REASONS)
 _HISTOGRAM_WIDTH = len(DURATION_BOUNDS_NS) + 2  # its buckets, then the sum of its values
@@ -231,6 +232,11 @@ class Statistics:
             self._counters[_DISCONNECTS] += 1
         if times is not None and times.trace is not None:
             times.trace.failed("disconnected")
+
+    def record_unrecorded(self, count: int) -> None:
+        """So many bytes of connections were not shown to the recorder."""
+        with self._lock:
+            self._counters[_UNRECORDED_BYTES] += count
 
     def set_queued(self, count: int) -> None:
         """So many requests wait for the engine."""

@@ -13,6 +13,7 @@ import openai
 import pytest
 import tritonclient.http as triton
 
+from loadgen.records.traffic import RecordedRequest, RecordedTraffic
 from servers.language.module import build_module
 from servers.language.specification import language_model
 from tests.integration.language.conftest import EventStream
@@ -28,6 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The tiny model, started by its launch plan as a comparison starts it."""
     folder, port = tmp_path_factory.mktemp("tiny"), free_port()
     options = ["--model", "language:tiny", "--slots", "4", "--max-length", "64", "--device", "cpu", "--threads", "1"]
+    options += ["--record", str(folder / "traffic"), "--record-answers"]
     printed = subprocess.run(
         [
             sys.executable,
@@ -118,6 +120,16 @@ def test_an_unmodified_openai_client_streams_through_the_recorder(
     assert (request.route, request.model, request.status) == ("/v1/completions", "tiny", 200)
     assert json.loads(read.content(request) or b"")["prompt"] == PROMPT
     assert (request.first_byte_ns or 0) < (request.end_ns or 0)
+    folder = tiny.folder / "traffic"
+
+    def same() -> list[RecordedRequest]:
+        """Those with this content that the server itself has recorded."""
+        return [each for each in RecordedTraffic(folder).requests if each.content == request.content]
+
+    tiny.wait_until(lambda: bool(same()), "the server has recorded it, too")
+    (own,) = same()
+    assert (own.route, own.model, own.status) == (request.route, request.model, request.status)
+    assert (RecordedTraffic(folder).answer(own) or b"").count(b'"token_ids"') == COUNT
 
 
 def test_an_openai_client_understands_the_refusals(tiny: Server) -> None:

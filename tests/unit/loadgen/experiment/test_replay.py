@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
 from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.grpc_messages import ModelInferRequest
-from loadgen.client.recorded import prepare_recorded
+from loadgen.client.inputs import InputError
+from loadgen.client.recorded import prepare_recorded, recorded_request
 from loadgen.experiment.plan import PlanError, make_workloads
 from loadgen.experiment.replay import Replay
 from loadgen.experiment.settings import ExperimentSettings
@@ -92,6 +95,20 @@ def test_contents_stay_and_the_model_changes(tmp_path: Path) -> None:
     message = ModelInferRequest.FromString(prepare_recorded(grpc, SIGNATURE).requests[1].body)
     assert (message.model_name, message.model_version) == ("other", "")
     assert message.raw_input_contents[0] == rows(2, 2).tobytes()
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_tensors_in_shared_memory_are_not_in_a_recording(transport: Literal["http", "grpc"]) -> None:
+    region = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 2]}
+    content = json.dumps({"inputs": [{**tensor, "parameters": region}]}).encode()
+    if transport == "grpc":
+        message = ModelInferRequest()
+        message.inputs.add(**tensor)
+        content = message.SerializeToString()
+    request = RecordedRequest(at_ns=0, transport=transport, route="/v2/models/m/infer", content_bytes=len(content))
+    with pytest.raises(InputError):
+        recorded_request(request, content, SIGNATURE)
 
 
 def test_parity_has_requests_of_every_shape(folder: str) -> None:

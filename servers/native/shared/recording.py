@@ -1,0 +1,260 @@
+"""Records the server's traffic: every front end shows the bytes of its connections to one process of `abserve record`.
+
+That process reads the requests in them and writes the folder, as it does where it stands before a server. A front end
+only copies bytes into a socket, TLS taken off, and never waits: what finds no room in `MOST_WAITING_BYTES` is counted
+as not recorded, and a recorder that ends is shown nothing more. Without a recorder a connection is as it always was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import Any, Protocol, cast
+
+import structlog
+
+from servers.native.shared.settings import NativeSettings
+from servers.native.shared.statistics import Statistics
+from servers.options.defaults import OptionError
+
+log = structlog.get_logger("abserve.server")
+
+HEAD = struct.Struct("<BIIQ")
+"""Of each message to the recorder: what it is, the front end's process, its connection, and when, as `perf_counter_ns`
+counts. Bytes of the connection follow."""
+OPENED_HTTP, OPENED_GRPC, SENT, RECEIVED, CLOSED, LOST = range(6)
+"""What it is: a connection, bytes of its client, bytes for its client, its end, or that bytes of it are missing."""
+PIECE_BYTES = 160_000
+MOST_WAITING_BYTES = 2**26
+"""Most bytes of one front end that wait for the recorder."""
+LAST_S = 2.0
+"""How long the end of the server waits for the recorder."""
+
+
+class RecordingProcess:
+    """`abserve record`, which reads what the front ends show."""
+
+    def __init__(self, settings: NativeSettings) -> None:
+        self.shown, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """Has whole messages, so that all processes of the server can write to the same socket."""
+        self.shown.setblocking(False)
+        self.shown.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+        given = {"minutes": settings.record_minutes, "requests": settings.record_requests,
+                 "max-bytes": settings.record_max_bytes, "share": settings.record_share}  # fmt: skip
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "abserve", "record", "--out", str(settings.record)),
+                *("--shown", str(theirs.fileno())),
+                *(f"--{name}={value}" for name, value in given.items() if value is not None),
+                "--contents" if settings.record_contents else "--no-contents",
+                "--answers" if settings.record_answers else "--no-answers",
+            ],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            start_new_session=True,  # Ctrl-C is for the server, whose end it waits for
+        )
+        theirs.close()
+
+    @classmethod
+    def of(cls, settings: NativeSettings) -> RecordingProcess | None:
+        """The recorder of the settings, if they have one."""
+        return None if settings.record is None else cls(settings)
+
+    def end(self) -> None:
+        """Wait until it has written what it was shown; a disk that hangs is not waited for."""
+        self.shown.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(LAST_S)
+
+
+def check_recording(settings: NativeSettings) -> None:
+    """Raise `OptionError` if the settings record into a folder that holds a recording, or nothing is to be recorded."""
+    if settings.record is None:
+        if chosen := [name for name in RECORD_OPTIONS if getattr(settings, name) != _default(name)]:
+            raise OptionError(f"--{chosen[0].replace('_', '-')} is for a server that records: add --record FOLDER")
+    elif (settings.record / "traffic.json").exists():
+        raise OptionError(f"--record {settings.record}: it holds recorded traffic already; give another folder")
+
+
+RECORD_OPTIONS = (
+    *("record_minutes", "record_requests", "record_max_bytes", "record_share"),
+    *("record_contents", "record_answers"),
+)
+
+
+def _default(name: str) -> object:
+    return NativeSettings.model_fields[name].default
+
+
+class Shown(Protocol):
+    """A connection of HTTP or gRPC, whose bytes are shown."""
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the next byte begins a message, so that what was shown before does not matter."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
+    def connection_lost(self, exc: Exception | None) -> None: ...
+    def get_buffer(self, sizehint: int, /) -> memoryview: ...
+    def buffer_updated(self, nbytes: int) -> None: ...
+    def eof_received(self) -> bool | None: ...
+    def pause_writing(self) -> None: ...
+    def resume_writing(self) -> None: ...
+
+
+class ShownConnections:
+    """All connections of one front end, and what waits for the recorder. Belongs to the event loop."""
+
+    def __init__(self, shown: socket.socket, statistics: Statistics) -> None:
+        """`statistics` count what is not recorded."""
+        self._socket = shown
+        self.count_missing = statistics.record_unrecorded
+        self._process = os.getpid()
+        self._numbers = count()
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._has_ended = False
+
+    def http(self, connect: Callable[[], Any]) -> ShownConnection:
+        """What receives the bytes of a new client, for a connection of HTTP."""
+        return ShownConnection(self, next(self._numbers), OPENED_HTTP, connect())
+
+    def grpc(self, connect: Callable[[], Any]) -> ShownConnection:
+        """What receives the bytes of a new client, for a connection of gRPC."""
+        return ShownConnection(self, next(self._numbers), OPENED_GRPC, connect())
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more can be shown."""
+        return self._waiting_bytes < MOST_WAITING_BYTES and not self._has_ended
+
+    def show(self, kind: int, number: int, data: bytes | bytearray | memoryview = b"") -> None:
+        """Show what has happened to a connection."""
+        head, view = HEAD.pack(kind, self._process, number, time.perf_counter_ns()), memoryview(data).cast("B")
+        for place in range(0, len(view) or 1, PIECE_BYTES):
+            piece = view[place : place + PIECE_BYTES]
+            if not self._waiting:
+                try:
+                    self._socket.sendmsg((head, piece))
+                except BlockingIOError:
+                    asyncio.get_running_loop().add_writer(self._socket, self._send_waiting)
+                except OSError:
+                    self._end()
+                    return
+                else:
+                    continue
+            self._waiting.append(head + piece)
+            self._waiting_bytes += len(piece)
+
+    def _send_waiting(self) -> None:
+        try:
+            while self._waiting:
+                self._socket.send(self._waiting[0])
+                self._waiting_bytes -= len(self._waiting.popleft()) - HEAD.size
+        except BlockingIOError:
+            return
+        except OSError:
+            self._end()
+        asyncio.get_running_loop().remove_writer(self._socket)
+
+    def _end(self) -> None:
+        """The recorder has ended, and has said why."""
+        if not self._has_ended:
+            log.warning("requests are not recorded any more: the recorder has ended")
+        self._has_ended = True
+        self.count_missing(self._waiting_bytes)
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    async def finish(self) -> None:
+        """Wait until the recorder has everything, at most `LAST_S`."""
+        ends = time.monotonic() + LAST_S
+        while self._waiting and time.monotonic() < ends:
+            await asyncio.sleep(0.005)
+
+
+class ShownConnection(asyncio.BufferedProtocol):
+    """Between a client's transport and its connection: the protocol of the one, the transport of the other."""
+
+    def __init__(self, connections: ShownConnections, number: int, opened: int, connection: Shown) -> None:
+        self._connections = connections
+        self._number = number
+        self._opened = opened
+        self._connection = connection
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]  # from connection_made on
+        self._room: memoryview | None = None
+        self._is_shown = False
+
+    def _open(self) -> None:
+        self._is_shown = self._connections.has_room
+        if self._is_shown:
+            self._connections.show(self._opened, self._number)
+
+    def _show(self, kind: int, data: bytes | bytearray | memoryview) -> None:
+        if self._is_shown and self._connections.has_room:
+            self._connections.show(kind, self._number, data)
+            return
+        if self._is_shown:
+            self._is_shown = False
+            self._connections.show(LOST, self._number)
+        self._connections.count_missing(len(data))
+
+    # The protocol of the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._open()
+        self._connection.connection_made(cast("asyncio.Transport", self))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._room = None
+        if self._is_shown:
+            self._connections.show(CLOSED, self._number)
+        self._connection.connection_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        self._room = self._connection.get_buffer(sizehint)
+        return self._room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        room, self._room = self._room, None  # which the connection may give back
+        if room is not None:
+            if not self._is_shown and self._connection.is_between:
+                self._open()
+            self._show(SENT, room[:nbytes])
+            del room
+        self._connection.buffer_updated(nbytes)
+
+    def eof_received(self) -> bool | None:
+        self._room = None
+        return self._connection.eof_received()
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+    # The transport of the connection
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._transport.write(data)
+        self._show(RECEIVED, data)
+
+    def writelines(self, pieces: list[bytes | bytearray | memoryview]) -> None:
+        self._transport.writelines(pieces)
+        for piece in pieces:
+            self._show(RECEIVED, piece)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
