@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from loadgen.experiment.replay import Replay
+from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.metrics.tokens import samples_of
 from loadgen.records.run import Found, Kind, Label, Record
@@ -71,6 +72,9 @@ class PartOfTraffic(Record, frozen=True, kw_only=True):
     p99_ms: float | None
     under_way: float | None
     """Mean requests that the arm had not answered when one of these was sent."""
+    executed_batch: float | None = None
+    """Mean items per execution of the arm, in the half of the blocks with the larger share of requests in bursts, or in
+    the other half: servers count their executions per block, and none says those of a request."""
     ratio: float | None = None
     """Of the arm's median over the baseline's, the mean of all rounds; None for the baseline."""
     ci95: tuple[float, float] | None = None
@@ -156,6 +160,7 @@ def _latencies(facts: Facts, load: WorkloadFacts, traffic: ReplayedTraffic) -> I
     medians: dict[bool, dict[Label, dict[int, float]]] = {True: {}, False: {}}
     for label in facts.run.experiment.labels:
         parts: list[Array] = []
+        counted: list[tuple[float, int, int]] = []
         for block in load.stored:
             record, samples = block.record, samples_of(block)
             if record.label != label or not record.complete or samples is None or not len(samples):
@@ -163,7 +168,11 @@ def _latencies(facts: Facts, load: WorkloadFacts, traffic: ReplayedTraffic) -> I
             times_ms = samples["ttft_ms"] if of_tokens else latencies_ms(samples)
             is_good = (samples["error"] < 0) & np.isfinite(times_ms)
             times_ms = times_ms[is_good]
-            crowd, under_way = (values[is_good] for values in _company(samples, near_s))
+            crowd, under_way = _company(samples, near_s)
+            stages = None if of_tokens or contradictions_in(block) else record.stages  # those of tokens are steps
+            if stages is not None and stages.executed_items and stages.executions:
+                counted.append((float(np.mean(crowd > most_quiet)), stages.executed_items, stages.executions))
+            crowd, under_way = crowd[is_good], under_way[is_good]
             parts.append(np.vstack((times_ms, crowd, under_way)))
             for is_burst, of_label in medians.items():
                 chosen = times_ms[(crowd > most_quiet) == is_burst]
@@ -173,16 +182,32 @@ def _latencies(facts: Facts, load: WorkloadFacts, traffic: ReplayedTraffic) -> I
             continue
         pooled = np.hstack(parts)
         bursts, quiet = (
-            _part(pooled[:, (pooled[1] > most_quiet) == is_burst], _ratios(of_label, facts, label), facts)
+            _part(
+                pooled[:, (pooled[1] > most_quiet) == is_burst], _ratios(of_label, facts, label),
+                _mean_batch(counted, of_bursts=is_burst), facts,
+            )
             for is_burst, of_label in medians.items()
-        )
+        )  # fmt: skip
         yield BurstLatency(
             workload=load.workload.name, label=label, bursts=bursts, quiet=quiet,
             by_crowd=_by_crowd(pooled[0], pooled[1]),
         )  # fmt: skip
 
 
-def _part(pooled: Array, ratios: Sequence[float], facts: Facts) -> PartOfTraffic:
+def _mean_batch(blocks: Sequence[tuple[float, int, int]], *, of_bursts: bool) -> float | None:
+    """Of blocks, each with its share of requests in bursts, its items and its executions, those with more or fewer
+    bursts than the median one; None if they do not differ."""
+    middle = float(np.median([part for part, _, _ in blocks])) if blocks else 0.0
+    halves = {
+        half: [(items, executions) for part, items, executions in blocks if (part > middle) == half]
+        for half in (True, False)
+    }
+    if not all(halves.values()):
+        return None
+    return sum(items for items, _ in halves[of_bursts]) / sum(executions for _, executions in halves[of_bursts])
+
+
+def _part(pooled: Array, ratios: Sequence[float], executed_batch: float | None, facts: Facts) -> PartOfTraffic:
     times_ms, _, under_way = pooled
     estimate = estimate_ratio(ratios, facts.run.experiment.equivalence_margin, lone_correlation(ratios))
     return PartOfTraffic(
@@ -190,6 +215,7 @@ def _part(pooled: Array, ratios: Sequence[float], facts: Facts) -> PartOfTraffic
         p50_ms=percentile(times_ms, 0.5),
         p99_ms=percentile(times_ms, 0.99),
         under_way=float(under_way.mean()) if len(under_way) else None,
+        executed_batch=executed_batch,
         ratio=estimate.ratio,
         ci95=estimate.ci95,
     )

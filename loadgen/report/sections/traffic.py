@@ -80,10 +80,11 @@ def bursts(result: Result) -> doc.Section | None:
     if not latencies:
         return None
     kind = result.experiment.kind
+    has_batches = any(each.bursts.executed_batch is not None for each in latencies)
     rows = [
         (
             each.workload, shown(each.label), when, f"{part.requests:,}", measured(part.p50_ms), measured(part.p99_ms),
-            measured(part.under_way), _ratio(part),
+            measured(part.under_way), _ratio(part), *([measured(part.executed_batch)] if has_batches else []),
         )
         for each in latencies
         for when, part in (("bursts", each.bursts), ("quiet", each.quiet))
@@ -92,7 +93,14 @@ def bursts(result: Result) -> doc.Section | None:
     base = shown(result.experiment.baseline.label)
     columns = (
         *doc.names("scenario", "arm", "when"),
-        *doc.numbers("requests", "p50, ms", "p99, ms", "under way", f"p50 ÷ {base}'s"),
+        *doc.numbers(
+            "requests",
+            "p50, ms",
+            "p99, ms",
+            "under way",
+            f"p50 ÷ {base}'s",
+            *(["executed batch"] if has_batches else []),
+        ),
     )
     what = "Times to the first token" if kind is Kind.TOKENS else "Latencies"
     near = f"{1000 * NEAR_S[kind]:g} ms"
@@ -102,6 +110,11 @@ def bursts(result: Result) -> doc.Section | None:
         "on average. The ratio is the mean over the rounds, with its 95 % interval, which is not corrected for several "
         "comparisons."
     )
+    if has_batches:
+        caption += (
+            " Executed batch: mean items per execution in the half of the blocks with the larger share of requests in "
+            "bursts, and in the other half."
+        )
     return doc.section(
         "In bursts and in quiet",
         doc.Table(columns, rows, caption=caption, grouped=True),

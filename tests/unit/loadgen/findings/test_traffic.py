@@ -10,6 +10,7 @@ import pytest
 
 from loadgen.experiment.replay import Replay
 from loadgen.findings.traffic import PartOfTraffic, ReplayedTraffic, TrafficFound, describe
+from loadgen.records.run import BlockRecord, StageTotals
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
@@ -55,11 +56,13 @@ def test_bursts_are_more_than_independent_arrivals(tmp_path: Path) -> None:
     assert bursts.dispersion > 5.0
 
 
-def bursty_run(directory: Path, slower: float, speed: float = 1.0) -> Result:
-    """Arm b takes so many times as long in bursts, and as long in quiet."""
+def bursty_run(directory: Path, slower: float, speed: float = 1.0, *, quiet_pairs: bool = False) -> Result:
+    """Arm b takes so many times as long in bursts, and as long in quiet. Every second pair may have fewer bursts."""
 
     def play(label: str, pair: int) -> tuple[Samples, int]:
         due = np.array(due_ms(14.0)) * MS / speed
+        if quiet_pairs and pair % 2:
+            due = due[np.arange(len(due)) % 18 < 9]
         crowded = np.array([np.sum(abs(due - at) <= 50 * MS) > 10 for at in due])
         samples = np.zeros(len(due), dtype=SAMPLE_DTYPE)
         took_ms = 20.0 + np.random.default_rng([pair, label == "b"]).exponential(0.2, len(due))
@@ -99,6 +102,25 @@ def test_an_arm_that_loses_time_in_bursts_alone_is_shown_as_that(tmp_path: Path,
     page = render_html(result_document(result))
     assert "Arrivals over time" in page
     assert "In bursts and in quiet" in page
+
+
+def test_batches_are_those_of_the_blocks_with_more_and_fewer_bursts(tmp_path: Path) -> None:
+    seen = described(tmp_path, due_ms(14.0))
+    bursty_run(tmp_path / "run", 1.0, quiet_pairs=True)
+    (tmp_path / "run" / ReplayedTraffic.FILE).write_bytes(msgspec.json.encode(seen))
+    for path in (tmp_path / "run" / "blocks").glob("*.json"):
+        block = msgspec.json.decode(path.read_bytes(), type=BlockRecord)
+        mean = (4 if block.label == "a" else 2) if block.round % 2 == 0 else 1
+        times = block.requests - block.requests % mean
+        stages = StageTotals(
+            requests=None, items=times, executions=times // mean, queue_ns=None, compute_input_ns=None,
+            compute_infer_ns=None, compute_output_ns=None,
+        )  # fmt: skip
+        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(block, stages=stages)))
+    result = analyse(tmp_path / "run")
+    means = [(each.bursts.executed_batch, each.quiet.executed_batch) for each in result.of(TrafficFound).latencies]
+    assert means == [(4.0, 1.0), (2.0, 1.0)]
+    assert "executed batch" in render_html(result_document(result))
 
 
 def test_a_run_without_a_description_of_its_traffic_has_no_such_section(tmp_path: Path) -> None:
