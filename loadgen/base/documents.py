@@ -29,6 +29,8 @@ MOST_VALUES = 2**20
 MOST_DEPTH = 32
 MOST_CHARACTERS = 1000
 _MOST_WORDS = 300
+_GZIP_OR_ZLIB = 47
+"""zlib's number for the largest window, with the header of either format."""
 
 
 class DocumentError(ValueError):
@@ -55,6 +57,16 @@ def last_line(output: bytes) -> str:
     """Why a command of abserve failed: the last line that it printed."""
     lines = [line for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
     return one_line(lines[-1].strip().removeprefix("error: "), 500) if lines else "it printed nothing"
+
+
+def uncompressed(body: bytes, coding: str, most_bytes: int) -> bytes | None:
+    """The beginning of a body without its compression; None if it is damaged or in another coding than gzip and
+    deflate."""
+    coding = coding.strip().lower()
+    if coding in ("gzip", "x-gzip", "deflate"):
+        with suppress(zlib.error):
+            return zlib.decompressobj(_GZIP_OR_ZLIB).decompress(body, most_bytes)
+    return body if coding in ("identity", "") else None
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from html import unescape
 from http import HTTPStatus
@@ -16,7 +14,7 @@ from time import perf_counter_ns
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
-from loadgen.base.documents import DocumentError, one_line, read_json
+from loadgen.base.documents import DocumentError, one_line, read_json, uncompressed
 from loadgen.client.tls import AlpnProtocol, TlsError, tls_context, wrapped_socket
 from loadgen.records.run import DEFAULT_ACCESS, Access
 
@@ -35,8 +33,6 @@ _VERSIONED = re.compile(r"/v\d+$")
 _MOST_ERROR_BYTES = 2**16
 """How much of a body is searched for a server's words."""
 _SHOWN = 300
-_GZIP_OR_ZLIB = 47
-"""zlib's number for the largest window, with the header of either format."""
 _ERROR_FIELDS = ("error", "title", "message", "msg", "detail", "errors", "reason")
 _DATA_LINE = re.compile(rb"^data: ?(\{.*)$", re.MULTILINE)
 _TITLE = re.compile(r"<title[^>]{0,200}>([^<]*)</title>", re.IGNORECASE)  # takes time in proportion to the text
@@ -443,15 +439,6 @@ def unasked_coding(exchange: Exchange) -> str | None:
 def failure_message(exchange: Exchange) -> str:
     """One line for a failed request: the transport's failure, or the status with the server's words."""
     return exchange.failure or f"HTTP {exchange.status}: {server_words(exchange)}"
-
-
-def uncompressed(body: bytes, coding: str, most_bytes: int) -> bytes | None:
-    """The beginning of a body without its compression; None if it is damaged or in another coding than gzip and
-    deflate."""
-    if coding in ("gzip", "x-gzip", "deflate"):
-        with suppress(zlib.error):
-            return zlib.decompressobj(_GZIP_OR_ZLIB).decompress(body, most_bytes)
-    return body if coding == "identity" else None
 
 
 def server_words(exchange: Exchange) -> str:

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from loadgen.base.documents import DocumentError, one_line
+from loadgen.base.documents import DocumentError, one_line, uncompressed
 from loadgen.client.bodies import prepare_body
-from loadgen.client.connection import PreparedRequest, uncompressed
+from loadgen.client.connection import PreparedRequest
 from loadgen.client.endpoint import Signature
 from loadgen.client.generation import PreparedPrompts, RequestBody, request_fields, takes_salt
 from loadgen.client.grpc import grpc_request

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from loadgen.base.documents import one_line
+from loadgen.base.documents import one_line, uncompressed
 from loadgen.experiment.prompts import MOST_ID, MOST_TOKENS, PromptShape
 from loadgen.experiment.schedule import Offsets
 from loadgen.records.imported import read_traffic
 from loadgen.records.targets import TOKEN_TRANSPORTS, TokenTransport, Transport, is_token_transport
-from loadgen.records.traffic import STRETCH_S, RecordedRequest, RecordedTraffic, TrafficError
+from loadgen.records.traffic import MOST_CONTENT_BYTES, STRETCH_S, RecordedRequest, RecordedTraffic, TrafficError
 
 INFER = re.compile(r"/v2/models/[^/]+(?:/versions/[^/]+)?/infer$")
 _PROMPTS = re.compile(r"/(completions|chat/completions|generate|generate_stream)$")
@@ -144,6 +144,7 @@ def _read_prompt(folder: str, request: RecordedRequest) -> _Prompt:
     content = traffic.content(request)
     if content is None:
         raise TrafficError(f"{folder} has no contents; record it again without --no-contents")
+    content = _plain(content, request.headers)
     try:
         fields = msgspec.json.decode(content)
     except _UNREADABLE as exc:
@@ -157,16 +158,22 @@ def _read_prompt(folder: str, request: RecordedRequest) -> _Prompt:
         transport = "chat"
     elif not request.route.endswith("completions"):
         transport = "generate_stream"
-    answer = traffic.answer(request) if request.succeeded else None
-    counted = None if answer is None else _answered_tokens(answer)
+    answer = _plain(traffic.answer(request) or b"", request.answer_headers) if request.succeeded else b""
+    counted = _answered_tokens(answer)
     output = counted or fields.get("max_tokens") or fields.get("max_completion_tokens")
     if not isinstance(output, int) or not 0 < output <= MOST_TOKENS:
         raise TrafficError(f"{at} has no max_tokens and no recorded answer; record it again with --answers")
     if not prompt or len(ids) > MOST_TOKENS or any(not 0 <= each <= MOST_ID for each in ids):
         raise TrafficError(f"{at} has no prompt that can be replayed")
-    read = _READ.findall(answer or b"")
+    read = _READ.findall(answer)
     length = len(ids) or int(read[-1] if read else 0) or len(content) // _CHARACTERS_PER_TOKEN
     return _Prompt(transport, fields, ids, PromptShape(min(max(length, 1), MOST_TOKENS), output))
+
+
+def _plain(content: bytes, headers: Mapping[str, str]) -> bytes:
+    """A body without its compression, if that is known: else it is not JSON, as is then said."""
+    plain = uncompressed(content, headers.get("content-encoding", "identity"), MOST_CONTENT_BYTES)
+    return content if plain is None else plain
 
 
 def _answered_tokens(answer: bytes) -> int:

@@ -18,8 +18,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from loadgen.base.documents import one_line
-from loadgen.client.connection import uncompressed
+from loadgen.base.documents import one_line, uncompressed
 from loadgen.client.grpc_messages import ModelInferRequest
 from loadgen.records.traffic import MODEL_ROUTE, RecordedRequest, RecordedTensor, TrafficWriter, kept_headers
 

@@ -20,10 +20,10 @@ from time import perf_counter_ns, process_time_ns
 import msgspec
 import numpy as np
 
-from loadgen.base.documents import one_line
+from loadgen.base.documents import one_line, uncompressed
 from loadgen.base.quantities import counted, join
 from loadgen.checks.run import FIRSTS_THAT_PROVE, LEAST_ALIKE, LEAST_BLOCKS
-from loadgen.client.connection import GRPC_STATUS, AddressError, uncompressed
+from loadgen.client.connection import GRPC_STATUS, AddressError
 from loadgen.client.endpoint import EndpointError
 from loadgen.client.grpc import STATUS_NAMES
 from loadgen.client.grpc_messages import ModelInferResponse

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from loadgen.client.connection import uncompressed
+from loadgen.base.documents import uncompressed
 from loadgen.client.event_stream import MOST_STREAM_BYTES, ReceivedStream
 from loadgen.client.generation import StreamedAnswer, read_answer_stream
 from loadgen.recorder.shadow import PairedRequest

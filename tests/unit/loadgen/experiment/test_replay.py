@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from loadgen.client.grpc_messages import ModelInferRequest
 from loadgen.client.inputs import InputError
 from loadgen.client.recorded import prepare_recorded, recorded_request
 from loadgen.experiment.plan import PlanError, make_workloads
+from loadgen.experiment.prompts import PromptShape
 from loadgen.experiment.replay import Replay
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.traffic import (
@@ -173,3 +175,19 @@ def test_requests_that_were_wrong_are_left_out_and_two_models_refused(
             replay.requests()
     else:
         assert len(replay.requests()) == 3
+
+
+def test_a_compressed_prompt_and_its_compressed_answer_are_read(tmp_path: Path) -> None:
+    writer = TrafficWriter(tmp_path / "traffic", TrafficRecording(started_at="2026-11-29T00:00:00Z", answers=True))
+    asked = gzip.compress(b'{"prompt": "Why?", "max_tokens": 9}')
+    answered = gzip.compress(b'data: {"usage": {"prompt_tokens": 3, "completion_tokens": 5}}\n\n')
+    for at_ns in (0, 10**9):
+        request = RecordedRequest(
+            at_ns=at_ns, transport="http", route="/v1/completions", model="m", status=200, first_byte_ns=at_ns + 1,
+            end_ns=at_ns + 2, headers={"content-encoding": "gzip"}, answer_headers={"content-encoding": "GZip"},
+        )  # fmt: skip
+        writer.add(request, asked, answered)
+    writer.flush()
+    replay = Replay(str(tmp_path / "traffic"), "text", 5.0)
+    assert replay.shapes() == [PromptShape(3, 5)] * 2
+    assert replay.prompt(replay.requests()[0])[0]["prompt"] == "Why?"
