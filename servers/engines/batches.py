@@ -9,13 +9,10 @@ import numpy as np
 
 from servers.models.items import random_tensor
 from servers.models.specification import Axis, ModelSpecification
+from servers.options.defaults import MOST_WARM_ON_CPU
 from servers.protocol.tensors import Array, Shaped, TensorSpec
 
 SMALLEST_AXIS_BUCKET = 16
-MOST_WARM_ON_CPU = 8
-"""Largest batch with which a CPU warms up. The first batch of 16, 20 or 32 items took 0.86 to 1.03 times as long as
-later ones (ViT-B-32 with torch, ONNX Runtime and OpenVINO on two cores). Batches of 16 and 32 took a quarter of the CPU
-time of a start."""
 
 
 class Bucket(NamedTuple):

@@ -94,3 +94,7 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 
 SPINS = ("torch", "onnxruntime")
 """Engines whose threads on the CPU spin while they wait for each other, unless the settings say otherwise."""
+MOST_WARM_ON_CPU = 8
+"""Largest batch with which a CPU warms up. The first batch of 16, 20 or 32 items took 0.86 to 1.03 times as long as
+later ones (ViT-B-32 with torch, ONNX Runtime and OpenVINO on two cores). Batches of 16 and 32 took a quarter of the CPU
+time of a start."""

@@ -42,7 +42,7 @@ class PlainModel:
         self.spec, self.device, self.dtype = settings.specification(), settings.device, DTYPES[settings.precision]
         self.module = module_of(settings).to(self.device)
         with stage("warm_up"):
-            for rows in (1, self.spec.max_batch_size, 1):
+            for rows in (*settings.warm_rows(), 1):
                 shapes = {tensor: (rows, *self.spec.item_shape(tensor)) for tensor in self.spec.inputs}
                 self.infer([[np.zeros(shape, tensor.dtype) for tensor, shape in shapes.items()]])
         log_start()

@@ -128,7 +128,6 @@ def config_document(settings: PlainSettings, runtime: Runtime) -> dict[str, obje
     if runtime.device == "cpu":
         parameters["threads"] = runtime.details["threads"]
     kind = "KIND_CPU" if runtime.device == "cpu" else "KIND_GPU"
-    rows = sorted({1, spec.max_batch_size})
     return {
         "name": spec.name,
         "platform": "",
@@ -139,7 +138,7 @@ def config_document(settings: PlainSettings, runtime: Runtime) -> dict[str, obje
         "dynamic_batching": {"max_queue_delay_microseconds": settings.max_queue_delay_us},
         "instance_group": [{"name": f"{spec.name}_0", "kind": kind, "count": settings.workers}],
         "parameters": {name: {"string_value": str(value)} for name, value in parameters.items()},
-        "model_warmup": [{"name": f"{count} rows", "batch_size": count} for count in rows],
+        "model_warmup": [{"name": f"{count} rows", "batch_size": count} for count in settings.warm_rows()],
     }
 
 

@@ -77,6 +77,11 @@ class PlainSettings(GenerationOptions):
             raise UnknownModelError(f"a plain server executes torch modules, and {variants[0].label} is a file")
         return replace(variants[0], max_batch_size=self.max_batch_size or variants[0].max_batch_size)
 
+    def warm_rows(self) -> list[int]:
+        """The batches that are executed before a server is ready, on a CPU no larger ones than other servers' are."""
+        most = self.specification().max_batch_size
+        return sorted({1, min(most, defaults.MOST_WARM_ON_CPU) if self.device == "cpu" else most})
+
 
 def of_process() -> PlainSettings:
     """The settings of this process, from its argument."""
