@@ -194,8 +194,8 @@ class CompareOptions(TypedDict, total=False):
     """Tokens per answer of a language model (default: 64, on a GPU 128 or 256, with --preset smoke 32; long-answer:
     1024)."""
     limits: str | PathLike[str] | None
-    """Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s. With --traffic p99=50ms:
-    search the highest speed of the traffic that keeps it."""
+    """Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s. With --traffic search the
+    highest speed that keeps them, or p99=50ms of tensors."""
     price: float | None
     """Price of the machine per hour, for the cost of a language model's tokens."""
     requests: int | None

@@ -24,6 +24,7 @@ from loadgen.experiment.plan import (
     is_trace_of,
     of_replay,
     replays_of,
+    search_of_replay,
     surface_base,
     surface_users,
     unique_names,
@@ -246,17 +247,16 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
         workloads += [open_loop(rate_per_s=float(rate)) for rate in rates]
         workloads += [open_loop(rate_share=share) for share in (() if rates else RATE_SHARES)]
     workloads += _traces(settings, base)
-    workloads += _replays(settings, base)
+    search = like(
+        "goodput", several, concurrency=settings.connections, arrivals="poisson",
+        requests=queries_needed(preset.late_answers, GOOD_SHARE), seconds=preset.trial_seconds,
+        max_seconds=preset.longest_trial_seconds, rounds=settings.rounds or preset.search_rounds,
+    )  # fmt: skip
+    workloads += _replays(settings, base, search)
     if "goodput" in scenarios:
         if base.limits is None:
             raise PlanError("the scenario goodput needs --limits, as in --limits ttft=200ms,tpot=50ms")
-        workloads.append(
-            like(
-                "goodput", several, concurrency=settings.connections, arrivals="poisson",
-                requests=queries_needed(preset.late_answers, GOOD_SHARE), seconds=preset.trial_seconds,
-                max_seconds=preset.longest_trial_seconds, rounds=settings.rounds or preset.search_rounds,
-            )
-        )  # fmt: skip
+        workloads.append(search)
     return unique_names(workloads)
 
 
@@ -281,18 +281,21 @@ def _traces(settings: ExperimentSettings, base: Workload) -> list[Workload]:
     return workloads
 
 
-def _replays(settings: ExperimentSettings, base: Workload) -> list[Workload]:
-    """The recorded prompts at each speed."""
+def _replays(settings: ExperimentSettings, base: Workload, search: Workload) -> list[Workload]:
+    """The recorded prompts at each speed, and with limits the search for the highest."""
     has_none = settings.traffic is None or is_trace_of(settings)
     transport = TOKEN_TRANSPORTS[0] if has_none else _recorded_protocol(settings)
-    workloads = []
+    workloads: list[Workload] = []
     for replay in replays_of(settings, max(settings.open_seconds, base.seconds), transport):
         longest = max(replay.shapes(), key=lambda shape: shape.prompt_tokens + shape.output_tokens)
-        load = of_replay(base, replay, settings)
-        workloads.append(
+        loads = [of_replay(base, replay, settings)]
+        if base.limits is not None and not workloads:
+            loads.append(search_of_replay(search, replay, settings, "use --preset smoke"))
+        workloads += [
             msgspec.structs.replace(load, prompt_tokens=longest.prompt_tokens, output_tokens=longest.output_tokens)
-        )
-    return workloads
+            for load in loads
+        ]
+    return sorted(workloads, key=lambda load: load.is_search)
 
 
 def _surface(

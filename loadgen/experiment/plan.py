@@ -507,20 +507,23 @@ def _traffic(settings: ExperimentSettings, single: Workload, _: bool) -> list[Wo
     replays = replays_of(settings, max(settings.open_seconds, single.seconds), transports[0])
     workloads = [of_replay(single, replay, settings) for replay in replays]
     for bound_ms in read_limits(settings.limits).values() if settings.limits and replays else ():
-        replay = msgspec.structs.replace(replays[0], speed=1.0)
-        search = _search(settings, bound_ms)
-        if len(replay.requests()) < search.requests:
-            raise PlanError(
-                f"--limits: {settings.traffic} has {len(replay.requests()):,} requests, and a trial of the search "
-                f"needs {search.requests:,}; record more, or lower --slo-queries"
-            )
-        workloads.append(
-            msgspec.structs.replace(
-                search, arrivals="trace", traffic=settings.traffic, rate_per_s=significant(replay.rate_per_s(), 3),
-                check_answers=bool(settings.check_answers),
-            )
-        )  # fmt: skip
+        workloads.append(search_of_replay(_search(settings, bound_ms), replays[0], settings, "lower --slo-queries"))
     return workloads
+
+
+def search_of_replay(search: Workload, replay: Replay, settings: ExperimentSettings, remedy: str) -> Workload:
+    """The search as one for the highest speed of recorded traffic. Raises `PlanError` for too few requests, which
+    `remedy` helps too."""
+    replay = msgspec.structs.replace(replay, speed=1.0)
+    if (count := len(replay.requests())) < search.requests:
+        raise PlanError(
+            f"--limits: {settings.traffic} has {count:,} requests, and a trial of the search needs "
+            f"{search.requests:,}; record more, or {remedy}"
+        )
+    return msgspec.structs.replace(
+        search, arrivals="trace", traffic=settings.traffic, rate_per_s=significant(replay.rate_per_s(), 3),
+        check_answers=bool(settings.check_answers),
+    )  # fmt: skip
 
 
 def _search(settings: ExperimentSettings, bound_ms: float) -> Workload:

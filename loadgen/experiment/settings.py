@@ -367,7 +367,7 @@ class ExperimentSettings(Settings):
         None,
         json_schema_extra={"panel": LOAD, "also": "--limit"},
         description="Limits of a good answer of a language model, for goodput: ttft=200ms,tpot=50ms,gap=1s. With "
-        "--traffic p99=50ms: search the highest speed of the traffic that keeps it.",
+        "--traffic search the highest speed that keeps them, or p99=50ms of tensors.",
     )
     price: float | None = _load(
         None, gt=0.0, le=1e6, description="Price of the machine per hour, for the cost of a language model's tokens."

@@ -236,8 +236,6 @@ def check_tuning(settings: TuneSettings, *, gpu: bool) -> None:
     loads = [name for name in ("rate", "traffic", "concurrency") if getattr(settings, name) is not None]
     if len(loads) > 1:
         raise PlanError(f"--{loads[0]} and --{loads[1]} are two loads; give one of them")
-    if settings.traffic is not None and settings.kind is Kind.TOKENS:
-        raise PlanError("--traffic tunes servers of tensors; give --rate or --concurrency for a language model")
     if settings.is_open and settings.aim in ("throughput", "cost"):
         raise PlanError(f"--goal {settings.aim}: --{loads[0]} sets the throughput of every server; use --goal latency")
     if settings.aim == "cost" and settings.price is None:

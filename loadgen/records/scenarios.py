@@ -105,7 +105,8 @@ SCENARIOS: Mapping[Scenario, ScenarioEntry] = {
         settings={"slo_p99_ms": "50"},
     ),
     "goodput": ScenarioEntry(
-        lambda workload: f"within {workload.limits}", lambda workload: (workload.limits or "whole",),
+        lambda workload: f"within {workload.limits}{_of_traffic(workload)}",
+        lambda workload: (workload.limits or "whole", "traffic" if workload.traffic else None),
         has_blocks=False, is_search=True, of_tensors=False,
     ),
     "shared-prefix": ScenarioEntry(lambda _: "with a shared prefix", of_tensors=False),

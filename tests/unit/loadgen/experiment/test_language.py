@@ -151,6 +151,21 @@ def test_goodput_is_searched_within_the_limits() -> None:
         token_workloads(settings_of(scenarios="goodput"))
 
 
+def test_limits_over_recorded_prompts_search_the_highest_speed(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    path.write_text("".join(
+        f'{{"timestamp": {500 * number}, "text_input": "Why?", "output_length": {4 + number % 9}}}\n'
+        for number in range(50)
+    ))  # fmt: skip
+    given = {"traffic": str(path), "limits": "ttft=200ms"}
+    *replays, search = token_workloads(settings_of(preset="smoke", speed="2,1", scenarios="traffic", **given))
+    assert [(load.name, load.is_search) for load in replays] == [("traffic", False), ("traffic(2×)", False)]
+    assert (search.name, search.is_search, search.requests) == ("goodput(ttft=200ms, traffic)", True, 44)
+    assert (search.traffic, search.rate_per_s, search.speed, search.output_tokens) == (str(path), 2.0, 1.0, 12)
+    with pytest.raises(PlanError, match="has 50 requests"):
+        token_workloads(settings_of(**given))
+
+
 def test_limits_are_written_one_way() -> None:
     assert read_limits(" gap=1s, ttft=200 ms,tpot=12.5ms") == {"ttft": 200.0, "tpot": 12.5, "gap": 1000.0}
     assert settings_of(limits={"tpot": "50ms", "ttft": "0.2s"}).limits == "ttft=200ms,tpot=50ms"

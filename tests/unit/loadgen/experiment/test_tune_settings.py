@@ -89,6 +89,15 @@ def test_recorded_traffic_is_the_load_of_a_screening(tmp_path: Path) -> None:
     assert (workload.name, workload.traffic, workload.rounds) == ("traffic", str(folder), 4)
 
 
+def test_prompts_are_the_load_of_a_screening(tmp_path: Path) -> None:
+    path = tmp_path / "calls.jsonl"
+    path.write_text("".join(f'{{"timestamp": {n}, "input_length": 9, "output_length": 7}}\n' for n in range(20)))
+    settings = made(model="language:demo", traffic=str(path))
+    check_tuning(settings, gpu=False)
+    (run,) = plan_experiment(screening_settings(settings, ARMS)).runs
+    assert [(load.name, load.output_tokens) for load in run[1].workloads] == [("trace(calls)", 7)]
+
+
 def test_the_final_has_the_time_that_is_left() -> None:
     (run,) = plan_experiment(final_settings(made(price=3.0, goal="cost"), ARMS, 6.27)).runs
     assert run[1].minutes == pytest.approx(6.2)
