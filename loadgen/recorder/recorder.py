@@ -119,10 +119,10 @@ class Recorder(Observer):
         return self._recording.contents if what == "contents" else self._recording.answers
 
     def take(self, request: PassedRequest) -> None:
-        """Record a request that has ended."""
+        """Record a request that has ended, unless its client left inside it, so that a part of it is all there is."""
         self._under_way -= 1
-        if request.lost or not self._thread.is_alive():
-            self.lost += 1
+        if request.sent_ns is None or request.lost or not self._thread.is_alive():
+            self.lost += request.sent_ns is not None or request.lost
             self.taken_bytes -= request.held_bytes
         else:
             self._queue.put(request)

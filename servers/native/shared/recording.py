@@ -34,6 +34,8 @@ counts. Bytes of the connection follow."""
 OPENED_HTTP, OPENED_GRPC, SENT, RECEIVED, CLOSED, LOST = range(6)
 """What it is: a connection, bytes of its client, bytes for its client, its end, or that bytes of it are missing."""
 PIECE_BYTES = 160_000
+MESSAGES_PER_TURN = 8
+"""Of those that wait for the recorder, sent in one turn of the event loop."""
 MOST_WAITING_BYTES = 2**26
 """Most bytes of one front end that wait for the recorder."""
 LAST_S = 2.0
@@ -82,8 +84,16 @@ def check_recording(settings: NativeSettings) -> None:
     if settings.record is None:
         if chosen := [name for name in RECORD_OPTIONS if getattr(settings, name) != _default(name)]:
             raise OptionError(f"--{chosen[0].replace('_', '-')} is for a server that records: add --record FOLDER")
-    elif (settings.record / "traffic.json").exists():
-        raise OptionError(f"--record {settings.record}: it holds recorded traffic already; give another folder")
+        return
+    folder = settings.record
+    if any((folder / name).exists() for name in ("traffic.json", "requests", "contents")):
+        raise OptionError(f"--record {folder}: it holds recorded traffic already; give another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise OptionError(f"--record {folder} cannot be written: {exc.strerror}; give another folder") from exc
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OptionError(f"--record {folder} cannot be written by this user; give another folder")
 
 
 RECORD_OPTIONS = (
@@ -157,15 +167,19 @@ class ShownConnections:
             self._waiting_bytes += len(piece)
 
     def _send_waiting(self) -> None:
+        """Send what the recorder takes, until it is the clients' turn."""
         try:
-            while self._waiting:
+            for _ in range(MESSAGES_PER_TURN):
+                if not self._waiting:
+                    break
                 self._socket.send(self._waiting[0])
                 self._waiting_bytes -= len(self._waiting.popleft()) - HEAD.size
         except BlockingIOError:
             return
         except OSError:
             self._end()
-        asyncio.get_running_loop().remove_writer(self._socket)
+        if not self._waiting:
+            asyncio.get_running_loop().remove_writer(self._socket)
 
     def _end(self) -> None:
         """The recorder has ended, and has said why."""

@@ -25,6 +25,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
+from loadgen.records.traffic import RecordedTraffic
 from tests.again import again
 from tests.certificates import Authority
 from tests.integration.native.conftest import Server, wait_until
@@ -308,6 +309,15 @@ def test_the_certificate_changes_under_load_and_no_request_is_lost(
 @pytest.fixture(params=[20, pytest.param(100, marks=pytest.mark.slow)])
 def changes(request: pytest.FixtureRequest) -> int:
     return int(request.param)
+
+
+def test_a_server_records_what_comes_over_tls(begin: Begin, tmp_path: Path) -> None:
+    server = begin("--record", str(tmp_path / "traffic"))
+    assert server.request("POST", INFER, BODY).status == 200
+    server.process.terminate()
+    assert server.process.wait(60) == 0
+    read = RecordedTraffic(tmp_path / "traffic")
+    assert [(each.status, read.content(each)) for each in read.requests] == [(200, BODY)]
 
 
 def test_a_recorder_trusts_the_authority_that_it_is_given(begin: Begin, authority: Authority, tmp_path: Path) -> None:

@@ -194,6 +194,25 @@ def test_calls_of_one_connection(recorded: Recorded, seed: int) -> None:
     assert b"secret" not in b"".join(path.read_bytes() for path in recorded.folder.rglob("*") if path.is_file())
 
 
+def test_a_request_that_did_not_come_whole_is_not_recorded(recorded: Recorded) -> None:
+    recorded.through(HttpTap, [("sent", post("/v1/completions", b"{}") + post("/v1/completions", b"{}")[:-1])])
+    read = recorded.read()
+    assert [(each.status, each.content_bytes) for each in read.requests] == [(None, 2)]
+    assert read.recording.lost == 0
+
+
+@pytest.mark.parametrize("make", [HttpTap, GrpcTap])
+def test_a_request_under_way_is_lost_with_the_bytes_that_are_missing(
+    recorded: Recorded, make: type[HttpTap | GrpcTap]
+) -> None:
+    tap, call = make(recorded.recorder), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + grpc_call(3, "ModelInfer", b"\n\x01m")
+    tap.sent(call if make is GrpcTap else post("/v1/completions", b"{}"), recorded.recorder.started_ns)
+    tap.lose()
+    tap.closed(recorded.recorder.started_ns)
+    read = recorded.read()
+    assert (read.requests, read.recording.lost) == ((), 1)
+
+
 def test_contents_are_left_out(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path / "traffic", contents=False)
     recorded.through(HttpTap, [("sent", post("/v2/models/m/infer", HEAD)), ("received", OK)])

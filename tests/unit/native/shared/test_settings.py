@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from servers.commands.native import serve_native
 from servers.models.registry import DEFAULT_MODEL, get_specification
+from servers.native.shared.recording import check_recording
 from servers.native.shared.settings import NativeSettings
 from servers.options.command_line import from_argument, to_argument, validation_sentence
 from servers.options.defaults import OptionError
@@ -132,3 +133,17 @@ def test_busy_polling_needs_front_ends_in_their_own_processes():
     with pytest.raises(OptionError, match="add --fronts 1"):
         NativeSettings(device="cpu", busy_poll_us=1000).resolved(specification)
     assert NativeSettings(device="cpu", busy_poll_us=1000, fronts=1).resolved(specification).busy_poll_us == 1000
+
+
+def test_a_recording_needs_a_folder_of_its_own_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "used" / "requests").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    for given, problem in (
+        ({"record": tmp_path / "used"}, "another folder"),
+        ({"record": tmp_path / "file" / "traffic"}, "another folder"),
+        ({"record_share": 0.5}, "add --record FOLDER"),
+    ):
+        with pytest.raises(OptionError, match=problem):
+            check_recording(NativeSettings(**given))
+    check_recording(NativeSettings(record=tmp_path / "new" / "traffic", record_answers=True))
+    check_recording(NativeSettings())
