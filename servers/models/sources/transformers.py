@@ -85,6 +85,24 @@ def identity(name: str) -> Identity | None:
     return Identity(f"transformers:{file}", (file,))
 
 
+@contextmanager
+def _for_inference() -> Iterator[None]:
+    """Import modules of models without SciPy and scikit-learn, which transformers takes where they are installed, for
+    losses of training and for assisted generation."""
+    import transformers
+
+    utils: Any = transformers.utils
+    asked = {name: getattr(utils, name) for name in ("is_scipy_available", "is_sklearn_available")}
+    try:
+        for name in asked:
+            setattr(utils, name, lambda: False)
+        yield
+    finally:
+        for name, available in asked.items():
+            setattr(utils, name, available)
+
+
+@_for_inference()
 def specify(name: str) -> ModelSpecification | None:
     """The specification of an encoder or a sequence classifier; None if the name is neither known nor a folder."""
     from transformers import AutoConfig
@@ -227,11 +245,12 @@ def _find(repository: str, source: PretrainedWeights) -> Path:
     return hub_file(source, repository, _WEIGHTS)
 
 
+@_for_inference()
 def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsSource) -> torch.nn.Module:
     import transformers
 
     auto: Any = transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModel
-    with stage("import"), _for_inference():
+    with stage("import"):
         _class(auto, config)
     if isinstance(source, RandomWeights):
         with seeded(source.seed), quiet_transformers():
@@ -258,23 +277,6 @@ def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsS
     # A file with more than the encoder, such as the head of pre-training, is fine.
     refuse_misfits(option, title, missing, set(), set(report["mismatched_keys"]))
     return _first_output(ready(model))
-
-
-@contextmanager
-def _for_inference() -> Iterator[None]:
-    """Import modules of models without SciPy and scikit-learn, which transformers takes where they are installed, for
-    losses of training and for assisted generation."""
-    import transformers
-
-    utils: Any = transformers.utils
-    asked = {name: getattr(utils, name) for name in ("is_scipy_available", "is_sklearn_available")}
-    try:
-        for name in asked:
-            setattr(utils, name, lambda: False)
-        yield
-    finally:
-        for name, available in asked.items():
-            setattr(utils, name, available)
 
 
 def _class(auto: Any, config: Any) -> Any:
