@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,17 @@ barrier.RAISES = True  # a fault of the program does not hide behind a sentence
 
 hypothesis_settings.register_profile("busy cores", deadline=None)  # the other worker's servers may have them
 hypothesis_settings.load_profile("busy cores")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without garbage collection, which would search all that was imported again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # what the file's fixtures held is gone

@@ -29,7 +29,7 @@ from loadgen.records.run import (
 from loadgen.records.samples import SAMPLE_DTYPE, Samples
 from loadgen.records.targets import TokenTransport
 from loadgen.records.tokens import ANSWER_DTYPE, BY_IDS, EVENT_DTYPE, IDS, LENGTH, STOP, TokenRows, store_tokens
-from tests.golden.synthetic_run import machine, order_of
+from tests.golden.synthetic_run import machine, order_of, simulated_once
 
 ORIGIN_NS = 1_000_000_000_000
 PROMPT, TOKENS = 32, 64
@@ -110,6 +110,7 @@ def language_workloads(plan: LanguagePlan) -> tuple[Workload, ...]:
     return (*closed, *opened)
 
 
+@simulated_once
 def write_language_run(directory: Path, plan: LanguagePlan | None = None) -> Path:
     """Write the records of `plan` into `directory`, and return it."""
     plan = plan or LanguagePlan()

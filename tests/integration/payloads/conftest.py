@@ -209,7 +209,7 @@ def uint8_artefact(specification: ModelSpecification) -> Artefact:
 def real_native(
     artefact: Artefact, uint8_artefact: Artefact, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    options = ("--engine", "onnxruntime", "--device", "cpu", "--max-batch-size", "8")
+    options = ("--engine", "onnxruntime", "--device", "cpu", "--max-batch-size", "4")
     paths = ("--artefact", str(artefact.path), "--artefact-uint8", str(uint8_artefact.path))
     with native(tmp_path_factory.mktemp("native"), *options, *paths) as server:
         yield server
@@ -219,7 +219,7 @@ def real_native(
 def real_triton(
     artefact: Artefact, uint8_artefact: Artefact, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    engine = {"engine": "onnxruntime", "device": "cpu", "threads": 2, "max_batch_size": 8}
+    engine = {"engine": "onnxruntime", "device": "cpu", "threads": 2, "max_batch_size": 4}
     files_of = {"fp32": artefact, "uint8": uint8_artefact, "jpeg": uint8_artefact}
     models = [PlacedModel(s, files_of[p].path, files_of[p].manifest.to_dict()) for p, s in VARIANTS.items()]
     with triton(tmp_path_factory.mktemp("triton"), engine, models) as server:

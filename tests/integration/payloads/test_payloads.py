@@ -79,7 +79,7 @@ def reference(artefact: Any, specification: ModelSpecification, pixels: UInt8Arr
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(artefact.path), providers=["CPUExecutionProvider"])
-    (answer,) = session.run(None, {"pixel_values": normalise(pixels[:8], specification.preprocessing)})
+    (answer,) = session.run(None, {"pixel_values": normalise(pixels[:3], specification.preprocessing)})
     return answer
 
 
@@ -91,10 +91,10 @@ def test_the_payloads_of_a_picture_have_the_same_answer(
     batch_of: Batch,
     specification: ModelSpecification,
 ) -> None:
-    fp32 = real_server.infer("fp32", normalise(pixels[:8], specification.preprocessing)).embedding
-    uint8 = real_server.infer("uint8", pixels[:8]).embedding
-    jpeg = real_server.infer("jpeg", batch_of(*photographs[:8])).embedding
-    assert fp32.shape == uint8.shape == jpeg.shape == (8, 512)
+    fp32 = real_server.infer("fp32", normalise(pixels[:3], specification.preprocessing)).embedding
+    uint8 = real_server.infer("uint8", pixels[:3]).embedding
+    jpeg = real_server.infer("jpeg", batch_of(*photographs[:3])).embedding
+    assert fp32.shape == uint8.shape == jpeg.shape == (3, 512)
     for answer in (fp32, uint8, jpeg):
         assert row_cosines(reference, answer).min() >= 0.99999
     np.testing.assert_array_equal(jpeg, uint8)

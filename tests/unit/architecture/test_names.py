@@ -26,20 +26,29 @@ COUNT = counting()
 
 
 @cache  # not when the tests are collected, which every worker does
-def trees() -> dict[str, ast.Module]:
-    return {name: ast.parse(text) for name, text in COUNT.tree_sources()}
+def facts() -> dict[str, tuple[list[str], int, bool]]:
+    """By file its classes, empty names and whether it has a `shown`. No tree is kept: collections would search it."""
+    trees = ((name, ast.parse(text)) for name, text in COUNT.tree_sources())
+    return {
+        name: (
+            COUNT.class_names(tree),
+            COUNT.empty_names(tree),
+            any(isinstance(node, ast.Name) and node.id == "shown" for node in ast.walk(tree)),
+        )
+        for name, tree in trees
+    }
 
 
 def test_no_class_name_stands_twice() -> None:
     places = defaultdict(list)
-    for name, tree in trees().items():
-        for class_name in COUNT.class_names(tree):
+    for name, (class_names, *_) in facts().items():
+        for class_name in class_names:
             places[class_name].append(name)
     assert {class_name: names for class_name, names in places.items() if len(names) > 1} == {}
 
 
 def test_few_variables_have_a_name_that_says_nothing() -> None:
-    counts = {name: number for name, tree in trees().items() if (number := COUNT.empty_names(tree))}
+    counts = {name: number for name, (_, number, _) in facts().items() if number}
     assert sum(counts.values()) <= 100, sorted(counts.items(), key=lambda count: -count[1])[:20]
 
 
@@ -55,9 +64,4 @@ def test_sentences_call_arms_by_their_names() -> None:
     """Letters stand in tables, in the legend before a run, and in what tells options apart: rooms of sentences have no
     `shown`."""
     rooms = ("loadgen/checks/", "loadgen/findings/tokens", "loadgen/findings/ceiling", "loadgen/measure/probes/")
-    lettered = [
-        name
-        for name, tree in trees().items()
-        if name.startswith(rooms) and any(isinstance(node, ast.Name) and node.id == "shown" for node in ast.walk(tree))
-    ]
-    assert lettered == []
+    assert [name for name, (*_, has_shown) in facts().items() if has_shown and name.startswith(rooms)] == []

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from loadgen.entry import build
 from loadgen.records.samples import SAMPLE_DTYPE
+from loadgen.verdict.result import Result as Analysed
 from loadgen.verdict.result import analyse, read_result
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 from tests.language_runs import LanguagePlan, write_language_run
@@ -119,9 +120,9 @@ def test_a_record_that_is_none_is_named(folder: Path, good: Path, name: str, tex
         assert named_in(folder, f"{name} cannot be read")
 
 
-def named_in(folder: Path, words: str) -> bool:
+def named_in(run: Path | Analysed, words: str) -> bool:
     """Whether the analysis of a run goes on, takes its verdict away and names what is wrong."""
-    result = analyse(folder)
+    result = analyse(run) if isinstance(run, Path) else run
     return not result.valid and any(
         words in check.detail for check in result.checks if check.ok is not True and check.severity == "invalidates"
     )
@@ -166,7 +167,7 @@ def test_a_file_costs_itself_only(runs: dict[str, Path], tmp_path: Path, kind: s
     kept = [(c.metric, c.ratio) for c in result.comparisons if c.workload in others - {"cold-start"}]
     assert kept == [(c.metric, c.ratio) for c in before.comparisons if c.workload in others - {"cold-start"}]
     if way != "missing" or name.startswith("samples"):
-        assert named_in(folder, name)
+        assert named_in(result, name)
     if way == "cut":
         told(invoke("report", str(folder)), {0})
         told(invoke("rank", str(folder)), {1})

@@ -32,15 +32,14 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, place: str, fault: Exception) -> No
     monkeypatch.setattr(place, fail)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 @pytest.mark.parametrize(
-    "place",
+    ("place", "fault"),
     [
-        "loadgen.verdict.result.analyse",
-        "loadgen.report.published.Published.write",
-        "loadgen.report.files.result_document",
-        "loadgen.report.renderers.terminal.print_document",
-        "loadgen.report.files.append_job_summary",
+        *(("loadgen.verdict.result.analyse", fault) for fault in FAULTS),
+        ("loadgen.report.published.Published.write", FAULTS[0]),
+        ("loadgen.report.files.result_document", FAULTS[1]),
+        ("loadgen.report.renderers.terminal.print_document", FAULTS[2]),
+        ("loadgen.report.files.append_job_summary", FAULTS[3]),
     ],
 )
 def test_a_finished_run_is_kept(
