@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -38,38 +38,21 @@ from loadgen.records.samples import NS_PER_S
 
 
 class EngineBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch size of a document of `abserve engine`, see docs/engines.md. Unknown fields are ignored."""
+    """What is read of one batch size."""
 
     batch: int
-    repeats: int
-    execution_ns: int | None
     call_ns: int
     """Median of the whole call with its copies, which a server cannot avoid."""
-    call_p99_ns: int | None
-    """p99 of the whole call; None with too few calls."""
-    items_per_second: float | None = None
-    """Throughput of the execution alone if the engine reports it, so copies may be left out."""
-    tflops: float | None = None
-    share_of_matrix_product: float | None = None
-    cosine_to_fp32: float | None = None
-    relative_error_to_fp32: float | None = None
-    fault: str | None = None
-    """Why the answers are not the model's; None if they are."""
     sizes: dict[str, int] = {}
     """By axis; others have their default."""
-    tokens_per_second: float | None = None
 
 
 class EngineDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """A document of `abserve engine --json`. Unknown fields are ignored."""
+    """What is read of a document of `abserve engine --json`, see docs/engines.md; its other fields are only stored."""
 
-    schema: Literal["abserve.engine/1", "abserve.engine/2"] = "abserve.engine/2"
-    model: str
-    flops_per_item: float | None
+    schema: Literal["abserve.engine/1", "abserve.engine/2"]
     engine: dict[str, object]
     """Settings in effect: kind, version, precision, mode, device, threads, max_batch_size, weights, details."""
-    matrix_product_tflops: float | None
-    load_seconds: float
     batches: tuple[EngineBatch, ...]
 
 
@@ -80,7 +63,8 @@ class Ceiling(Record, frozen=True, kw_only=True):
     """The arms with this ceiling: several if their engines have the same settings."""
     command: str | None = None
     """The command that measured it; None if nothing was started."""
-    document: EngineDocument | None = None
+    document: dict[str, Any] | None = None
+    """As `abserve engine` wrote it; `EngineDocument` is what is read of it."""
     reason: str | None = None
     """Why the document is missing."""
 
@@ -248,7 +232,7 @@ def analyse(facts: Facts) -> CeilingsFound:
     for ceiling in stored.measured:
         for label in ceiling.labels:
             if ceiling.document is not None:
-                documents[label] = ceiling.document
+                documents[label] = msgspec.convert(ceiling.document, EngineDocument)
             else:
                 reason = ceiling.reason or "nothing was measured"
                 missing.append(NoCeiling(label=label, workload=None, reason=reason))

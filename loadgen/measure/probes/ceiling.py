@@ -62,14 +62,13 @@ def _measure(context: RunContext, run: EngineRun) -> Ceiling:
     path = context.work / f"{name}.json"
     command = command_of(run)
     limit_s = LOAD_TIMEOUT_S + SIZE_TIMEOUT_S * len(run.sizes) * max(1, len(context.experiment.lengths))
-    document: EngineDocument | None = None
-    reason: str | None
+    document: dict[str, object] = {}
     try:
         argv = [*context.abserve, *command, f"--json={path}"]
         reason = _run(argv, context.store.log_path(name), limit_s)
         if reason is None:
-            document = read_document(path)
-            reason = contradiction(run, document.engine)
+            document = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+            reason = contradiction(run, msgspec.convert(document, EngineDocument).engine)
     except (ProcessError, OSError, ValueError) as exc:
         reason = f"its measurement left no readable result: {exc}"
     return Ceiling(
@@ -91,11 +90,6 @@ def _run(argv: Sequence[str], log_path: Path, limit_s: float) -> str | None:
     finally:
         with uninterrupted():
             process.stop(timeout_s=STOP_TIMEOUT_S)
-
-
-def read_document(path: Path) -> EngineDocument:
-    """Read the file that `abserve engine --json` wrote. Raises `OSError` and `ValueError`."""
-    return msgspec.json.decode(path.read_bytes(), type=EngineDocument)
 
 
 def contradiction(run: EngineRun, engine: Mapping[str, object]) -> str | None:

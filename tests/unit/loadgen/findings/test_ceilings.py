@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,12 +18,10 @@ from loadgen.findings.ceiling import (
     Ceiling,
     Ceilings,
     CeilingsFound,
-    EngineBatch,
     EngineDocument,
     EngineShare,
     nearest_size,
 )
-from loadgen.measure.probes.ceiling import read_document
 from loadgen.records.run import Label
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.html import render_html
@@ -37,20 +36,24 @@ SIZES = (1, 2, 4, 8, 16, 32)
 SHORT = Plan(pairs=2, requests=60)
 
 
-def batch(size: int, call_ms: float) -> EngineBatch:
+def batches(overhead_ms: float, item_ms: float, **more: object) -> list[dict[str, object]]:
     """`items_per_second` is of the execution, which takes half of the call here."""
-    return EngineBatch(
-        batch=size, repeats=9, execution_ns=int(call_ms * 5e5), call_ns=int(call_ms * 1e6),
-        call_p99_ns=int(call_ms * 2e6), items_per_second=size / call_ms * 2e3, tflops=1.0,
-        share_of_matrix_product=None, cosine_to_fp32=1.0,
-    )  # fmt: skip
+    times = {size: overhead_ms + item_ms * size for size in SIZES}
+    return [{"batch": size, "call_ns": int(ms * 1e6), "items_per_second": size / ms * 2e3, **more}
+            for size, ms in times.items()]  # fmt: skip
 
 
-def document(overhead_ms: float, item_ms: float) -> EngineDocument:
-    return EngineDocument(
-        model="openclip_vit_b32", flops_per_item=8.8e9, engine={"kind": "torch"}, matrix_product_tflops=None,
-        load_seconds=1.0, batches=tuple(batch(size, overhead_ms + item_ms * size) for size in SIZES),
-    )  # fmt: skip
+def written(measured: object, device: str = "cuda:0") -> dict[str, Any]:
+    """A document of `abserve engine`."""
+    told = EngineDescription("torch", "2", "fp32", "eager", device, 2, 32, "random weights (seed 0)")
+    return {
+        "schema": "abserve.engine/2", "model": "m", "flops_per_item": 1.0, "engine": asdict(told),
+        "matrix_product_tflops": None, "load_seconds": 0.5, "batches": measured, "profile": [{"batch": 4}],
+    }  # fmt: skip
+
+
+def document(overhead_ms: float, item_ms: float) -> dict[str, Any]:
+    return written(batches(overhead_ms, item_ms))
 
 
 def write_measured(directory: Path, *measured: Ceiling) -> Path:
@@ -123,9 +126,7 @@ def test_what_is_missing_is_said_and_fails_nothing(tmp_path: Path) -> None:
 
 
 def test_a_size_that_was_not_measured_and_a_server_that_tells_no_batches_have_no_share(tmp_path: Path) -> None:
-    known = document(3.0, 4.5)
-    few = msgspec.structs.replace(known, batches=known.batches[:2])
-    write_measured(tmp_path, Ceiling(labels=("a",), document=few))
+    write_measured(tmp_path, Ceiling(labels=("a",), document=written(batches(3.0, 4.5)[:2])))
     for path in sorted((tmp_path / "blocks").glob("*.json")):
         record = json.loads(path.read_text())
         if record["workload"] == "concurrent(16)":
@@ -139,13 +140,8 @@ def test_a_size_that_was_not_measured_and_a_server_that_tells_no_batches_have_no
 
 @pytest.mark.parametrize("lengths", [None, (64, 64), (9, 64)])
 def test_sequences_are_compared_at_their_own_length_only(tmp_path: Path, lengths: tuple[int, int] | None) -> None:
-    short, long = document(3.0, 4.5), document(6.0, 9.0)
-    batches = [
-        msgspec.structs.replace(entry, sizes={"sequence": size})
-        for size, of_size in ((64, short), (128, long))
-        for entry in of_size.batches
-    ]
-    alone = msgspec.structs.replace(short, batches=tuple(batches))
+    short, long = batches(3.0, 4.5, sizes={"sequence": 64}), batches(6.0, 9.0, sizes={"sequence": 128})
+    alone = written([*short, *long])
     write_measured(tmp_path, Ceiling(labels=("a",), document=alone))
     path = tmp_path / "environment.json"
     inputs = dict(zip(("length_min", "length_max"), lengths or (), strict=False))
@@ -195,7 +191,7 @@ def test_every_report_shows_the_table_and_a_sentence_of_each_arm(tmp_path: Path)
 
 
 def test_on_a_cpu_the_rest_is_also_what_the_cores_are_shared_with(tmp_path: Path) -> None:
-    alone = msgspec.structs.replace(document(3.0, 4.5), engine={"kind": "torch", "device": "cpu"})
+    alone = written(batches(3.0, 4.5), device="cpu")
     result = analyse(write_measured(tmp_path, Ceiling(labels=("a",), document=alone)))
     assert of(result, "batched(4)").sentence.endswith("take the rest and share its cores.")
 
@@ -212,17 +208,12 @@ def test_a_run_that_was_interrupted_between_measurements_keeps_the_first(tmp_pat
     assert result.of(CeilingsFound).missing == ()
 
 
-def test_the_record_takes_what_abserve_engine_writes(tmp_path: Path) -> None:
-    """The two sides meet in the file alone; what one of them adds, as with --profile, the other passes over."""
+def test_the_record_keeps_what_abserve_engine_writes(tmp_path: Path) -> None:
+    """The two sides meet in the file alone; what is not read, as with --profile, is stored as well."""
     row = BatchMeasurement(4, 7, None, 1_000_000, 2_000_000, 4000.0, 1.0, None, 1.0)
-    assert {field.name for field in fields(BatchMeasurement)} >= set(EngineBatch.__struct_fields__)
-    told = EngineDescription("torch", "2", "fp32", "eager", "cpu", 2, 32, "random weights (seed 0)")
-    written = {
-        "schema": "abserve.engine/2", "model": "m", "flops_per_item": 1.0, "engine": asdict(told),
-        "matrix_product_tflops": None, "load_seconds": 0.5, "batches": [asdict(row)], "profile": [{"batch": 4}],
-    }  # fmt: skip
-    path = tmp_path / "engine.json"
-    path.write_text(json.dumps(written))
-    read = read_document(path)
-    assert read.batches[0].call_ns == 1_000_000
-    assert read.engine["threads"] == 2
+    told = written([asdict(row)])
+    path = write_measured(tmp_path, Ceiling(labels=("a",), document=told)) / "ceilings.json"
+    (stored,) = msgspec.json.decode(path.read_bytes(), type=Ceilings).measured
+    assert stored.document == told
+    read = msgspec.convert(told, EngineDocument)
+    assert (read.batches[0].call_ns, read.engine["threads"]) == (1_000_000, 2)
