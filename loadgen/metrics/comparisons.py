@@ -290,9 +290,9 @@ LEADING_SHARE = 0.8
 """Share of the 5 % for false winners that the leading comparisons get if they decide when to stop."""
 
 
-class Comparison(Record, frozen=True, kw_only=True):
-    """One metric of two arms in one workload. The values are geometric means over the pairs, in `unit`, so that their
-    quotient is the ratio; None, with a reason, if the metric could not be measured."""
+class Comparison(RatioEstimate, Record, frozen=True, kw_only=True):
+    """The ratio of one metric of two arms in one workload, and its verdict. The values are geometric means over the
+    pairs, in `unit`, so that their quotient is the ratio; None, with a reason, if the metric could not be measured."""
 
     workload: str = msgspec.field(name="scenario")
     metric: str
@@ -302,23 +302,14 @@ class Comparison(Record, frozen=True, kw_only=True):
     arm: Label
     baseline_value: float | None
     arm_value: float | None
-    ratio: float | None
-    """The arm's value over the baseline's."""
-    ci95: tuple[float, float] | None
     verdict: Outcome
-    pairs: int
     minimal_detectable_effect: float | None
     """Smallest true difference that 80 % of runs of this plan detect, as a share: 0.03 is 3 %. None if the number of
     pairs was not planned."""
-    p_value: float | None
     p_adjusted: float | None
     """Holm-adjusted p value, over all comparisons of the run."""
-    p_equivalence: float | None
-    """p value of two one-sided tests against ±δ; not adjusted."""
     ratios: tuple[float, ...]
     """The ratio of each round, in the order in which they ran."""
-    reason: str | None
-    """Why the ratio, the interval or the verdict is missing."""
     leading: bool = False
     """Whether this metric leads its workload: it gives the verdict and decides when to stop."""
     method: Method = "t over pairs"
@@ -327,12 +318,6 @@ class Comparison(Record, frozen=True, kw_only=True):
     """Starts of the servers that the pairs come from."""
     restart_effect: float | None = None
     """Standard deviation of what a restart adds to the ratio, as a share. None with one restart."""
-    error_log: float | None = None
-    """Standard error of the log ratio, as wide as the interval."""
-    degrees: float = 0.0
-    """Degrees of freedom of that error."""
-    correlation: float = 0.0
-    """Correlation of successive pairs that the interval allows for."""
     baseline_ci95: tuple[float, float] | None = None
     """95 % interval of `baseline_value` by itself, if the metric is a percentile of all rounds together."""
     arm_ci95: tuple[float, float] | None = None
@@ -430,8 +415,12 @@ def compare_all(
         verdict = judge(estimate.ci95, p_adjusted, experiment.equivalence_margin, metric.higher_is_better)
         added = between_restarts(restarts) if method == "t over restarts" else None
         baseline, arm = values or (None, None)
+        reason = paired.reason or estimate.reason
+        if verdict == "inconclusive":
+            reason = reason or _why_inconclusive(estimate.ci95, family)
         comparisons.append(
             Comparison(
+                **msgspec.structs.asdict(msgspec.structs.replace(estimate, reason=reason)),
                 workload=paired.workload.name,
                 metric=metric.name,
                 unit=metric.unit_for(item),
@@ -442,26 +431,15 @@ def compare_all(
                 arm_value=None if arm is None else arm.value,
                 baseline_ci95=None if baseline is None else baseline.interval,
                 arm_ci95=None if arm is None else arm.interval,
-                ratio=estimate.ratio,
-                ci95=estimate.ci95,
                 verdict=verdict,
-                pairs=estimate.pairs,
                 minimal_detectable_effect=None
                 if method.startswith("anytime")
                 else _sensitivity(paired, method, estimate, family, seen),
-                p_value=estimate.p_value,
                 p_adjusted=p_adjusted,
-                p_equivalence=estimate.p_equivalence,
                 ratios=tuple(pair.ratio for pair in paired.pairs),
-                reason=paired.reason
-                or estimate.reason
-                or (_why_inconclusive(estimate.ci95, family) if verdict == "inconclusive" else None),
                 leading=paired.leads,
                 method=method,
                 restarts=len(restarts) or 1,
-                error_log=estimate.error_log,
-                degrees=estimate.degrees,
-                correlation=estimate.correlation,
                 restart_effect=None if added is None else math.expm1(added),
             )
         )

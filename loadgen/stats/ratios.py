@@ -27,9 +27,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -52,24 +52,23 @@ MOST_LOG = 700.0
 """A ratio whose logarithm is larger does not fit into a float, and neither does its inverse."""
 
 
-@dataclass(frozen=True, slots=True)
-class RatioEstimate:
-    """Geometric mean ratio of B over A. `ci95`, `p_value` and `p_equivalence` are None together, with a `reason`."""
+class RatioEstimate(msgspec.Struct, frozen=True):
+    """Geometric mean ratio of an arm over the baseline. `ci95`, `p_value` and `p_equivalence` are None together, with a
+    `reason`."""
 
     pairs: int
     ratio: float | None = None
+    """The arm's value over the baseline's."""
     ci95: tuple[float, float] | None = None
     p_value: float | None = None
     p_equivalence: float | None = None
-    spread_log: float | None = None
-    """Standard deviation of the log ratios of the units."""
+    """p value of two one-sided tests against ±δ; not adjusted."""
     reason: str | None = None
-    units: int = 0
-    """Number of observations behind the interval: the pairs, or the restarts if there are several."""
+    """Why the ratio, the interval or the verdict is missing."""
     correlation: float = 0.0
     """Correlation of successive pairs that the interval allows for, see `allowed_correlation`."""
     error_log: float | None = None
-    """Standard error of the log ratio."""
+    """Standard error of the log ratio, as wide as the interval."""
     degrees: float = 0.0
     """Degrees of freedom of Student's t for that error."""
 
@@ -197,11 +196,11 @@ def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 
     spread = math.sqrt(math.fsum((value - centre) ** 2 for value in logs) / (count - 1))
     if spread < MIN_LOG_SPREAD:
         reason = "all pairs have the same ratio, so their spread is unknown"
-        return RatioEstimate(count, math.exp(centre), spread_log=spread, reason=reason)
+        return RatioEstimate(count, math.exp(centre), reason=reason)
     error, degrees = error_of_mean(logs, correlation)
     interval = t_estimate(centre, error, degrees)
     if not all(-MOST_LOG <= bound <= MOST_LOG for bound in interval.interval or ()):
-        return RatioEstimate(count, math.exp(centre), spread_log=spread, reason="the pairs are too far apart")
+        return RatioEstimate(count, math.exp(centre), reason="the pairs are too far apart")
     bound = math.log1p(margin)
     below = student_tail((centre + bound) / error, degrees)
     above = student_tail((bound - centre) / error, degrees)
@@ -211,8 +210,6 @@ def estimate_ratio(ratios: Sequence[float], margin: float, correlation: float = 
         ci95=interval.exp().interval,
         p_value=2.0 * student_tail(abs(centre) / error, degrees),
         p_equivalence=max(below, above),
-        spread_log=spread,
-        units=count,
         correlation=allowed_correlation(correlation),
         error_log=error,
         degrees=degrees,
@@ -232,8 +229,8 @@ def estimate_restarts(groups: Sequence[Sequence[float]], margin: float, correlat
         return estimate_ratio(filled[0] if filled else (), margin, correlation)
     pairs = sum(map(len, filled))
     if any(value <= 0.0 or not math.isfinite(value) for group in filled for value in group):
-        return replace(estimate_ratio([0.0], margin), pairs=pairs)
-    return replace(estimate_ratio([geometric_mean(group) for group in filled], margin), pairs=pairs)
+        return msgspec.structs.replace(estimate_ratio([0.0], margin), pairs=pairs)
+    return msgspec.structs.replace(estimate_ratio([geometric_mean(group) for group in filled], margin), pairs=pairs)
 
 
 def between_restarts(groups: Sequence[Sequence[float]]) -> float | None:
@@ -368,7 +365,7 @@ def estimate_anytime(ratios: Sequence[float], margin: float, correlation: float 
     `p_value` is 1 over the Bayes factor of no difference, and `p_equivalence` the smallest α at which the interval lies
     inside ±`margin`."""
     plain = estimate_ratio(ratios, margin)
-    if plain.ci95 is None or plain.ratio is None or plain.spread_log is None or plain.spread_log < MIN_LOG_SPREAD:
+    if plain.ci95 is None:
         return plain
     logs = [math.log(value) for value in ratios]
     (low, high), bound = interval_of_logs(logs, correlation), math.log1p(margin)
@@ -376,12 +373,12 @@ def estimate_anytime(ratios: Sequence[float], margin: float, correlation: float 
     if -bound < (low + high) / 2.0 < bound:
         p_equivalence = max(_p(logs, bound, correlation), _p(logs, -bound, correlation))
     unbounded = not (-MOST_LOG <= low <= high <= MOST_LOG)
-    estimate = replace(plain, correlation=allowed_correlation(correlation), error_log=None, degrees=0.0)
+    estimate = msgspec.structs.replace(plain, correlation=allowed_correlation(correlation), error_log=None, degrees=0.0)
     if unbounded:
         reason = f"{plain.pairs} pairs are too few for an interval that stays valid after every round"
-        return replace(estimate, ci95=None, p_value=None, p_equivalence=None, reason=reason)
+        return msgspec.structs.replace(estimate, ci95=None, p_value=None, p_equivalence=None, reason=reason)
     ci95 = math.exp(low), math.exp(high)
-    return replace(estimate, ci95=ci95, p_value=_p(logs, 0.0, correlation), p_equivalence=p_equivalence)
+    return msgspec.structs.replace(estimate, ci95=ci95, p_value=_p(logs, 0.0, correlation), p_equivalence=p_equivalence)
 
 
 def _p(logs: Sequence[float], mean: float, correlation: float) -> float:

@@ -148,11 +148,11 @@ def estimate_tail_ratio(
     ratio = values[1].value / values[0].value
     if units < 2:
         reason = "one pair shows no spread; at least 2 are needed"
-        return RatioEstimate(len(rounds), ratio, reason=reason, units=units), values
+        return RatioEstimate(len(rounds), ratio, reason=reason), values
     low, high = _interval(a, b, between, SIGNIFICANCE * spent)
     if not _known((low, high)):
         reason = "too few independent samples beyond the percentile for an interval"
-        return RatioEstimate(len(rounds), ratio, reason=reason, units=units), values
+        return RatioEstimate(len(rounds), ratio, reason=reason), values
     bound = math.log1p(margin)
     error = (high - low) / 2.0 / critical_t(a.degrees, SIGNIFICANCE * spent)
     estimate = RatioEstimate(
@@ -161,8 +161,6 @@ def estimate_tail_ratio(
         ci95=(math.exp(low), math.exp(high)),
         p_value=min(1.0, _smallest(lambda level: _excludes(_interval(a, b, between, level), 0.0)) / spent),
         p_equivalence=min(1.0, _smallest(lambda level: _within(_interval(a, b, between, 2.0 * level), bound)) / spent),
-        spread_log=error * math.sqrt(units),
-        units=units,
         correlation=allowed_correlation(correlation),
         error_log=error,
         degrees=a.degrees,

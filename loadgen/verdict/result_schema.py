@@ -30,8 +30,9 @@ def result_schema() -> str:
         if "description" in definition:  # Python 3.13 dedents docstrings, older ones do not
             definition["description"] = inspect.cleandoc(definition["description"])
         if (kind := types.get((name, frozenset(definition.get("properties", ()))))) is not None:
-            for field, meaning in _meanings(kind).items():
-                definition["properties"][field]["description"] = meaning
+            meanings = {field: text for base in reversed(kind.__mro__) for field, text in _meanings(base).items()}
+            for field in meanings.keys() & definition["properties"]:
+                definition["properties"][field]["description"] = meanings[field]
     definitions["Result"]["properties"]["studies"] |= {
         "properties": dict(zip(studies, findings, strict=True)),
         "additionalProperties": False,
@@ -45,8 +46,10 @@ def _records(base: type[Record]) -> list[type[Record]]:
     return [record for below in base.__subclasses__() for record in (below, *_records(below))]
 
 
-def _meanings(record: type[Record]) -> dict[str, str]:
-    """The text under each field of a record's class."""
+def _meanings(record: type) -> dict[str, str]:
+    """The text under each field of a class; those of its bases stand there. Empty for a class of a library."""
+    if not record.__module__.startswith("loadgen."):
+        return {}
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
     assert isinstance(body, ast.ClassDef)
     return {

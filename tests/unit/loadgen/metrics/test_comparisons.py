@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +257,7 @@ def test_an_early_decision_is_adjusted_for_all_that_was_planned() -> None:
     estimates = [decided, *(RatioEstimate(2, 1.0) for _ in paired[1:])]
     assert adjust(paired, estimates, plan) == [pytest.approx(5 * 0.008), None, None, None, None]
     fixed = simulated(5, 8, 0.05)
-    with_intervals = [decided, *(replace(decided, p_value=0.5) for _ in paired[1:])]
+    with_intervals = [decided, *(msgspec.structs.replace(decided, p_value=0.5) for _ in paired[1:])]
     assert adjust(paired, with_intervals, fixed)[0] == pytest.approx(5 * 0.008)
 
 
