@@ -119,7 +119,7 @@ def record(
     else:
         relays = [(Relay(Upstream(way.servers[0], way.tap(recorder), way.contexts[0])), way.place) for way in ways]
         asyncio.run(serve(relays, f"recorded in {out}"))
-    written = recorder.stop("it was stopped")
+    written = recorder.stop("it was stopped", 2.0 if source is None else 10.0)  # nobody waits for a server's
     state = writer.recording
     typer.echo(f"{counted(state.requests, 'request')} in {out}, {state.lost} lost")
     if not written or recorder.failed:

@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from loadgen.base.quantities import significant
+from loadgen.base.quantities import join, significant
 from loadgen.experiment.plan import (
     PRESETS,
     SPAN,
@@ -107,6 +107,8 @@ def check_language(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> 
 
 def _check_tensors(settings: ExperimentSettings) -> None:
     of_speed = settings.traffic is not None and set(read_limits(settings.limits or "p99=1ms")) == {"p99"}
+    if settings.traffic is not None and settings.limits and not of_speed:
+        raise PlanError(f"--limits {settings.limits} is for prompts; of recorded tensors give p99, as in p99=50ms")
     for name in ("prompt_tokens", "output_tokens", *(() if of_speed else ("limits",)), "price"):
         if getattr(settings, name) is not None:
             raise PlanError(
@@ -145,13 +147,19 @@ def choose_protocol(
             raise PlanError(
                 f"{option_of(arm.label)} {arm.target} speaks {' and '.join(able)} only; "
                 + (
-                    f"the recorded prompts need {asked}"
+                    f"the recorded prompts need {asked}, which {_speakers(asked)} speak"
                     if settings.transport is None
                     else f"leave --transport {asked} out"
                 )
             )
         with_own.append(msgspec.structs.replace(arm, transport=None if chosen in able else able[0]))
     return chosen, tuple(with_own)
+
+
+def _speakers(transport: str) -> str:
+    """The servers that speak a protocol, in words."""
+    able = [name for name, target in TARGETS.items() if transport in target.protocols]
+    return join([*able, "URLs"])
 
 
 def _recorded_protocol(settings: ExperimentSettings) -> TokenTransport:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from loadgen.base.documents import one_line, uncompressed
+from loadgen.base.quantities import join
 from loadgen.experiment.prompts import MOST_ID, MOST_TOKENS, PromptShape
 from loadgen.experiment.schedule import Offsets
 from loadgen.records.imported import read_traffic
@@ -199,7 +200,9 @@ def recorded_protocol(folder: str) -> TokenTransport:
     """The protocol of most prompts in a folder. Raises `TrafficError`."""
     counts = Counter(_prompt(folder, request).transport for request in _prompts(folder))
     if not counts:
-        raise TrafficError(f"{folder} has no prompts of language models")
+        raise TrafficError(
+            f"{folder} has no prompts of language models and has {_held(folder)}; choose another --model"
+        )
     return max(TOKEN_TRANSPORTS, key=lambda transport: counts[transport])
 
 
@@ -237,7 +240,10 @@ def _replayable(folder: str, transport: Transport) -> tuple[RecordedRequest, ...
         raise TrafficError(f"{folder} has no contents; record it again without --no-contents")
     if len(requests) < 2 or requests[0].at_ns == requests[-1].at_ns:
         what = "prompts" if is_token_transport(transport) else "inferences of tensors"
-        raise TrafficError(f"{folder} has fewer than two {what} over {transport}; choose another --transport")
+        raise TrafficError(
+            f"{folder} has fewer than two {what} over {transport} and has {_held(folder)}; choose another --transport, "
+            "or a model that takes them"
+        )
     _require_one_model(folder, requests)
     size = sum({request.content: request.content_bytes for request in requests}.values())
     if size > MOST_BYTES:
@@ -246,6 +252,15 @@ def _replayable(folder: str, transport: Transport) -> tuple[RecordedRequest, ...
             "of it, made with abserve.load_traffic(…).save(…), or record with --max-bytes"
         )
     return requests
+
+
+def _held(folder: str) -> str:
+    """What the requests of a folder are, in words."""
+    kinds = Counter(
+        f"inferences over {each.transport}" if each.tensors or each.transport == "grpc" else "prompts"
+        for each in _traffic(folder).requests
+    )
+    return join([f"{count:,} {kind}" for kind, count in sorted(kinds.items())]) or "nothing else"
 
 
 def _require_one_model(folder: str, requests: Sequence[RecordedRequest]) -> None:

@@ -230,6 +230,7 @@ def test_all_arms_get_one_protocol_if_they_have_one_in_common(
         ({"transport": "completions"}, "triton speaks generate_stream only"),
         ({"arms": {"a": "native", "b": "litserve"}}, "litserve serves no language models"),
         ({"model": "open_clip:ViT-B-32", "limits": "ttft=1s"}, "--limits is for language models"),
+        ({"model": "open_clip:ViT-B-32", "limits": "ttft=1s", "traffic": "folder"}, "of recorded tensors give p99"),
         ({"model": "open_clip:ViT-B-32", "scenarios": "long-prompt"}, "long-prompt is for language models"),
         ({"model": "open_clip:ViT-B-32", "arms": {"a": "native", "b": "vllm"}}, "vllm serves language models only"),
     ],

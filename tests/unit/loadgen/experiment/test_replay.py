@@ -16,7 +16,7 @@ from loadgen.client.inputs import InputError
 from loadgen.client.recorded import prepare_recorded, recorded_request
 from loadgen.experiment.plan import PlanError, make_workloads
 from loadgen.experiment.prompts import PromptShape
-from loadgen.experiment.replay import Replay
+from loadgen.experiment.replay import Replay, recorded_protocol
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.records.traffic import (
     STRETCH_S,
@@ -81,6 +81,17 @@ def test_no_window_has_a_gap_of_the_recording(tmp_path: Path) -> None:
         assert start_s + offsets[-1] / 1e9 < STRETCH_S or start_s >= 3 * STRETCH_S
     with pytest.raises(TrafficError):
         Replay(str(tmp_path / "traffic"), "http", 30.0).window(0)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "completions"])
+def test_traffic_of_another_kind_is_refused_with_what_it_is(
+    tmp_path: Path, transport: Literal["grpc", "completions"]
+) -> None:
+    folder = str(write_traffic(tmp_path / "http", [(0.0, rows(1)), (1.0, rows(2))]))
+    with pytest.raises(TrafficError, match="2 inferences over http; choose another"):
+        Replay(folder, transport, 5.0).requests()
+    with pytest.raises(TrafficError, match="2 inferences over http; choose another --model"):
+        recorded_protocol(folder)
 
 
 def test_contents_stay_and_the_model_changes(tmp_path: Path) -> None:
