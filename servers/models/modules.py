@@ -21,6 +21,7 @@ from servers.models.weights import (
     PretrainedWeights,
     RandomWeights,
     WeightsError,
+    seeded,
     verify,
 )
 
@@ -55,7 +56,8 @@ def read_state(
     verify(path, option, source.sha256)
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
+            # Not mapped: a file that is written again in place would end the server, or change what it answers.
+            return {name: value.clone() for name, value in load_file(path).items()}
         loaded: object = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError, KeyError) as exc:
         remedy = "; a TorchScript archive holds code: save its state_dict()" if "TorchScript" in str(exc) else ""
@@ -73,8 +75,38 @@ def load_strictly(module: torch.nn.Module, state: State, option: str, title: str
     expected = module.state_dict()
     shapes = {key for key in expected.keys() & state.keys() if expected[key].shape != state[key].shape}
     refuse_misfits(option, title, expected.keys() - state.keys(), state.keys() - expected.keys(), shapes)
-    module.load_state_dict(state, strict=True, assign=any(value.is_meta for value in expected.values()))
+    hollow = any(value.is_meta for value in expected.values())
+    if hollow:  # in the form in which a copy would have them
+        state = {key: value.detach().to(expected[key].dtype).contiguous() for key, value in state.items()}
+    module.load_state_dict(state, strict=True, assign=hollow)
     return ready(module)
+
+
+def hollow(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """The module that `build` makes, for `load_strictly`: on the meta device if a state dict has all its tensors, so
+    that no values are computed that weights replace. A module that computes some of its own as it is built, such as a
+    table that no state dict has, or that shares a tensor between layers, is built as its library builds it."""
+    import torch
+
+    with seeded(0):
+        try:
+            with torch.device("meta"):
+                module = build()
+        except Exception:  # noqa: BLE001  a constructor that reads a value raises what it likes
+            return build()
+        return build() if _keeps_tensors(module) else module
+
+
+def _keeps_tensors(module: torch.nn.Module) -> bool:
+    """Whether a module has tensors that are in no state dict, or in two places of it."""
+    import torch
+    from torch.utils import _pytree
+
+    given = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
+    if len(given) < len(module.state_dict()):
+        return True
+    kept = [value for part in module.modules() for name, value in vars(part).items() if name != "_modules"]
+    return any(isinstance(leaf, torch.Tensor) and id(leaf) not in given for leaf in _pytree.tree_leaves(kept))
 
 
 def refuse_misfits(option: str, title: str, missing: set[str], unexpected: set[str], shapes: set[str]) -> None:
@@ -104,9 +136,13 @@ def fill_zero_weights(module: torch.nn.Module) -> torch.nn.Module:
     layers returns zeros or skips whole branches, so that a wrong output would look right. Biases may stay zero."""
     import torch
 
+    def is_zero(tensor: torch.Tensor) -> bool:
+        # A few first values tell of most tensors; all of them take longer than drawing them took.
+        return not tensor.is_meta and not (tensor.reshape(-1)[:16].any() or tensor.any())
+
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if name.endswith("weight") and not parameter.is_meta and not parameter.any():
+            if name.endswith("weight") and is_zero(parameter):
                 parameter.normal_(std=0.02 if parameter.ndim > 1 else 0.1)
     return module
 

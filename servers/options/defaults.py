@@ -94,7 +94,7 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 
 SPINS = ("torch", "onnxruntime")
 """Engines whose threads on the CPU spin while they wait for each other, unless the settings say otherwise."""
-MOST_WARM_ON_CPU = 8
-"""Largest batch with which a CPU warms up. The first batch of 16, 20 or 32 items took 0.86 to 1.03 times as long as
-later ones (ViT-B-32 with torch, ONNX Runtime and OpenVINO on two cores). Batches of 16 and 32 took a quarter of the CPU
-time of a start."""
+MOST_WARM_ON_CPU = 2
+"""Largest batch with which a CPU warms up. After one call of any size, the first batch of 2, 4 or 8 items took as much
+CPU time as later ones: ResNet-50 and DistilBERT with torch, ONNX Runtime and OpenVINO, ViT-B-32 with torch, two cores.
+Batches of 4 and 8 took a fifth of the CPU time of a start. One of 2 shows that the model takes more than one item."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ from servers.engines.torch.forms import (
     reason_of,
 )
 from servers.engines.torch.plans import ComparedAnswers, planned_form
-from servers.engines.torch.products import TYPICAL_ITEMS, TunedProducts
+from servers.engines.torch.products import NO_SHAPES, TYPICAL_ITEMS, InputShapes, TunedProducts, noted_shapes
 from servers.engines.torch.runner import RunnerEngine
 from servers.models.files import for_library
 from servers.models.uint8_module import executed_module
@@ -104,10 +105,12 @@ class TorchEngine(RunnerEngine):
     def _prepare(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Build what this mode executes from the FP32 module on the CPU, and compare it with that module."""
         specification, mode, largest = self._specification, self._mode, self._settings.max_batch_size
-        # What executes in its own form is compared with nothing but its description: one item does.
+        # What executes in its own form is compared with its description, and shows that padding changes no answer.
         own = mode in OWN_MODES and device.type == "cpu"
-        proof = proof_at_load(specification, 1 if own and specification.padded_axis is None else largest)
-        with self.checking():  # the module's outputs too, before it is converted
+        fewest, tunes = 1 if specification.padded_axis is None else 2, mode == "tuned" and makes_choices()
+        proof = proof_at_load(specification, min(fewest, largest) if own else largest)
+        # The module's outputs too, before it is converted.
+        with self.checking(), noted_shapes(module) if tunes else nullcontext(NO_SHAPES) as shapes:
             reference = executed_module(specification, module)
             expected = proof.expected(partial(expected_answers, specification, reference))
         if mode in GRAPH_MODES:
@@ -124,8 +127,8 @@ class TorchEngine(RunnerEngine):
             if device.type != "cpu":
                 self._start(None, bucket_sizes(largest, self._settings.buckets), device, call=form.call)
         self._form = form
-        if mode == "tuned" and makes_choices():
-            self._form = form = self._tuned(form)
+        if tunes:
+            self._form = form = self._tuned(form, proof, expected, NO_SHAPES if proof.lengths else shapes)
         if device.type == "cpu":
             memory = (*form.parameters, *module.buffers())
             self._shared_memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in memory)
@@ -133,8 +136,16 @@ class TorchEngine(RunnerEngine):
             with self.checking():
                 self._check(proof, expected)
 
-    def _tuned(self, form: ModelForm) -> ModelForm:
-        """The form with the products that are fastest here, or without them if the answers differ then."""
+    def _tuned(
+        self,
+        form: ModelForm,
+        proof: Proof,
+        expected: Mapping[str, Array],
+        shapes: InputShapes,
+    ) -> ModelForm:
+        """The form with the products that are fastest here, or without them if the answers differ then. Those that an
+        earlier start chose, and proved on more items, have to give the `expected` answers; `shapes` as for
+        `TunedProducts`."""
         specification, several = self._specification, min(TYPICAL_ITEMS, self._settings.max_batch_size)
         batches = [proof_batch(specification, rows, 0).inputs for rows in (1, several)]
         examples = [[torch.from_numpy(batch[tensor.name]) for tensor in specification.inputs] for batch in batches]
@@ -142,7 +153,7 @@ class TorchEngine(RunnerEngine):
         cache = ChoiceCache(cache_key(form.module, specification, self._device, "fp32") | {"items": str(several)})
         try:
             with stage("choose"), cache.held():
-                products = _products(form.module, examples, cache)
+                products = _products(form.module, examples, cache, shapes)
         except FAILURES as exc:
             return replace(form, kernels=f"{form.kernels}, untuned: {reason_of(exc)}")
         self._products = products.details
@@ -152,9 +163,10 @@ class TorchEngine(RunnerEngine):
         if not products.changed:
             return tuned
         with self.checking():
-            proof = proof_at_load(specification, self._settings.max_batch_size)
-            with products.undone():
-                expected = proof.expected(partial(expected_answers, specification, form.module))
+            if not products.stored:
+                proof = proof_at_load(specification, self._settings.max_batch_size)
+                with products.undone():
+                    expected = proof.expected(partial(expected_answers, specification, form.module))
             compared = self._compared(proof, expected)
         if compared.fault is None:
             self._checked = compared
@@ -273,15 +285,20 @@ class TorchEngine(RunnerEngine):
         super().close()
 
 
-def _products(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tensor]], cache: ChoiceCache) -> TunedProducts:
+def _products(
+    module: torch.nn.Module,
+    examples: Sequence[Sequence[torch.Tensor]],
+    cache: ChoiceCache,
+    shapes: InputShapes,
+) -> TunedProducts:
     """The products that an earlier start chose, or those that are measured and stored now."""
     single, several = examples
     if stored := cache.read():
         try:
-            return TunedProducts(module, single, several, stored)
+            return TunedProducts(module, single, several, stored, shapes)
         except ValueError:
             cache.reject()
-    products = TunedProducts(module, single, several)
+    products = TunedProducts(module, single, several, shapes=shapes)
     cache.write(products.choice, decided=products.decided)
     return products
 

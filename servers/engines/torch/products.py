@@ -46,6 +46,9 @@ LEAST_CONVOLUTIONS = 0.1
 """Convolutions with a smaller share of a model's multiplications, as in a vision transformer, stay as they are."""
 
 Product = Callable[[Tensor], Tensor]
+InputShapes = Mapping[nn.Module, tuple[int, ...]]
+"""By layer, the shape of its first argument."""
+NO_SHAPES: InputShapes = MappingProxyType({})
 Change = tuple[nn.Module, str, object]
 """A module, the name of its attribute, and the value that this gets."""
 
@@ -59,15 +62,18 @@ class TunedProducts:
         single: Sequence[Tensor],
         several: Sequence[Tensor],
         stored: Mapping[str, Any] = MappingProxyType({}),
+        shapes: InputShapes = NO_SHAPES,
     ) -> None:
         """Measure on a batch of one item and one of `several`, and change `module` (FP32, without gradients). With the
-        `stored` choice of an earlier start nothing is measured. Raises `ValueError` for one that is damaged."""
+        `stored` choice of an earlier start nothing is measured. Raises `ValueError` for one that is damaged. `shapes`
+        are those of `noted_shapes` for `single`, if they are known."""
         items, batches = len(several[0]), (single, several)[: len(several[0])]
         self.details: list[dict[str, object]] = []
         """Of each size of a linear layer, and of each comparison of the whole model, the times and the choice."""
         self.decided = True
         """Whether the machine let every comparison come to its end."""
         self.description = "oneDNN's prepacked products are not faster"
+        self.stored = bool(stored)
         self._sizes, self._whole, self._changes = set[tuple[int, ...]](), "", list[Change]()
         self._deadline = monotonic() + MOST_SECONDS
         if stored:
@@ -75,7 +81,9 @@ class TunedProducts:
             if not self._whole:
                 return
         with torch.inference_mode():
-            shapes = _input_shapes(module, single)
+            if not shapes:
+                with noted_shapes(module) as shapes:
+                    module(*single)
             weights = list(_linear_weights(shapes))
             if not stored:
                 self._sizes = self._faster_sizes(weights, items)
@@ -219,8 +227,9 @@ def _exchange(changes: Sequence[Change]) -> list[Change]:
     return undo[::-1]
 
 
-def _input_shapes(module: nn.Module, inputs: Sequence[Tensor]) -> dict[nn.Module, tuple[int, ...]]:
-    """The shape of the first argument of each layer that could be changed, in one call of the module."""
+@contextmanager
+def noted_shapes(module: nn.Module) -> Iterator[InputShapes]:
+    """Note the shape of the first argument of each layer that could be changed, while the module is called."""
     shapes: dict[nn.Module, tuple[int, ...]] = {}
 
     def note(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -230,11 +239,10 @@ def _input_shapes(module: nn.Module, inputs: Sequence[Tensor]) -> dict[nn.Module
     layers = [layer for layer in module.modules() if _is_known(layer)]
     handles = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
-        module(*inputs)
+        yield shapes
     finally:
         for handle in handles:
             handle.remove()
-    return shapes
 
 
 def _is_known(layer: nn.Module) -> bool:

@@ -19,7 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.modules import downloaded, load_strictly, option_of, read_state, ready, refuse_other_preprocessing
+from servers.models.modules import (
+    downloaded,
+    hollow,
+    load_strictly,
+    option_of,
+    read_state,
+    ready,
+    refuse_other_preprocessing,
+)
 from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification, refuse_tag
 from servers.models.weights import FindPretrained, PretrainedWeights, RandomWeights, WeightsError, WeightsSource, seeded
 from servers.protocol.tensors import TensorSpec
@@ -71,7 +79,7 @@ def load_image_tower(
     else:
         # A file does not store the activation, which is not a tensor; open_clip puts it into its file names.
         quick_gelu = "quickgelu" in source.path.name.lower()
-    tower = _build(architecture, quick_gelu=quick_gelu, hollow=True)
+    tower = hollow(partial(_build, architecture, quick_gelu=quick_gelu))
     visual = {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)}
     return load_strictly(tower, visual or state, option_of(source), f"a {architecture} image tower")
 
@@ -83,19 +91,16 @@ def pretrained_tags(architecture: str = ARCHITECTURE) -> tuple[str, ...]:
     return tuple(list_pretrained_tags_by_model(architecture))
 
 
-def _build(architecture: str, *, quick_gelu: bool, hollow: bool = False) -> torch.nn.Module:
-    """The image tower without CLIP's text tower, which is as large; `hollow` without memory for its parameters. A tower
-    that comes from timm has values that are in no state dict, so it always gets memory."""
+def _build(architecture: str, *, quick_gelu: bool) -> torch.nn.Module:
+    """The image tower without CLIP's text tower, which is as large."""
     with _quiet_root_logger():
-        import torch
         from open_clip import get_model_config  # type: ignore[attr-defined,unused-ignore]
         from open_clip.model import _build_vision_tower
     config = get_model_config(architecture)
     vision = {**config["vision_cfg"], "timm_model_pretrained": False}
-    with torch.device("meta" if hollow and not vision.get("timm_model_name") else torch.get_default_device()):
-        tower: torch.nn.Module = _build_vision_tower(
-            config["embed_dim"], vision, quick_gelu or config.get("quick_gelu", False)
-        )
+    tower: torch.nn.Module = _build_vision_tower(
+        config["embed_dim"], vision, quick_gelu or config.get("quick_gelu", False)
+    )
     return tower
 
 

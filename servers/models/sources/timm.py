@@ -7,11 +7,13 @@ default tag. A model without a classifier answers with an embedding.
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.models.modules import (
     fill_zero_weights,
+    hollow,
     hub_file,
     load_strictly,
     option_of,
@@ -92,10 +94,12 @@ def specify(name: str) -> ModelSpecification | None:
             except RuntimeError as exc:
                 raise WeightsError(f"{option_of(source)}: timm cannot load the tag's file into {architecture}") from exc
             return ready(model)
-        with seeded(source.seed if isinstance(source, RandomWeights) else 0):
-            module: torch.nn.Module = fill_zero_weights(timm.create_model(name))
+        build = partial(timm.create_model, name)
         if isinstance(source, CheckpointWeights):
-            return load_strictly(module, read_state(source), option_of(source), f"timm {architecture}")
+            state = read_state(source)
+            return load_strictly(hollow(build), state, option_of(source), f"timm {architecture}")
+        with seeded(source.seed):
+            module = fill_zero_weights(build())
         return scale_norms(ready(module), served.size)
 
     classes = config.num_classes

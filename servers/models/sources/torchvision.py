@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
@@ -9,6 +10,7 @@ from urllib.parse import urlparse
 from servers.models.modules import (
     downloaded,
     fill_zero_weights,
+    hollow,
     load_strictly,
     option_of,
     read_state,
@@ -64,12 +66,13 @@ def specify(name: str) -> ModelSpecification | None:
         arguments: dict[str, Any] = {"num_classes": classes, **_ARGUMENTS.get(architecture, {})}
         if architecture.startswith("vit_"):
             arguments["image_size"] = served.size
-        with seeded(source.seed if isinstance(source, RandomWeights) else 0):
-            module: torch.nn.Module = fill_zero_weights(models.get_model(architecture, weights=None, **arguments))
+        build = partial(models.get_model, architecture, weights=None, **arguments)
         if isinstance(source, RandomWeights):
+            with seeded(source.seed):
+                module = fill_zero_weights(build())
             return scale_norms(ready(module), served.size)
         state = read_state(source, find)
-        return load_strictly(module, state, option_of(source), f"torchvision {architecture}")
+        return load_strictly(hollow(build), state, option_of(source), f"torchvision {architecture}")
 
     return image_specification(
         f"torchvision:{name}",

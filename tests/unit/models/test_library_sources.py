@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import torch
 import torchvision
 import transformers
 from PIL import Image
+from safetensors.torch import save_file
 
 from servers.models.images import decode_jpeg, normalise, resize_and_crop
 from servers.models.items import jpeg_paths
-from servers.models.modules import measure_size
+from servers.models.modules import fill_zero_weights, hollow, load_strictly, measure_size
 from servers.models.registry import UnknownModelError, get_base, get_specification, known_references, payload_variants
 from servers.models.specification import ModelSpecification
 from servers.models.weights import (
@@ -160,6 +162,79 @@ def test_a_checkpoint_gives_its_own_answers_and_must_fit(reference: str, tmp_pat
         specification.load_module(CheckpointWeights(path))
     with pytest.raises(WeightsError, match="but the pin requires"):
         specification.load_module(source)
+
+
+class Shared(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+        self.second.weight = self.first.weight
+
+
+class Table(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("table", torch.arange(2.0), persistent=False)
+
+
+class PlainTable(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.tables = {"rows": [torch.arange(2.0)]}
+
+
+class ReadsValue(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.rate = torch.linspace(0, 1, 3)[1].item()
+
+
+@pytest.mark.parametrize("kind", [Shared, Table, PlainTable, ReadsValue, partial(torch.nn.BatchNorm1d, 2)])
+def test_only_a_module_whose_tensors_are_all_in_its_weights_is_built_without_memory(kind: Any) -> None:
+    state = torch.get_rng_state()
+    module: Any = hollow(kind)
+    assert any(value.is_meta for value in module.state_dict().values()) is isinstance(module, torch.nn.BatchNorm1d)
+    assert torch.equal(torch.get_rng_state(), state)
+    if kind in (Table, PlainTable):
+        held = module.table if kind is Table else module.tables["rows"][0]
+        assert torch.equal(held, torch.arange(2.0))
+
+
+def test_weights_in_another_type_and_order_are_those_that_a_copy_would_have() -> None:
+    own = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    state = {
+        name: value.double() if value.is_floating_point() else value.int() for name, value in own.state_dict().items()
+    }
+    state["0.weight"] = state["0.weight"].T.contiguous().T
+    module = load_strictly(
+        hollow(lambda: torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))), state, "", ""
+    )
+    for (name, value), expected in zip(module.state_dict().items(), own.state_dict().values(), strict=True):
+        assert (value.dtype, value.stride()) == (expected.dtype, expected.stride()), name
+        assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_weights_stay_as_they_were_when_their_file_is_written_again(suffix: str, tmp_path: Path) -> None:
+    specification, path = get_specification("torchvision:resnet18"), tmp_path / f"weights{suffix}"
+    state = specification.load_module(RandomWeights(0)).state_dict()
+    save_file(state, path) if suffix == ".safetensors" else torch.save(state, path)
+    module = specification.load_module(CheckpointWeights(path))
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.write(b"\xff" * size)
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+
+
+def test_a_layer_is_drawn_only_if_all_its_weights_are_zero() -> None:
+    some, none = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    with torch.no_grad():
+        some.weight.zero_()[7, 7] = 1
+        none.weight.zero_()
+    before = some.weight.clone()
+    fill_zero_weights(torch.nn.Sequential(some, none))
+    assert torch.equal(some.weight, before)
+    assert none.weight.any()
 
 
 def test_a_tag_with_another_preprocessing_is_refused_with_the_model_that_has_it() -> None:
