@@ -24,6 +24,7 @@ from tests.again import again
 from tests.integration.native.conftest import Server, Start, wait_until
 from tests.integration.native.raw_client import MIB, read_answer
 from tests.integration.native.test_held_memory import row_request
+from tests.integration.native.test_processes import Client
 from tests.recording import RecorderProcess, recorder
 
 ROWS = np.arange(8, dtype=np.float32).reshape(2, 4)
@@ -263,10 +264,10 @@ def test_two_front_ends_and_one_that_died_are_in_one_recording(controlled: Start
             connection.close()
 
     ask(20)
-    before = supervisor.children()
-    victim = max(before, key=lambda each: each.pid)  # front ends are started last
-    victim.kill()
-    wait_until(lambda: len(set(supervisor.children()) - {victim}) == len(before), "another one has begun")
+    before, client = supervisor.children(), Client(server)
+    client.process.kill()
+    wait_until(lambda: len(set(supervisor.children()) - {client.process}) == len(before), "another one has begun")
+    client.close()
     server.wait_ready(2)
     ask(20)
     wait_until(lambda: len(running.read().requests) == 40, "all are recorded")
