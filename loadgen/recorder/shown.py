@@ -16,7 +16,7 @@ from loadgen.recorder.grpc import GrpcTap
 from loadgen.recorder.http import HttpTap
 from loadgen.recorder.recorder import Observer
 
-_HEAD = struct.Struct("<BIIQ")
+_HEAD = struct.Struct("<BIIQI")
 _OPENED_HTTP, _OPENED_GRPC, _SENT, _RECEIVED, _CLOSED, _LOST = range(6)
 _MOST_MESSAGE = 2**18
 
@@ -46,8 +46,12 @@ class ShownBytes:
         self._observer = observer
         message = memoryview(bytearray(_MOST_MESSAGE))
         while size := self._socket.recv_into(message):
-            kind, process, number, at_ns = _HEAD.unpack_from(message)
-            self._take(kind, (process, number), bytes(message[_HEAD.size : size]), at_ns)
+            place = 0
+            while place < size:
+                kind, process, number, at_ns, count = _HEAD.unpack_from(message, place)
+                start = place + _HEAD.size
+                place = start + count
+                self._take(kind, (process, number), bytes(message[start:place]), at_ns)
 
     def end(self) -> None:
         """Read no more; any thread."""

@@ -28,12 +28,16 @@ from servers.options.defaults import OptionError
 
 log = structlog.get_logger("abserve.server")
 
-HEAD = struct.Struct("<BIIQ")
-"""Of each message to the recorder: what it is, the front end's process, its connection, and when, as `perf_counter_ns`
-counts. Bytes of the connection follow."""
+HEAD = struct.Struct("<BIIQI")
+"""Of each event that the recorder gets: what it is, the front end's process, its connection, when, as `perf_counter_ns`
+counts, and how many bytes of the connection follow. A message has several events."""
 OPENED_HTTP, OPENED_GRPC, SENT, RECEIVED, CLOSED, LOST = range(6)
 """What it is: a connection, bytes of its client, bytes for its client, its end, or that bytes of it are missing."""
-PIECE_BYTES = 160_000
+PIECE_BYTES = 100_000
+"""Most bytes of an event; a message with so many is sent at once, and another within `FLUSH_S`."""
+MOST_PARTS = 500
+FLUSH_S = 0.005
+"""Waking the recorder for each event took longer than copying its bytes."""
 MESSAGES_PER_TURN = 8
 """Of those that wait for the recorder, sent in one turn of the event loop."""
 MOST_WAITING_BYTES = 2**26
@@ -131,6 +135,10 @@ class ShownConnections:
         self.count_missing = statistics.record_unrecorded
         self._process = os.getpid()
         self._numbers = count()
+        self._parts: list[bytes] = []
+        self._parts_bytes = 0
+        """The next message."""
+        self._is_timed = False
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._has_ended = False
@@ -150,21 +158,38 @@ class ShownConnections:
 
     def show(self, kind: int, number: int, data: bytes | bytearray | memoryview = b"") -> None:
         """Show what has happened to a connection."""
-        head, view = HEAD.pack(kind, self._process, number, time.perf_counter_ns()), memoryview(data).cast("B")
+        now_ns, view = time.perf_counter_ns(), memoryview(data).cast("B")
         for place in range(0, len(view) or 1, PIECE_BYTES):
-            piece = view[place : place + PIECE_BYTES]
-            if not self._waiting:
-                try:
-                    self._socket.sendmsg((head, piece))
-                except BlockingIOError:
-                    asyncio.get_running_loop().add_writer(self._socket, self._send_waiting)
-                except OSError:
-                    self._end()
-                    return
-                else:
-                    continue
-            self._waiting.append(head + piece)
-            self._waiting_bytes += len(piece)
+            piece = bytes(view[place : place + PIECE_BYTES])
+            self._parts += (HEAD.pack(kind, self._process, number, now_ns, len(piece)), piece)
+            self._parts_bytes += len(piece)
+            if self._parts_bytes >= PIECE_BYTES or len(self._parts) >= MOST_PARTS:
+                self._send()
+        if self._parts and not self._is_timed:
+            self._is_timed = True
+            asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
+
+    def _flush(self) -> None:
+        self._is_timed = False
+        self._send()
+
+    def _send(self) -> None:
+        """Send the message, behind those that wait."""
+        parts, self._parts, self._parts_bytes = self._parts, [], 0
+        if not parts or self._has_ended:
+            return
+        if not self._waiting:
+            try:
+                self._socket.sendmsg(parts)
+            except BlockingIOError:
+                asyncio.get_running_loop().add_writer(self._socket, self._send_waiting)
+            except OSError:
+                self._end(sum(map(len, parts[1::2])))
+                return
+            else:
+                return
+        self._waiting.append(b"".join(parts))
+        self._waiting_bytes += len(self._waiting[-1])
 
     def _send_waiting(self) -> None:
         """Send what the recorder takes, until it is the clients' turn."""
@@ -173,25 +198,26 @@ class ShownConnections:
                 if not self._waiting:
                     break
                 self._socket.send(self._waiting[0])
-                self._waiting_bytes -= len(self._waiting.popleft()) - HEAD.size
+                self._waiting_bytes -= len(self._waiting.popleft())
         except BlockingIOError:
             return
         except OSError:
-            self._end()
+            self._end(self._waiting_bytes)
         if not self._waiting:
             asyncio.get_running_loop().remove_writer(self._socket)
 
-    def _end(self) -> None:
-        """The recorder has ended, and has said why."""
+    def _end(self, missing: int) -> None:
+        """The recorder has ended, and has said why; so many bytes did not reach it."""
         if not self._has_ended:
             log.warning("requests are not recorded any more: the recorder has ended")
         self._has_ended = True
-        self.count_missing(self._waiting_bytes)
+        self.count_missing(missing)
         self._waiting.clear()
         self._waiting_bytes = 0
 
     async def finish(self) -> None:
         """Wait until the recorder has everything, at most `LAST_S`."""
+        self._send()
         ends = time.monotonic() + LAST_S
         while self._waiting and time.monotonic() < ends:
             await asyncio.sleep(0.005)

@@ -263,15 +263,21 @@ def test_two_front_ends_and_one_that_died_are_in_one_recording(controlled: Start
         for connection in connections:
             connection.close()
 
+    def all_are_recorded(count: int) -> None:
+        wait_until(lambda: len(running.read().requests) == count, "all are recorded")
+
     ask(20)
+    all_are_recorded(20)
     before, client = supervisor.children(), Client(server)
     client.process.kill()
     wait_until(lambda: len(set(supervisor.children()) - {client.process}) == len(before), "another one has begun")
     client.close()
     server.wait_ready(2)
     ask(20)
-    wait_until(lambda: len(running.read().requests) == 40, "all are recorded")
-    ask(30)
+    all_are_recorded(40)
+    ask(20)
+    all_are_recorded(60)
+    ask(1)
     wait_until(lambda: running.read().recording.ended is not None, "the recording ends by itself")
     ask(1)
     read = running.end()
