@@ -107,11 +107,9 @@ def conformance(
             fail(str(exc))
         try:
             generates = session.subject(DEFAULTS).model.generates
-            cases = [
-                *select(only, language_model=generates),
-                *([fuzz_case(fuzz, seed)] if fuzz and not generates else []),
-                *([growth_case()] if growth and not generates else []),
-            ]
+            cases = list(select(only, language_model=generates))
+            if not generates:
+                cases += [*([fuzz_case(fuzz, seed)] if fuzz else []), *([growth_case()] if growth else [])]
             run = CaseRun(session, destructive=launch is not None or i_own_this_server or is_loopback(url or ""))
             results = run.run(
                 cases, announce=lambda case: errors.print(f"{case.number:>5} {case.title}", soft_wrap=True, style="dim")

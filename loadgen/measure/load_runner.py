@@ -209,9 +209,8 @@ class LoadRunner:
             estimate = estimate_ratio(ratios, experiment.equivalence_margin, lone_correlation(ratios))
             found.append(
                 LiveRatio(
-                    workload=workload.name, baseline=two.baseline, arm=two.arm, metric=metric.title,
-                    pairs=estimate.pairs, planned=None, ratio=estimate.ratio, ci95=estimate.ci95,
-                    reason=estimate.reason,
+                    **msgspec.structs.asdict(estimate), workload=workload.name, baseline=two.baseline, arm=two.arm,
+                    metric=metric.title,
                 )
             )  # fmt: skip
         return found

@@ -8,7 +8,6 @@ has intervals that allow it).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from time import monotonic
 from typing import Any
@@ -26,7 +25,7 @@ from loadgen.records.checks import Check
 from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, Experiment, Kind, Label, ParityRecord, Workload
 from loadgen.records.store import StoredBlock
-from loadgen.stats.ratios import estimate_ratio, lone_correlation
+from loadgen.stats.ratios import RatioEstimate, estimate_ratio, lone_correlation
 
 
 class RunProgress:
@@ -81,22 +80,17 @@ class Unfailing(RunProgress):
         return lambda *arguments: attempt(lambda: getattr(self._listener, name)(*arguments), lambda _: None)
 
 
-@dataclass(frozen=True, slots=True)
-class LiveRatio:
-    """An arm against the baseline in one workload, by its leading metric."""
+class LiveRatio(RatioEstimate, frozen=True, kw_only=True):
+    """An arm against the baseline in one workload, by its leading metric. Until there is a ratio with an interval,
+    `reason` says why."""
 
     workload: str
     baseline: Label
     arm: Label
     metric: str
     """The metric's title."""
-    pairs: int
-    planned: int | None
+    planned: int | None = None
     """None when the number of pairs is not fixed."""
-    ratio: float | None
-    ci95: tuple[float, float] | None
-    reason: str | None
-    """The reason why a ratio or an interval is still missing."""
     within: tuple[float, float] | None = None
     """Of the first pair: the 95 % interval by how the five parts of its two blocks differ. How blocks differ from each
     other is not in it."""
@@ -157,15 +151,12 @@ class LiveRatios:
         workload, metric = paired.workload, paired.metric
         _, estimate, _ = estimate_pairs(paired, self.experiment, seen_correlations([paired]))
         return LiveRatio(
+            **msgspec.structs.asdict(msgspec.structs.replace(estimate, reason=paired.reason or estimate.reason)),
             workload=workload.name,
             baseline=paired.pairing.baseline,
             arm=paired.pairing.arm,
             metric=metric.title,
-            pairs=estimate.pairs,
             planned=workload.rounds if self.experiment.minutes is None and not self.experiment.until_decided else None,
-            ratio=estimate.ratio,
-            ci95=estimate.ci95,
-            reason=paired.reason or estimate.reason,
             within=self._within(paired, estimate.ratio) if estimate.pairs == 1 else None,
         )
 

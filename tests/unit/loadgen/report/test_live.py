@@ -116,7 +116,7 @@ def test_a_block_that_cannot_be_read_or_is_of_no_workload_is_left_out(run: Store
 
 def test_the_track_puts_one_in_the_middle_and_keeps_to_its_width() -> None:
     def line(ratio: float | None, ci95: tuple[float, float] | None) -> str:
-        live_ratio = LiveRatio("single", "a", "b", "throughput", 2, 4, ratio, ci95, None)
+        live_ratio = LiveRatio(2, ratio, ci95, workload="single", baseline="a", arm="b", metric="throughput", planned=4)
         return track_of(live_ratio, 21, math.log(2.0)).plain
 
     assert line(None, None) == " " * 10 + "│" + " " * 10
