@@ -128,7 +128,7 @@ class TorchEngine(RunnerEngine):
                 self._start(None, bucket_sizes(largest, self._settings.buckets), device, call=form.call)
         self._form = form
         if tunes:
-            self._form = form = self._tuned(form, proof, expected, NO_SHAPES if proof.lengths else shapes)
+            self._form = form = self._tuned(form, proof, expected, NO_SHAPES if specification.axes else shapes)
         if device.type == "cpu":
             memory = (*form.parameters, *module.buffers())
             self._shared_memory = frozenset(tensor.untyped_storage().data_ptr() for tensor in memory)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain, count, cycle
 from math import inf
 from pathlib import Path
@@ -23,7 +24,7 @@ from servers.engines.settings import EngineSettings
 from servers.engines.torch import products
 from servers.engines.torch.engine import TorchEngine
 from servers.engines.torch.products import Product, TunedProducts, packed_linear
-from servers.models.specification import ModelSpecification
+from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import TensorSpec
 
@@ -299,9 +300,7 @@ def test_two_starts_choose_the_same_whatever_else_the_machine_does(monkeypatch: 
 
 
 @pytest.mark.parametrize("faster", [False, True])
-def test_a_second_start_executes_one_item_with_each_form(
-    faster: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_start_executes_one_item_with_each_form(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     planted_times(monkeypatch, lambda call: 1 if is_packed(call) is faster else 2)
     loaded()
     items, forward = list[int](), Tokens.forward
@@ -314,6 +313,21 @@ def test_a_second_start_executes_one_item_with_each_form(
     details = loaded().describe().details
     assert ("relative_error_to_fp32" in details) is faster
     assert items == ([1, 1] if faster else [1])
+
+
+def test_an_axis_has_its_default_size_where_products_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted_times(monkeypatch, lambda call: 1 if is_packed(call) else 2)
+    own = replace(
+        specification(),
+        inputs=(TensorSpec("images", "FP32", (-1, -1, 3)),),
+        outputs=(TensorSpec("scores", "FP32", (-1, -1, 5)),),
+        axes=(Axis("length", 12, 24, places={"images": 1, "scores": 1}),),
+        load_module=lambda _: nn.Sequential(nn.Linear(3, 5)).eval().requires_grad_(False),
+    )
+    engine = TorchEngine(own, EngineSettings("torch", mode="tuned", device="cpu", threads=1), RandomWeights(0))
+    engine.load()
+    measured: Any = engine.describe().details["products"]
+    assert measured[0]["product"].endswith("12 and 48 rows")
 
 
 def test_a_stored_choice_with_wrong_answers_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
