@@ -120,7 +120,8 @@ class RootCommand(CommandGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        points = (point for group in (INTERNAL, COMMANDS) for point in entry_points(group=group))
+        installed = entry_points()  # once for both groups: it reads a file of every installed package
+        points = (point for group in (INTERNAL, COMMANDS) for point in installed.select(group=group))
         self.commands: Any = {point.name: point for point in sorted(points, key=lambda point: point.name)}
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - the caller passes it

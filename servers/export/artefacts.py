@@ -49,7 +49,15 @@ from servers.export.parity import assert_parity, measure_parity
 from servers.export.quantisation import quantise
 from servers.export.tensorrt import PlanRequest, bindings_version, ensure_plan, gpu_kind, profile_shapes
 from servers.export.torch_export import convert_to_fp16, package_target, write_onnx, write_package
-from servers.models.files import atomic_folder, exclusive, file_sha256, onnx_parts, parts_sha256, remove_abandoned
+from servers.models.files import (
+    atomic_folder,
+    exclusive,
+    file_sha256,
+    known_sha256,
+    onnx_parts,
+    parts_sha256,
+    remove_abandoned,
+)
 from servers.models.specification import ModelSpecification, choose_from
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, pin
 from servers.options import defaults
@@ -103,7 +111,7 @@ def plan_request(
 def find_artefact(
     root: Path, specification: ModelSpecification, weights: WeightsSource, form: FileForm = PLAIN
 ) -> Artefact | None:
-    """The artefact if it is up to date, else None. Reads and hashes the whole file. `weights` are pinned."""
+    """The artefact if it is up to date, else None. Hashes a file that has changed since. `weights` are pinned."""
     folder = artefact_folder(root, specification, weights, form)
     manifest = read_manifest(folder)
     required = _required(specification, weights, form)
@@ -114,7 +122,7 @@ def find_artefact(
         if (
             (specification.file is None and manifest.opset != OPSETS.get(manifest.operators))
             or path.stat().st_size != manifest.bytes
-            or file_sha256(path) != manifest.sha256
+            or known_sha256(path) != manifest.sha256
         ):
             return None
     except OSError:

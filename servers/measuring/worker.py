@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from importlib import import_module
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -58,6 +57,7 @@ from servers.measuring.resources import Resources
 from servers.models.registry import SOURCES
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
+from servers.options.libraries import import_library
 
 Shape = tuple[int, int | None]
 """A batch size and a length; the length is None for a model without an axis of variable size."""
@@ -252,7 +252,7 @@ def _import_libraries(engine: str, specification: ModelSpecification, path: Path
     started_ns = time.perf_counter_ns()
     source = specification.reference.partition(":")[0]
     for library in (*engine_kind(engine).libraries, *([source] if source in SOURCES and path is None else [])):
-        import_module(library)
+        import_library(library)
     return _seconds_since(started_ns)
 
 

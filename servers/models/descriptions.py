@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from servers.models.files import file_sha256, keep_file, user_cache
 from servers.models.modules import measure_size
 from servers.models.specification import ModelDescription, ModelSpecification, UnknownModelError
 from servers.models.weights import WeightsError, WeightsSource
+from servers.options.libraries import import_library
 from servers.options.stages import stage
 
 PACKAGES: Mapping[str, str] = {"open_clip": "open_clip_torch"}
@@ -63,7 +64,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
         def load_module(source: WeightsSource) -> object:
             try:
                 with stage("import"), suppress(ImportError):
-                    import_module(identity.text.partition(":")[0])
+                    import_library(identity.text.partition(":")[0])
                 with stage("describe"):
                     specification = live()
             except UnknownModelError as exc:

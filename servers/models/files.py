@@ -12,12 +12,14 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+SETTLED_NS = 2_000_000_000
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -105,6 +107,22 @@ def file_sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def known_sha256(path: Path) -> str:
+    """`file_sha256` of a large file, which is read again only when its inode, size or times are others than when it was
+    hashed. Raises `OSError`."""
+    kept, status = user_cache() / "hashes" / hashlib.sha256(os.fsencode(path.absolute())).hexdigest(), path.stat()
+    state = " ".join(map(str, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)))
+    with suppress(OSError, ValueError):
+        before, _, sha256 = kept.read_text().rpartition(" ")
+        if before == state:
+            return sha256
+    hashed_ns, sha256 = time.time_ns(), file_sha256(path)
+    # A file that was written within a tick of its clock may be written again and have the same times.
+    if hashed_ns - max(status.st_mtime_ns, status.st_ctime_ns) > SETTLED_NS:
+        keep_file(kept, f"{state} {sha256}".encode())
+    return sha256
 
 
 def _replace(fresh: Path, final: Path) -> None:

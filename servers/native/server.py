@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import resource
 import socket
@@ -33,6 +32,7 @@ from servers.native.shared.tls import Certificate
 from servers.native.supervisor import Children, Supervisor, exit_status, keep_early_signals
 from servers.options.defaults import OptionError
 from servers.options.launch import host_in_url
+from servers.options.libraries import import_library
 from servers.options.stages import stage
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def _offer(settings: NativeSettings, specification: ModelSpecification, weights:
 
         for library in imported_first(settings.engine, executed):
             with stage("import"), suppress(ImportError):  # loading the engine says what to install
-                importlib.import_module(library)
+                import_library(library)
         return build_engine(executed, weights, engine, getattr(settings, artefact_field(executed)))
 
     return specification, build

@@ -36,19 +36,20 @@ ENVIRONMENT = {**os.environ, "ABSERVE_PROFILE_AT_START": "0"}
 ENGINE = """
 import time
 start = time.perf_counter()
-import importlib, sys
+import sys
 from servers.engines.batches import warm_up_sizes
 from servers.engines.factory import build_engine
 from servers.models.registry import get_variants
 from servers.models.weights import parse_weights
 from servers.native.server import imported_first
 from servers.options.command_line import from_argument
+from servers.options.libraries import import_library
 from servers.native.shared.settings import NativeSettings
 given = from_argument(NativeSettings, sys.argv[1:])
 (specification,) = get_variants(given.model, given.payloads)
 settings = given.resolved(specification)
 for library in imported_first(settings.engine, specification):
-    importlib.import_module(library)
+    import_library(library)
 imported = time.perf_counter()
 weights = parse_weights(settings.weights, specification.default_weights)
 engine = build_engine(specification, weights, settings.engine_settings(), None)

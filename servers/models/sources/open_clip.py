@@ -10,13 +10,16 @@ with open_clip's own configuration.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from importlib import import_module, reload
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from servers.models.modules import (
@@ -30,6 +33,7 @@ from servers.models.modules import (
 )
 from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification, refuse_tag
 from servers.models.weights import FindPretrained, PretrainedWeights, RandomWeights, WeightsError, WeightsSource, seeded
+from servers.options.libraries import import_library
 from servers.protocol.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -69,6 +73,10 @@ def load_image_tower(
     """The FP32 tower in eval mode on the CPU: (n, 3, s, s) → (n, embedding). Raises `WeightsError`. Random weights
     depend on the seed alone and leave torch's global generator as it was. Pretrained and checkpoint weights may be a
     whole CLIP state dict, of which the tower's part is taken, or the tower's alone."""
+    vision = (_architecture(architecture) or {}).get("vision_cfg", {})
+    if vision.get("timm_model_name") and _module("timm_model").timm is None:
+        with _quiet_root_logger():
+            reload(_module("timm_model"))  # it was imported as where timm is not installed
     if isinstance(source, RandomWeights):
         with seeded(source.seed):
             return ready(_build(architecture, quick_gelu=False))
@@ -86,19 +94,15 @@ def load_image_tower(
 
 def pretrained_tags(architecture: str = ARCHITECTURE) -> tuple[str, ...]:
     """open_clip's tags for an architecture; importing open_clip takes seconds."""
-    with _quiet_root_logger():
-        from open_clip import list_pretrained_tags_by_model  # type: ignore[attr-defined,unused-ignore]
-    return tuple(list_pretrained_tags_by_model(architecture))
+    return tuple(_module("pretrained").list_pretrained_tags_by_model(architecture))
 
 
 def _build(architecture: str, *, quick_gelu: bool) -> torch.nn.Module:
     """The image tower without CLIP's text tower, which is as large."""
-    with _quiet_root_logger():
-        from open_clip import get_model_config  # type: ignore[attr-defined,unused-ignore]
-        from open_clip.model import _build_vision_tower
-    config = get_model_config(architecture)
+    config = _architecture(architecture)
+    assert config is not None
     vision = {**config["vision_cfg"], "timm_model_pretrained": False}
-    tower: torch.nn.Module = _build_vision_tower(
+    tower: torch.nn.Module = _module("model")._build_vision_tower(
         config["embed_dim"], vision, quick_gelu or config.get("quick_gelu", False)
     )
     return tower
@@ -106,8 +110,7 @@ def _build(architecture: str, *, quick_gelu: bool) -> torch.nn.Module:
 
 def find_pretrained(source: PretrainedWeights, architecture: str = ARCHITECTURE) -> Path:
     """The tag's file in the cache of the hub or of open_clip, downloaded when it is missing. Raises `WeightsError`."""
-    with _quiet_root_logger():
-        from open_clip.pretrained import download_pretrained, download_pretrained_from_hf
+    pretrained = _module("pretrained")
     config, option = _configuration(architecture, source.tag), option_of(source)
     repository, _, name = str(config.get("hf_hub") or "").rpartition("/")
     if source.revision is not None and not repository:
@@ -117,9 +120,9 @@ def find_pretrained(source: PretrainedWeights, architecture: str = ARCHITECTURE)
 
     def find() -> Path:
         if source.revision is None:
-            path = download_pretrained(config)
+            path = pretrained.download_pretrained(config)
         else:
-            path = download_pretrained_from_hf(repository, filename=name or None, revision=source.revision)
+            path = pretrained.download_pretrained_from_hf(repository, filename=name or None, revision=source.revision)
         if not path:
             raise WeightsError(f"{option}: open_clip found no file to download; give a checkpoint file")
         return Path(path)
@@ -129,13 +132,28 @@ def find_pretrained(source: PretrainedWeights, architecture: str = ARCHITECTURE)
 
 def _configuration(architecture: str, tag: str) -> dict[str, Any]:
     """open_clip's configuration of a tag. Raises `WeightsError` for an unknown one."""
-    with _quiet_root_logger():
-        from open_clip.pretrained import get_pretrained_cfg
-    config: dict[str, Any] = get_pretrained_cfg(architecture, tag)
+    config: dict[str, Any] = _module("pretrained").get_pretrained_cfg(architecture, tag)
     if not config:
         choice = choose_from(tag, pretrained_tags(architecture))
         raise WeightsError(f"--weights {tag}: open_clip has no such tag for {architecture}; {choice}")
     return config
+
+
+def _module(name: str) -> ModuleType:
+    """One of open_clip's modules, without those that it does not need."""
+    with _quiet_root_logger():
+        import_library("open_clip")
+        return import_module(f"open_clip.{name}")
+
+
+@cache
+def _architecture(name: str) -> dict[str, Any] | None:
+    """open_clip's configuration of an architecture, as `get_model_config` has it; None for another name."""
+    path = Path(_module("model").__file__ or "").parent / "model_configs" / f"{name}.json"
+    if path.stem != name or not path.is_file():
+        return None
+    config: dict[str, Any] = json.loads(path.read_bytes())
+    return config if {"embed_dim", "vision_cfg", "text_cfg"} <= config.keys() else None
 
 
 @contextmanager
@@ -176,19 +194,17 @@ def names() -> tuple[str, ...]:
 
 def all_names() -> tuple[str, ...]:
     """Every architecture of open_clip; each also takes a tag after a dot."""
-    with _quiet_root_logger():
-        import open_clip
-    return tuple(open_clip.list_models())
+    return tuple(_module("factory").list_models())
 
 
 def specify(name: str) -> ModelSpecification | None:
     """The specification of ARCHITECTURE or ARCHITECTURE.TAG; None if open_clip has no such architecture."""
     if name == ARCHITECTURE:
         return SPECIFICATION
-    if name in all_names():
+    if _architecture(name) is not None:
         return _specify(name)
     architecture, _, tag = name.rpartition(".")
-    if architecture not in all_names():
+    if _architecture(architecture) is None:
         return None
     if tag not in pretrained_tags(architecture):
         refuse_tag(f"open_clip:{architecture}", tag, pretrained_tags(architecture))
@@ -196,16 +212,15 @@ def specify(name: str) -> ModelSpecification | None:
 
 
 def _specify(architecture: str, tag: str | None = None) -> ModelSpecification:
-    import open_clip
-
-    config = open_clip.get_model_config(architecture)
+    config = _architecture(architecture)
+    assert config is not None
     vision, size = config["vision_cfg"], config["vision_cfg"].get("image_size", 224)
     trained = {
         known_tag: _preprocessing(_configuration(architecture, known_tag), size)
         for known_tag in pretrained_tags(architecture)
     }
     ((usual, _),) = Counter(
-        trained.values() or [_preprocessing(vars(open_clip.transform.PreprocessCfg()), size)]
+        trained.values() or [_preprocessing(vars(_module("transform").PreprocessCfg()), size)]
     ).most_common(1)
     served = trained[tag] if tag else usual
 

@@ -20,6 +20,7 @@ from servers.models.modules import (
 )
 from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification, refuse_tag
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, seeded
+from servers.options.libraries import import_library
 from servers.protocol.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -37,15 +38,13 @@ def names() -> tuple[str, ...]:
 
 def all_names() -> tuple[str, ...]:
     """Every classifier of torchvision; each also takes a tag after a dot."""
-    from torchvision import models
-
+    models = import_library("torchvision").models
     return tuple(models.list_models(module=models))
 
 
 def specify(name: str) -> ModelSpecification | None:
     """The specification of NAME or NAME.TAG; None if torchvision has no such classifier."""
-    from torchvision import models
-
+    models = import_library("torchvision").models
     architecture, _, tag = name.partition(".")
     if architecture not in all_names():
         return None

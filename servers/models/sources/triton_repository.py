@@ -13,6 +13,7 @@ from typing import Any
 from servers.models.files import named_path
 from servers.models.sources import onnx_file
 from servers.models.specification import ModelSpecification, UnknownModelError
+from servers.options.libraries import import_library
 from servers.protocol.tensors import TensorSpec
 
 CONFIG = "config.pbtxt"
@@ -49,7 +50,8 @@ def specify(reference: str) -> ModelSpecification | None:
 def read_config(folder: Path) -> Any:
     """The ModelConfig in a folder's config.pbtxt. Raises `UnknownModelError`."""
     from google.protobuf import text_format
-    from tritonclient.grpc import model_config_pb2
+
+    model_config_pb2 = import_library("tritonclient.grpc").model_config_pb2
 
     try:
         return text_format.Parse((folder / CONFIG).read_text(encoding="utf-8"), model_config_pb2.ModelConfig())

@@ -32,7 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "native/shared": {"protocol", "options", "models", "engines", "language"},
     "native/front": {*LIBRARY, "native/shared"},
     "native/http": {"protocol", "gpu", "language", "native/shared", "native/front"},
-    "native/grpc": {"protocol", "language", "native/shared", "native/front"},
+    "native/grpc": {"protocol", "options", "language", "native/shared", "native/front"},
     "native/engine": {*LIBRARY, "native/shared"},
     "native": {*LIBRARY, *(f"native/{room}" for room in ("shared", "front", "http", "grpc", "engine"))},
 }

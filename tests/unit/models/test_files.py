@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from servers.models.files import atomic_folder, keep_file, remove_abandoned
+import pytest
+
+from servers.models import files
+from servers.models.files import atomic_folder, file_sha256, keep_file, known_sha256, remove_abandoned
 
 WRITER = """
 import sys
@@ -59,3 +62,27 @@ def test_a_file_that_does_not_fit_keeps_the_old_one_and_leaves_nothing(tmp_path:
     assert failure.errno == errno.EFBIG
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_large_file_is_read_again_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    read: list[Path] = []
+
+    def hashed(path: Path) -> str:
+        read.append(path)
+        return file_sha256(path)
+
+    monkeypatch.setattr(files, "file_sha256", hashed)
+    large = tmp_path / "model.onnx"
+    large.write_bytes(b"old")
+    assert known_sha256(large) == known_sha256(large) == file_sha256(large)
+    assert len(read) == 2, "it may be written again within the same tick"
+    monkeypatch.setattr(files, "SETTLED_NS", -(10**18))
+    assert known_sha256(large) == known_sha256(large) == file_sha256(large)
+    assert len(read) == 3
+    large.write_bytes(b"another")
+    assert known_sha256(large) == file_sha256(large)
+    (kept,) = (tmp_path / "cache/abserve/hashes").iterdir()
+    kept.write_bytes(b"\xff damaged")
+    assert known_sha256(large) == file_sha256(large)
+    assert len(read) == 5

@@ -140,6 +140,38 @@ def test_the_default_model_is_described_without_its_library() -> None:
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.parametrize(
+    ("reference", "needless"),
+    [
+        ("open_clip:ViT-B-16", {"torch._dynamo", "transformers", "timm", "ftfy", "torchvision.models"}),
+        ("torchvision:resnet18", {"torch._dynamo"}),
+        ("transformers:distilbert-base-uncased", {"sklearn", "scipy", "pandas"}),
+    ],
+)
+def test_a_model_is_loaded_without_what_it_does_not_need(reference: str, needless: set[str]) -> None:
+    code = (
+        "import sys; from servers.models.registry import describe; from servers.models.weights import RandomWeights\n"
+        f"describe({reference!r}).load_module(RandomWeights(0))\n"
+        f"print({needless!r} & {{*sys.modules}})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_libraries_are_whole_for_whoever_uses_more_of_them_later() -> None:
+    code = (
+        "from servers.options.libraries import import_library\n"
+        "for name in ('open_clip', 'torchvision'): import_library(name)\n"
+        "import servers.native.grpc.inference, open_clip, torchvision, torch, sys\n"
+        "assert {'torch._dynamo', 'grpc', 'rich'}.isdisjoint(sys.modules)\n"
+        "import tritonclient.grpc, structlog, rich; tritonclient.grpc.InferenceServerClient\n"
+        "names = open_clip.create_model, open_clip.transformer, torchvision.ops.nms, torchvision.models.resnet18\n"
+        "print(torchvision.ops.roi_align.__name__, torch._dynamo.config.__name__, open_clip.__version__[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("roi_align torch._dynamo.config ")
+
+
 class Library:
     """Known models that count how often they are read."""
 
