@@ -14,7 +14,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from math import inf, log
@@ -39,13 +39,8 @@ FEWEST_ROUNDS = 3
 MOST_ROUNDS = 31
 MOST_SECONDS = 20.0
 """The longest that a start chooses, however busy the machine is."""
-MOST_WAIT = 0.1
-"""A round does not count if threads waited for a core for a larger share of its CPU time: on a busy machine threads
-that spin multiplied one form's CPU time by six, and caches that others use cost another form a tenth."""
-PATIENCE_SECONDS = 3.0
-"""How long other programs may disturb more rounds than not before a comparison ends."""
 UNDECIDED_SECONDS = 600
-"""How long a choice holds that a busy machine did not let come to its end."""
+"""How long a choice holds that was not clear when the time was over."""
 TURNS, REPLAYS = 9, 3
 """Each graph is measured in that many turns, the first of which does not count, and is replayed that often in each."""
 WAIT_SECONDS = 180.0
@@ -65,7 +60,7 @@ class Race(NamedTuple):
     other_ms: list[float]
     rounds: int
     decided: bool = True
-    """False: the machine was too busy."""
+    """False: the time was over before enough rounds."""
 
 
 def race(
@@ -73,30 +68,29 @@ def race(
 ) -> Race:
     """Whether the second function of each pair, one pair per batch, is clearly faster than the first.
 
+    Their threads have to sleep while they wait: then CPU times are nearly the same while other programs use the cores,
+    and those of one round change alike.
+
     Each round calls all of them, the two of a pair in turn, and is won where the second ones need at most `margin` of
     the time (the geometric mean of the pairs) and none needs more than `most_loss`. The lead is clear after
     `CLEAR_LEAD` rounds, or after `FEWEST_ROUNDS` if it is large. Without one the first function stays, after
-    `MOST_ROUNDS` or, once it had `CLEAR_LEAD` rounds, `seconds` of CPU time. Nothing is decided if other programs
-    disturb most rounds, or at the `deadline`, in `monotonic` seconds. The first call of each, which prepares what
-    later ones use, does not count.
+    `MOST_ROUNDS` or, once it had `CLEAR_LEAD` rounds, `seconds` of CPU time or the `deadline`, in `monotonic` seconds.
+    Nothing is decided if fewer rounds fit before that. The first call of each, which prepares what later ones use,
+    does not count.
     """
     ends_ns = process_time_ns() + round(seconds * 1e9)
-    for call in (call for pair in pairs for call in pair):
+    rounds, leads, clear, before = list[list[tuple[int, int]]](), list[float](), False, monotonic()
+    for call in (call for pair in pairs for call in pair if before < deadline):
         cpu_ns(call)
-    rounds, leads = list[list[tuple[int, int]]](), list[float]()
-    clear, late, disturbed, patience = False, False, 0, PATIENCE_SECONDS
     while len(rounds) < MOST_ROUNDS:
         began = monotonic()
-        late = began > deadline or (patience <= 0 and disturbed > len(rounds))
-        if late or (len(rounds) >= CLEAR_LEAD and process_time_ns() > ends_ns):
+        enough = len(rounds) >= CLEAR_LEAD and process_time_ns() > ends_ns
+        if enough or began + (began - before) > deadline:  # the next round takes as long as the last one
             break
-        waited_ns, first, times = waiting_ns(), (len(rounds) + disturbed) % 2, list[tuple[int, int]]()
+        before, first, times = began, len(rounds) % 2, list[tuple[int, int]]()
         for pair in pairs:
             earlier, later = cpu_ns(pair[first]), cpu_ns(pair[1 - first])
             times.append((later, earlier) if first else (earlier, later))
-        if waiting_ns() - waited_ns > MOST_WAIT * sum(map(sum, times)):
-            disturbed, patience = disturbed + 1, patience - (monotonic() - began)
-            continue
         ratios = [log(max(other, 1) / max(own, 1)) for own, other in times]
         leads.append(min(log(margin) - statistics.fmean(ratios), log(most_loss) - max(ratios)))
         rounds.append(times)
@@ -108,7 +102,7 @@ def race(
         else []
         for side in range(2)
     )
-    return Race(clear and leads[-1] >= 0, own_ms, other_ms, len(rounds), clear or not late)
+    return Race(clear and leads[-1] >= 0, own_ms, other_ms, len(rounds), clear or len(rounds) >= CLEAR_LEAD)
 
 
 def _is_clear(leads: Sequence[float]) -> bool:
@@ -117,15 +111,6 @@ def _is_clear(leads: Sequence[float]) -> bool:
     if len(leads) >= FEWEST_ROUNDS and (least >= most - least or -most >= most - least):
         return True
     return abs(sum(1 if lead >= 0 else -1 for lead in leads)) >= CLEAR_LEAD
-
-
-def waiting_ns() -> int:
-    """How long the threads of this process have waited for a core; 0 where the kernel does not count that."""
-    waited = 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError, ValueError, IndexError):  # of a thread that has ended
-            waited += int(path.read_text().split()[1])
-    return waited
 
 
 def graph_times_ms(

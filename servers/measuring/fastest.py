@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +28,6 @@ from servers.engines.agreement import disagreement, proof_at_load, proof_batch
 from servers.engines.choice import (
     MOST_SECONDS,
     ChoiceCache,
-    Race,
     choices_folder,
     choices_wanted,
     code_sha256,
@@ -58,7 +59,7 @@ several), and neither takes more than the second share."""
 SEVERAL = 4
 """Items of the larger batch: most batches on a CPU are small."""
 
-DISTURBED = "other programs used the cores while it was measured"
+TOO_LATE = "the machine was too busy to measure it in time"
 
 Say = Callable[[str], None]
 
@@ -178,7 +179,8 @@ def _measured_elsewhere(
         "artefacts": str(root),
     }
     text = msgspec.json.encode(request).decode()
-    command = [sys.executable, "-P", "-m", "abserve", "-m", "servers.measuring.worker", "--fastest", text, *others]
+    worker = (sys.executable, "-P", "-m", "abserve", "-m", "servers.measuring.worker")
+    command = [*worker, "--fastest", text, str(monotonic() + most_seconds), *others]
     said, reason = b"", f"not measured within {most_seconds:.0f} s"
     try:
         said = subprocess.run(
@@ -210,9 +212,12 @@ def _sentence(chosen: Mapping[str, Any]) -> str:
     return f"engine {chosen['engine']}: {facts}; stored in {choices_folder()}, --choices fresh chooses again"
 
 
-def chosen_engine(request: MeasurementRequest, others: Sequence[str]) -> Iterator[dict[str, Any]]:
+def chosen_engine(
+    request: MeasurementRequest, others: Sequence[str], deadline: float = inf
+) -> Iterator[dict[str, Any]]:
     """Load torch and the other engines in this process, and race them: what is chosen so far, after each of them. An
-    engine that fails, or whose answers are not those of torch, is left out."""
+    engine that fails, or whose answers are not those of torch, is left out. No round begins that would end after the
+    `deadline`, in `monotonic` seconds."""
     from servers.measuring.measurement import artefact
 
     specification = request.specification()
@@ -222,7 +227,7 @@ def chosen_engine(request: MeasurementRequest, others: Sequence[str]) -> Iterato
     batches = [proof_batch(specification, rows, 0).inputs for rows in request.batches]
     with ExitStack() as loaded:
 
-        def load(name: str) -> Engine:
+        def load(name: str) -> tuple[Engine, Mapping[str, Any]]:
             spinning = False if name in SPINS else None
             settings = msgspec.structs.replace(request, engine=name, spinning=spinning).settings()
             path, _ = artefact(specification, weights, settings, Path(request.artefacts))
@@ -230,27 +235,25 @@ def chosen_engine(request: MeasurementRequest, others: Sequence[str]) -> Iterato
             engine = build_engine(specification, weights, settings, path)
             loaded.callback(engine.close)
             engine.load()
-            for inputs in batches:
-                engine.infer(inputs)
+            answers = proof.without_padding(engine.infer(proof.inputs))
             memory_mib[name] = _resident_mib() - before
-            return engine
+            return engine, answers
 
-        leader, leading = load(OWN), OWN
-        expected = proof.without_padding(leader.infer(proof.inputs))
+        (leader, expected), leading = load(OWN), OWN
         decided = True
         for name in others:
             try:
-                engine = load(name)
-                answers = proof.without_padding(engine.infer(proof.inputs))
+                engine, answers = load(name)
             except (EngineError, WeightsError) as exc:
                 left_out[name] = str(exc)
                 continue
             if fault := disagreement(specification, expected, answers, request.precision).fault:
                 left_out[name] = f"its answers are not torch's: {fault}"
                 continue
-            result = _raced(leader, engine, batches)
+            pairs = [(partial(leader.infer, inputs), partial(engine.infer, inputs)) for inputs in batches]
+            result = race(pairs, RACE_SECONDS, MARGIN, MOST_LOSS, deadline)
             if not result.decided:  # so would the next ones be
-                left_out.update({other: DISTURBED for other in others if not left_out.get(other, DISTURBED)})
+                left_out.update({other: TOO_LATE for other in others if not left_out.get(other, TOO_LATE)})
                 decided = False
                 break
             races.append(
@@ -266,11 +269,6 @@ def chosen_engine(request: MeasurementRequest, others: Sequence[str]) -> Iterato
 
 def _listed(numbers: Iterable[float]) -> str:
     return " and ".join(f"{number:.4g}" for number in numbers)
-
-
-def _raced(leader: Engine, other: Engine, batches: list[Mapping[str, Any]]) -> Race:
-    pairs = [(partial(leader.infer, inputs), partial(other.infer, inputs)) for inputs in batches]
-    return race(pairs, RACE_SECONDS, MARGIN, MOST_LOSS)
 
 
 def _resident_mib() -> int:

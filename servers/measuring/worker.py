@@ -3,7 +3,7 @@
     python -m servers.measuring.worker REQUEST    then on standard input {"batch": …, "length": …, "seconds": …}, or
                                                   {"profile": [[batch, length], …]} once all of them are measured
     python -m servers.measuring.worker --prepare REQUEST   makes the exported file and the model's own answers, and ends
-    python -m servers.measuring.worker --fastest REQUEST ENGINE …   the engine among these and torch that is fastest
+    python -m servers.measuring.worker --fastest REQUEST DEADLINE ENGINE …   the fastest among these and torch
     python -m servers.measuring.worker --check    requests on standard input, a JSON list; answers with one as long
     python -m servers.measuring.worker --offers DEVICE [generation]    the second form: of language models
 
@@ -107,8 +107,8 @@ def _run(arguments: Sequence[str], request: MeasurementRequest | Exception | Non
                 serve_generation(request, sys.stdin.buffer, answer)
         case ["--prepare", _], MeasurementRequest():
             answer(_prepare(request))
-        case ["--fastest", _, *others], MeasurementRequest():
-            for chosen in chosen_engine(request, others):
+        case ["--fastest", _, deadline, *others], MeasurementRequest():
+            for chosen in chosen_engine(request, others, float(deadline)):
                 answer(chosen)
         case [_], MeasurementRequest():
             with private_compile_cache():

@@ -13,9 +13,10 @@ themselves; where their products are packed, they execute without those paths.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import prod
+from threading import Event, Thread
 from time import monotonic
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +43,8 @@ MAX_ERROR = 1e-4
 
 SIZE_SECONDS, MODEL_SECONDS = 1.0, 20.0
 """The most CPU time for one size of linear layers, and for one comparison of the whole model, without a clear lead."""
+POOL_ELEMENTS = 2**20
+"""A sum of so many is divided among threads."""
 LEAST_CONVOLUTIONS = 0.1
 """Convolutions with a smaller share of a model's multiplications, as in a vision transformer, stay as they are."""
 
@@ -71,7 +74,7 @@ class TunedProducts:
         self.details: list[dict[str, object]] = []
         """Of each size of a linear layer, and of each comparison of the whole model, the times and the choice."""
         self.decided = True
-        """Whether the machine let every comparison come to its end."""
+        """Whether there was time enough for every comparison."""
         self.description = "oneDNN's prepacked products are not faster"
         self.stored = bool(stored)
         self._sizes, self._whole, self._changes = set[tuple[int, ...]](), "", list[Change]()
@@ -80,7 +83,7 @@ class TunedProducts:
             self._take(stored)
             if not self._whole:
                 return
-        with torch.inference_mode():
+        with torch.inference_mode(), nullcontext() if stored else _sleeping_threads():
             if not shapes:
                 with noted_shapes(module) as shapes:
                     module(*single)
@@ -164,7 +167,7 @@ class TunedProducts:
 
     def _faster(self, what: str, pairs: Sequence[tuple[Call, Call]], seconds: float) -> bool:
         """Whether packed products, the second of each pair, are clearly faster; notes the times. False, too, once the
-        machine did not let a comparison come to its end: then the module keeps its own products."""
+        time was over before a comparison was clear: then the module keeps its own products."""
         if not self.decided:
             return False
         won, own_ms, packed_ms, rounds, self.decided = race(pairs, seconds, MARGIN, MOST_LOSS, self._deadline)
@@ -209,6 +212,29 @@ def agreeing_product(rows: int, weight: Tensor, bias: Tensor | None, items: int)
     expected = functional.linear(inputs, weight, bias)
     error = torch.linalg.vector_norm(product(inputs) - expected) / torch.linalg.vector_norm(expected)
     return product if float(error) <= MAX_ERROR else None
+
+
+@contextmanager
+def _sleeping_threads() -> Iterator[None]:
+    """Let torch's threads sleep while they wait for each other. Where another program has a core, threads that spin
+    multiply the CPU time of either form at random: paired times of one product differed by a factor of two, and by a
+    twentieth with threads that sleep. libgomp lets its threads spin only briefly while a process has more of them than
+    there are cores, so a second pool of them is kept for as long."""
+    started, ended = Event(), Event()
+
+    def hold() -> None:
+        torch.ones(POOL_ELEMENTS).add_(1)
+        started.set()
+        ended.wait()
+
+    thread = Thread(target=hold, name="second pool of OpenMP threads", daemon=True)
+    thread.start()
+    started.wait()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _random_rows(rows: int, width: int) -> Tensor:

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from itertools import count
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from time import time
 from types import SimpleNamespace
@@ -81,7 +80,6 @@ def toys(monkeypatch: pytest.MonkeyPatch, factors: Mapping[str, float], time_ms:
         return round(time_ms(toy.name, len(next(iter(inputs.values())))) * 1e6)
 
     monkeypatch.setattr(choice, "cpu_ns", cpu_ns)
-    monkeypatch.setattr(choice, "waiting_ns", lambda: 0)
     monkeypatch.setattr(fastest, "MOST_SECONDS", inf)
     monkeypatch.setattr(measurement, "artefact", lambda *_: (None, None))
     monkeypatch.setattr(
@@ -130,13 +128,10 @@ def test_an_engine_that_fails_or_answers_otherwise_is_left_out(factor: float, mo
     assert list(answer["left_out"]) == ["onnxruntime"]
 
 
-def test_on_a_busy_machine_torch_stays_and_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_time_is_too_short_torch_stays_and_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     toys(monkeypatch, ALIKE, lambda name, _rows: 100.0 if name == "torch" else 50.0)
-    waited = count(0, 10**10)
-    monkeypatch.setattr(choice, "PATIENCE_SECONDS", 0)
-    monkeypatch.setattr(choice, "waiting_ns", lambda: next(waited))
-    (answer,) = chosen_engine(REQUEST, fastest.OTHERS)
-    left_out = dict.fromkeys(fastest.OTHERS, fastest.DISTURBED)
+    (answer,) = chosen_engine(REQUEST, fastest.OTHERS, 0)
+    left_out = dict.fromkeys(fastest.OTHERS, fastest.TOO_LATE)
     assert answer == {"engine": "torch", "decided": False, "races": [], "left_out": left_out}
 
 
@@ -150,7 +145,8 @@ def starts(
         assert env["OMP_WAIT_POLICY"] == "PASSIVE", "threads that spin would count what other programs do"
         said.append(f"for {timeout:.0f} s")
         msgspec.json.decode(command[7], type=MeasurementRequest)
-        said.extend(["measured", " ".join(command[8:])])
+        assert isfinite(float(command[8]))
+        said.extend(["measured", " ".join(command[9:])])
         return SimpleNamespace(stdout=msgspec.json.encode(answer()))
 
     monkeypatch.setattr(subprocess, "run", run)
