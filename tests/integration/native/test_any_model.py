@@ -79,7 +79,6 @@ def test_torchs_threads_wait_as_asked(
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")  # libgomp says what it read, when torch loads it
     options = ("--model", str(model), "--engine", "torch", "--device", "cpu", "--threads", "2")
-    options += ("--mode", "eager", "--max-batch-size", "1")
     server = native(*options, "--spinning", spinning, "--fronts", str(fronts))
     server.wait_ready()
     spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", (server.folder / f"log-{server.port}").read_text())
