@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from loadgen.records.traffic import RecordedRequest, RecordedTensor, RecordedTra
 class RecorderProcess:
     """`abserve record`, running; its folder is read at any time."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[Any]
     folder: Path
     ports: list[int] = field(default_factory=list)
     """Where it listens: for HTTP, for gRPC, as far as asked for."""
