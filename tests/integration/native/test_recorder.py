@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -134,7 +135,7 @@ def test_curl_and_routes_that_are_not_recorded(recording: RecorderProcess, open_
     assert [(each.model, each.status) for each in read.requests] == [("rows", 200), ("no", 404)]
     stored = b"".join(path.read_bytes() for path in recording.folder.rglob("*") if path.is_file())
     assert b"hidden" not in stored
-    assert str(open_controlled.port).encode() not in stored
+    assert not re.search(rf"(?<!\d){open_controlled.port}(?!\d)".encode(), stored)  # times may have its digits
 
 
 @pytest.mark.slow
