@@ -101,6 +101,23 @@ def test_the_table_of_second_starts_is_that_of_the_stored_ones() -> None:
         assert f"| {command} | {' | '.join(seconds)} | {statistics.median(memory):,.0f} |" in page
 
 
+def test_the_starts_and_towers_on_a_gpu_are_those_of_the_stored_ones() -> None:
+    folder, page = ROOT / "docs/results/2026-11-29-h200-starts", (ROOT / "docs/engines.md").read_text()
+    starts = json.loads((folder / "starts.json").read_text())
+    titles = dict.fromkeys(start["model"] for start in starts)
+    for model, title in zip(titles, ("ViT-B-32", "ResNet-50", "MobileNetV3-large", "BERT-base"), strict=True):
+        arms = [
+            [start["wall_s"] for start in starts if (start["model"], start["server"]) == (model, server)]
+            for server in ("native", "fastapi")
+        ]
+        later = [f"{statistics.median(of[1:]):.1f}, {min(of[1:]):.1f} to {max(of[1:]):.1f}" for of in arms]
+        assert f"| {title} | {' | '.join([*later, *(f'{of[0]:.1f}' for of in arms)])} |" in page
+    towers = json.loads((folder / "towers.json").read_text())
+    for model in ("ViT-B-32", "ViT-B-16"):
+        one, eight, many = (f"{towers[f'open_clip:{model} {rows}']['ratio']:.2f}" for rows in (1, 8, 32))
+        assert f"{one}, {eight} and {many} times as long" in page
+
+
 def test_no_server_wins_beside_a_busy_core_and_the_page_has_the_runs() -> None:
     runs = json.loads((ROOT / "docs/results/2026-11-29-busy-core-cpu/comparisons.json").read_text())
     page = (ROOT / "docs/results/measured/statistics.md").read_text()

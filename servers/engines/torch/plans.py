@@ -33,7 +33,7 @@ from torch import Tensor, fx, nn
 
 from servers.engines.agreement import Proof, disagreement, proof_batch
 from servers.engines.batches import Bucket
-from servers.engines.choice import ChoiceCache, cache_key, graph_times_ms, makes_choices
+from servers.engines.choice import MOST_SECONDS, ChoiceCache, cache_key, graph_times_ms, makes_choices
 from servers.engines.torch.convolutions import fused_convolutions
 from servers.engines.torch.exported_graphs import restored, stored
 from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, as_specified, converted, plain_form, reason_of
@@ -45,9 +45,9 @@ from servers.models.uint8_module import UInt8Images, executed_module
 from servers.options.stages import stage
 from servers.protocol.tensors import Array
 
-MEASURING_SECONDS = 30.0
-"""For building and measuring the plans of a model. A batch size that is left over has the plan of the nearest one, also
-at later starts."""
+MEASURING_SECONDS = MOST_SECONDS
+"""For building and measuring the plans of a model; no batch size begins that would end later. One that is left over has
+the plan of the nearest one, also at later starts."""
 LEAST_CONVOLUTIONS = 4
 """A model with fewer, such as a vision transformer with its patches, has no plans of convolutions."""
 LEAST_LAYERS = 4
@@ -148,14 +148,16 @@ class PlannedModule(ABC):
         cache = ChoiceCache(cache_key(self._module, self._specification, self._device, self._answers.precision))
         with stage("choose"), cache.held():
             kept = self._kept(cache)
-            compared = set[ModulePlan]()
+            compared, longest = set[ModulePlan](), 0.0
             for count in measuring_order(rows):
                 plan = kept.get(count)
                 if plan is not None and (plan in compared or self._agrees(plan, count)):
                     self._chosen[count] = plan, "cached"
                     compared.add(plan)  # on one batch: the first start compared every size
-                elif not self._times_ms or monotonic() - self._started < MEASURING_SECONDS:
+                elif not self._times_ms or monotonic() - self._started + longest < MEASURING_SECONDS:
+                    began = monotonic()
                     self._measure(count)
+                    longest = max(longest, monotonic() - began)
             measured = {number: chosen for number, (chosen, _) in self._chosen.items()}
             for left in sorted(set(rows) - set(measured)):
                 found = self._first_that_agrees([measured[other] for other in nearest(measured, left)], left)
