@@ -42,7 +42,7 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: setup ## run the tests
 ifeq ($(strip $(ARGS)),)
 	@export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive; status=0; said=$$(mktemp); \
-	$(BIN)/python -m pytest $(WAITING) >$$said 2>&1 & waiting=$$!; \
+	$(BIN)/python -m pytest $(WAITING) >$$said 2>&1 & waiting=$$!; trap "kill $$waiting; exit 130" INT; \
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) || status=$$?; \
 	wait $$waiting || status=$$?; cat $$said; rm $$said; \
 	unset OMP_NUM_THREADS OMP_WAIT_POLICY; \

@@ -102,7 +102,7 @@ def test_the_table_of_second_starts_is_that_of_the_stored_ones() -> None:
 
 
 def test_the_starts_and_towers_on_a_gpu_are_those_of_the_stored_ones() -> None:
-    folder, page = ROOT / "docs/results/2026-11-29-h200-starts", (ROOT / "docs/engines.md").read_text()
+    folder, page = ROOT / "docs/results/2026-11-29-h200-starts", (ROOT / "docs/results/README.md").read_text()
     starts = json.loads((folder / "starts.json").read_text())
     titles = dict.fromkeys(start["model"] for start in starts)
     for model, title in zip(titles, ("ViT-B-32", "ResNet-50", "MobileNetV3-large", "BERT-base"), strict=True):

@@ -317,10 +317,13 @@ class Call:
         self.answering = None
         if self.closed:
             return
+        self.leave()
         self._connection.send(self, pieces, last=not self.method.streams)
         if not self.method.streams:
+            if not self.closed and self.head.limit is not None:  # its answer waits for the client
+                self.head.limit.stay()
+                self.taken += 1
             return
-        self.leave()
         self._idle = time.monotonic()
         self.go_on()
 

@@ -461,7 +461,9 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         self._uptake = None
         if self._given_up:
             return
-        transport = self._transport
+        transport, limit = self._transport, self._parser.taken
+        if limit is not None and not self._choked:
+            self._parser.leave()
         if not transport.is_closing():
             transport.write(data)
             if more:
@@ -469,8 +471,9 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         settings, unsent = self._settings, transport.get_write_buffer_size()
         if not self._choked:
             self._unread.count(unsent)
-            if self._parser.taken is not None:  # else when the client has read more of its answer
-                self._parser.leave()
+        elif limit is not None and self._parser.taken is None:  # until the client has read more of its answer
+            limit.stay()
+            self._parser.taken = limit
         self._wait_at_most(settings.read_timeout_s if unsent else settings.keep_alive_timeout_s)
         assert self._request is not None
         self._request.release()

@@ -116,8 +116,12 @@ class KeyLimit:
             raise OverLimitError(self._refusal)
 
     def leave(self) -> None:
-        """One of them has ended."""
+        """One of them has ended. Before its client can see its answer, and sends the next one to another front end."""
         self._counts.add(self._cell, -1)
+
+    def stay(self) -> None:
+        """One that has left counts again, until `leave`: its client does not read its answer."""
+        self._counts.add(self._cell, 1)
 
 
 Limits = dict[str, int]

@@ -327,14 +327,21 @@ def test_one_key_cannot_hold_all(begin: Begin) -> None:
 
 
 @contextlib.contextmanager
-def begun(server: Server, key: str, count: int) -> Iterator[None]:
-    """So many requests whose bodies do not come; every request more of this key is refused."""
+def headed(server: Server, key: str, count: int) -> Iterator[None]:
+    """So many requests whose bodies do not come."""
     lines = (f"POST {INFER} HTTP/1.1", "Host: a", f"Authorization: Bearer {key}", "Content-Length: 1000")
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
             client.sendall("\r\n".join((*lines, "Expect: 100-continue", "", "")).encode())
             assert client.recv(100).split()[1] == b"100"
+        yield
+
+
+@contextlib.contextmanager
+def begun(server: Server, key: str, count: int) -> Iterator[None]:
+    """So many requests whose bodies do not come; every request more of this key is refused."""
+    with headed(server, key, count):
         wait_until(lambda: status_with(server, key) == 429, "no more than these")
         yield
 
@@ -357,6 +364,16 @@ def test_a_request_counts_from_its_head_until_its_client_leaves(begin: Begin, gr
     wait_until(lambda: status_with(server, FEW) == 200, "both have left")
     for _ in range(5):  # one after the other
         assert calls.infer("rows", rows(), headers=few).as_numpy("y").shape == (1, 4)
+
+
+def test_a_client_that_waits_for_its_answer_is_never_over_the_limit(begin: Begin, grpc_client: Begin) -> None:
+    """Also if another front end takes its next request before the first one goes on."""
+    server = begin()
+    calls, few = grpc_client(server), {"authorization": f"Bearer {FEW}"}
+    with headed(server, FEW, 1):  # of two
+        for _ in range(100):
+            assert status_with(server, FEW) == 200
+            assert calls.infer("rows", rows(), headers=few).as_numpy("y").shape == (1, 4)
 
 
 def test_messages_of_a_stream_count_each(begin: Begin) -> None:

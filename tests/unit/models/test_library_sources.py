@@ -186,7 +186,7 @@ class PlainTable(torch.nn.Linear):
 class ReadsValue(torch.nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.rate = torch.linspace(0, 1, 3)[1].item()
+        self.rate = torch.full((1,), 0.5).item()  # transformers has torch.linspace give values where there is no memory
 
 
 @pytest.mark.parametrize("kind", [Shared, Table, PlainTable, ReadsValue, partial(torch.nn.BatchNorm1d, 2)])
