@@ -370,6 +370,7 @@ def test_a_client_that_waits_for_its_answer_is_never_over_the_limit(begin: Begin
     """Also if another front end takes its next request before the first one goes on."""
     server = begin()
     calls, few = grpc_client(server), {"authorization": f"Bearer {FEW}"}
+    assert isinstance(calls, tritonclient.grpc.InferenceServerClient)
     with headed(server, FEW, 1):  # of two
         for _ in range(100):
             assert status_with(server, FEW) == 200
