@@ -253,13 +253,14 @@ def chosen_engine(
                 continue
             # Torch has to win the first race: of engines that are as fast the other one starts sooner, in less memory.
             leading, second = (leading, name) if races else (name, leading)
+            rest = {other: why for other, why in left_out.items() if other != leading}
+            yield {"engine": leading, "decided": False, "races": races, "left_out": rest}
             pairs = [
                 (partial(engines[leading].infer, inputs), partial(engines[second].infer, inputs)) for inputs in batches
             ]
             result = race(pairs, RACE_SECONDS, MARGIN, MOST_LOSS, deadline)
             if not result.decided:  # so would the next ones be
-                left_out = {other: why or TOO_LATE for other, why in left_out.items() if other != leading}
-                decided = False
+                left_out, decided = {other: why or TOO_LATE for other, why in rest.items()}, False
                 break
             races.append(
                 f"{second} takes {_listed(result.other_ms)} ms of CPU time for {_listed(request.batches)} items and "
