@@ -84,8 +84,8 @@ def load_strictly(module: torch.nn.Module, state: State, option: str, title: str
 
 def hollow(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """The module that `build` makes, for `load_strictly`: on the meta device if a state dict has all its tensors, so
-    that no values are computed that weights replace. A module that computes some of its own as it is built, such as a
-    table that no state dict has, or that shares a tensor between layers, is built as its library builds it."""
+    that no values are computed that weights replace. A module that computes some of its own while it is built, such as
+    a table that no state dict has, or that shares a tensor between layers, is built as its library builds it."""
     import torch
 
     with seeded(0):

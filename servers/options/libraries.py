@@ -30,8 +30,8 @@ def import_library(name: str) -> ModuleType:
 
 
 def defer(*packages: str) -> None:
-    """Execute a package's own code when one of its names is first used; its modules can be imported before. One that
-    is imported already stays as it is."""
+    """Execute a package's own code when one of its names is first used; its modules can be imported before. A package
+    that is already imported does not change."""
     for name in packages:
         spec = None if name in sys.modules else find_spec(name)
         if spec is None:
@@ -65,8 +65,8 @@ def absent(*names: str) -> Iterator[None]:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Import torchvision without torch's compiler, of which it takes one function, for RoIAlign in training. Whatever
-    else is asked of the compiler meanwhile imports it."""
+    """Import torchvision without torch's compiler, of which it takes one function, for RoIAlign in training. Anything
+    else that is asked of the compiler in the meantime imports it."""
     names = ("torch._dynamo", "torch._dynamo.utils")
     if names[0] in sys.modules:
         yield

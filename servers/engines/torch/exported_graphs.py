@@ -90,7 +90,7 @@ def _function(name: str) -> Any:
         return ARITHMETIC[name]
     namespace, packet, overload = name.split(".")
     if namespace != "aten":
-        raise ValueError(f"{name} is no operator of aten")
+        raise ValueError(f"{name} is not an operator of aten")
     return getattr(getattr(torch.ops.aten, packet), overload)
 
 

@@ -24,6 +24,7 @@ import structlog
 
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
+from servers.native.shared.tls import Front
 from servers.options.defaults import OptionError
 
 log = structlog.get_logger("abserve.server")
@@ -110,20 +111,12 @@ def _default(name: str) -> object:
     return NativeSettings.model_fields[name].default
 
 
-class Shown(Protocol):
-    """A connection of HTTP or gRPC, whose bytes are shown."""
+class Shown(Front, Protocol):
+    """A connection whose bytes are shown."""
 
     @property
     def is_between(self) -> bool:
         """Whether the next byte begins a message, so that what was shown before does not matter."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
-    def connection_lost(self, exc: Exception | None) -> None: ...
-    def get_buffer(self, sizehint: int, /) -> memoryview: ...
-    def buffer_updated(self, nbytes: int) -> None: ...
-    def eof_received(self) -> bool | None: ...
-    def pause_writing(self) -> None: ...
-    def resume_writing(self) -> None: ...
 
 
 class ShownConnections:

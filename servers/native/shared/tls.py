@@ -134,7 +134,7 @@ class Certificate:
             raise OptionError(f"{files}: not a certificate with its key in PEM form") from exc
 
 
-class _Front(Protocol):
+class Front(Protocol):
     """What a connection of HTTP or gRPC is to a transport."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
@@ -225,14 +225,14 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
     """Between one client's socket and its connection: the protocol of the one, the transport of the other."""
 
     def __init__(
-        self, connections: TlsConnections, context: ssl.SSLContext, connect: Callable[[], _Front], plain_refusal: bytes
+        self, connections: TlsConnections, context: ssl.SSLContext, connect: Callable[[], Front], plain_refusal: bytes
     ) -> None:
         """`connect` makes the connection; `plain_refusal` is for a client that speaks HTTP without TLS."""
         super().__init__()
         self._connections = connections
         self._context = context
         self._connect = connect
-        self._connection: _Front = None  # type: ignore[assignment]  # once the handshake is done
+        self._connection: Front = None  # type: ignore[assignment]  # once the handshake is done
         self._plain_refusal = plain_refusal
         self._socket: asyncio.Transport = None  # type: ignore[assignment]  # from connection_made on
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -186,7 +186,7 @@ class PlainTable(torch.nn.Linear):
 class ReadsValue(torch.nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.rate = torch.full((1,), 0.5).item()  # transformers has torch.linspace give values where there is no memory
+        self.rate = torch.full((1,), 0.5).item()  # transformers replaces torch.linspace
 
 
 @pytest.mark.parametrize("kind", [Shared, Table, PlainTable, ReadsValue, partial(torch.nn.BatchNorm1d, 2)])

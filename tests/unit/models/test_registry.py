@@ -158,7 +158,7 @@ def test_a_model_is_loaded_without_what_it_does_not_need(reference: str, needles
     assert done.stdout == "set()\n"
 
 
-def test_libraries_are_whole_for_whoever_uses_more_of_them_later() -> None:
+def test_a_library_imported_in_part_is_whole_when_more_of_it_is_used() -> None:
     code = (
         "from servers.options.libraries import import_library\n"
         "for name in ('open_clip', 'torchvision'): import_library(name)\n"
