@@ -40,12 +40,12 @@ from loadgen.records.run import (
     ArmRecord,
     ArmRequest,
     Experiment,
-    Kind,
     Workload,
     asked_for,
     body_in_words,
     setting_key,
 )
+from loadgen.records.targets import Kind
 
 NATIVE = "abserve-native"
 _MOST_NUMBER = 1e12

@@ -17,7 +17,8 @@ from loadgen.metrics.registry import CHUNK_SIZE, OUTPUT_TOKENS
 from loadgen.metrics.summaries import BlockSummary, figure_of
 from loadgen.records.checks import Severity
 from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s, ceiling_tokens_per_s
-from loadgen.records.run import Kind, Label, Workload
+from loadgen.records.run import Label, Workload
+from loadgen.records.targets import Kind
 from loadgen.stats.estimates import critical_t
 
 SEND_LAG_LIMIT = 0.02

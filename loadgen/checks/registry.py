@@ -17,7 +17,8 @@ from loadgen.metrics.barrier import attempt
 from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.metrics.facts import PLAN, RUN, Facts, WorkloadFacts, workload_scope
 from loadgen.records.checks import Check, Severity, State, Value
-from loadgen.records.run import ArmRecord, Kind, Label
+from loadgen.records.run import ArmRecord, Label
+from loadgen.records.targets import Kind
 
 Fault = Literal[
     "wrong answers", "failed requests", "unfair configuration", "GPU not verified", "incomplete run", "busy machine",

@@ -18,9 +18,9 @@ from loadgen.metrics.summaries import figure_of
 from loadgen.records.checks import Severity
 from loadgen.records.payloads import GUESSED
 from loadgen.records.probes import AnswersCompared, CacheProbe, ServerStart, ShadowRecord, TokensCompared
-from loadgen.records.run import Kind, Label, ParityRecord, Workload, option_of
+from loadgen.records.run import Label, ParityRecord, Workload, option_of
 from loadgen.records.store import StoredRun
-from loadgen.records.targets import ROUTES
+from loadgen.records.targets import ROUTES, Kind
 from loadgen.stats.percentiles import samples_needed
 
 LEAST_ALIKE = 0.5

@@ -56,21 +56,11 @@ from loadgen.experiment.plan import (
     minutes_of,
     plan_combinations,
 )
-from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, ExperimentSettings, language_defaults
+from loadgen.experiment.settings import DEFAULT_PROJECT, MAIN, OUTPUT, ExperimentSettings, defaults_of
 from loadgen.records.names import names_of
 from loadgen.records.payloads import TOKENS, implied_payload, served_name
-from loadgen.records.run import (
-    MODEL_WEIGHTS,
-    ArmRequest,
-    Experiment,
-    Kind,
-    Label,
-    RunState,
-    body_in_words,
-    option_of,
-    shown,
-)
-from loadgen.records.targets import ROUTES, TARGETS, TOKEN_TRANSPORTS, Transport, is_token_transport
+from loadgen.records.run import MODEL_WEIGHTS, ArmRequest, Experiment, Label, RunState, body_in_words, option_of, shown
+from loadgen.records.targets import ROUTES, TARGETS, TOKEN_TRANSPORTS, Kind, Transport, is_token_transport
 
 if TYPE_CHECKING:
     from loadgen.report.published import Published
@@ -354,7 +344,7 @@ def with_language_models(
         named[label] = given.model_copy(update={"model": model, "transport": chosen, "body": body or None})
     update: dict[str, object] = {"arms": named}
     if settings.kind is Kind.TENSORS:
-        defaults = language_defaults(settings.preset)
+        defaults = defaults_of(Kind.TOKENS, settings.preset)
         update |= {name: value for name, value in defaults.items() if name not in settings.model_fields_set}
         if settings.transport is None:
             update["transport"] = tuple(common[:1]) or None

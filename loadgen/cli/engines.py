@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,6 +38,7 @@ from loadgen.experiment.options import (
 )
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import MAIN, OUTPUT
+from loadgen.records.targets import Kind
 
 if TYPE_CHECKING:
     from loadgen.engines.store import MatrixStore
@@ -108,6 +110,16 @@ def engines(
     raise typer.Exit(_run(store, plan, environment, json_file, mlflow, fresh=resume is None))
 
 
+_UNFIT: Mapping[Kind, tuple[tuple[str, object, str], ...]] = {
+    Kind.TENSORS: (),
+    Kind.TOKENS: (
+        ("processes", "kept", "--processes kept would hold a language model once per engine; leave it out"),
+        ("profile", True, "--profile shows no kernels of a language model; leave it out"),
+    ),
+}
+"""Values of settings that a matrix cannot have, by what its models give."""
+
+
 def _settings(file: Path | None, options: dict[SettingOption, object]) -> MatrixSettings:
     content = read_file(file, "a matrix file", "models: torchvision:resnet50")
     return checked_settings(MatrixSettings, content, file, options)
@@ -125,14 +137,13 @@ def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixPlan, Enviro
     if out is not None and (out / MatrixPlan.FILE).exists():
         raise PlanError(f"--out {out} already holds a matrix; give another folder, or continue it with --resume {out}")
     try:
-        generates = settings.generates
+        kind = settings.kind
     except ValueError as exc:
         raise PlanError(f"--models {','.join(settings.models)}: {exc}") from exc
-    if generates and settings.processes == "kept":
-        raise PlanError("--processes kept would hold a language model once per engine; leave it out")
-    if generates and settings.profile:
-        raise PlanError("--profile shows no kernels of a language model; leave it out")
-    offers = read_offers(settings.device, ENGINE_WORKER, generates=generates)
+    for name, value, why in _UNFIT[kind]:
+        if getattr(settings, name) == value:
+            raise PlanError(why)
+    offers = read_offers(settings.device, ENGINE_WORKER, kind)
     configurations = expand(settings, offers)
     checks = check(requests_of(settings, configurations, offers), ENGINE_WORKER)
     plan = make_plan(settings, offers, configurations, checks)
@@ -183,7 +194,7 @@ def _run(
                 store.write(environment)
             with EngineProgress(console) as progress:
                 state = run_matrix(plan, store, worker=ENGINE_WORKER, now=progress.now, visit_done=progress.visit_done)
-                if plan.generates and state.state == "finished":
+                if plan.kind is Kind.TOKENS and state.state == "finished":
                     progress.now("checking the answers against the reference")
                     store.write(judge_visits(plan, store.visits(), store.directory, ABSERVE))
             return _report(store, plan, environment, state, json_file, mlflow)

@@ -50,6 +50,7 @@ from loadgen.records.matrix import (
     shape_text,
 )
 from loadgen.records.run import Environment, Label, MachineLoad, RunState
+from loadgen.records.targets import Kind
 from loadgen.stats.estimates import SIGNIFICANCE, Estimate, critical_t, t_estimate
 from loadgen.stats.percentiles import percentile
 from loadgen.stats.ratios import (
@@ -188,7 +189,7 @@ def cells_of(
                 for round_, cell in rounds.items()
             },
             excluded=reason_against_tokens(verdicts.get((place, (batch, length))))
-            if plan.generates
+            if plan.kind is Kind.TOKENS
             else reason_against(plan, tuple(rounds.values())),
         )
         for place, (batch, length) in order
@@ -310,7 +311,9 @@ def _cell_result(
     sustained = estimate([float(m.sustained_ns) for m in energies if m.sustained_ns], kept=kept)
     waited = sustained is not None and sustained.value > MOST_WAITING * latency.value
     flops = next((m.flops_per_item for m in measured if m.flops_per_item is not None), None)
-    fault = next((m.fault for m in measured if m.fault is not None), cell.excluded if plan.generates else None)
+    fault = next(
+        (m.fault for m in measured if m.fault is not None), cell.excluded if plan.kind is Kind.TOKENS else None
+    )
     p99_ns = percentile([sample for m in measured for sample in samples_ns(m, device)], 0.99)
     first_calls = [m.first_call_ns for m in measured]
     # A kept process has a first call in its first round only.

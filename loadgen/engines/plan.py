@@ -16,6 +16,7 @@ from msgspec.structs import asdict, replace
 from loadgen.experiment.matrix import ALL, AUTO, NO_BASELINE, MatrixSettings
 from loadgen.experiment.plan import PlanError, unknown
 from loadgen.records.matrix import NO_MODEL, Configuration, MatrixPlan, RefusedCombination, Shape
+from loadgen.records.targets import Kind
 
 BATCHES = {"cpu": (1, 4, 8), "cuda": (1, 8, 32, 128)}
 BASELINE_PRECISION = "fp32"
@@ -89,7 +90,7 @@ def expand(settings: MatrixSettings, offers: Offers) -> dict[Configuration, bool
         engine, _, mode = base.partition("/")
         _check("--baseline", (engine,), tuple(offered))
         _check("--baseline", (mode,), sorted({mode for modes in offered[engine].values() for mode in modes}))
-        of_baseline = settings.precisions if settings.generates else (BASELINE_PRECISION,)
+        of_baseline = {Kind.TENSORS: (BASELINE_PRECISION,), Kind.TOKENS: settings.precisions}[settings.kind]
         for model, precision, count in product(settings.models, of_baseline, threads):
             add(model, engine, precision, mode, count, asked=False)
     return combinations

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -34,6 +35,7 @@ from loadgen.records.matrix import (
     Winner,
     shape_text,
 )
+from loadgen.records.targets import Kind
 from loadgen.report.sections.conditions import environment_rows, fact_table, gpu_text
 from loadgen.stats.estimates import Estimate
 
@@ -58,7 +60,7 @@ def matrix_document(matrix: Matrix) -> doc.Document:
             "Results",
             (
                 break_even_table,
-                *((generation_table,) if matrix.plan.generates else (accuracy, cells_table)),
+                *_TOLD[matrix.plan.kind].tables,
                 configurations_table,
                 kernels,
                 refusals,
@@ -104,11 +106,10 @@ def overview(matrix: Matrix) -> doc.Section | None:
     if failed:
         notes.append(doc.Text(f"{counted(failed, 'failure')}: see Failures.", "warning"))
     if (excluded := sum(cell.excluded is not None for cell in matrix.cells)) > 0:
-        limits = f"cosine {plan.min_cosine:g}, top-1 agreement {plan.min_top1:g}"
-        why = "see Generation" if plan.generates else f"wrong answers, or below the limits ({limits})"
+        why = _TOLD[plan.kind].excluded.format(plan)
         notes.append(doc.Text(f"{counted(excluded, 'cell')} not ranked: {why}."))
-    if on_gpu(matrix) and not plan.generates:
-        notes.append(doc.Text("Times are without copies to and from the host; the table of cells has both.", "note"))
+    if on_gpu(matrix) and (without := _TOLD[plan.kind].without):
+        notes.append(doc.Text(without, "note"))
     if (slower := _slower_when_sustained(matrix)) is not None:
         notes.append(doc.Text(slower))
     if plan.refused:
@@ -162,14 +163,7 @@ def on_gpu(matrix: Matrix) -> bool:
 
 def timed(matrix: Matrix) -> str:
     """What the times are of."""
-    if matrix.plan.generates:
-        return "time of a decoding step, until its tokens are on the host; every request of a batch gets one"
-    if not on_gpu(matrix):
-        return "whole call"
-    return (
-        "time of one batch on the device, without copies to and from the host (torch between device events, ONNX "
-        "Runtime and JAX by the host until the device is done)"
-    )
+    return _TOLD[matrix.plan.kind].timed[on_gpu(matrix)]
 
 
 def _sentence(matrix: Matrix, scope: Scope, cells: Sequence[CellResult]) -> str:
@@ -234,7 +228,7 @@ def method(matrix: Matrix) -> doc.Section | None:
         (
             "speed-up",
             f"throughput over the baseline, paired by round; the baseline: {plan.baseline}, in "
-            + ("the same precision" if plan.generates else "fp32"),
+            + _TOLD[plan.kind].baseline,
         ),
         ("batch sizes", ", ".join(map(str, plan.batches))),
         *(
@@ -244,9 +238,7 @@ def method(matrix: Matrix) -> doc.Section | None:
         ),
         (
             "not ranked",
-            "answers that no rounding explains, beside a reference in a process of its own"
-            if plan.generates
-            else f"below a cosine of {plan.min_cosine:g} or a top-1 agreement of {plan.min_top1:g}",
+            _TOLD[plan.kind].not_ranked.format(plan),
         ),
         *([("weights", "; ".join(weights))] if weights else []),
         ("settings", f"sha256 {plan.sha256}"),
@@ -654,3 +646,40 @@ def failures(matrix: Matrix) -> doc.Section | None:
 
 def _full_title(matrix: Matrix, configuration: ConfigurationResult) -> str:
     return f"{scope_title(matrix, configuration.configuration.scope)} {configuration.configuration.title}"
+
+
+class _Told(NamedTuple):
+    """What a report says of models of one kind; texts in braces are of the plan."""
+
+    tables: tuple[Callable[[Matrix], doc.Section | None], ...]
+    excluded: str
+    not_ranked: str
+    baseline: str
+    """In which precision it runs."""
+    timed: tuple[str, str]
+    """What the times are of: without and with a configuration on a GPU."""
+    without: str = ""
+    """What a GPU's times leave out."""
+
+
+_TOLD: Mapping[Kind, _Told] = {
+    Kind.TENSORS: _Told(
+        (accuracy, cells_table),
+        "wrong answers, or below the limits (cosine {0.min_cosine:g}, top-1 agreement {0.min_top1:g})",
+        "below a cosine of {0.min_cosine:g} or a top-1 agreement of {0.min_top1:g}",
+        "fp32",
+        (
+            "whole call",
+            "time of one batch on the device, without copies to and from the host (torch between device events, ONNX "
+            "Runtime and JAX by the host until the device is done)",
+        ),
+        "Times are without copies to and from the host; the table of cells has both.",
+    ),
+    Kind.TOKENS: _Told(
+        (generation_table,),
+        "see Generation",
+        "answers that no rounding explains, beside a reference in a process of its own",
+        "the same precision",
+        ("time of a decoding step, until its tokens are on the host; every request of a batch gets one",) * 2,
+    ),
+}

@@ -17,6 +17,7 @@ from loadgen.base.documents import DocumentError, decode_json, one_line
 from loadgen.engines.plan import CombinationCheck, Offers
 from loadgen.experiment.plan import PlanError
 from loadgen.records.matrix import NO_MODEL, Configuration, Conversion, Measured, Shape
+from loadgen.records.targets import Kind
 
 MOST_ANSWER_BYTES = 2**24
 MOST_WORDS = 1_000
@@ -180,9 +181,10 @@ def contradiction(configuration: Configuration, description: Mapping[str, Any]) 
     return f"the engine in effect is another one: {', '.join(wrong)}" if wrong else None
 
 
-def read_offers(device: str, worker: Sequence[str], *, generates: bool = False) -> Offers:
-    """What this machine offers, for models or for language models. Raises `PlanError`."""
-    return _asked([*worker, "--offers", device, *(["generation"] if generates else [])], Offers)
+def read_offers(device: str, worker: Sequence[str], kind: Kind = Kind.TENSORS) -> Offers:
+    """What this machine offers for models of a kind. Raises `PlanError`."""
+    asked: Mapping[Kind, tuple[str, ...]] = {Kind.TENSORS: (), Kind.TOKENS: ("generation",)}
+    return _asked([*worker, "--offers", device, *asked[kind]], Offers)
 
 
 def check(requests: Sequence[Mapping[str, Any]], worker: Sequence[str]) -> tuple[CombinationCheck, ...]:

@@ -33,6 +33,7 @@ from loadgen.experiment.prompts import SETTLING, PromptError, Trace
 from loadgen.experiment.replay import recorded_protocol
 from loadgen.experiment.schedule import block_seconds, warm_up_users
 from loadgen.experiment.settings import (
+    BATCH_SIZES,
     LANGUAGE_USERS,
     SMOKE_BATCH_SIZES,
     SURFACE_BATCH_SIZES,
@@ -40,9 +41,9 @@ from loadgen.experiment.settings import (
     read_limits,
 )
 from loadgen.records.names import names_of
-from loadgen.records.run import ArmRequest, Experiment, Kind, Label, TokenLimits, Workload, option_of
-from loadgen.records.scenarios import SCENARIOS, Scenario
-from loadgen.records.targets import ROUTES, TARGETS, TOKEN_TRANSPORTS, TokenTransport
+from loadgen.records.run import ArmRequest, Experiment, Label, TokenLimits, Workload, option_of
+from loadgen.records.scenarios import Scenario, scenarios_of
+from loadgen.records.targets import ROUTES, TARGETS, TOKEN_TRANSPORTS, Kind, TokenTransport
 from loadgen.records.traffic import TrafficError
 from loadgen.stats.percentiles import queries_needed
 
@@ -83,15 +84,15 @@ def check_language(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> 
         _check_tensors(settings)
         return
     for name, reason in _MEANT_FOR_TENSORS:
-        value = getattr(settings, name)
-        if name in settings.model_fields_set and value not in (None, (), False, SMOKE_BATCH_SIZES, SURFACE_BATCH_SIZES):
+        usual = None, (), False, BATCH_SIZES, SMOKE_BATCH_SIZES, SURFACE_BATCH_SIZES
+        if name in settings.model_fields_set and getattr(settings, name) not in usual:
             option = f"--{name.replace('_', '-')}"
             raise PlanError(f"{option} has no effect on a language model: {reason}; leave it out")
     if settings.deployment == "compose":
         raise PlanError("--deployment compose serves no language models; leave it out")
-    if other := next((name for name in settings.scenarios if not SCENARIOS[name].of_tokens), None):
-        able = ", ".join(name for name, entry in SCENARIOS.items() if entry.of_tokens)
-        raise PlanError(f"the scenario {other} is not for language models; choose from {able}")
+    able = scenarios_of(Kind.TOKENS)
+    if other := next((name for name in settings.scenarios if name not in able), None):
+        raise PlanError(f"the scenario {other} is not for language models; choose from {', '.join(able)}")
     if "cold-start" in settings.scenarios and not all(arm.embedded for arm in arms):
         raise PlanError("cold starts need servers that abserve starts; leave cold-start out of --scenarios with a URL")
     asked = settings.transport or TOKEN_TRANSPORTS[:1]
@@ -115,7 +116,8 @@ def _check_tensors(settings: ExperimentSettings) -> None:
                 f"--{name.replace('_', '-')} is for language models, and {settings.model} is not one; name one as in "
                 "--model language:demo"
             )
-    if other := next((name for name in settings.scenarios if not SCENARIOS[name].of_tensors), None):
+    able = scenarios_of(Kind.TENSORS)
+    if other := next((name for name in settings.scenarios if name not in able), None):
         raise PlanError(
             f"the scenario {other} is for language models, and {settings.model} is not one; name one as in --model "
             "language:demo"

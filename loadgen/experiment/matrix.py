@@ -12,9 +12,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from loadgen.experiment.settings import MAIN, MEASUREMENT, SEPARATED, TARGET, Settings, Sizes, in_panel, shared
-from loadgen.records.payloads import DEFAULT_MODEL, is_language
+from loadgen.records.payloads import DEFAULT_MODEL, kind_of_model
+from loadgen.records.targets import Kind
 
 ALL, AUTO, NO_BASELINE = "all", "auto", "none"
+_ENGINES = {Kind.TENSORS: ("torch", "onnxruntime"), Kind.TOKENS: ("slots", "jax", "continuous")}
+_BASELINES = {Kind.TENSORS: "torch/eager", Kind.TOKENS: "continuous/paged"}
 OptionalNames = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], SEPARATED]
 Names = Annotated[OptionalNames, Field(min_length=1)]
 
@@ -85,20 +88,18 @@ class MatrixSettings(Settings):
     profile: bool = _measurement(False, description="In the last round, also record the time per kernel.")
 
     @property
-    def generates(self) -> bool:
-        """Whether all models are language models. Raises `ValueError` if only some are."""
-        kinds = {is_language(model) for model in self.models}
+    def kind(self) -> Kind:
+        """What its models give. Raises `ValueError` if not all give the same."""
+        kinds = set(map(kind_of_model, self.models))
         if len(kinds) > 1:
             raise ValueError("language models and other models have a matrix each; give them in two commands")
-        return kinds == {True}
+        return kinds.pop()
 
     @property
     def chosen_engines(self) -> tuple[str, ...]:
         """The engines as asked for, or the default ones."""
-        return self.engines or (("slots", "jax", "continuous") if self.generates else ("torch", "onnxruntime"))
+        return self.engines or _ENGINES[self.kind]
 
     @property
     def chosen_baseline(self) -> str:
-        if self.baseline != AUTO:
-            return self.baseline
-        return "continuous/paged" if self.generates else "torch/eager"
+        return _BASELINES[self.kind] if self.baseline == AUTO else self.baseline

@@ -28,9 +28,9 @@ from loadgen.experiment.settings import (
 from loadgen.records.imported import is_trace
 from loadgen.records.names import names_of
 from loadgen.records.payloads import BACKEND_ENDINGS, IMAGE_PAYLOADS, implied_payload, served_name, takes_images
-from loadgen.records.run import Access, ArmRequest, Experiment, Kind, Label, Workload, asked_for, option_of, setting_key
+from loadgen.records.run import Access, ArmRequest, Experiment, Label, Workload, asked_for, option_of, setting_key
 from loadgen.records.scenarios import SCENARIOS, Scenario
-from loadgen.records.targets import ROUTES, TARGETS, TRANSPORTS, Transport
+from loadgen.records.targets import ROUTES, TARGETS, TRANSPORTS, Kind, Transport
 from loadgen.records.traffic import TrafficError
 from loadgen.stats.percentiles import queries_needed
 

@@ -27,7 +27,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.records.run import Arrivals, Experiment, Kind, Label, Workload
+from loadgen.records.run import Arrivals, Experiment, Label, Workload
+from loadgen.records.targets import Kind
 
 RATE_LIMIT_PER_S = 100_000.0
 """Above this rate the generator cannot send the requests one by one."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
@@ -29,11 +29,12 @@ from pydantic import (
 )
 
 from loadgen.base.headers import read_headers
+from loadgen.base.quantities import join
 from loadgen.experiment.schedule import RATE_LIMIT_PER_S
-from loadgen.records.payloads import DEFAULT_MODEL, Payload, is_language
-from loadgen.records.run import REQUEST_TIMEOUT_S, DeploymentKind, Kind, Record
-from loadgen.records.scenarios import SCENARIOS, PlannedScenario
-from loadgen.records.targets import TARGET_NAMES, TOKEN_TRANSPORTS, TokenTransport, Transport
+from loadgen.records.payloads import DEFAULT_MODEL, Payload, kind_of_model
+from loadgen.records.run import REQUEST_TIMEOUT_S, DeploymentKind, Record
+from loadgen.records.scenarios import PlannedScenario, scenarios_of
+from loadgen.records.targets import ROUTES, TARGET_NAMES, Kind, TokenTransport, Transport
 from loadgen.stats.percentiles import queries_needed
 
 MAIN, TARGET, LOAD, MEASUREMENT, OUTPUT = PANELS = ("Main options", "Target", "Load", "Measurement", "Output")
@@ -41,7 +42,7 @@ MAIN, TARGET, LOAD, MEASUREMENT, OUTPUT = PANELS = ("Main options", "Target", "L
 REPEATED = "repeated"
 """Marks a tuple whose values hold commas or spaces: the option is given once per value and has no variable."""
 DEFAULT_SCENARIOS: tuple[PlannedScenario, ...] = ("cold-start", "single", "batched", "concurrent")
-SMOKE_BATCH_SIZES = (8,)
+BATCH_SIZES, SMOKE_BATCH_SIZES = (8, 32), (8,)
 SURFACE_SCENARIOS: tuple[PlannedScenario, ...] = ("surface",)
 SURFACE_USERS, SURFACE_BATCH_SIZES = (16,), (1, 8)
 LANGUAGE_SCENARIOS: tuple[PlannedScenario, ...] = ("single", "concurrent")
@@ -53,15 +54,9 @@ LIMITS = (*TOKEN_LIMITS, "p99")
 """The limits of a good answer of a language model, see `TokenLimits`."""
 
 
-def _choices(*, of_tokens: bool) -> str:
-    """The scenarios that --scenarios takes, with the option of those that have one of their own."""
-    own = {"rates": " (see --rates)", "slo_p99_ms": " (see --slo-p99-ms)"}
-    *names, last = (
-        name + ("" if of_tokens else own.get(next(iter(entry.settings), ""), ""))
-        for name, entry in SCENARIOS.items()
-        if (entry.of_tokens if of_tokens else entry.of_tensors) and (name,) != SURFACE_SCENARIOS
-    )
-    return f"{', '.join(names)} and {last}"
+def _choices(kind: Kind, own: Mapping[str, str]) -> str:
+    """The scenarios that --scenarios takes, with the option of those that have one of their `own`."""
+    return join([name + own.get(name, "") for name in scenarios_of(kind) if (name,) != SURFACE_SCENARIOS])
 
 
 def in_panel(panel: str) -> Callable[..., Any]:
@@ -253,10 +248,26 @@ def _as_mapping(arm: object) -> Any:
     return {"target": arm} if isinstance(arm, str) else arm
 
 
-def language_defaults(preset: object) -> dict[str, Any]:
-    """The defaults of a comparison of language models where they differ."""
-    users = LANGUAGE_SMOKE_USERS if preset == "smoke" else LANGUAGE_USERS
-    return {"scenarios": LANGUAGE_SCENARIOS, "concurrency": users, "handicap_check": False}
+def defaults_of(kind: Kind, preset: object) -> dict[str, Any]:
+    """The defaults that follow from what is compared. A batch of 32 takes longer than the whole rest of a smoke run."""
+    is_smoke = preset == "smoke"
+    users = LANGUAGE_SMOKE_USERS if is_smoke else LANGUAGE_USERS
+    defaults: Mapping[Kind, dict[str, Any]] = {
+        Kind.TENSORS: {"batch_sizes": SMOKE_BATCH_SIZES} if is_smoke else {},
+        Kind.TOKENS: {"scenarios": LANGUAGE_SCENARIOS, "concurrency": users, "handicap_check": False},
+    }
+    return defaults[kind]
+
+
+def _with_defaults(content: dict[str, Any]) -> dict[str, Any]:
+    """The content with the defaults that depend on it."""
+    kind = kind_of_model(str(content.get("model", "")))
+    defaults = defaults_of(kind, content.get("preset"))
+    if content.get("surface"):
+        sizes = (1,) if "," in str(content.get("sequence_length") or "") else SURFACE_BATCH_SIZES
+        across: Mapping[Kind, dict[str, Any]] = {Kind.TENSORS: {"batch_sizes": sizes}, Kind.TOKENS: {}}
+        defaults |= {"scenarios": SURFACE_SCENARIOS, "concurrency": SURFACE_USERS, **across[kind]}
+    return gather_arms(defaults | content)
 
 
 class ExperimentSettings(Settings):
@@ -288,7 +299,8 @@ class ExperimentSettings(Settings):
     )
     scenarios: Scenarios = _main(
         DEFAULT_SCENARIOS,
-        description=f"Choose from {_choices(of_tokens=False)}; of a language model from {_choices(of_tokens=True)} "
+        description=f"Choose from {_choices(Kind.TENSORS, {'open': ' (see --rates)', 'slo': ' (see --slo-p99-ms)'})}; "
+        f"of a language model from {_choices(Kind.TOKENS, {})} "
         "(default: single, concurrent).",
     )
     preset: Literal["smoke", "quick", "full"] = _main(
@@ -342,7 +354,7 @@ class ExperimentSettings(Settings):
         "(--sequence-length) or prompts (--prompt-tokens); rounds go to where the winner is uncertain.",
     )
     batch_sizes: Sizes = _load(
-        (8, 32),
+        BATCH_SIZES,
         description="Batch sizes of the scenario batched (8 with --preset smoke) and of --surface (1,8); servers that "
         "are started accept at least the largest.",
     )
@@ -458,38 +470,15 @@ class ExperimentSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _arms_together(cls, value: Any) -> Any:
-        return gather_arms(value) if isinstance(value, dict) else value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _small_batches_for_smoke(cls, value: Any) -> Any:
-        """A batch of 32 takes longer than the whole rest of a smoke run."""
-        is_smoke = isinstance(value, dict) and value.get("preset") == "smoke"
-        return {"batch_sizes": SMOKE_BATCH_SIZES, **value} if is_smoke else value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_of_language_models(cls, value: Any) -> Any:
-        generates = isinstance(value, dict) and is_language(str(value.get("model", "")))
-        return language_defaults(value.get("preset")) | value if generates else value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults_of_surfaces(cls, value: Any) -> Any:
-        """Runs before the other defaults are filled in, which then leave these as they are."""
-        if not isinstance(value, dict) or not value.get("surface"):
-            return value
-        sizes = (1,) if "," in str(value.get("sequence_length") or "") else SURFACE_BATCH_SIZES
-        of_tensors = {} if is_language(str(value.get("model", ""))) else {"batch_sizes": sizes}
-        return {"scenarios": SURFACE_SCENARIOS, "concurrency": SURFACE_USERS, **of_tensors, **value}
+    def _complete(cls, value: Any) -> Any:
+        return _with_defaults(value) if isinstance(value, dict) else value
 
     @property
     def kind(self) -> Kind:
         """What its servers serve: by the model's reference, or by a transport of tokens."""
-        transports = (*(self.transport or ()), *(arm.transport for arm in self.arms.values()))
-        is_of_tokens = is_language(self.model) or any(transport in TOKEN_TRANSPORTS for transport in transports)
-        return Kind.TOKENS if is_of_tokens else Kind.TENSORS
+        own = (arm.transport for arm in self.arms.values() if arm.transport is not None)
+        kinds = {kind_of_model(self.model), *(ROUTES[name].kind for name in (*(self.transport or ()), *own))}
+        return Kind.TOKENS if Kind.TOKENS in kinds else Kind.TENSORS
 
     @field_validator("arms", mode="before")
     @classmethod

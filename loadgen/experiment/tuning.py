@@ -29,15 +29,15 @@ from loadgen.experiment.settings import (
     read_limits,
     shared,
 )
-from loadgen.records.payloads import Payload, is_language
-from loadgen.records.run import Kind, Label
-from loadgen.records.targets import TARGET_NAMES, TargetName, Transport
+from loadgen.records.payloads import Payload, kind_of_model
+from loadgen.records.run import Label
+from loadgen.records.targets import TARGET_NAMES, Kind, TargetName, Transport
 
 Goal = Literal["throughput", "latency", "cost", "energy"]
 USERS = 16
 AT_ONCE = 5
-AT_ONCE_ON_GPU = 2
-"""Contenders of a language model measured side by side on a GPU, where the servers share its memory."""
+AT_ONCE_ON_GPU = {Kind.TENSORS: AT_ONCE, Kind.TOKENS: 2}
+"""Contenders measured side by side on a GPU, where servers of language models share its memory."""
 MOST_AT_ONCE = 7
 """A comparison has eight arms at most, and the anchor is one of them."""
 LIMITED: Mapping[str, str] = {
@@ -116,7 +116,7 @@ class TuneSettings(Settings):
         ge=1,
         le=MOST_AT_ONCE,
         description=f"Servers measured side by side, besides the one they are compared with (default: {AT_ONCE}, of a "
-        f"language model on a GPU {AT_ONCE_ON_GPU}); fewer need less memory.",
+        f"language model on a GPU {AT_ONCE_ON_GPU[Kind.TOKENS]}); fewer need less memory.",
     )
     transport: Transport | None = _main(
         None,
@@ -156,7 +156,7 @@ class TuneSettings(Settings):
 
     @property
     def kind(self) -> Kind:
-        return Kind.TOKENS if is_language(self.model) else Kind.TENSORS
+        return kind_of_model(self.model)
 
     @property
     def aim(self) -> Goal:
@@ -181,7 +181,7 @@ class TuneSettings(Settings):
 
     def side_by_side(self, *, gpu: bool) -> int:
         """Contenders of a screening."""
-        return self.at_once or (AT_ONCE_ON_GPU if gpu and self.kind is Kind.TOKENS else AT_ONCE)
+        return self.at_once or (AT_ONCE_ON_GPU[self.kind] if gpu else AT_ONCE)
 
 
 ROUNDS = 4

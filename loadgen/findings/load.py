@@ -6,7 +6,8 @@ from loadgen.base.quantities import number
 from loadgen.metrics.claims import place
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary
-from loadgen.records.run import Found, Kind, Label, Record, Workload
+from loadgen.records.run import Found, Label, Record, Workload
+from loadgen.records.targets import Kind
 
 
 class ExecutedBatches(Record, frozen=True, kw_only=True):

@@ -18,8 +18,9 @@ from loadgen.experiment.replay import Replay
 from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.metrics.tokens import samples_of
-from loadgen.records.run import Found, Kind, Label, Record
+from loadgen.records.run import Found, Label, Record
 from loadgen.records.samples import NS_PER_S, Samples, latencies_ms
+from loadgen.records.targets import Kind
 from loadgen.stats.percentiles import percentile
 from loadgen.stats.ratios import estimate_ratio, lone_correlation
 

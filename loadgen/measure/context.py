@@ -36,8 +36,9 @@ from loadgen.measure.preparation import READY_SECONDS, Inputs, Prepared, make_de
 from loadgen.measure.progress import Forecast, RunProgress
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s
 from loadgen.records.probes import Variant
-from loadgen.records.run import ArmRecord, Experiment, Kind, Label, RunState, Workload
+from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload
 from loadgen.records.store import RunStore, StoredBlock
+from loadgen.records.targets import Kind
 
 OBSTACLES = (
     AddressError, DeploymentError, EndpointError, GeneratorError, InputError, ProcessError, RunError,

@@ -32,8 +32,9 @@ from loadgen.measure.progress import Forecast, LiveRatio, RunProgress
 from loadgen.metrics.barrier import attempt
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import sound, summarise_blocks
-from loadgen.records.run import BlockRecord, Experiment, Kind, Label, Record, StageTotals, Workload
+from loadgen.records.run import BlockRecord, Experiment, Label, Record, StageTotals, Workload
 from loadgen.records.store import RunStore, StorageError, StoredBlock, read_block, storage_sentence, store_empty
+from loadgen.records.targets import Kind
 from loadgen.stats.ratios import estimate_ratio, lone_correlation
 
 GAP_EVERY_SECONDS = 90.0

@@ -39,13 +39,12 @@ from loadgen.records.run import (
     Access,
     ArmRequest,
     Experiment,
-    Kind,
     Label,
     asked_for,
     option_of,
 )
 from loadgen.records.store import RunStore
-from loadgen.records.targets import ROUTES, TARGETS
+from loadgen.records.targets import ROUTES, TARGETS, Kind
 
 READY_SECONDS = 300.0
 """Time limit for a launched server to start."""

@@ -23,8 +23,9 @@ from loadgen.metrics.summaries import BlockSummary
 from loadgen.metrics.tokens import samples_of
 from loadgen.records.checks import Check
 from loadgen.records.probes import ServerStart
-from loadgen.records.run import ArmRecord, Experiment, Kind, Label, ParityRecord, Workload
+from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord, Workload
 from loadgen.records.store import StoredBlock
+from loadgen.records.targets import Kind
 from loadgen.stats.ratios import RatioEstimate, estimate_ratio, lone_correlation
 
 

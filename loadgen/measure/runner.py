@@ -56,8 +56,9 @@ from loadgen.measure.progress import RunProgress, Unfailing
 from loadgen.measure.token_answers import ProbePrompts, TokenAnswers, agreement, equal_answers
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.names import names_of
-from loadgen.records.run import ArmRecord, Experiment, Kind, Label, ParityRecord, RunState, Workload, option_of, shown
+from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord, RunState, Workload, option_of, shown
 from loadgen.records.store import RunStore, StorageError, running
+from loadgen.records.targets import Kind
 from loadgen.stats.agreement import Tolerance, tolerance_of
 
 SLOWEST_START = 3.0

@@ -45,9 +45,10 @@ from loadgen.metrics.tokens import (
     values_of,
     why_unknown,
 )
-from loadgen.records.run import Kind, Record, Workload
+from loadgen.records.run import Record, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, Samples, good, latencies_ms
 from loadgen.records.scenarios import Scenario
+from loadgen.records.targets import Kind
 from loadgen.stats.percentiles import Values, percentile, samples_needed
 
 FIRST_SHARE = 0.2

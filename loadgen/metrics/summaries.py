@@ -33,10 +33,10 @@ from loadgen.metrics.registry import (
     summarise_open_loop,
 )
 from loadgen.metrics.tokens import samples_of
-from loadgen.records.run import BlockRecord, Kind, Label, Record, Workload
+from loadgen.records.run import BlockRecord, Label, Record, Workload
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, Samples, good, latencies_ms
 from loadgen.records.store import StoredBlock, StoredRunError
-from loadgen.records.targets import ROUTES
+from loadgen.records.targets import ROUTES, Kind
 from loadgen.stats.percentiles import Pool, distribution, percentile
 from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 

@@ -24,7 +24,8 @@ from typing import Literal
 
 from loadgen.base.quantities import join
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons, log_lead
-from loadgen.records.run import Experiment, Kind, Label, Record, Workload, shown
+from loadgen.records.run import Experiment, Label, Record, Workload, shown
+from loadgen.records.targets import Kind
 
 Across = Literal["batch", "length", "prompt"]
 """What the surface varies beside the users: the batch size of a request, the length of its items, or of a language

@@ -23,9 +23,10 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.records.run import Kind, TokenLimits, Workload
+from loadgen.records.run import TokenLimits, Workload
 from loadgen.records.samples import NS_PER_MS, SAMPLE_DTYPE, Samples
 from loadgen.records.store import StoredBlock
+from loadgen.records.targets import Kind
 from loadgen.stats.percentiles import Values
 
 TOKEN_SAMPLE_DTYPE = np.dtype(

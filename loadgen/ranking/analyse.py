@@ -42,7 +42,8 @@ from loadgen.records.ranks import (
     RankResult,
     Work,
 )
-from loadgen.records.run import ArmRecord, Environment, Kind, Label, Workload, item_of, shown
+from loadgen.records.run import ArmRecord, Environment, Label, Workload, item_of, shown
+from loadgen.records.targets import Kind
 from loadgen.stats.estimates import Estimate, pareto_front
 from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 from loadgen.verdict.result import Result

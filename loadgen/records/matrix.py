@@ -21,9 +21,10 @@ import msgspec
 
 from loadgen.base.quantities import counted
 from loadgen.records.checks import Check
-from loadgen.records.payloads import is_language
+from loadgen.records.payloads import kind_of_model
 from loadgen.records.probes import JudgedAnswers
 from loadgen.records.run import Environment, MachineLoad, Record, RunState
+from loadgen.records.targets import Kind
 from loadgen.stats.estimates import Estimate
 
 Shape = tuple[int, int | None]
@@ -120,12 +121,12 @@ class MatrixPlan(Record, frozen=True, kw_only=True):
 
     def baseline_precision(self, place: int) -> str:
         """That of the baseline of a configuration: a large language model may not fit into memory in FP32."""
-        return self.configurations[place].precision if self.generates else "fp32"
+        return {Kind.TENSORS: "fp32", Kind.TOKENS: self.configurations[place].precision}[self.kind]
 
     @property
-    def generates(self) -> bool:
-        """Whether the models are language models, whose lengths are those of prompts and whose items are tokens."""
-        return any(is_language(configuration.model) for configuration in self.configurations)
+    def kind(self) -> Kind:
+        """What all models give. The lengths of language models are those of prompts, and their items are tokens."""
+        return next((kind_of_model(configuration.model) for configuration in self.configurations), Kind.TENSORS)
 
 
 class Conversion(Record, frozen=True, kw_only=True):

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
+from loadgen.records.targets import Kind
+
 ImagePayload = Literal["fp32", "uint8", "jpeg"]
 IMAGE_PAYLOADS: tuple[ImagePayload, ...] = get_args(ImagePayload)
 """The payloads of an image: the model's own float tensor, a byte tensor, a JPEG file."""
@@ -22,7 +24,8 @@ LANGUAGE = "language:"
 
 DEFAULT_MODEL, DEFAULT_NAME = "open_clip:ViT-B-32", "openclip_vit_b32"
 """The default model, and the name under which it is served."""
-_IMAGE_SOURCES = ("open_clip:", "torchvision:", "timm:")
+_PAYLOADS_OF = {"language": TOKENS, "open_clip": "fp32", "torchvision": "fp32", "timm": "fp32"}
+"""The default payload by a reference's source; of others a model's own tensors."""
 
 
 def variant_name(model: str, payload: str) -> str:
@@ -59,6 +62,11 @@ def is_language(model: str) -> bool:
     return model.startswith(LANGUAGE)
 
 
+def kind_of_model(model: str) -> Kind:
+    """What the model of a reference gives."""
+    return Kind.TOKENS if is_language(model) else Kind.TENSORS
+
+
 def served_as(model: str) -> str:
     """The name under which abserve serves a model, given by reference or already by that name. A language model is
     served without its source: demo for language:demo, and by the folder's name for language:/path/to/folder."""
@@ -85,11 +93,10 @@ def served_name(model: str, payload: str) -> str | None:
 def implied_payload(model: str) -> str:
     """The default payload: for a model of images fp32 or the one in its name, for a language model its tokens, for any
     other model its tensors."""
-    if is_language(model):
-        return TOKENS
     if is_default(model):
         return next((payload for payload in IMAGE_PAYLOADS[1:] if model.endswith(f"_{payload}")), "fp32")
-    return "fp32" if model.startswith(_IMAGE_SOURCES) else "tensors"
+    source, colon, _ = model.partition(":")
+    return _PAYLOADS_OF.get(source, "tensors") if colon else "tensors"
 
 
 GUESSED = ", 0 or 1 for "

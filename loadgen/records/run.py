@@ -19,7 +19,6 @@ Times in ns are of the generator's monotonic clock, so only differences mean any
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from itertools import combinations
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -27,19 +26,11 @@ import msgspec
 
 from loadgen.records.payloads import served_name
 from loadgen.records.scenarios import SCENARIOS, Scenario
-from loadgen.records.targets import TARGETS, TOKEN_TRANSPORTS, TokenTransport, Transport
+from loadgen.records.targets import ROUTES, TARGETS, Kind, TokenTransport, Transport
 
 Label = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_-]{0,23}$")]
 """The name of an arm: a, b, c, …, or a name from an experiment file."""
 Arrivals = Literal["closed", "constant", "poisson", "trace"]
-
-
-class Kind(Enum):
-    """What the arms serve, and what a user of it waits for."""
-
-    TENSORS = "request"
-    TOKENS = "answer"
-    """Of language models: prompts go to the arms, and streamed tokens come back."""
 
 
 DeploymentKind = Literal["embedded", "compose"]
@@ -376,7 +367,7 @@ class Experiment(Record, frozen=True, kw_only=True):
     @property
     def kind(self) -> Kind:
         """Whether the arms serve a language model."""
-        return Kind.TOKENS if self.transport in TOKEN_TRANSPORTS else Kind.TENSORS
+        return ROUTES[self.transport].kind
 
     @property
     def is_surface(self) -> bool:
@@ -626,10 +617,9 @@ class BlockRecord(Record, frozen=True, kw_only=True):
     """Processes of a distributed generator; empty if one process sent everything."""
 
     @property
-    def streamed(self) -> bool:
-        """Whether its answers are streams of tokens, which the files beside `samples` describe; see
-        `loadgen.records.tokens`."""
-        return self.transport in TOKEN_TRANSPORTS
+    def kind(self) -> Kind:
+        """Of tokens the files beside `samples` describe the streams; see `loadgen.records.tokens`."""
+        return ROUTES[self.transport].kind
 
     @property
     def executed_items(self) -> int:

@@ -6,11 +6,12 @@ A new one is its name and its entry here, and the function that makes its worklo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
 from loadgen.base.quantities import counted
+from loadgen.records.targets import Kind
 
 LanguageScenario = Literal["long-prompt", "long-answer", "shared-prefix", "goodput"]
 """Scenarios of language models alone."""
@@ -34,19 +35,21 @@ class ScenarioEntry(NamedTuple):
     """Whether it consists of blocks at a planned load; cold starts and searches do not."""
     is_search: bool = False
     """Whether it searches for the highest rate that holds a bound, or the limits of good answers."""
-    of_tensors: bool = True
-    of_tokens: bool = True
+    kinds: Collection[Kind] = tuple(Kind)
+    """What arms serve that can have it."""
     settings: Mapping[str, str] = {}
     """The settings of which it needs values, for models that take tensors, with an example."""
 
 
-def _across(workload: Any) -> str:
-    return f"batch {workload.batch_size}" if workload.output_tokens is None else f"prompt {workload.prompt_tokens}"
+_ACROSS: Mapping[Kind, tuple[str, str]] = {
+    Kind.TENSORS: ("batch {0.batch_size}", "batch {0.batch_size}"),
+    Kind.TOKENS: ("prompt {0.prompt_tokens}", "{0.prompt_tokens}-token prompts"),
+}
+"""The second axis of a surface in the name of a workload, and inside a sentence."""
 
 
 def _surface_place(workload: Any) -> str:
-    size = _across(workload) if workload.output_tokens is None else f"{workload.prompt_tokens}-token prompts"
-    return f"at {counted(workload.concurrency, 'user')}, {size}"
+    return f"at {counted(workload.concurrency, 'user')}, {_ACROSS[workload.kind][1].format(workload)}"
 
 
 def _concurrent_place(workload: Any) -> str:
@@ -85,14 +88,14 @@ SCENARIOS: Mapping[Scenario, ScenarioEntry] = {
     "cold-start": ScenarioEntry(lambda _: "from a cold start", has_blocks=False),
     "single": ScenarioEntry(lambda _: "one request at a time"),
     "batched": ScenarioEntry(
-        lambda workload: f"at batch {workload.batch_size}", lambda workload: (workload.batch_size,), of_tokens=False,
-        settings={"batch_sizes": "8,32"},
+        lambda workload: f"at batch {workload.batch_size}", lambda workload: (workload.batch_size,),
+        kinds=(Kind.TENSORS,), settings={"batch_sizes": "8,32"},
     ),
     "concurrent": ScenarioEntry(
         _concurrent_place, lambda workload: (workload.concurrency,), settings={"concurrency": "16"}
     ),
-    "long-prompt": ScenarioEntry(lambda _: "with long prompts", of_tensors=False),
-    "long-answer": ScenarioEntry(lambda _: "with long answers", of_tensors=False),
+    "long-prompt": ScenarioEntry(lambda _: "with long prompts", kinds=(Kind.TOKENS,)),
+    "long-answer": ScenarioEntry(lambda _: "with long answers", kinds=(Kind.TOKENS,)),
     "open": ScenarioEntry(_open_place, _open_details, _open_word, settings={"rates": "20,50"}),
     "traffic": ScenarioEntry(
         _traffic_place, lambda workload: () if workload.speed == 1.0 else (f"{workload.speed:g}×",),
@@ -101,19 +104,24 @@ SCENARIOS: Mapping[Scenario, ScenarioEntry] = {
     "slo": ScenarioEntry(
         lambda workload: f"within p99 ≤ {workload.latency_bound_ms:g} ms{_of_traffic(workload)}",
         lambda workload: (f"p99≤{workload.latency_bound_ms:g}ms", "traffic" if workload.traffic else None),
-        has_blocks=False, is_search=True, of_tokens=False,
+        has_blocks=False, is_search=True, kinds=(Kind.TENSORS,),
         settings={"slo_p99_ms": "50"},
     ),
     "goodput": ScenarioEntry(
         lambda workload: f"within {workload.limits}{_of_traffic(workload)}",
         lambda workload: (workload.limits or "whole", "traffic" if workload.traffic else None),
-        has_blocks=False, is_search=True, of_tensors=False,
+        has_blocks=False, is_search=True, kinds=(Kind.TOKENS,),
     ),
-    "shared-prefix": ScenarioEntry(lambda _: "with a shared prefix", of_tensors=False),
+    "shared-prefix": ScenarioEntry(lambda _: "with a shared prefix", kinds=(Kind.TOKENS,)),
     "surface": ScenarioEntry(
-        _surface_place, lambda workload: (workload.concurrency, _across(workload)),
+        _surface_place, lambda workload: (workload.concurrency, _ACROSS[workload.kind][0].format(workload)),
         settings={"batch_sizes": "1,8", "concurrency": "16"},
     ),
-    "shadow": ScenarioEntry(lambda _: "on the clients' traffic", of_tensors=False, of_tokens=False),
+    "shadow": ScenarioEntry(lambda _: "on the clients' traffic", kinds=()),
 }  # fmt: skip
 """All scenarios, in the order in which the help lists them."""
+
+
+def scenarios_of(kind: Kind) -> dict[Scenario, ScenarioEntry]:
+    """Those of arms that serve this."""
+    return {name: entry for name, entry in SCENARIOS.items() if kind in entry.kinds}

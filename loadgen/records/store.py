@@ -34,6 +34,7 @@ from loadgen.records.run import (
     Workload,
 )
 from loadgen.records.samples import SampleFile, Samples, find_samples, store_samples
+from loadgen.records.targets import Kind
 from loadgen.records.tokens import (
     ANSWER_DTYPE,
     EVENT_DTYPE,
@@ -391,7 +392,7 @@ def read_block(
     try:
         file = find_samples(directory, samples)
         stored = file.at_most(max(0, record.requests) + 1)
-        if record.streamed:
+        if record.kind is Kind.TOKENS:
             events = find_samples(directory, events_name(samples), EVENT_DTYPE)
             events = events.at_most(events.count)
             answers = find_samples(directory, answers_name(samples), ANSWER_DTYPE)
@@ -410,7 +411,7 @@ def store_empty(samples: Path, record: BlockRecord) -> None:
     """Write the files of a block in which nothing was sent. Raises `StorageError`."""
     try:
         store_samples(samples, ())
-        if record.streamed:
+        if record.kind is Kind.TOKENS:
             store_tokens(samples, TokenRows(np.empty(0, EVENT_DTYPE), np.empty(0, ANSWER_DTYPE)))
     except OSError as exc:
         raise StorageError(storage_sentence(samples, exc.strerror or str(exc))) from exc

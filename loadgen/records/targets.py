@@ -8,7 +8,17 @@ prompts in `loadgen.client.generation`. A new server is its name and its entry h
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Literal, NamedTuple, TypeGuard, get_args
+
+
+class Kind(Enum):
+    """What the arms serve, and what a user of it waits for."""
+
+    TENSORS = "request"
+    TOKENS = "answer"
+    """Of language models: prompts go to the arms, and streamed tokens come back."""
+
 
 TensorTransport = Literal["http", "grpc", "shm"]
 TRANSPORTS: tuple[TensorTransport, ...] = get_args(TensorTransport)
@@ -25,6 +35,8 @@ class Route(NamedTuple):
 
     title: str
     """Its name in a sentence."""
+    kind: Kind = Kind.TENSORS
+    """What travels over it."""
     is_text: bool = False
     """Whether prompts travel as text, and answers may have other tokens than the model's."""
     is_grpc: bool = False
@@ -37,10 +49,10 @@ ROUTES: Mapping[Transport, Route] = {
     "http": Route("HTTP"),
     "grpc": Route("gRPC", is_grpc=True),
     "shm": Route("shared memory", shares_memory=True),
-    "completions": Route("OpenAI's completions"),
-    "generate_stream": Route("Triton's generate_stream"),
-    "text": Route("OpenAI's completions of text", is_text=True),
-    "chat": Route("OpenAI's chat", is_text=True),
+    "completions": Route("OpenAI's completions", Kind.TOKENS),
+    "generate_stream": Route("Triton's generate_stream", Kind.TOKENS),
+    "text": Route("OpenAI's completions of text", Kind.TOKENS, is_text=True),
+    "chat": Route("OpenAI's chat", Kind.TOKENS, is_text=True),
 }
 
 

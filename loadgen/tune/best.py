@@ -31,8 +31,9 @@ from loadgen.launch.work_folder import work_folder
 from loadgen.measure.preparation import Prepared, serve_options
 from loadgen.metrics.facts import RUN, workload_scope
 from loadgen.metrics.registry import METRICS, leading_metric
-from loadgen.records.run import ArmRequest, Experiment, Kind, Label, RunState, Workload
+from loadgen.records.run import ArmRequest, Experiment, Label, RunState, Workload
 from loadgen.records.store import read_one, read_run, write_record
+from loadgen.records.targets import Kind
 from loadgen.records.tuning import Space, TunableSetting
 from loadgen.tune.declared import read_space
 from loadgen.tune.outcome import Z99
@@ -52,7 +53,7 @@ MOST_CONFIGURATIONS = 8
 """Of a server. Where all combinations of its settings are more, each setting is changed alone."""
 NEIGHBOURS = 2
 """Values of an ordered setting that are tried beside its default: the nearest."""
-AT_ONCE, AT_ONCE_ON_GPU, LANGUAGE_AT_ONCE_ON_GPU = 8, 16, 2
+AT_ONCE, AT_ONCE_ON_GPU = 8, {Kind.TENSORS: 16, Kind.TOKENS: 2}
 """Most servers of a run that chooses; they are all up at once and share the memory."""
 NOTHING_TO_TRY = "No server has settings that are tried, so they are compared as they were asked for."
 RunStage = Callable[[Experiment, Path, Prepared], RunState]
@@ -147,7 +148,7 @@ def stages(servers: Sequence[TriedServer], at_once: int) -> list[list[TriedConfi
 
 def most_at_once(planned: Experiment, *, gpu: bool) -> int:
     """How many servers a run that chooses may have."""
-    return (LANGUAGE_AT_ONCE_ON_GPU if planned.kind is Kind.TOKENS else AT_ONCE_ON_GPU) if gpu else AT_ONCE
+    return AT_ONCE_ON_GPU[planned.kind] if gpu else AT_ONCE
 
 
 # Choosing

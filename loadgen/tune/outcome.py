@@ -30,8 +30,8 @@ from loadgen.metrics.comparisons import (
 )
 from loadgen.metrics.registry import METRICS, RATES, TPOT, Metric
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
-from loadgen.records.run import Kind, Label, item_of
-from loadgen.records.targets import TARGETS
+from loadgen.records.run import Label, item_of
+from loadgen.records.targets import TARGETS, Kind
 from loadgen.records.tuning import Contender, Space, Tuning
 from loadgen.stats.estimates import SIGNIFICANCE, Estimate, critical_t, t_estimate
 from loadgen.tune.search import Choice, RaceLead, Search
@@ -290,11 +290,14 @@ def goal_metric(settings: TuneSettings, final: Result) -> Metric | None:
     return None if name is None else METRICS[name]
 
 
+_LATENCIES = {Kind.TENSORS: (METRICS["latency_p50"], METRICS["latency_mean"]), Kind.TOKENS: (TPOT,)}
+
+
 def goal_metrics(settings: TuneSettings) -> tuple[Metric, ...]:
     """The metrics of blocks that the goal may be measured by, the best first: that of which every block has a figure
     counts. Of the goal energy it is that of the throughput, whose scatter is the energy's."""
     if settings.aim == "latency":
-        return (TPOT,) if settings.kind is Kind.TOKENS else (METRICS["latency_p50"], METRICS["latency_mean"])
+        return _LATENCIES[settings.kind]
     return (RATES[settings.kind],)
 
 

@@ -38,8 +38,9 @@ from loadgen.metrics.summaries import BlockSummary, WorkloadSummary, sound, summ
 from loadgen.records.checks import Check
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.names import names_of
-from loadgen.records.run import ArmRecord, Environment, Experiment, Found, Kind, Label, ParityRecord, Record, RunState
+from loadgen.records.run import ArmRecord, Environment, Experiment, Found, Label, ParityRecord, Record, RunState
 from loadgen.records.store import StoredRun, StoredRunError, read_run
+from loadgen.records.targets import Kind
 from loadgen.stats.ratios import has_log
 from loadgen.verdict.thresholds import ThresholdOutcome, judge_thresholds
 from loadgen.verdict.verdict import Stopping, Verdict, describe_stopping, no_verdict, reach_verdict

@@ -48,6 +48,7 @@ from loadgen.records.model_config import executed_config, mapping
 from loadgen.records.run import ArmRecord, BlockRecord, Found, Label, Record
 from loadgen.records.samples import Samples, good
 from loadgen.records.store import StoredBlock, StoredRunError
+from loadgen.records.targets import Kind
 
 LOST = "gpu_lost"
 SERIES_STEP_S = 1.0
@@ -90,7 +91,7 @@ def assess(
     """
     placement = judge_placement(gpu_info, model_config, thresholds)
     load = _load(blocks, gaps, thresholds)
-    if blocks and all(block.streamed for block in blocks):
+    if blocks and all(block.kind is Kind.TOKENS for block in blocks):
         thresholds = msgspec.structs.replace(thresholds, min_requests=thresholds.min_streams)
     idle = (*load.gaps_before, *load.gaps_after)
     span = span_of((*idle, *load.windows)) or TimeSpan(start_ns=0, end_ns=0)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from loadgen.experiment.schedule import sends_load
 from loadgen.findings.registry import Probe
 from loadgen.records.probes import AnswersCompared
-from loadgen.records.run import Experiment, Kind
+from loadgen.records.run import Experiment
+from loadgen.records.targets import Kind
 
 if TYPE_CHECKING:
     from loadgen.measure.context import RunContext

@@ -26,8 +26,8 @@ from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.model_config import whole
 from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.probes import Variant
-from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Kind, Label, Workload, asked_for, setting_key
-from loadgen.records.targets import ROUTES, TARGETS, TokenTransport
+from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, Workload, asked_for, setting_key
+from loadgen.records.targets import ROUTES, TARGETS, Kind, TokenTransport
 
 MIN_PAIRS, MAX_PAIRS = 3, 6
 """Pairs of blocks per ablation and workload: as many as the workload has, within these limits."""

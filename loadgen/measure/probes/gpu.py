@@ -16,9 +16,10 @@ from loadgen.findings.gpu.analysis import ControlRun, GpuFound, analyse, assess_
 from loadgen.findings.gpu.records import EvidenceFile, ReadingsError
 from loadgen.findings.registry import Probe
 from loadgen.records.probes import Variant
-from loadgen.records.run import ArmRequest, Experiment, Kind, Label, Workload
+from loadgen.records.run import ArmRequest, Experiment, Label, Workload
 from loadgen.records.samples import read_samples
 from loadgen.records.store import RunStore, read_run
+from loadgen.records.targets import Kind
 
 if TYPE_CHECKING:
     from loadgen.measure.context import RunContext

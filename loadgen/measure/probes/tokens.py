@@ -12,7 +12,8 @@ from loadgen.experiment.schedule import sends_load
 from loadgen.findings.registry import Probe
 from loadgen.findings.tokens import TokensFound, analyse
 from loadgen.records.probes import TokensCompared
-from loadgen.records.run import Experiment, Kind
+from loadgen.records.run import Experiment
+from loadgen.records.targets import Kind
 
 if TYPE_CHECKING:
     from loadgen.measure.context import RunContext

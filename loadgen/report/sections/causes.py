@@ -13,7 +13,8 @@ from loadgen.findings.causes import Cause, CausesFound, Untested, WorkloadCauses
 from loadgen.metrics.breakdown import STAGE_TITLES, STAGES, ArmStages, LatencyBreakdown
 from loadgen.metrics.claims import verdict_words
 from loadgen.metrics.comparisons import winner_of
-from loadgen.records.run import Kind, Pairing, shown
+from loadgen.records.run import Pairing, shown
+from loadgen.records.targets import Kind
 from loadgen.verdict.result import Result
 from loadgen.verdict.verdict import ScenarioVerdict
 

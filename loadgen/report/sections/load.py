@@ -10,7 +10,8 @@ from loadgen.base.quantities import items, join, measured, number, share
 from loadgen.findings.load import LoadFound
 from loadgen.metrics.registry import METRICS, THROUGHPUT
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, further_metrics, interval_of
-from loadgen.records.run import Kind, item_of, shown
+from loadgen.records.run import item_of, shown
+from loadgen.records.targets import Kind
 from loadgen.verdict.result import Result
 
 MAX_SIZES = 6

@@ -6,7 +6,8 @@ import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.base.quantities import measured, number
 from loadgen.findings.rate_search import RateFound, RatesFound
-from loadgen.records.run import Kind, shown
+from loadgen.records.run import shown
+from loadgen.records.targets import Kind
 from loadgen.verdict.result import Result
 
 KEY = (*doc.names("scenario"), *doc.numbers("round"), *doc.names("arm"))

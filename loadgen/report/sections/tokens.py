@@ -13,7 +13,8 @@ from loadgen.findings.tokens import Points, TokensFound, TokenTotals
 from loadgen.metrics.registry import GOOD_SHARE, GOODPUT, METRICS, OUTPUT_TOKENS, TPOT, TTFT, Metric
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, tokens_per_answer, why_missing
 from loadgen.metrics.tokens import per_million
-from loadgen.records.run import Kind, Label, Workload, shown
+from loadgen.records.run import Label, Workload, shown
+from loadgen.records.targets import Kind
 from loadgen.stats.ratios import geometric_mean
 from loadgen.verdict.result import Result
 

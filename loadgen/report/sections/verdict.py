@@ -17,8 +17,8 @@ from loadgen.records.checks import Check
 from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.model_config import padding_in_effect
 from loadgen.records.payloads import inputs_in_brief
-from loadgen.records.run import ArmRecord, Experiment, Kind, shown
-from loadgen.records.targets import ROUTES
+from loadgen.records.run import ArmRecord, Experiment, shown
+from loadgen.records.targets import ROUTES, Kind
 from loadgen.report.charts import arm_style, base_and_arm, several
 from loadgen.report.sections.causes import causes_note, time_spent
 from loadgen.report.sections.checks import check_rows, counts, standing_style, style_of_check

@@ -20,6 +20,7 @@ from loadgen.engines.worker_process import check, read_offers
 from loadgen.experiment.matrix import MatrixSettings
 from loadgen.findings.tokens import wrong_answers
 from loadgen.records.matrix import MatrixPlan, Measured, Visit
+from loadgen.records.targets import Kind
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = """
@@ -215,7 +216,7 @@ def test_a_language_model_is_measured_and_judged_in_processes_of_their_own(tmp_p
         models=(f"language:{tmp_path}",), engines=("slots",), precisions=("bf16",), batches=(1, 2),
         sequence_lengths=(8, 999), threads=(1,), rounds=1, seconds=0.01, device="cpu",
     )  # fmt: skip
-    offers = read_offers("cpu", ENGINE_WORKER, generates=True)
+    offers = read_offers("cpu", ENGINE_WORKER, kind=Kind.TOKENS)
     wanted = expand(asked, offers)
     plan = make_plan(asked, offers, wanted, check(requests_of(asked, wanted, offers), ENGINE_WORKER))
     assert [each.engine_mode for each in plan.configurations] == ["slots/eager", "continuous/paged"]

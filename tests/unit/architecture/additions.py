@@ -68,7 +68,10 @@ ADDITIONS: Mapping[str, Mapping[str, Sequence[tuple[str, str]]]] = {
     "a transport of prompts": {
         "loadgen/records/targets.py": [
             ('Literal["completions", "generate_stream", "text", "chat"', ', "letter"'),
-            ('"chat": Route("OpenAI\'s chat", is_text=True),\n', '    "letter": Route("letters", is_text=True),\n'),
+            (
+                '"chat": Route("OpenAI\'s chat", Kind.TOKENS, is_text=True),\n',
+                '    "letter": Route("letters", Kind.TOKENS, is_text=True),\n',
+            ),
         ],
         "loadgen/client/generation.py": [
             (

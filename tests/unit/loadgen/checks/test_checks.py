@@ -16,7 +16,7 @@ from loadgen.checks.registry import CHECKS, Judgement, validity
 from loadgen.checks.registry import check as declare
 from loadgen.metrics.facts import Facts
 from loadgen.records.checks import Check
-from loadgen.records.run import Kind
+from loadgen.records.targets import Kind
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.verdict.result import Result, analyse

@@ -17,7 +17,7 @@ from loadgen.measure.token_answers import JudgedTokens
 from loadgen.records.checks import Check
 from loadgen.records.machine import Calibration, TokenCeiling
 from loadgen.records.probes import CacheProbe, TokensCompared
-from loadgen.records.run import Kind
+from loadgen.records.targets import Kind
 from loadgen.records.tokens import CUT, ECHO, ECHO_DIFFERS
 from loadgen.verdict.result import Result, analyse
 from tests.language_runs import LanguagePlan, TokenArm, write_language_run

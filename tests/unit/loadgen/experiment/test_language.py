@@ -19,7 +19,8 @@ from loadgen.experiment.plan import PlanError, make_arms
 from loadgen.experiment.schedule import block_seconds
 from loadgen.experiment.settings import ExperimentSettings, read_limits
 from loadgen.records.payloads import implied_payload, served_name
-from loadgen.records.run import Experiment, Kind, TokenLimits, Workload
+from loadgen.records.run import Experiment, TokenLimits, Workload
+from loadgen.records.targets import Kind
 
 
 def settings_of(**settings: object) -> ExperimentSettings:

@@ -69,7 +69,8 @@ def test_the_first_rounds_are_few_and_balanced_and_those_of_a_gpu_last_as_long_a
 
 
 def test_the_settings_in_effect_ask_for_the_same_again(tmp_path: Path) -> None:
-    for settings in (settings_of(), settings_of(model="language:demo", prompt_tokens="32,64", preset="smoke")):
+    language = {"model": "language:demo", "prompt_tokens": "32,64"}
+    for settings in (settings_of(), settings_of(**language), settings_of(**language, preset="smoke")):
         file = tmp_path / "experiment.yaml"
         file.write_text(write_settings(settings))
         again = effective_settings(file, {})

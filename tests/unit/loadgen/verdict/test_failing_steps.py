@@ -15,8 +15,8 @@ from loadgen.findings.registry import probes
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import figure_of
 from loadgen.records.checks import Check
-from loadgen.records.run import Kind
 from loadgen.records.store import StoredRun, read_run
+from loadgen.records.targets import Kind
 from loadgen.report.document import Text
 from loadgen.report.files import published
 from loadgen.verdict.result import Result, analyse_run
