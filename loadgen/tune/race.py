@@ -28,8 +28,8 @@ from loadgen.measure.preparation import Prepared
 from loadgen.measure.progress import RunProgress
 from loadgen.records.run import Experiment, Label, RunState
 from loadgen.records.store import StorageError, StoredRunError, read_one, running, write_record
-from loadgen.records.tuning import ANCHOR, Contender, Score, Space, Stage, Tuning, TuningRun
-from loadgen.tune.screening import Judged, screen
+from loadgen.records.tuning import ANCHOR, Contender, Space, Stage, Tuning, TuningRun
+from loadgen.tune.screening import screen
 from loadgen.tune.search import Choice, RaceLead, Search
 
 FINAL_SHARE, LEAST_FINAL_S, MOST_FINAL_SHARE = 0.25, 240.0, 0.4
@@ -79,30 +79,19 @@ class RaceProgress(RunProgress):
         """Until the whole tuning ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Seconds of each stage."""
-
-    total: float
-    finalists: float
-    settings: float
-    final: float
-
-    @classmethod
-    def of(cls, minutes: float) -> Shares:
-        """The shares of a tuning of so many minutes."""
-        total = 60.0 * minutes
-        final = min(max(LEAST_FINAL_S, FINAL_SHARE * total), MOST_FINAL_SHARE * total)
-        return cls(total, FINALISTS_SHARE * total, SETTINGS_SHARE * total, final)
-
-    @property
-    def screenings(self) -> float:
-        return self.total - self.finalists - self.settings - self.final
+def seconds_of(minutes: float) -> dict[Stage, float]:
+    """The seconds of each stage of a tuning of so many minutes; the screenings get what the others leave."""
+    total = 60.0 * minutes
+    final = min(max(LEAST_FINAL_S, FINAL_SHARE * total), MOST_FINAL_SHARE * total)
+    others: dict[Stage, float] = {
+        "finalists": FINALISTS_SHARE * total, "settings": SETTINGS_SHARE * total, "final": final,
+    }  # fmt: skip
+    return {"screening": total - sum(others.values()), **others}
 
 
 def forecast(minutes: float, at_once: int) -> tuple[int, int]:
     """How many screenings fit into a tuning, and how many places for contenders they have, before one has run."""
-    count = max(1, int(Shares.of(minutes).screenings / (START_S + ARM_S * (at_once + 1))))
+    count = max(1, int(seconds_of(minutes)["screening"] / (START_S + ARM_S * (at_once + 1))))
     return count, count * at_once
 
 
@@ -170,7 +159,7 @@ class _Race:
         self.padding = () if "pad-to" in searched else padding
         """The sizes to which all contenders pad; none where each has its own."""
         self.at_once = settings.side_by_side(gpu=measuring.gpu)
-        self.shares = Shares.of(settings.minutes)
+        self.shares = seconds_of(settings.minutes)
         self.began_s = monotonic() - sum(run.seconds for run in tuning.runs)
         self.processes = settings.processes
         """Of the load generator; 0 until a run has chosen their number."""
@@ -187,7 +176,7 @@ class _Race:
     @property
     def left_s(self) -> float:
         """Seconds until the whole should end."""
-        return self.began_s + self.shares.total - monotonic()
+        return self.began_s + 60.0 * self.settings.minutes - monotonic()
 
     def run(self) -> None:
         """All stages that are still to come."""
@@ -201,8 +190,8 @@ class _Race:
 
     def _screen(self) -> None:
         while True:
-            later_s = self.shares.finalists * bool(self._finalists_each()) + self.final_s
-            later_s += self.shares.settings * (self._expected_s(2) <= self.shares.settings)
+            later_s = self.shares["finalists"] * bool(self._finalists_each()) + self.final_s
+            later_s += self.shares["settings"] * (self._expected_s(2) <= self.shares["settings"])
             places = self.at_once
             if self._of("screening"):
                 fitting = range(self.at_once, 0, -1)
@@ -226,7 +215,7 @@ class _Race:
             return
         self.store(finalists=tuple(contender.name for contender in finalists))
         finalists = [contender for contender in finalists if contender.name != self.search.anchor]
-        later_s = self.shares.settings + self.final_s
+        later_s = self.shares["settings"] + self.final_s
         for number in range(MOST_PASSES):
             left = [c for c in finalists if self._times("finalists", c) <= number and self._is_contender(c)]
             needed_s = sum(self._expected_s(len(group)) for group in self._groups(left))
@@ -242,7 +231,7 @@ class _Race:
             count = each * len(self.tuning.spaces)
             return self._expected_s(count) + (self._expected_s(0) if count > self.at_once else 0.0)
 
-        return next((each for each in FINALISTS if seconds(each) <= self.shares.finalists), 0)
+        return next((each for each in FINALISTS if seconds(each) <= self.shares["finalists"]), 0)
 
     def _put_back(self) -> None:
         """Measure the winners beside themselves with one setting at its default, as far as the time allows."""
@@ -324,13 +313,11 @@ class _Race:
             experiment, screening=True, processes=self.processes, seed=self.settings.seed + number
         )
         folder, began = self._free_folder(f"{number:02d}-{stage}"), monotonic()
-        judged, state = screen(
+        run, state = screen(
             experiment, folder, self.progress, self.settings, self.prepared, abserve=self.measuring.abserve
         )
-        run = TuningRun(
-            folder=folder.name, stage=stage, scores=judged.scores, out=judged.out, problem=judged.problem,
-            anchor=self._named_anchor(judged), seconds=monotonic() - began, load_seconds=judged.load_seconds,
-        )  # fmt: skip
+        anchor = run.anchor and msgspec.structs.replace(run.anchor, contender=self.search.anchor)
+        run = msgspec.structs.replace(run, stage=stage, anchor=anchor, seconds=monotonic() - began)
         self.search.tell(run)
         self.store(runs=(*self.tuning.runs, run))
         self.progress.run_done(run, [self.search.lead(target) for target in self.search.spaces])
@@ -341,9 +328,6 @@ class _Race:
         self.problems = self.problems + 1 if run.problem is not None and not run.out else 0
         if self.problems >= TRIES:
             raise TuningError(f"{counted(TRIES, 'run')} after each other counted for nothing. {run.problem}")
-
-    def _named_anchor(self, judged: Judged) -> Score | None:
-        return judged.anchor and msgspec.structs.replace(judged.anchor, contender=self.search.anchor)
 
     def _plan(self, settings: ExperimentSettings) -> Experiment:
         experiment = self.measuring.plan(settings)
@@ -393,7 +377,7 @@ class _Race:
     def final_s(self) -> float:
         """Seconds of the final: its share, or more if its servers need that to be started often enough."""
         needed_s = min(STARTS) * self._start_s(2 * len(self.tuning.spaces)) / PLANNED_START_SHARE
-        return max(self.shares.final, min(needed_s, MOST_FINAL_SHARE * self.shares.total))
+        return max(self.shares["final"], min(needed_s, MOST_FINAL_SHARE * 60.0 * self.settings.minutes))
 
     def _start_s(self, arms: int) -> float:
         """Seconds of a start of so many servers with all that precedes their load, by the last runs."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +35,7 @@ from loadgen.metrics.summaries import BlockSummary, figure_of
 from loadgen.metrics.tokens import samples_of
 from loadgen.records.run import Experiment, Label, RunState
 from loadgen.records.store import StoredRun, read_run
-from loadgen.records.tuning import ANCHOR, OverLimit, Score
+from loadgen.records.tuning import ANCHOR, OverLimit, Score, TuningRun
 from loadgen.stats.estimates import critical_t
 from loadgen.stats.tails import percentile_of_rounds
 from loadgen.tune.outcome import goal_metrics
@@ -60,14 +59,9 @@ _CACHES = (repeated_requests.name, cached_prompts.name)
 
 
 def screen(
-    experiment: Experiment,
-    folder: Path,
-    progress: RunProgress,
-    settings: TuneSettings,
-    prepared: Prepared,
-    *,
-    abserve: Sequence[str] = ABSERVE,
-) -> tuple[Judged, RunState]:
+    experiment: Experiment, folder: Path, progress: RunProgress, settings: TuneSettings,
+    prepared: Prepared, *, abserve: Sequence[str] = ABSERVE,
+) -> tuple[TuningRun, RunState]:  # fmt: skip
     """Run an experiment whose baseline is the anchor and whose other arms are contenders, into the folder; what it
     shows and how it ended. Raises `StorageError`, `StoredRunError`."""
     state = run_experiment(experiment, folder, progress, abserve=abserve, prepared=prepared)
@@ -76,29 +70,22 @@ def screen(
         return judge(run, analyse_run(run), settings), state
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What a run shows."""
-
-    scores: tuple[Score, ...]
-    out: dict[Label, str]
-    problem: str | None
-    anchor: Score | None = None
-    load_seconds: float = 0.0
-
-
-def judge(run: StoredRun, result: Result, settings: TuneSettings) -> Judged:
+def judge(run: StoredRun, result: Result, settings: TuneSettings) -> TuningRun:
     """Who is out, why the run counts for nothing, or else the scores: of an interrupted run by its whole rounds."""
     out, problems = faults_of(run, result)
+    name = run.directory.name
     if problems:
-        return Judged((), out, next(iter(problems.values())))
+        return TuningRun(folder=name, stage="screening", out=out, problem=next(iter(problems.values())))
     scores = score_run(run, result, settings)
     if scores and _is_whole(run):  # so the anchor was measured, and these were not
         known = {score.contender for score in scores} | {*out}
         out |= {label: TOO_SLOW for label in run.experiment.labels if label not in known}
     anchor = next((score for score in scores if score.contender == ANCHOR), None)
     left = tuple(score for score in scores if score.contender not in (ANCHOR, *out))
-    return Judged(left, out, None if left or out else "No round is complete.", anchor, load_seconds(run))
+    return TuningRun(
+        folder=name, stage="screening", scores=left, out=out, problem=None if left or out else "No round is complete.",
+        anchor=anchor, load_seconds=load_seconds(run),
+    )  # fmt: skip
 
 
 def _is_whole(run: StoredRun) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,12 +14,11 @@ from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.tuning import TuneSettings
 from loadgen.records.run import Experiment, Label, RunState
 from loadgen.records.store import RunStore
-from loadgen.records.tuning import ANCHOR, Contender, Score, Space, TunableSetting, Tuning
+from loadgen.records.tuning import ANCHOR, Contender, Score, Space, TunableSetting, Tuning, TuningRun
 from loadgen.tune import race
 from loadgen.tune.files import read_tuning
 from loadgen.tune.progress import lead_in_words
-from loadgen.tune.race import Measuring, RaceProgress, Shares, forecast, tune
-from loadgen.tune.screening import Judged
+from loadgen.tune.race import Measuring, RaceProgress, forecast, seconds_of, tune
 from loadgen.tune.search import RaceLead
 from tests.truth import tuned_server
 from tests.truth.tuned_server import right, time_ms
@@ -38,12 +36,12 @@ class Machine:
         self.now_s, self.slower = 1000.0, slower
         self.experiments: list[Experiment] = []
         self.finals: list[Experiment] = []
-        self.before_run: Callable[[Experiment], tuple[Judged, RunState] | None] = lambda _: None
+        self.before_run: Callable[[Experiment], tuple[TuningRun, RunState] | None] = lambda _: None
         self.final_state = "finished"
         monkeypatch.setattr(race, "monotonic", lambda: self.now_s)
         monkeypatch.setattr(race, "screen", self.screen)
 
-    def screen(self, experiment: Experiment, folder: Path, *_: object, **__: object) -> tuple[Judged, RunState]:
+    def screen(self, experiment: Experiment, folder: Path, *_: object, **__: object) -> tuple[TuningRun, RunState]:
         assert experiment.screening
         assert experiment.labels[0] == ANCHOR
         RunStore(folder).write(msgspec.structs.replace(experiment, processes=3))
@@ -59,8 +57,8 @@ class Machine:
                   value=1.0)
             for arm in experiment.arms[1:] if arm.label not in out
         ]  # fmt: skip
-        judged = Judged(tuple(scores), out, None, MEASURED, seconds / 2.0)
-        return judged, RunState(state="finished", phase="finished")
+        shown = judged(scores, out, load_seconds=seconds / 2.0)
+        return msgspec.structs.replace(shown, folder=folder.name), RunState(state="finished", phase="finished")
 
     def compare(self, experiment: Experiment, folder: Path) -> RunState | None:
         RunStore(folder).write(experiment)
@@ -72,6 +70,15 @@ class Machine:
     @property
     def measuring(self) -> Measuring:
         return Measuring(lambda settings: plan_experiment(settings).runs[0][1], self.compare)
+
+
+def judged(
+    scores: Iterable[Score], out: dict[Label, str], problem: str | None = None, load_seconds: float = 0.0
+) -> TuningRun:
+    """What a run shows, with the anchor if it counts."""
+    anchor = MEASURED if problem is None else None
+    return TuningRun(folder="run", stage="screening", scores=tuple(scores), out=out, problem=problem, anchor=anchor,
+                     load_seconds=load_seconds)  # fmt: skip
 
 
 def lead(target: str, given: Mapping[str, str]) -> float:
@@ -106,7 +113,7 @@ def test_the_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minut
     tuning = run(machine, tmp_path / "t", settings(minutes))
     assert tuning.state == "finished", tuning.error
     assert machine.now_s - began_s == pytest.approx(60.0 * minutes, rel=0.1)
-    assert (machine.finals[0].minutes or 0.0) * 60.0 >= 0.9 * Shares.of(minutes).final
+    assert (machine.finals[0].minutes or 0.0) * 60.0 >= 0.9 * seconds_of(minutes)["final"]
 
 
 @pytest.mark.parametrize("is_searched", [True, False])
@@ -219,8 +226,8 @@ def test_a_final_that_was_interrupted_is_measured_again(tmp_path: Path, monkeypa
     assert (tmp_path / "t" / "final-2" / "experiment.json").exists()
 
 
-def busy(experiment: Experiment) -> tuple[Judged, RunState]:
-    return Judged((), {}, "Other programs used the CPU."), RunState(state="finished", phase="finished")
+def busy(experiment: Experiment) -> tuple[TuningRun, RunState]:
+    return judged((), {}, "Other programs used the CPU."), RunState(state="finished", phase="finished")
 
 
 def test_a_run_on_a_busy_machine_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,13 +252,13 @@ def test_contenders_that_are_never_measured_do_not_hold_it_up(tmp_path: Path, mo
     """Every contender but the defaults is out."""
     machine = Machine(monkeypatch)
 
-    def only_defaults(experiment: Experiment) -> tuple[Judged, RunState]:
+    def only_defaults(experiment: Experiment) -> tuple[TuningRun, RunState]:
         out = {arm.label: "It did not start." for arm in experiment.arms[1:] if arm.settings}
         scores = [
             Score(contender=arm.label, log_ratio=0.0, error=NOISE, value=1.0)
             for arm in experiment.arms[1:] if not arm.settings
         ]  # fmt: skip
-        return Judged(tuple(scores), out, None, MEASURED), RunState(state="finished", phase="finished")
+        return judged(scores, out), RunState(state="finished", phase="finished")
 
     machine.before_run = only_defaults
     tuning = run(machine, tmp_path / "t")
@@ -260,13 +267,13 @@ def test_contenders_that_are_never_measured_do_not_hold_it_up(tmp_path: Path, mo
     assert machine.finals[0].labels == ("native-0", "triton-0")
 
 
-def slow(experiment: Experiment) -> tuple[Judged, RunState]:
+def slow(experiment: Experiment) -> tuple[TuningRun, RunState]:
     """Whatever changes a setting is a tenth slower."""
     scores = [
         Score(contender=arm.label, log_ratio=-0.1 * bool(arm.settings), error=NOISE, value=1.0)
         for arm in experiment.arms[1:]
     ]
-    return Judged(tuple(scores), {}, None, MEASURED), RunState(state="finished", phase="finished")
+    return judged(scores, {}), RunState(state="finished", phase="finished")
 
 
 def test_a_single_server_whose_defaults_do_best_has_a_final_all_the_same(
@@ -287,11 +294,11 @@ def test_of_two_servers_one_of_which_is_out_the_other_has_a_final(
 ) -> None:
     machine = Machine(monkeypatch)
 
-    def no_triton(experiment: Experiment) -> tuple[Judged, RunState]:
-        judged, state = slow(experiment)
+    def no_triton(experiment: Experiment) -> tuple[TuningRun, RunState]:
+        measured, state = slow(experiment)
         out = {arm.label: "It did not start." for arm in experiment.arms if arm.target == "triton"}
-        scores = tuple(score for score in judged.scores if score.contender not in out)
-        return replace(judged, scores=scores, out=out), state
+        scores = tuple(score for score in measured.scores if score.contender not in out)
+        return msgspec.structs.replace(measured, scores=scores, out=out), state
 
     machine.before_run = no_triton
     tuning = run(machine, tmp_path / "t")
@@ -307,9 +314,9 @@ def test_a_single_server_of_which_only_the_defaults_work_ends_with_that_reason(
 ) -> None:
     machine = Machine(monkeypatch)
 
-    def none(experiment: Experiment) -> tuple[Judged, RunState]:
+    def none(experiment: Experiment) -> tuple[TuningRun, RunState]:
         out = {arm.label: "It did not start." for arm in experiment.arms[1:]}
-        return Judged((), out, None, MEASURED), RunState(state="finished", phase="finished")
+        return judged((), out), RunState(state="finished", phase="finished")
 
     machine.before_run = none
     tuning = run(machine, tmp_path / "t", settings(arms="native"), spaces=SPACES[:1])
@@ -324,7 +331,7 @@ def test_a_winner_that_fails_while_a_setting_is_put_back_is_no_winner(
     machine = Machine(monkeypatch)
     lost: list[Label] = []
 
-    def fails(experiment: Experiment) -> tuple[Judged, RunState] | None:
+    def fails(experiment: Experiment) -> tuple[TuningRun, RunState] | None:
         stored = read_tuning(tmp_path / "t")
         if not stored.winners or lost:
             return None
@@ -334,7 +341,7 @@ def test_a_winner_that_fails_while_a_setting_is_put_back_is_no_winner(
             for label in experiment.labels[1:] if label not in lost
         ]  # fmt: skip
         out = {lost[0]: "It did not start."}
-        return Judged(tuple(others), out, None, MEASURED), RunState(state="finished", phase="finished")
+        return judged(others, out), RunState(state="finished", phase="finished")
 
     machine.before_run = fails
     tuning = run(machine, tmp_path / "t", settings(60.0))
@@ -346,9 +353,9 @@ def test_a_winner_that_fails_while_a_setting_is_put_back_is_no_winner(
 def test_nothing_that_can_be_measured_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
 
-    def none(experiment: Experiment) -> tuple[Judged, RunState]:
+    def none(experiment: Experiment) -> tuple[TuningRun, RunState]:
         out = {arm.label: "It did not start." for arm in experiment.arms[1:]}
-        return Judged((), out, "No arm is left."), RunState(state="failed", phase="starting", error="no arm is left")
+        return judged((), out, "No arm is left."), RunState(state="failed", phase="starting", error="no arm is left")
 
     machine.before_run = none
     tuning = run(machine, tmp_path / "t", settings(8.0))
