@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from loadgen.cli.record import Way
     from loadgen.recorder.relay import Relay
     from loadgen.recorder.shadow import Shadow
-    from loadgen.recorder.shadow_run import ShadowRun, ShadowStanding
+    from loadgen.recorder.shadow_run import ShadowRun
 
 HELP_GROUP = "Compare"
 LAST_PAIRS_S = 60.0
@@ -216,9 +216,9 @@ async def _alternate(run: ShadowRun, relays: Sequence[Relay]) -> None:
         await asyncio.sleep((run.block_ns - within_ns) / 1e9)
 
 
-def _say(standing: ShadowStanding) -> None:
-    """Show the standing, on a terminal in the place of the last one."""
-    typer.echo(f"\r\x1b[K{standing}" if sys.stdout.isatty() else str(standing), nl=not sys.stdout.isatty())
+def _say(_verdict: str, line: str) -> None:
+    """Show what is known so far, on a terminal in the place of the last line."""
+    typer.echo(f"\r\x1b[K{line}" if sys.stdout.isatty() else line, nl=not sys.stdout.isatty())
 
 
 def _say_failed(why: str) -> None:

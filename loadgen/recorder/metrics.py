@@ -21,10 +21,10 @@ class ShadowMetrics(Collector):
         """All families; the ratio and its interval once they are known."""
         run, counts, record = self._run, self._run.counts, self._run.record
         for name, value, text in (
-            ("requests", counts.requests, "Requests to models, chosen or not."),
-            ("chosen", counts.copied + counts.dropped, "Requests to be copied."),
-            ("dropped", counts.dropped, "Of these, not copied: the candidate or the recorder was too slow."),
-            ("failed", counts.failed, "Copies without a whole answer."),
+            ("requests", counts["requests"], "Requests to models, chosen or not."),
+            ("chosen", counts["copied"] + counts["dropped"], "Requests to be copied."),
+            ("dropped", counts["dropped"], "Of these, not copied: the candidate or the recorder was too slow."),
+            ("failed", counts["failed"], "Copies without a whole answer."),
             ("pairs", record.pairs, "Requests that both servers answered."),
             ("compared", record.compared, "Pairs whose answers were compared."),
             ("different", record.wrong, "Pairs whose answers differ by more than rounding."),

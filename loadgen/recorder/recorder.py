@@ -13,14 +13,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from time import perf_counter_ns
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import msgspec
 
 from loadgen.base.documents import one_line, uncompressed
 from loadgen.client.grpc_messages import ModelInferRequest
-from loadgen.records.traffic import MODEL_ROUTE, RecordedRequest, RecordedTensor, TrafficWriter, kept_headers
+from loadgen.records.traffic import (
+    MODEL_ROUTE,
+    RecordedRequest,
+    RecordedTensor,
+    RequestBody,
+    TrafficWriter,
+    kept_headers,
+)
 
 MOST_HELD_BYTES = 2**28
 """Most bytes of bodies in memory, of requests under way and of those that wait to be written."""
@@ -259,21 +266,6 @@ class PassedRequest:
 # What a request says of itself
 
 
-class _DescribedInput(msgspec.Struct):
-    name: str = ""
-    datatype: str = ""
-    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
-
-
-class _Body(msgspec.Struct):
-    """The fields of a JSON body that are stored; the others are skipped."""
-
-    inputs: list[_DescribedInput] = []
-    model: str | None = None
-    parameters: dict[str, Any] = {}
-    priority: int | None = None
-
-
 def described(
     transport: Literal["http", "grpc"], route: str, headers: Mapping[str, str], content: bytes
 ) -> dict[str, Any]:
@@ -292,7 +284,7 @@ def _of_body(route: str, headers: Mapping[str, str], content: bytes) -> dict[str
     named, version = (None, None) if to_model is None else to_model.groups()
     described: dict[str, Any] = {"model": named and unquote(named), "version": version}
     try:
-        body = msgspec.json.decode(content, type=_Body)
+        body = msgspec.json.decode(content, type=RequestBody)
     except msgspec.MsgspecError:
         return described
     priority = body.parameters.get("priority", body.priority)

@@ -34,6 +34,8 @@ class Tap(Protocol):
 
     def closed(self, now_ns: int, *, by_server: bool = False) -> None: ...
 
+    def lose(self) -> None: ...
+
     @property
     def is_between(self) -> bool:
         """Whether what the client sends next may go to another server."""
@@ -141,7 +143,9 @@ class _Connection:
 
     async def _connected(self, data: bytes) -> None:
         try:
-            await self._relay.connect(self._number, lambda: self.server)
+            server = self._relay.servers[self._number]
+            address, loop = server.address, asyncio.get_running_loop()
+            await loop.create_connection(lambda: self.server, address.host, address.port, ssl=server.context)
         except OSError as exc:
             self._relay.refused(self._number, exc)
             if data:
@@ -230,12 +234,6 @@ class Relay:
         self.chosen = number
         for connection in [*self.connections]:
             connection.turn()
-
-    async def connect(self, number: int, end: Callable[[], _End]) -> None:
-        """Connect one end to a server. Raises `OSError`."""
-        server = self.servers[number]
-        loop, address = asyncio.get_running_loop(), server.address
-        await loop.create_connection(end, address.host, address.port, ssl=server.context)
 
     async def listen(self, host: str, port: int) -> int:
         """Accept clients; returns the port. Raises `OSError`."""

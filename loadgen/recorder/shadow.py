@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -97,21 +97,6 @@ class PairedRequest(PassedRequest):
         PassedRequest.add_answer(self, piece, now_ns)
 
 
-@dataclass(slots=True)
-class Counts:
-    """What became of the requests to models, so far."""
-
-    requests: int = 0
-    """Also those that were not chosen."""
-    copied: int = 0
-    dropped: int = 0
-    """Not copied, or without the time to read the answer: the candidate or the recorder was too slow."""
-    unpaired: int = 0
-    """Without a whole answer of the primary."""
-    failed: int = 0
-    """Copies without a whole answer."""
-
-
 class ReadingTime:
     """The time that reading answers of copies has taken of late, of all shadows of a process."""
 
@@ -133,15 +118,16 @@ class Shadow(Observer):
 
     def __init__(
         self, candidate: Address, context: ssl.SSLContext | None, *, share: float = 1.0,
-        timeout_s: float = REQUEST_TIMEOUT_S, counts: Counts | None = None, reading: ReadingTime | None = None,
+        timeout_s: float = REQUEST_TIMEOUT_S, counts: Counter[str] | None = None, reading: ReadingTime | None = None,
         paired: Callable[[PairedRequest, PairedRequest | None], None], is_grpc: bool = False, arm: Label = "a",
         takes_turns: bool = False,
     ) -> None:  # fmt: skip
         """`paired` gets the request and the copy, and frees the memory of both (`freed_bytes`). All shadows of a run
-        share `counts` and `reading`. `arm` is the server whose answers clients get. If it `takes_turns` with the
-        candidate, `paired` also gets requests without a copy, for its latencies are those of bursts, too."""
+        share `counts`, which have the names of `ShadowRecord`, and `reading`. `arm` is the server whose answers clients
+        get. If it `takes_turns` with the candidate, `paired` also gets requests without a copy, for its latencies are
+        those of bursts, too."""
         super().__init__()
-        self.counts = counts or Counts()
+        self.counts = Counter[str]() if counts is None else counts
         self.candidate = candidate
         self._context = context
         self._share = share
@@ -167,11 +153,11 @@ class Shadow(Observer):
         """A request of which the head has come; None if it is not chosen."""
         if self._has_ended or (transport == "grpc" and route != _COPIED_CALL):
             return None
-        self.counts.requests += 1
+        self.counts["requests"] += 1
         if self._share < 1.0 and random.random() >= self._share:
             return None
         if not self.holds(BYTES_BESIDE):
-            self.counts.dropped += 1
+            self.counts["dropped"] += 1
             return None
         return PairedRequest(
             self, transport, route, dict(headers), at_ns, head=head, held_bytes=BYTES_BESIDE, arm=self._arm
@@ -184,14 +170,14 @@ class Shadow(Observer):
         primary = cast(PairedRequest, request)
         now_ns = request.sent_ns or 0
         if primary.lost or now_ns < self._rest_until_ns or len(self._waiting) >= MOST_WAITING:
-            self.counts.dropped += 1
+            self.counts["dropped"] += 1
             return
         copy = PairedRequest(
             self, primary.transport, primary.route, primary.headers, primary.at_ns, content=primary.content,
             content_bytes=primary.content_bytes, head=primary.head, other=primary, is_copy=True,
         )  # fmt: skip
         primary.other = copy
-        self.counts.copied += 1
+        self.counts["copied"] += 1
         self._waiting.append(copy)
         self._send_waiting()
 
@@ -207,16 +193,16 @@ class Shadow(Observer):
 
     def _pair(self, primary: PairedRequest, copy: PairedRequest) -> None:
         if copy.is_dropped or self._has_ended:  # nobody compares pairs any more
-            self.counts.copied -= 1
-            self.counts.dropped += not self._has_ended
+            self.counts["copied"] -= 1
+            self.counts["dropped"] += not self._has_ended
             self._free(copy)
             self._take_alone(primary)
         elif primary.end_ns is None:
-            self.counts.unpaired += 1
+            self.counts["unpaired"] += 1
             self._free(copy)
             self._take_alone(primary)
         else:
-            self.counts.failed += copy.end_ns is None
+            self.counts["failed"] += copy.end_ns is None
             self._paired(primary, copy)
 
     def _take_alone(self, primary: PairedRequest) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -36,7 +37,7 @@ from loadgen.measure.machine import read_environment, utc_now
 from loadgen.metrics.comparisons import LEADING_SHARE, Outcome, judge
 from loadgen.metrics.registry import TYPICAL_LATENCY
 from loadgen.recorder.recorder import MOST_HELD_BYTES, described, plain
-from loadgen.recorder.shadow import MOST_UNDER_WAY, Counts, PairedRequest
+from loadgen.recorder.shadow import MOST_UNDER_WAY, PairedRequest
 from loadgen.recorder.texts import are_alike, fields_of, is_certain, is_text, read_text
 from loadgen.records.probes import ShadowRecord
 from loadgen.records.run import (
@@ -124,28 +125,6 @@ class _Block:
         return math.exp(b - a)
 
 
-@dataclass(frozen=True, slots=True)
-class ShadowStanding:
-    """What is known so far."""
-
-    record: ShadowRecord
-    estimate: RatioEstimate
-    verdict: Outcome
-
-    def __str__(self) -> str:
-        """One line for a terminal."""
-        ratio, ci95 = self.estimate.ratio, self.estimate.ci95
-        words = {"arm_better": "B is faster", "baseline_better": "A is faster", "no_difference": "no difference"}
-        figure = "no ratio yet" if ratio is None else f"B takes {ratio:.3f}× the latency of A"
-        figure += "" if ci95 is None else f" ({ci95[0]:.3f} to {ci95[1]:.3f})"
-        record, unit = self.record, "round" if self.record.swap else "block"
-        return (
-            f"{counted(self.estimate.pairs, unit)}, {counted(record.pairs, 'pair')}: {figure}, "
-            f"{words.get(self.verdict, self.verdict)}; {record.wrong:,} of {record.compared:,} answers differ, "
-            f"{record.dropped:,} dropped, {record.failed:,} failed"
-        )
-
-
 def judged(ratios: Sequence[float], margin: float) -> tuple[RatioEstimate, Outcome]:
     """What the ratios of the blocks so far show, by the rules of the report for its leading comparison."""
     estimate = estimate_anytime(ratios, margin, lone_correlation(ratios))
@@ -156,15 +135,15 @@ def judged(ratios: Sequence[float], margin: float) -> tuple[RatioEstimate, Outco
 
 
 class ShadowRun:
-    """Takes pairs until `finish`; `say` gets the standing after each block, from the thread."""
+    """Takes pairs until `finish`; `say` gets the verdict after each block and the line for it, from the thread."""
 
     def __init__(
         self, store: RunStore, arms: tuple[ArmRequest, ArmRequest], *, share: float, block_s: float, margin: float,
-        say: Callable[[ShadowStanding], None], failed: Callable[[str], None], takes_turns: bool = False,
+        say: Callable[[Outcome, str], None], failed: Callable[[str], None], takes_turns: bool = False,
     ) -> None:  # fmt: skip
         """`failed` is called with the reason where the run cannot go on. Raises `StorageError`."""
-        self.counts = Counts()
-        """Those of the shadow."""
+        self.counts = Counter[str]()
+        """Those of the shadows."""
         self.failure: str | None = None
         """Why the run could not go on; the traffic does."""
         self.started_ns = perf_counter_ns()
@@ -289,8 +268,7 @@ class ShadowRun:
 
     def _count(self, **more: int) -> None:
         now = {name: getattr(self.record, name) + number for name, number in more.items()}
-        counts = {name: getattr(self.counts, name) for name in Counts.__dataclass_fields__}
-        self.record = msgspec.structs.replace(self.record, **counts, **now)
+        self.record = msgspec.structs.replace(self.record, **self.counts, **now)
 
     # Answers
 
@@ -400,12 +378,19 @@ class ShadowRun:
         if block.good:
             self._ratios.append(block.ratio)
         self._store_state()
-        self._say(self.standing())
-
-    def standing(self) -> ShadowStanding:
-        """What the blocks so far show."""
         self.estimate, verdict = judged(self._ratios, self._experiment.equivalence_margin)
-        return ShadowStanding(self.record, self.estimate, verdict)
+        self._say(verdict, self._in_one_line(verdict))
+
+    def _in_one_line(self, verdict: Outcome) -> str:
+        ratio, ci95, record = self.estimate.ratio, self.estimate.ci95, self.record
+        words = {"arm_better": "B is faster", "baseline_better": "A is faster", "no_difference": "no difference"}
+        figure = "no ratio yet" if ratio is None else f"B takes {ratio:.3f}× the latency of A"
+        figure += "" if ci95 is None else f" ({ci95[0]:.3f} to {ci95[1]:.3f})"
+        return (
+            f"{counted(self.estimate.pairs, 'round' if record.swap else 'block')}, {counted(record.pairs, 'pair')}: "
+            f"{figure}, {words.get(verdict, verdict)}; {record.wrong:,} of {record.compared:,} answers differ, "
+            f"{record.dropped:,} dropped, {record.failed:,} failed"
+        )
 
     def _store_state(self) -> None:
         self._count()

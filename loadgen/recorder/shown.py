@@ -10,25 +10,15 @@ import os
 import socket
 import struct
 from contextlib import suppress
-from typing import Protocol
 
 from loadgen.recorder.grpc import GrpcTap
 from loadgen.recorder.http import HttpTap
 from loadgen.recorder.recorder import Observer
+from loadgen.recorder.relay import Tap
 
 _HEAD = struct.Struct("<BIIQI")
 _OPENED_HTTP, _OPENED_GRPC, _SENT, _RECEIVED, _CLOSED, _LOST = range(6)
 _MOST_MESSAGE = 2**18
-
-
-class _Tap(Protocol):
-    def sent(self, data: bytes, now_ns: int) -> None: ...
-
-    def received(self, data: bytes, now_ns: int) -> None: ...
-
-    def closed(self, now_ns: int) -> None: ...
-
-    def lose(self) -> None: ...
 
 
 class ShownBytes:
@@ -37,7 +27,7 @@ class ShownBytes:
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._observer: Observer
-        self._taps: dict[tuple[int, int], _Tap] = {}
+        self._taps: dict[tuple[int, int], Tap] = {}
         """By process and number."""
         self._processes: set[int] = set()
 

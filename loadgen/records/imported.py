@@ -27,6 +27,7 @@ from loadgen.records.traffic import (
     RecordedRequest,
     RecordedTensor,
     RecordedTraffic,
+    RequestBody,
     TrafficError,
     TrafficRecording,
     kept_headers,
@@ -209,20 +210,10 @@ def _kept(headers: list[_Named]) -> dict[str, str]:
     return {name: value for name, value in kept.items() if not name.endswith("-encoding")}
 
 
-class _HarInput(msgspec.Struct):
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-
-
-class _Inputs(msgspec.Struct):
-    inputs: list[_HarInput] = []
-
-
 def _inputs(content: bytes, headers: Mapping[str, str]) -> tuple[RecordedTensor, ...]:
     """The inputs that a body describes; none of prompts."""
     length = headers.get("inference-header-content-length", "")
-    body = msgspec.json.decode(content[: int(length)] if length.isdecimal() else content, type=_Inputs)
+    body = msgspec.json.decode(content[: int(length)] if length.isdecimal() else content, type=RequestBody)
     return tuple(RecordedTensor(name=each.name, datatype=each.datatype, shape=each.shape) for each in body.inputs)
 
 

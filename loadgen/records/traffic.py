@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -54,6 +54,23 @@ class TrafficError(ValueError):
 def kept_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Those that are stored, of headers with names in lower case."""
     return {name: headers[name] for name in KEPT_HEADERS if name in headers}
+
+
+class RequestInput(msgspec.Struct):
+    """An input of a JSON body; its other fields are skipped."""
+
+    name: str
+    datatype: str
+    shape: tuple[Count, ...]
+
+
+class RequestBody(msgspec.Struct):
+    """What a JSON body says of itself; its other fields are skipped."""
+
+    inputs: list[RequestInput] = []
+    model: str | None = None
+    parameters: dict[str, Any] = {}
+    priority: int | None = None
 
 
 class RecordedTensor(Record, frozen=True, kw_only=True):

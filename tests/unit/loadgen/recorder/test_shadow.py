@@ -81,7 +81,7 @@ def test_a_candidate_that_hangs_gets_so_many_copies_and_no_more() -> None:
         shadowed = Shadowed(port)
         requests = [shadowed.ask() for _ in range(MOST_UNDER_WAY + MOST_WAITING + 7)]
         counts = shadowed.shadow.counts
-        assert (counts.copied, counts.dropped) == (MOST_UNDER_WAY + MOST_WAITING, 7)
+        assert (counts["copied"], counts["dropped"]) == (MOST_UNDER_WAY + MOST_WAITING, 7)
         for request in requests:
             shadowed.answer(request)
         await asyncio.sleep(0)
@@ -97,7 +97,7 @@ def test_a_copy_without_an_answer_ends_in_time() -> None:
         shadowed.answer(shadowed.ask())
         await shadowed.made.wait()
         ((primary, copy),) = shadowed.pairs
-        assert (primary.status, copy.status, copy.end_ns, shadowed.shadow.counts.failed) == (200, None, None, 1)
+        assert (primary.status, copy.status, copy.end_ns, shadowed.shadow.counts["failed"]) == (200, None, None, 1)
         await shadowed.end()
         assert shadowed.held_bytes == 0
 
@@ -128,7 +128,7 @@ def test_a_request_that_the_primary_does_not_answer_is_no_pair(answered: bool) -
         request.end(200 if answered else None, 2, whole=False)
         shadowed.answer(after)
         await shadowed.made.wait()
-        while not shadowed.shadow.counts.unpaired:
+        while not shadowed.shadow.counts["unpaired"]:
             await asyncio.sleep(0)
         assert [primary for primary, _ in shadowed.pairs] == [after]
         await shadowed.end()

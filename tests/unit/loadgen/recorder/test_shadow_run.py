@@ -12,7 +12,7 @@ from loadgen.client.connection import Address
 from loadgen.metrics.comparisons import Outcome
 from loadgen.recorder.metrics import ShadowMetrics
 from loadgen.recorder.shadow import PairedRequest, Shadow
-from loadgen.recorder.shadow_run import ShadowRun, ShadowStanding, whose_turn
+from loadgen.recorder.shadow_run import ShadowRun, whose_turn
 from loadgen.records.run import ArmRequest
 from loadgen.records.samples import NS_PER_S
 from loadgen.records.store import RunStore
@@ -29,11 +29,11 @@ def planted(folder: Path, times: float, seed: int, *, swap: bool = False) -> tup
     """A run, and the verdicts after each block, of a candidate that takes so many times the latency. Both servers feel
     the same load, which lasts for blocks, and each its own noise. With `swap` they take turns."""
     rng = np.random.default_rng(seed)
-    said: list[ShadowStanding] = []
+    said: list[Outcome] = []
     failures: list[str] = []
     run = ShadowRun(
         RunStore(folder), ARMS, share=1.0, block_s=1.0, margin=0.05,
-        say=said.append, failed=failures.append, takes_turns=swap,
+        say=lambda verdict, _: said.append(verdict), failed=failures.append, takes_turns=swap,
     )  # fmt: skip
     shadow = Shadow(Address("127.0.0.1", 1), None, paired=run.take)
     load = 0.0
@@ -57,7 +57,7 @@ def planted(folder: Path, times: float, seed: int, *, swap: bool = False) -> tup
                 run.take(answered, None)
     assert run.finish(100)
     assert (failures, len(said)) == ([], BLOCKS)
-    return run, {standing.verdict for standing in said}
+    return run, set(said)
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -71,7 +71,7 @@ def test_a_planted_difference_is_found(times: float, winner: Outcome, swap: bool
 
 def test_prometheus_is_shown_the_counts_the_latencies_and_the_ratio(tmp_path: Path) -> None:
     run, _ = planted(tmp_path / "run", 1.3, 1)
-    run.counts.requests = 1000
+    run.counts["requests"] = 1000
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ShadowMetrics(run))
     shown = registry.get_sample_value
