@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from inspect import cleandoc
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -85,17 +85,10 @@ class CommandGroup(TyperGroup):
             formatter.write_dl(listed)
 
 
-class CommandHead(NamedTuple):
-    """What the list of commands shows of one."""
-
-    group: str
-    text: str
-    """The first paragraph of its help."""
-
-
 @cache
-def read_head(point: EntryPoint) -> CommandHead:
-    """The head of a command, read from its source, because importing all commands takes seconds.
+def read_head(point: EntryPoint) -> tuple[str, str]:
+    """The group of a command and the first paragraph of its help, read from its source, because importing all commands
+    takes seconds.
 
     The help is the function's docstring or, of a Typer group, its argument `help`."""
     package, *rest = point.module.split(".")
@@ -111,7 +104,7 @@ def read_head(point: EntryPoint) -> CommandHead:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(keywords=keywords)) if name == point.attr:
                 helps = [k.value.value for k in keywords if k.arg == "help" and isinstance(k.value, ast.Constant)]
                 text = cleandoc(str(helps[0])) if helps else ""
-    return CommandHead(group, " ".join(text.partition("\n\n")[0].split()))
+    return group, " ".join(text.partition("\n\n")[0].split())
 
 
 class RootCommand(CommandGroup):
@@ -150,9 +143,9 @@ class RootCommand(CommandGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the caller passes it
         """Write the commands in their groups, without importing them; the internal ones are left out."""
-        heads = [(name, read_head(point)) for name, point in self.commands.items() if point.group == COMMANDS]
-        for group in dict.fromkeys((*GROUPS, *(head.group for _, head in heads))):
-            if listed := [(name, head.text) for name, head in heads if head.group == group]:
+        heads = [(name, *read_head(point)) for name, point in self.commands.items() if point.group == COMMANDS]
+        for group in dict.fromkeys((*GROUPS, *(of for _, of, _ in heads))):
+            if listed := [(name, text) for name, of, text in heads if of == group]:
                 with formatter.section(f"{group} commands" if group == "Other" else group):
                     formatter.write_dl(listed)
 

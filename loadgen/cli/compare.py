@@ -14,7 +14,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -23,6 +23,8 @@ from loadgen.base.documents import one_line
 from loadgen.base.quantities import counted
 from loadgen.cli.output import (
     CHECKING,
+    MLFLOW,
+    OUT,
     announce,
     check_export,
     check_files,
@@ -32,6 +34,7 @@ from loadgen.cli.output import (
     fail,
     publish,
     resumed,
+    settings_file,
 )
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.experiment.language import check_language, choose_protocol, token_workloads
@@ -63,14 +66,12 @@ from loadgen.records.run import MODEL_WEIGHTS, ArmRequest, Experiment, Label, Ru
 from loadgen.records.targets import ROUTES, TARGETS, TOKEN_TRANSPORTS, Kind, Transport, is_token_transport
 
 if TYPE_CHECKING:
-    from loadgen.report.published import Published
     from loadgen.verdict.result import Result
 
 HELP_GROUP = "Compare"
 
 EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 _OUTPUT = partial(typer.Option, rich_help_panel=OUTPUT)
-OUT: dict[str, Any] = {"metavar": "DIR", "help": "Folder for the results (default: results/TIME-MODEL)."}
 GENERATED = (
     "the inputs are random values made from the first server's metadata, where variable sizes are 16 and integers are "
     "0 or 1; send your own with --inputs FILE"
@@ -81,15 +82,7 @@ _SEVERITY = (EXIT_VALID, EXIT_THRESHOLD, EXIT_INVALID, EXIT_USAGE, EXIT_INTERRUP
 @takes_settings()
 def compare(
     context: typer.Context,
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="EXPERIMENT.YAML",
-            show_default=False,
-            help="Read the options from this file; its keys are their names. An option, or a variable "
-            "ABSERVE_COMPARE_OPTION, overrides the file.",
-        ),
-    ] = None,
+    file: Annotated[Path | None, settings_file("EXPERIMENT.YAML", "ABSERVE_COMPARE")] = None,
     out: Annotated[
         Path | None, typer.Option(envvar="ABSERVE_COMPARE_OUT", show_envvar=False, rich_help_panel=MAIN, **OUT)
     ] = None,
@@ -98,10 +91,7 @@ def compare(
         Path | None,
         _OUTPUT(metavar="FILE", help="Also write the comparisons as CSV, and the blocks to FILE-blocks.csv."),
     ] = None,
-    mlflow: Annotated[
-        str | None,
-        _OUTPUT(metavar="URI", help="Also export to MLflow: the address of a server, a folder or sqlite:///FILE."),
-    ] = None,
+    mlflow: Annotated[str | None, _OUTPUT(**MLFLOW)] = None,
     print_experiment: Annotated[
         bool, _OUTPUT("--print-experiment", help="Print all settings in effect as an experiment file, and run nothing.")
     ] = False,
@@ -648,14 +638,8 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
         return EXIT_INVALID, None
     if state.error is not None:
         complain(state.error)
-    result: Result | None = None
-
-    def make() -> Published:
-        nonlocal result
-        result = analyse(out)
-        return published(result)
-
-    if not publish(out, make, console, mlflow) or result is None:
+    result, is_written = publish(out, lambda: analyse(out), published, console, mlflow)
+    if not is_written or result is None:
         return EXIT_INTERRUPTED if state.state == "interrupted" else EXIT_INVALID, result
     if state.state == "interrupted":
         complain(f"interrupted; finished blocks are in {out}", style="bold yellow")

@@ -14,6 +14,7 @@ import typer
 from loadgen.base.child_process import ABSERVE, ENGINE_WORKER
 from loadgen.base.quantities import counted
 from loadgen.cli.output import (
+    MLFLOW,
     announce,
     check_export,
     check_files,
@@ -24,6 +25,7 @@ from loadgen.cli.output import (
     publish,
     resumed,
     same_settings,
+    settings_file,
     write_json,
 )
 from loadgen.cli.quiet import Anyway, await_quiet
@@ -41,10 +43,11 @@ from loadgen.experiment.settings import MAIN, OUTPUT
 from loadgen.records.targets import Kind
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from loadgen.engines.store import MatrixStore
     from loadgen.records.matrix import Matrix, MatrixPlan
     from loadgen.records.run import Environment, RunState
-    from loadgen.report.published import Published
 
 HELP_GROUP = "Explore"
 
@@ -57,15 +60,7 @@ _MAIN, _OUTPUT = (partial(typer.Option, rich_help_panel=panel) for panel in (MAI
 @takes_settings(options=OPTIONS)
 def engines(
     context: typer.Context,
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="MATRIX.YAML",
-            show_default=False,
-            help="Read the options from this file; its keys are their names. An option, or a variable "
-            "ABSERVE_ENGINES_OPTION, overrides the file.",
-        ),
-    ] = None,
+    file: Annotated[Path | None, settings_file("MATRIX.YAML", "ABSERVE_ENGINES")] = None,
     out: Annotated[
         Path | None, _MAIN(metavar="DIR", help="Folder for the results (default: results/TIME-engines).")
     ] = None,
@@ -76,10 +71,7 @@ def engines(
     json_file: Annotated[
         str | None, _OUTPUT("--json", metavar="FILE", help="Also write the results as JSON; - is standard output.")
     ] = None,
-    mlflow: Annotated[
-        str | None,
-        _OUTPUT(metavar="URI", help="Also export to MLflow: the address of a server, a folder or sqlite:///FILE."),
-    ] = None,
+    mlflow: Annotated[str | None, _OUTPUT(**MLFLOW)] = None,
     anyway: Anyway = False,
     **options: object,
 ) -> None:
@@ -167,17 +159,12 @@ def _stored(
 
 
 def _run(
-    store: MatrixStore,
-    plan: MatrixPlan,
-    environment: Environment,
-    json_file: str | None,
-    mlflow: str | None,
-    *,
+    store: MatrixStore, plan: MatrixPlan, environment: Environment, json_file: str | None, mlflow: str | None, *,
     fresh: bool,
-) -> int:
+) -> int:  # fmt: skip
     """Measure, report, and return the exit status."""
     from loadgen.engines.judging import judge_visits
-    from loadgen.engines.measure import run_matrix
+    from loadgen.engines.measure import MatrixRun
     from loadgen.engines.progress import EngineProgress
     from loadgen.records.store import StorageError, StoredRunError
     from loadgen.report.renderers.terminal import make_console
@@ -193,40 +180,22 @@ def _run(
                 store.write(plan)
                 store.write(environment)
             with EngineProgress(console) as progress:
-                state = run_matrix(plan, store, worker=ENGINE_WORKER, now=progress.now, visit_done=progress.visit_done)
+                run = MatrixRun(plan, store, ENGINE_WORKER, now=progress.now, visit_done=progress.visit_done)
+                state = run.run()
                 if plan.kind is Kind.TOKENS and state.state == "finished":
                     progress.now("checking the answers against the reference")
                     store.write(judge_visits(plan, store.visits(), store.directory, ABSERVE))
-            return _report(store, plan, environment, state, json_file, mlflow)
+            return _report(store.directory, state, console, json_file, mlflow)
     except (StorageError, StoredRunError) as exc:
         complain(str(exc))
         return EXIT_FAILED
 
 
-def _report(
-    store: MatrixStore,
-    plan: MatrixPlan,
-    environment: Environment,
-    state: RunState,
-    json_file: str | None,
-    mlflow: str | None,
-) -> int:
-    from loadgen.engines.analyse import analyse
+def _report(folder: Path, state: RunState, console: Console, json_file: str | None, mlflow: str | None) -> int:
     from loadgen.engines.files import published
-    from loadgen.records.matrix import JudgedMatrix
-    from loadgen.records.store import read_one
-    from loadgen.report.renderers.terminal import make_console
+    from loadgen.engines.store import stored_matrix
 
-    console = make_console(sys.stderr if json_file == "-" else sys.stdout)
-    folder = store.directory
-    matrix: Matrix | None = None
-
-    def make() -> Published:
-        nonlocal matrix
-        matrix = analyse(plan, environment, store.visits(), state, read_one(folder, JudgedMatrix))
-        return published(matrix)
-
-    is_written = publish(folder, make, console, mlflow, RESUME)
+    matrix, is_written = publish(folder, lambda: stored_matrix(folder), published, console, mlflow, RESUME)
     if matrix is not None:
         write_json(matrix, json_file)
     status = exit_status(matrix) if is_written and matrix is not None else EXIT_FAILED

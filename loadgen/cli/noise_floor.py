@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.compare import EXIT_INVALID, EXIT_VALID, OUT, check_run, plan_experiment, run_and_report
-from loadgen.cli.output import CHECKING, announce, default_out, fail
+from loadgen.cli.compare import EXIT_INVALID, EXIT_VALID, check_run, plan_experiment, run_and_report
+from loadgen.cli.output import CHECKING, OUT, announce, default_out, fail
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.experiment.options import effective_settings, given_options, takes_settings
 from loadgen.experiment.plan import PlanError

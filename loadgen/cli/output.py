@@ -6,12 +6,11 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 
@@ -25,8 +24,21 @@ if TYPE_CHECKING:
 
 EXIT_USAGE = 2
 T = TypeVar("T")
+OUT: dict[str, Any] = {"metavar": "DIR", "help": "Folder for the results (default: results/TIME-MODEL)."}
+MLFLOW: dict[str, Any] = {
+    "metavar": "URI", "help": "Also export to MLflow: the address of a server, a folder or sqlite:///FILE.",
+}  # fmt: skip
 REPORT = "abserve report"
 """The command that repeats an analysis."""
+
+
+def settings_file(metavar: str, prefix: str) -> Any:
+    """The argument for a file of the options of a command, whose variables begin with `prefix`."""
+    help_text = (
+        f"Read the options from this file; its keys are their names. An option, or a variable {prefix}_OPTION, "
+        "overrides the file."
+    )
+    return typer.Argument(metavar=metavar, show_default=False, help=help_text)
 
 
 def fail(message: str, status: int = EXIT_USAGE) -> NoReturn:
@@ -162,21 +174,6 @@ def default_out(model: str) -> Path:
             return folder
 
 
-@contextmanager
-def analysis_of(folder: Path) -> Iterator[None]:
-    """If the analysis of a measurement fails, print one sentence with the command that repeats it and go on, because
-    the samples and the records in `folder` are whole."""
-    try:
-        yield
-    except typer.Exit:
-        raise
-    except Exception as exc:  # noqa: BLE001 (no fault of the analysis may cost a measurement)
-        complain(
-            f"the analysis failed ({type(exc).__name__}: {one_line(str(exc))}); everything that was measured is in "
-            f"{folder}; analyse it again with: {REPORT} {shlex.quote(str(folder))}; please report this as a bug"
-        )
-
-
 def check_export(mlflow: str | None) -> None:
     """End the command before it measures if it could not export to MLflow."""
     if mlflow is None:
@@ -190,12 +187,16 @@ def check_export(mlflow: str | None) -> None:
 
 
 def publish(
-    folder: Path, make: Callable[[], Published], console: Console, mlflow: str | None = None, again: str = REPORT
-) -> bool:
-    """Analyse what was measured in `folder`, write its reports and show them; whether they were written. A fault is a
-    sentence, because the records are whole; `again` is the command that writes the reports."""
-    with analysis_of(folder):
-        published, paths = make(), list[Path]()
+    folder: Path, analyse: Callable[[], T], make: Callable[[T], Published], console: Console,
+    mlflow: str | None = None, again: str = REPORT,
+) -> tuple[T, bool] | tuple[None, bool]:  # fmt: skip
+    """Analyse what was measured in `folder`, write its reports and show them. Returns the result, and whether they were
+    written. A fault is a sentence with the command that repeats the analysis, because the records are whole; `again` is
+    the command that writes the reports."""
+    result = None
+    try:
+        result = analyse()
+        published, paths = make(result), list[Path]()
         try:
             paths = published.write(folder)
         except OSError as exc:  # a full disk: what was measured is shown all the same
@@ -204,8 +205,15 @@ def publish(
         hand_over(published, mlflow, folder)
         if paths:
             console.print(f"report: {paths[0]}", soft_wrap=True)
-            return True
-    return False
+            return result, True
+    except typer.Exit:
+        raise
+    except Exception as exc:  # noqa: BLE001 (no fault of the analysis may cost a measurement)
+        complain(
+            f"the analysis failed ({type(exc).__name__}: {one_line(str(exc))}); everything that was measured is in "
+            f"{folder}; analyse it again with: {REPORT} {shlex.quote(str(folder))}; please report this as a bug"
+        )
+    return (None, False) if result is None else (result, False)
 
 
 def show(published: Published, console: Console | None) -> None:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from loadgen.recorder.relay import Relay
 
 HELP_GROUP = "Compare"
+Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where clients connect.")]
+GrpcListen = Annotated[str, typer.Option("--grpc-listen", metavar="HOST:PORT", help="Where clients of gRPC connect.")]
+Anyone = Annotated[bool, typer.Option("--anyone", help=ANYONE)]
 
 
 def record(
@@ -33,17 +36,13 @@ def record(
     to: Annotated[
         str | None, typer.Option("--to", metavar="URL", help="The server that gets the requests.", show_default=False)
     ] = None,
-    listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where clients connect.")] = (
-        "127.0.0.1:9000"
-    ),
+    listen: Listen = "127.0.0.1:9000",
     grpc_to: Annotated[
         str | None,
         typer.Option("--grpc-to", metavar="HOST:PORT", help="The server's gRPC address.", show_default=False),
     ] = None,
-    grpc_listen: Annotated[
-        str, typer.Option("--grpc-listen", metavar="HOST:PORT", help="Where clients of gRPC connect.")
-    ] = "127.0.0.1:9001",
-    anyone: Annotated[bool, typer.Option("--anyone", help=ANYONE)] = False,
+    grpc_listen: GrpcListen = "127.0.0.1:9001",
+    anyone: Anyone = False,
     to_ca: Annotated[
         str | None, typer.Option("--to-ca", metavar="FILE", help="Trust these CA certificates.", show_default="system")
     ] = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.output import announce, fail, printed
+from loadgen.cli.output import MLFLOW, announce, fail, printed
 
 if TYPE_CHECKING:
     from loadgen.base.documents import FolderKind
@@ -38,10 +38,7 @@ def report(
             "markdown; of a tuning: json or markdown.",
         ),
     ] = None,
-    mlflow: Annotated[
-        str | None,
-        typer.Option(metavar="URI", help="Also export to MLflow: the address of a server, a folder or sqlite:///FILE."),
-    ] = None,
+    mlflow: Annotated[str | None, typer.Option(**MLFLOW)] = None,
 ) -> None:
     """Make result.json, report.html and summary.md again from the records in DIR, also after an interrupted run.
 

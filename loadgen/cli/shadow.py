@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.base.exposure import ANYONE
 from loadgen.cli.output import complain, default_out, fail, publish
-from loadgen.cli.record import parse_place, parse_way, serve
+from loadgen.cli.record import Anyone, GrpcListen, Listen, parse_place, parse_way, serve
 
 if TYPE_CHECKING:
     from loadgen.cli.record import Way
@@ -36,9 +35,7 @@ def shadow(
     candidate: Annotated[
         str | None, typer.Option("--candidate", metavar="URL", help="The server that gets copies.", show_default=False)
     ] = None,
-    listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where clients connect.")] = (
-        "127.0.0.1:9000"
-    ),
+    listen: Listen = "127.0.0.1:9000",
     primary_grpc: Annotated[
         str | None,
         typer.Option("--primary-grpc", metavar="HOST:PORT", help="The primary's gRPC address.", show_default=False),
@@ -47,10 +44,8 @@ def shadow(
         str | None,
         typer.Option("--candidate-grpc", metavar="HOST:PORT", help="The candidate's gRPC address.", show_default=False),
     ] = None,
-    grpc_listen: Annotated[
-        str, typer.Option("--grpc-listen", metavar="HOST:PORT", help="Where clients of gRPC connect.")
-    ] = "127.0.0.1:9001",
-    anyone: Annotated[bool, typer.Option("--anyone", help=ANYONE)] = False,
+    grpc_listen: GrpcListen = "127.0.0.1:9001",
+    anyone: Anyone = False,
     primary_ca: Annotated[
         str | None,
         typer.Option("--primary-ca", metavar="FILE", help="Trust these CA certificates.", show_default="system"),
@@ -100,8 +95,9 @@ def shadow(
     from loadgen.recorder.shadow_run import LABELS, ShadowRun
     from loadgen.records.run import Access, ArmRequest
     from loadgen.records.store import RunStore, StorageError, running
-    from loadgen.report.files import stored
+    from loadgen.report.files import published
     from loadgen.report.renderers.terminal import make_console
+    from loadgen.verdict.result import stored_result
 
     urls, grpc_urls = (primary, candidate), (primary_grpc, candidate_grpc)
     if urls == grpc_urls == (None, None) or any((base is None) != (other is None) for base, other in (urls, grpc_urls)):
@@ -135,7 +131,11 @@ def shadow(
     def end() -> None:
         """Compare what waits, and write the report."""
         finished = run.finish(LAST_PAIRS_S)
-        outcome.append(publish(folder, partial(stored, folder), make_console(sys.stdout)) and finished)
+        _, is_written = publish(folder, partial(stored_result, folder), published, make_console(sys.stdout))
+        outcome.append(is_written and finished)
+
+    def say_failed(why: str) -> None:
+        complain(f"the comparison has ended, and the traffic goes on: {why}", kind="note", style="yellow")
 
     async def compare() -> None:
         """Copy until --minutes are over, and write the report beside the traffic."""
@@ -154,7 +154,7 @@ def shadow(
         try:
             run = ShadowRun(
                 store, (arms[0], arms[1]), share=share, block_s=block_seconds, margin=margin,
-                say=_say, failed=_say_failed, takes_turns=swap,
+                say=_say, failed=say_failed, takes_turns=swap,
             )  # fmt: skip
         except StorageError as exc:
             fail(str(exc))
@@ -219,7 +219,3 @@ async def _alternate(run: ShadowRun, relays: Sequence[Relay]) -> None:
 def _say(_verdict: str, line: str) -> None:
     """Show what is known so far, on a terminal in the place of the last line."""
     typer.echo(f"\r\x1b[K{line}" if sys.stdout.isatty() else line, nl=not sys.stdout.isatty())
-
-
-def _say_failed(why: str) -> None:
-    complain(f"the comparison has ended, and the traffic goes on: {why}", kind="note", style="yellow")

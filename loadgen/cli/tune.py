@@ -15,8 +15,19 @@ import typer
 
 from loadgen.base.child_process import ABSERVE
 from loadgen.base.quantities import counted
-from loadgen.cli.compare import EXIT_INTERRUPTED, EXIT_INVALID, OUT, check_run, plan_experiment, run_and_report
-from loadgen.cli.output import CHECKING, announce, complain, default_out, fail, publish, resumed, same_settings
+from loadgen.cli.compare import EXIT_INTERRUPTED, EXIT_INVALID, check_run, plan_experiment, run_and_report
+from loadgen.cli.output import (
+    CHECKING,
+    OUT,
+    announce,
+    complain,
+    default_out,
+    fail,
+    publish,
+    resumed,
+    same_settings,
+    settings_file,
+)
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.experiment.options import (
     SettingOption,
@@ -37,7 +48,7 @@ from loadgen.tune.race import Measuring, forecast
 from loadgen.tune.race import tune as run_tuning
 
 if TYPE_CHECKING:
-    from loadgen.report.published import Published
+    from loadgen.tune.outcome import TuningOutcome
 
 HELP_GROUP = "Compare"
 
@@ -51,15 +62,7 @@ _FREE = {"minutes", "at_once"}
 @takes_settings(options=OPTIONS)
 def tune(
     context: typer.Context,
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="TUNE.YAML",
-            show_default=False,
-            help="Read the options from this file; its keys are their names. An option, or a variable "
-            "ABSERVE_TUNE_OPTION, overrides the file.",
-        ),
-    ] = None,
+    file: Annotated[Path | None, settings_file("TUNE.YAML", "ABSERVE_TUNE")] = None,
     out: Annotated[Path | None, _MAIN(**OUT)] = None,
     resume: Annotated[
         Path | None, _MAIN(metavar="DIR", help="Go on with an interrupted tuning; --minutes counts from its start.")
@@ -230,11 +233,11 @@ def _report(folder: Path, tuning: Tuning) -> None:
     from loadgen.tune.deploy import write_deployment
     from loadgen.tune.files import published, stored_outcome
 
-    def make() -> Published:
+    def deploy() -> TuningOutcome:
         outcome = stored_outcome(folder, tuning)
         with suppress(OSError):  # a full disk, which the reports tell
             for problem in write_deployment(folder, outcome):
                 complain(problem, style="yellow", kind="note")
-        return published(folder, outcome)
+        return outcome
 
-    publish(folder, make, make_console(sys.stdout))
+    publish(folder, deploy, partial(published, folder), make_console(sys.stdout))

@@ -8,18 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 from loadgen.measure.errors import RunError
 from loadgen.measure.token_answers import ReferenceDocument, ask_reference
 from loadgen.records.matrix import GeneratedAnswer, JudgedCell, JudgedMatrix, MatrixPlan, Shape, Visit
+from loadgen.records.probes import ReferenceAnswer
 
-
-class _Given(NamedTuple):
-    configuration: int
-    shape: Shape
-    round: int
-    answer: GeneratedAnswer
+_Given = tuple[int, Shape, int, GeneratedAnswer]
+"""The place of a configuration, the shape of a cell, the round, and an answer there."""
 
 
 def judge_visits(plan: MatrixPlan, visits: Sequence[Visit], folder: Path, abserve: Sequence[str]) -> JudgedMatrix:
@@ -29,33 +25,28 @@ def judge_visits(plan: MatrixPlan, visits: Sequence[Visit], folder: Path, abserv
         configuration = plan.configurations[visit.configuration]
         answers = asked.setdefault((configuration.model, configuration.precision, configuration.device), [])
         answers += [
-            _Given(visit.configuration, cell.shape, visit.round, answer)
+            (visit.configuration, cell.shape, visit.round, answer)
             for cell in visit.cells
             if cell.generated
             for answer in cell.generated.answers
         ]
     cells: list[JudgedCell] = []
-    for (model, precision, device), given in asked.items():
+    for of, given in asked.items():
         if given:
-            cells += _judged(plan, model, precision, device, given, folder, abserve)
+            cells += _judged(plan, *of, given, folder, abserve)
     return JudgedMatrix(cells=tuple(cells))
 
 
 def _judged(
-    plan: MatrixPlan,
-    model: str,
-    precision: str,
-    device: str,
-    given: Sequence[_Given],
-    folder: Path,
+    plan: MatrixPlan, model: str, precision: str, device: str, given: Sequence[_Given], folder: Path,
     abserve: Sequence[str],
-) -> list[JudgedCell]:
+) -> list[JudgedCell]:  # fmt: skip
     weights = plan.settings.get("weights")
     document, error = ReferenceDocument.empty(len(given)), None
     try:
         with TemporaryDirectory(dir=folder, prefix="reference-") as files:
             document = ask_reference(
-                [(visited.answer.prompt, visited.answer.output) for visited in given],
+                [(answer.prompt, answer.output) for *_, answer in given],
                 model,
                 None if weights is None else str(weights),
                 precision,
@@ -66,25 +57,12 @@ def _judged(
     except RunError as exc:
         error = str(exc)
     shared = document.fields(precision, error)
-    groups: dict[tuple[int, Shape], list[int]] = {}
-    for place, visited in enumerate(given):
-        groups.setdefault((visited.configuration, visited.shape), []).append(place)
+    groups: dict[tuple[int, Shape], list[ReferenceAnswer]] = {}
+    for (configuration, shape, number, answer), judged in zip(given, document.answers, strict=True):
+        answers = groups.setdefault((configuration, shape), [])
+        block, request = f"round {number + 1}", len(answers)
+        answers.append(judged.beside(answer.output, document.eos, block=block, request=request, user=0))
     return [
-        JudgedCell(
-            configuration=configuration,
-            batch=shape[0],
-            length=shape[1],
-            answers=tuple(
-                document.answers[place].beside(
-                    given[place].answer.output,
-                    document.eos,
-                    block=f"round {given[place].round + 1}",
-                    request=number,
-                    user=0,
-                )
-                for number, place in enumerate(places)
-            ),
-            **shared,
-        )
-        for (configuration, shape), places in groups.items()
+        JudgedCell(configuration=configuration, batch=batch, length=length, answers=tuple(answers), **shared)
+        for (configuration, (batch, length)), answers in groups.items()
     ]

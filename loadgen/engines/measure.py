@@ -37,52 +37,18 @@ VisitDone = Callable[[Configuration, Visit, int, int, float], object]
 """Hears of a stored visit: how many of how many are done, and the seconds left, estimated from those of this run."""
 
 
-def run_matrix(
-    plan: MatrixPlan,
-    store: MatrixStore,
-    *,
-    worker: Sequence[str],
-    limits: Limits = LIMITS,
-    now: Callable[[str], object] = lambda _: None,
-    visit_done: VisitDone = lambda *_: None,
-) -> RunState:
-    """Make every visit that is not stored yet; the folder is open. `now` gets each step in a few words. Raises
-    `StorageError`."""
-    run = _MatrixRun(plan, store, worker, limits, now, visit_done)
-    state = RunState(state="running", phase="measuring")
-    try:
-        with interruptible():
-            store.write(state)
-            run.all()
-        state = RunState(state="finished", phase="finished", finished_at=utc_now())
-    except KeyboardInterrupt:
-        state = RunState(state="interrupted", phase="measuring", finished_at=utc_now())
-    except StorageError as exc:
-        state = RunState(state="failed", phase="measuring", error=str(exc), finished_at=utc_now())
-        raise
-    finally:
-        with uninterrupted():
-            run.stop()
-            store.write(state)
-    return state
-
-
 _Files = tuple[str, str, str]
 """Model, engine and precision: configurations that share these share their files."""
 
 
-class _MatrixRun:
+class MatrixRun:
     """The state of one run: what is done, what has failed, and the processes that are kept."""
 
     def __init__(
-        self,
-        plan: MatrixPlan,
-        store: MatrixStore,
-        worker: Sequence[str],
-        limits: Limits,
-        now: Callable[[str], object],
-        visit_done: VisitDone,
-    ) -> None:
+        self, plan: MatrixPlan, store: MatrixStore, worker: Sequence[str], *, limits: Limits = LIMITS,
+        now: Callable[[str], object] = lambda _: None, visit_done: VisitDone = lambda *_: None,
+    ) -> None:  # fmt: skip
+        """The folder of the store is open. `now` gets each step in a few words. Raises `StoredRunError`."""
         self._plan, self._store, self._worker, self._limits = plan, store, worker, limits
         self._now, self._visit_done = now, visit_done
         stored = {(visit.round, visit.configuration) for visit in store.visits() if visit.error is None}
@@ -100,8 +66,26 @@ class _MatrixRun:
         self._loading: list[float] = []
         """Seconds until the kept processes of each model so far were ready."""
 
-    def all(self) -> None:
-        """Make every visit that is left."""
+    def run(self) -> RunState:
+        """Make every visit that is not stored yet. Raises `StorageError`."""
+        state = RunState(state="running", phase="measuring")
+        try:
+            with interruptible():
+                self._store.write(state)
+                self._all()
+            state = RunState(state="finished", phase="finished", finished_at=utc_now())
+        except KeyboardInterrupt:
+            state = RunState(state="interrupted", phase="measuring", finished_at=utc_now())
+        except StorageError as exc:
+            state = RunState(state="failed", phase="measuring", error=str(exc), finished_at=utc_now())
+            raise
+        finally:
+            with uninterrupted():
+                self._stop()
+                self._store.write(state)
+        return state
+
+    def _all(self) -> None:
         self._prepare()
         self._began = monotonic()
         if self._plan.processes == "fresh":
@@ -118,7 +102,7 @@ class _MatrixRun:
             self._loading.append(monotonic() - started)
             for place, planned in of_model:
                 self._visit(planned, place)
-            self.stop()
+            self._stop()
 
     def _start_all(self, places: Iterable[int]) -> None:
         """Start the processes that are kept, before any of them is measured; `LOADED_SIDE_BY_SIDE` load at once."""
@@ -150,7 +134,7 @@ class _MatrixRun:
             self._broken[place] = str(exc)
             self._processes.pop(place).stop()
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Stop every process."""
         processes = (*self._processes.values(), *([self._current] if self._current else ()))
         for process in processes:
@@ -254,7 +238,11 @@ class _MatrixRun:
                     error = error or f"{shape_text(cell)}: {exc}"
             base = msgspec.structs.replace(base, machine=machine_load(before, read_processors(), ()))
             if self._plan.settings.get("profile") and planned.round == self._plan.rounds - 1 and cells:
-                cells = _with_kernels(cells, process)
+                profiles = process.profile([cell.shape for cell in cells])
+                cells = [
+                    msgspec.structs.replace(cell, kernels=kernels)
+                    for cell, kernels in zip(cells, profiles, strict=True)
+                ]
         except WorkerError as exc:
             error = str(exc)
             self._end(planned.configuration)
@@ -303,8 +291,3 @@ class _MatrixRun:
 
 def _files_of(configuration: Configuration) -> _Files:
     return configuration.model, configuration.engine, configuration.precision
-
-
-def _with_kernels(cells: Sequence[Measured], process: WorkerProcess) -> list[Measured]:
-    profiles = process.profile([cell.shape for cell in cells])
-    return [msgspec.structs.replace(cell, kernels=kernels) for cell, kernels in zip(cells, profiles, strict=True)]

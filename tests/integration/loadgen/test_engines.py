@@ -13,7 +13,7 @@ import pytest
 
 from loadgen.base.child_process import ABSERVE, ENGINE_WORKER
 from loadgen.engines.judging import judge_visits
-from loadgen.engines.measure import run_matrix
+from loadgen.engines.measure import MatrixRun
 from loadgen.engines.plan import expand, make_plan, requests_of
 from loadgen.engines.store import MatrixStore
 from loadgen.engines.worker_process import check, read_offers
@@ -81,7 +81,7 @@ def measured(folder: Path, plan: MatrixPlan) -> dict[str, list[Visit]]:
     store = MatrixStore(folder / "run")
     with store.open():
         store.write(plan)
-        assert run_matrix(plan, store, worker=ENGINE_WORKER).state == "finished"
+        assert MatrixRun(plan, store, ENGINE_WORKER).run().state == "finished"
     visits: dict[str, list[Visit]] = {}
     for visit in store.visits():
         configuration = plan.configurations[visit.configuration]

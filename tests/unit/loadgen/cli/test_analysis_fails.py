@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from loadgen.entry import build
 from loadgen.experiment.plan import Combination
 from loadgen.records.run import RunState
 from loadgen.records.store import read_run
+from loadgen.report.renderers.terminal import make_console
 from tests.golden.synthetic_run import Plan, write_run
 from tests.synthetic_matrix import cell, configuration, matrix
 
@@ -97,8 +99,10 @@ def test_a_finished_matrix_of_engines_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = matrix([configuration()], [cell(0, 10.0)])
-    (tmp_path / "visits").mkdir()
-    fail_in(monkeypatch, "loadgen.engines.analyse.analyse", StopIteration())
+    store = MatrixStore(tmp_path)
+    store.write(found.plan)
+    store.write(found.environment)
+    fail_in(monkeypatch, "loadgen.engines.store.analyse", StopIteration())
     assert found.state is not None
-    assert _report(MatrixStore(tmp_path), found.plan, found.environment, found.state, None, None) == 1
+    assert _report(tmp_path, found.state, make_console(sys.stdout), None, None) == 1
     assert f"analyse it again with: abserve report {tmp_path}" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 
-from loadgen.engines.measure import MOST_FAILURES, run_matrix
+from loadgen.engines.measure import MOST_FAILURES, MatrixRun
 from loadgen.engines.plan import schedule
 from loadgen.engines.store import MatrixStore, read_plan
 from loadgen.engines.worker_process import Limits
@@ -49,7 +49,7 @@ def run(plan: MatrixPlan, folder: Path, limits: Limits = LIMITS, **progress: Any
     store = MatrixStore(folder / "run")
     with store.open():
         store.write(plan)
-        run_matrix(plan, store, limits=limits, worker=FAKE, **progress)
+        MatrixRun(plan, store, FAKE, limits=limits, **progress).run()
     return store
 
 
