@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from loadgen.records.run import Experiment, Found, Record
+from loadgen.records.targets import Kind
 
 MODULES = tuple(
     f"loadgen.measure.probes.{name}"
@@ -50,6 +51,8 @@ class Probe:
     the same answers, or once after they are stopped."""
     records: tuple[type[Record], ...] = ()
     """The types that it stores, whose `FILE` names the place in the run's folder; no two probes share one."""
+    of: Kind | None = None
+    """The kind of model whose experiments alone have it."""
     after_servers: bool = False
     """Whether it measures when all servers are stopped, once per run."""
     finding: type[Found] | None = None
@@ -61,6 +64,11 @@ class Probe:
     sections: str | None = None
     """The module with its `SECTIONS` of the report: by chapter (Why, Detail or Proof) functions that make one section
     of a result each, or None."""
+
+
+def probes_of(experiment: Experiment) -> list[Probe]:
+    """Those that an experiment measures, in order."""
+    return [probe for probe in probes() if probe.of in (None, experiment.kind) and probe.wanted(experiment)]
 
 
 def probes() -> list[Probe]:

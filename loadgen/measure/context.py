@@ -10,12 +10,13 @@ with more. At most half the cores get one, since the servers need the others, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from loadgen.base.child_process import ProcessError, usable_cores
 from loadgen.client.connection import AddressError
@@ -58,6 +59,8 @@ class RunContext:
     """The records of the running arms, as are the `signatures`. A language model has no signatures and no inputs."""
     signatures: Mapping[Label, Signature]
     inputs: Inputs
+    sent: Any
+    """What it sends, a `SentTensors` of `loadgen.measure.sent`, which is above this module."""
     generator: GeneratorProcess
     answers: AnswersUnderLoad
 
@@ -148,16 +151,7 @@ class RunContext:
         Raises `GeneratorError`."""
         self.progress.now("preparing request bodies")
         for arm in {arm.body_key: arm for arm in self.arms.values()}.values():
-            self.prepare_for(arm, batch_sizes)
-
-    def prepare_for(self, arm: Arm, batch_sizes: Collection[int]) -> None:
-        """Add what is sent to an arm to the generator's bodies. Raises `GeneratorError`."""
-        if self.prompts is not None:
-            self.generator.prepare(arm.prompts(self.prompts, self.experiment))
-            return
-        label, varied = arm.request.label, arm is not self.arms[arm.request.label]
-        signature = arm.endpoint.signature(arm.model) if varied else self.signatures[label]
-        self.generator.prepare(arm.bodies(self.samples_folder, signature, batch_sizes, self.experiment))
+            self.sent.prepare_bodies(arm, batch_sizes)
 
     @contextmanager
     def second_server(self, arm: Arm, experiment: Experiment, store: RunStore, work: Path) -> Iterator[Arm]:

@@ -9,64 +9,50 @@ servers are started, described and compared again. The probes are in `loadgen.me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
-from loadgen.base.child_process import ABSERVE, ProcessError
-from loadgen.base.quantities import counted, join
-from loadgen.client.endpoint import EndpointError, Signature
-from loadgen.experiment.language import fitted, protocol_in_words, with_rates
-from loadgen.experiment.plan import SCREENING, expects_gpu, padding_in_words, sized
-from loadgen.experiment.prompts import PromptPlan
+from loadgen.base.child_process import ABSERVE
+from loadgen.client.endpoint import EndpointError
+from loadgen.experiment.plan import expects_gpu, padding_in_words
 from loadgen.experiment.schedule import load_workloads, schedule
-from loadgen.findings.registry import Probe, probes
+from loadgen.findings.registry import Probe, probes_of
 from loadgen.launch.compose import ComposeDeployment, require_one_way
 from loadgen.launch.deployment import RUNNING_READY_SECONDS, Deployment, DeploymentError, stop_all
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.launch.work_folder import work_folder
-from loadgen.measure.answers import AnswersUnderLoad, ParityTarget, check_parity
-from loadgen.measure.arms import Arm, replay_of
+from loadgen.measure.arms import Arm
 from loadgen.measure.context import OBSTACLES, RunContext, size_generator
 from loadgen.measure.errors import RunError
 from loadgen.measure.gpu_recording import SAMPLER
 from loadgen.measure.interruption import interruptible, uninterrupted
-from loadgen.measure.language import describe_prompts, model_info, prompt_plan
 from loadgen.measure.load_runner import ArmFaults
 from loadgen.measure.machine import own_calibration, read_environment, utc_now
 from loadgen.measure.noise_floor import own_floors
 from loadgen.measure.preparation import (
     READY_SECONDS,
     Prepared,
-    describe_inputs,
-    export_artefacts,
     make_deployment,
-    make_inputs,
     model_name,
-    prepare_inputs,
 )
 from loadgen.measure.progress import RunProgress, Unfailing
-from loadgen.measure.token_answers import ProbePrompts, TokenAnswers, agreement, equal_answers
+from loadgen.measure.sent import SENT, unless_left_out
 from loadgen.records.machine import NoiseFloor
 from loadgen.records.names import names_of
-from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord, RunState, Workload, option_of, shown
+from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload, option_of, shown
 from loadgen.records.store import RunStore, StorageError, running
-from loadgen.records.targets import Kind
-from loadgen.stats.agreement import Tolerance, tolerance_of
+from loadgen.stats.agreement import tolerance_of
 
 SLOWEST_START = 3.0
 """A screening waits for a server at least so many times as long as those before it took to start."""
-CACHES_SECONDS = 5.0
-"""Of looking for a cache of prompts on one arm, for planning."""
-REFERENCE_START_S, REFERENCE_SHARE = 16.0, 0.2
-"""Of the reference, for planning: its start, and its time per answer as a share of the server's."""
 RUN_ERRORS = (*OBSTACLES, StorageError)
 """Exceptions that end a run as failed, with their message; any other is a bug and is raised."""
 
@@ -117,8 +103,7 @@ def run_experiment(
 
 def _run_phases(context: RunContext) -> None:
     """The whole run in its order."""
-    store = context.store
-    measured = [probe for probe in probes() if probe.wanted(context.experiment)]
+    measured = probes_of(context.experiment)
     under_load = [probe for probe in measured if not probe.after_servers]
     after_servers = [probe for probe in measured if probe.after_servers]
     context.progress.plan(context.forecast.remaining_s())
@@ -141,12 +126,7 @@ def _run_phases(context: RunContext) -> None:
                 _first_figure(context)
         context.enter("checking parity")
         tolerance = tolerance_of(record.in_effect.get("precision") for record in context.records)
-        if context.prompts is not None:
-            _probe_answers(context, context.prompts, tolerance)
-        else:
-            require_parity(context, tolerance)
-            if restart == 0:
-                context.answers = AnswersUnderLoad(store, experiment.seed, tolerance, least=context.care.answers)
+        context.sent.compare_answers(tolerance)
         if under_load:
             _load(context, under_load)
     if under_load:
@@ -162,69 +142,26 @@ def _prepare(context: RunContext) -> None:
     """Make what is sent, as far as no server must be asked for it, and what the servers need."""
     store, progress = context.store, context.progress
     context.enter("preparing inputs")
-    if context.experiment.kind is Kind.TOKENS:
-        context.prompts = prompt_plan(context.experiment, model_info(context.experiment, context.abserve))
-    else:
-        context.experiment, inputs = prepare_inputs(context.experiment, context.samples_folder, context.abserve)
-        context.inputs = inputs or {}
+    context.sent = SENT[context.experiment.kind](context)
+    context.sent.prepare()
     experiment = context.experiment
     store.write(experiment)
     make_arms(context)
-    about = _about_inputs(context)
+    about = context.sent.describe()
     store.write(read_environment({"status": "unknown"}, about))
     if rule := padding_in_words(experiment, int(about.get("length_max", 0))):
         progress.rule_decided(rule)
-    if experiment.kind is Kind.TOKENS:
-        progress.rule_decided(protocol_in_words(experiment))
-    elif experiment.deployment == "embedded" and any(arm.embedded for arm in experiment.arms):
-        context.enter("exporting the model")
-        exported = set() if context.prepared is None else context.prepared.exported
-        export_artefacts(experiment, store, progress.now, context.abserve, exported)
+    context.sent.announce()
 
 
 def _describe(context: RunContext) -> None:
     """Store the machine as the servers describe it, and what is sent to them."""
     experiment, store = context.experiment, context.store
-    if context.prompts is None:
-        context.inputs = context.inputs or make_inputs(
-            experiment, context.samples_folder, context.signatures[experiment.baseline.label]
-        )
-    described = _about_inputs(context)
+    described = context.sent.describe()
     context.progress.inputs_ready(described)
     environment = read_environment(_gpu_info(context), described)
     store.write(environment)
     store.write_all(NoiseFloor, own_floors(environment, experiment))
-
-
-def _about_inputs(context: RunContext) -> dict[str, str | int]:
-    """A description of what is sent; empty while it is not known."""
-    if context.prompts is not None:
-        return describe_prompts(context.prompts)
-    return describe_inputs(context.inputs, context.experiment.seed) if context.inputs else {}
-
-
-def _probe_answers(context: RunContext, plan: PromptPlan, tolerance: Tolerance) -> None:
-    """Ask every arm of a language model a few prompts, and keep the answers for the reference. Raises `RunError`."""
-    context.progress.now("sending a few prompts to every server")
-    if context.restart == 0:
-        least = SCREENING.answers if context.experiment.preset == "smoke" else context.care.answers
-        context.answers = TokenAnswers(context.store, context.experiment.seed, tolerance, least=least)
-    answers = context.answers
-    assert isinstance(answers, TokenAnswers)
-    answers.restart = context.restart
-    prompts, probed = ProbePrompts.of(plan, is_short=context.care.few_inputs), []
-    for label, arm in tuple(context.arms.items()):
-        told = _unless_left_out(context, label, partial(prompts.ask, label, arm, context.restart))
-        if told is not None:
-            probed += told[0]
-            answers.beginnings += told[1]
-    answers.prompted += probed
-    context.progress.now(equal_answers(probed, {label: arm.name for label, arm in context.arms.items()}))
-    for (_, label, _), (firsts, equal) in agreement(answers.beginnings, context.experiment).items():
-        if firsts and not equal:
-            context.progress.now(
-                f"none of {firsts} answers of {context.arms[label].name} begins as the baseline's: another model?"
-            )
 
 
 def _make_work_folder(context: RunContext) -> None:
@@ -290,9 +227,8 @@ def _load(context: RunContext, measured: Sequence[Probe]) -> None:
     alone_s = min(
         (took[workload.name] / max(workload.batch_size, workload.concurrency) for workload in workloads), default=0.0
     )
-    context.forecast.checks_s = len(context.experiment.arms) * context.answers.least * len(workloads) * alone_s
-    if context.prompts is not None:  # the reference starts, and reads an answer much faster than a server writes it
-        context.forecast.checks_s = REFERENCE_START_S + REFERENCE_SHARE * context.forecast.checks_s
+    answers_s = len(context.experiment.arms) * context.answers.least * len(workloads) * alone_s
+    context.forecast.checks_s = context.sent.checks_s(answers_s)
     if first:
         calibration = own_calibration()
         if calibration is not None:
@@ -318,35 +254,19 @@ def _warm_up(
         runner = context.load_runner({label: arm})
         runner.faults = context.faults
         warm_up = partial(runner.warm_up, workloads, until_s, each=context.care.warm_up_requests)
-        for name, of_arm in (_unless_left_out(context, label, warm_up) or {}).items():
+        for name, of_arm in (unless_left_out(context, label, warm_up) or {}).items():
             took[name] |= of_arm
     return took
 
 
 def _sized(context: RunContext, by_arm: Mapping[str, Mapping[Label, float]], warm_up_s: float) -> Experiment:
-    """The experiment with blocks as long as its arms need, by the seconds that each takes for a request, and of a
-    language model with as many rounds as the time that was asked for allows."""
+    """The experiment with blocks as long as its arms need, by the seconds that each takes for a request."""
     experiment = context.experiment
     took = {name: max(arms.values()) for name, arms in by_arm.items()}
     if (times := context.care.times_baseline) is not None:  # a slow arm need not be known well
         first = experiment.baseline.label
         took = {name: min(slowest, times * by_arm[name][first]) for name, slowest in took.items()}
-    if experiment.kind is Kind.TENSORS:
-        return _with_rounds_that_pay(
-            context, msgspec.structs.replace(experiment, workloads=sized(experiment.workloads, took, context.care.span))
-        )
-    workloads, seconds = with_rates(experiment.workloads, took), None
-    if experiment.minutes is not None:
-        again_s = (experiment.restarts - 1) * (context.forecast.start_s + warm_up_s)
-        caches_s = CACHES_SECONDS * len(experiment.arms)
-        seconds = experiment.restarts * (context.load_deadline() - monotonic()) - again_s - caches_s
-    workloads, left_out = fitted(
-        workloads, by_arm, seconds, restarts=experiment.restarts, gpu=expects_gpu(*experiment.arms)
-    )
-    if left_out:
-        minutes = counted(round(experiment.minutes or 0.0, 1), "minute")
-        context.progress.rule_decided(f"{minutes} would not last for everything; left out: {join(left_out)}")
-    return _with_rounds_that_pay(context, msgspec.structs.replace(experiment, workloads=workloads, left_out=left_out))
+    return _with_rounds_that_pay(context, context.sent.sized(took, by_arm, warm_up_s))
 
 
 def _with_rounds_that_pay(context: RunContext, experiment: Experiment) -> Experiment:
@@ -407,13 +327,13 @@ def start_servers(context: RunContext) -> None:
         planning = [(label, arm, pool.submit(arm.deployment.plan)) for label, arm in order]
     for label, arm, planned in planning:
         context.progress.now(f"{shown(label)}: {arm.request.target}")
-        _unless_left_out(context, label, planned.result)
+        unless_left_out(context, label, planned.result)
         if label in context.arms:
-            _unless_left_out(context, label, arm.deployment.start)
+            unless_left_out(context, label, arm.deployment.start)
     require_one_way([arm.deployment for arm in context.arms.values()])
     ready_s, began, records = READY_SECONDS, monotonic(), []
     for label in tuple(context.arms):
-        record = _unless_left_out(context, label, partial(_await, context, label, ready_s))
+        record = unless_left_out(context, label, partial(_await, context, label, ready_s))
         if record is not None:
             records.append(record)
         if context.care.ready_s is not None:
@@ -423,45 +343,7 @@ def start_servers(context: RunContext) -> None:
     context.arms = {label: replace(arm, called=names[label]) for label, arm in context.arms.items()}
     context.store.write_all(ArmRecord, context.records)
     _require_batch_sizes(context)
-    if context.prompts is None:
-        context.signatures = _signatures(context)
-
-
-T = TypeVar("T")
-
-
-def _unless_left_out(context: RunContext, label: Label, step: Callable[[], T]) -> T | None:
-    """What a step before the load returns for an arm. In a screening an arm that fails is left out, and the result is
-    None; without one that is left beside the baseline, and elsewhere, the failure is raised."""
-    try:
-        return step()
-    except (DeploymentError, EndpointError, ProcessError, RunError) as exc:
-        if not context.care.leaves_out or label == context.experiment.baseline.label:
-            raise
-        _leave_out(context, label, str(exc))
-        return None
-
-
-def _leave_out(context: RunContext, label: Label, why: str) -> None:
-    """Go on without an arm. Raises `RunError` if it was the last one beside the baseline."""
-    context.arms.pop(label).deployment.stop()
-    context.records = [record for record in context.records if record.label != label]
-    context.signatures = {name: signature for name, signature in context.signatures.items() if name != label}
-    why = context.store.without_secrets(why)
-    experiment = context.experiment
-    context.experiment = msgspec.structs.replace(
-        experiment,
-        arms=tuple(arm for arm in experiment.arms if arm.label != label),
-        failed_arms={**experiment.failed_arms, label: why},
-    )
-    if len(context.arms) < 2:
-        context.store.write(msgspec.structs.replace(experiment, failed_arms=context.experiment.failed_arms))
-        names = names_of(experiment.arms, context.records)
-        raise RunError(f"no arm is left to compare with {names[experiment.baseline.label]}: {names[label]}: {why}")
-    context.store.write(context.experiment)
-    if context.records:
-        context.store.write_all(ArmRecord, context.records)
-    context.progress.arm_left_out(label, why)
+    context.sent.connect()
 
 
 def _await(context: RunContext, label: Label, ready_s: float) -> ArmRecord:
@@ -499,98 +381,3 @@ def _require_batch_sizes(context: RunContext) -> None:
     raise DeploymentError(
         f"the load has batches of {largest}, but {taken}; give {options}, or leave that size out of --batch-sizes"
     )
-
-
-def _signatures(context: RunContext) -> dict[Label, Signature]:
-    """The inputs and outputs of each arm. Raises `RunError` when they differ; the inputs may, where the arms
-    get different payloads."""
-    inputs_alike = len(context.experiment.payloads) == 1
-    signatures = {label: arm.endpoint.signature(arm.model) for label, arm in context.arms.items()}
-    interfaces = {}
-    for label, signature in signatures.items():
-        inputs = ", ".join(sorted(f"{tensor.name} ({tensor.datatype})" for tensor in signature.inputs))
-        outputs = ", ".join(sorted(tensor.name for tensor in signature.outputs))
-        interfaces[label] = f"{inputs if inputs_alike else '…'} → {outputs}"
-    (first, expected), *others = interfaces.items()
-    if context.care.leaves_out:
-        for label, interface in others:
-            if interface != expected:
-                _leave_out(context, label, f"it has {interface}, and {first} has {expected}")
-        others = [(label, interface) for label, interface in others if label in context.arms]
-    different = [f"{label} has {interface}" for label, interface in others if interface != expected]
-    if different:
-        message = (
-            f"the arms do not serve the same model: {first} has {expected}, {', '.join(different)}; "
-            "name the same model on all arms"
-        )
-        context.store.write(ParityRecord(cases=(), ok=False, error=message))
-        raise RunError(message)
-    for label, arm in context.arms.items():
-        context.arms[label] = replace(arm, signature=signatures[label])
-    return {label: signatures[label] for label in context.arms}
-
-
-def _wrong_arms(record: ParityRecord) -> dict[Label, str]:
-    """The arms to which a parity check objects, and why."""
-    if record.error is not None:
-        return {} if record.failed_arm is None else {record.failed_arm: record.error}
-    wrong: dict[Label, str] = {}
-    for case in record.cases:
-        if not case.ok and case.label is not None:
-            wrong.setdefault(case.label, f"it gives other answers: {case.name} (output {case.output} {case.fault})")
-    return wrong
-
-
-def _without_cases(record: ParityRecord, labels: Collection[Label]) -> ParityRecord:
-    """The record without the cases of these arms."""
-    cases = tuple(case for case in record.cases if case.label not in labels)
-    alike = record.alike and {label: outputs for label, outputs in record.alike.items() if label not in labels}
-    return msgspec.structs.replace(record, cases=cases, ok=all(case.ok for case in cases), alike=alike)
-
-
-def require_parity(context: RunContext, tolerance: Tolerance) -> None:
-    """Compare the arms' answers to the same inputs, at each batch size of the load. Raises `RunError` after
-    storing the comparison."""
-    count = next(iter(context.inputs.values())).count
-    context.progress.now(f"sending {count} inputs to every server, alone and in mixed batches")
-    limits = [size for record in context.records if isinstance(size := record.in_effect.get("max_batch_size"), int)]
-    limits += [1 for signature in context.signatures.values() if not signature.batched]
-    used = {workload.batch_size for workload in context.experiment.workloads}
-    largest = max(1, min([*limits, max({8, *used})]))
-    experiment, arm = context.experiment, next(iter(context.arms.values()))
-    arms = {
-        label: ParityTarget(
-            arm.target, context.signatures[label], context.inputs[arm.payload], arm.request_timeout_s, arm.name
-        )
-        for label, arm in context.arms.items()
-    }
-    sizes = {largest, *(size for size in used if size < largest)}
-    replayed = next((load for load in experiment.workloads if load.traffic is not None), None)
-    compare_arms = partial(
-        check_parity,
-        arms,
-        sizes,
-        tolerance,
-        context.experiment.lengths,
-        few=context.care.few_inputs,
-        replay=None if replayed is None else replay_of(replayed, arm.transport),
-        check_answers=replayed is not None and replayed.check_answers,
-    )
-    record = compare_arms()
-    while context.care.leaves_out and (wrong := _wrong_arms(record)) and context.experiment.baseline.label not in wrong:
-        for label, why in wrong.items():
-            _leave_out(context, label, why)
-            del arms[label]
-        record = _without_cases(record, wrong) if record.error is None else compare_arms()
-    context.store.write(record)
-    context.progress.parity_done(record)
-    if record.error is not None:
-        raise RunError(f"the arms' answers cannot be checked, so their speed is not compared: {record.error}")
-    if not record.ok:
-        first, *more = [case for case in record.cases if not case.ok]
-        others = f", and {len(more)} more of {len(record.cases)} cases" if more else ""
-        do_what = "give the recorded answers" if first.kind == "recorded" else "give the same answers"
-        raise RunError(
-            f"the arms do not {do_what}, so their speed is not compared: "
-            f"{first.name} (output {first.output} {first.fault}){others}"
-        )

@@ -11,16 +11,10 @@ from typing import TYPE_CHECKING
 from loadgen.experiment.schedule import sends_load
 from loadgen.findings.registry import Probe
 from loadgen.records.probes import AnswersCompared
-from loadgen.records.run import Experiment
 from loadgen.records.targets import Kind
 
 if TYPE_CHECKING:
     from loadgen.measure.context import RunContext
-
-
-def wanted(experiment: Experiment) -> bool:
-    """Whether there is any load. The answers of language models are judged by a reference instead."""
-    return experiment.kind is Kind.TENSORS and sends_load(experiment)
 
 
 def measure(context: RunContext) -> None:
@@ -29,4 +23,4 @@ def measure(context: RunContext) -> None:
     context.answers.compare(context.arms, context.signatures, context.inputs, context.restart)
 
 
-PROBE = Probe(wanted=wanted, measure=measure, records=(AnswersCompared,))
+PROBE = Probe(wanted=sends_load, measure=measure, records=(AnswersCompared,), of=Kind.TENSORS)

@@ -100,7 +100,7 @@ def _run_ablation(context: RunContext, ablation: Ablation, prepared: set[str]) -
             if arm.body_key in prepared:
                 continue
             prepared.add(arm.body_key)
-            context.prepare_for(arm, {workload.batch_size for workload in ablation.workloads})
+            context.sent.prepare_bodies(arm, {workload.batch_size for workload in ablation.workloads})
         arms = {WITHOUT: replace(without, called="the arm without it"), AS_IS: replace(as_is, called="the arm with it")}
         runner, blocks = context.beside(arms, store, ablation.workloads, ablation.number + 1)
         for place, block in enumerate(blocks, start=1):

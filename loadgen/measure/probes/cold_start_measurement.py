@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import Random
 from time import perf_counter_ns
@@ -27,16 +26,12 @@ from loadgen.client.bodies import choose_items, for_server, prepare_body
 from loadgen.client.connection import Address, ConnectionRefused, PreparedRequest, failure_message
 from loadgen.client.http import HttpConnection
 from loadgen.client.outputs import AnswerError
-from loadgen.client.token_traffic import ask_tokens
-from loadgen.client.transports import Request, prepare
-from loadgen.experiment.prompts import PromptPlan
 from loadgen.experiment.schedule import arm_orders, has_load
 from loadgen.launch.compose import ComposeDeployment, LogLine, wall_to_monotonic_ns
 from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.measure.arms import Arm
 from loadgen.measure.context import RunContext
-from loadgen.measure.language import probe_prompts
 from loadgen.measure.preparation import READY_SECONDS, make_deployment
 from loadgen.records.probes import Caches, ContainerStart, ServerStart, Variant
 from loadgen.records.run import Label
@@ -87,11 +82,7 @@ def measure_cold_starts(context: RunContext, repetitions: int) -> None:
     def start(label: Label, repetition: int, caches: Caches = "cached", plain: Arm | None = None) -> ServerStart:
         arm = arms[label]
         if not isinstance(arm.deployment, ComposeDeployment):
-            if context.prompts is not None:
-                ask = partial(_first_token, plan=context.prompts)
-            else:
-                inputs, signature = context.inputs[arm.payload], context.signatures[label]
-                ask = partial(_first_answer, first=prepare(arm.transport, inputs, signature, [0]))
+            ask = context.sent.first_request(label)
             if caches == "uncached":
                 return _start_without_caches(arm, ask, context.work / f"caches-{label}")
             started = _start_process(plain or arm, repetition, ask)
@@ -189,28 +180,6 @@ def _start_process(arm: Arm, repetition: int, ask: Callable[[Arm], int]) -> Serv
         command_ns=moments.get("command_ns"),
         stages_s=stages_s,
     )
-
-
-def _first_answer(arm: Arm, first: Request) -> int:
-    """Send one request; returns when its answer was there. Raises `AnswerError`, `ConnectionRefused`."""
-    target = arm.target
-    request = target.sendable(first)
-    connection = target.connection((request,), timeout_s=READY_SECONDS)
-    try:
-        exchange = connection.send(request)
-    finally:
-        connection.close()
-    if not exchange.good:
-        raise AnswerError(failure_message(exchange))
-    return exchange.end_ns
-
-
-def _first_token(arm: Arm, plan: PromptPlan) -> int:
-    """Send one prompt; returns when the first token was there. Raises `AnswerError`, `ConnectionRefused`."""
-    shape = plan.shapes[0]
-    [prompt] = probe_prompts(plan, shape, 1)
-    answer = ask_tokens(arm.target, plan, prompt, shape.output_tokens, timeout_s=READY_SECONDS)
-    return answer.chunks[0].at_ns
 
 
 def _start_container(

@@ -12,16 +12,10 @@ from loadgen.experiment.schedule import sends_load
 from loadgen.findings.registry import Probe
 from loadgen.findings.tokens import TokensFound, analyse
 from loadgen.records.probes import TokensCompared
-from loadgen.records.run import Experiment
 from loadgen.records.targets import Kind
 
 if TYPE_CHECKING:
     from loadgen.measure.context import RunContext
-
-
-def wanted(experiment: Experiment) -> bool:
-    """Whether there are streamed answers."""
-    return experiment.kind is Kind.TOKENS and sends_load(experiment)
 
 
 def measure(context: RunContext) -> None:
@@ -34,5 +28,11 @@ def measure(context: RunContext) -> None:
 
 
 PROBE = Probe(
-    wanted=wanted, measure=measure, records=(TokensCompared,), finding=TokensFound, analyse=analyse, after_servers=True
+    wanted=sends_load,
+    measure=measure,
+    records=(TokensCompared,),
+    finding=TokensFound,
+    analyse=analyse,
+    after_servers=True,
+    of=Kind.TOKENS,
 )

@@ -73,7 +73,8 @@ def test_a_run_may_search_with_a_workload_that_its_experiment_does_not_name(
         rates.append(search_rate(context, context.arms["b"], SEARCHED))
 
     tuner = registry.Probe(wanted=lambda _: True, measure=measure)
-    monkeypatch.setattr("loadgen.measure.runner.probes", lambda: [*registry.probes(), tuner])
+    known = registry.probes()
+    monkeypatch.setattr(registry, "probes", lambda: [*known, tuner])
     single = Workload(
         scenario="single", batch_size=1, concurrency=1, requests=20, seconds=0.2, max_seconds=9.0, rounds=2
     )
