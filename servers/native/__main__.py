@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 
 
 def main() -> int:
@@ -63,9 +64,11 @@ def main() -> int:
     if model is None:
         return run(settings, specifications, weights, listener, grpc_listener)
 
-    from servers.native.generation_server import ServedLanguageModel, serve_language
+    from servers.language.engine import make_engine
+    from servers.native.generation_server import serve_language
 
-    return serve_language(settings, ServedLanguageModel.of(model, settings), listener, grpc_listener)
+    build = partial(make_engine, model, settings.language_engine())
+    return serve_language(settings, model.name, model.label, build, listener, grpc_listener)
 
 
 def _refuse(message: str) -> int:

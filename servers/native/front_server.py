@@ -107,20 +107,21 @@ class FrontServer(uvicorn.Server, ABC):
             )
         )
 
-    def protect(self, keys: Keys | None, certificate: Certificate | None) -> None:
+    def admit(self, keys: Keys | None, certificate: Certificate | None, shown: socket.socket | None) -> None:
         """Answer only requests with one of these keys, over TLS with this certificate; both are read again at SIGHUP.
-        Before `run`."""
+        Show all connections to the recorder at the other end of `shown`. Before `run`."""
         self._keys = self.http.heads.keys = keys
         if keys is not None:
             keys.counts.number = self.http.memory.number
         if certificate is not None:
             self._tls = TlsConnections(certificate)
             self._tls.on_close = self.http.on_close
-
-    def record(self, shown: socket.socket | None) -> None:
-        """Show all connections to the recorder at the other end of this socket, if there is one. Before `run`."""
         if shown is not None:
             self._shown = ShownConnections(shown, self.models.default.statistics)
+
+    def stop(self) -> None:
+        """Finish accepted work and end; any thread."""
+        self.should_exit = True
 
     def _reload_access(self) -> None:
         if self._tls is not None:
@@ -331,7 +332,7 @@ class Supervised:
                 for _ in data[len(descriptors) :]:  # no descriptor was left for these: they are closed
                     self.on_close()
                 if not data:
-                    self._server.should_exit = True
+                    self._server.stop()
                     self.close()
                     return
 
@@ -433,15 +434,3 @@ class FrontProcessServer(NativeServer):
         await old_link.drain()
         assert self._supervised is not None
         self._supervised.report(SWITCHED)
-
-
-def run_front_end(
-    server: FrontServer, keys: Keys | None, certificate: Certificate | None, shown: socket.socket | None
-) -> int:
-    """Serve in a front end's process until the supervisor ends it; returns the process's exit status."""
-    server.protect(keys, certificate)
-    server.record(shown)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    server.run(sockets=[])
-    return 0

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,20 +36,12 @@ from servers.options.libraries import import_library
 from servers.options.stages import stage
 
 if TYPE_CHECKING:
+    from servers.native.engine.generation_loop import GenerationLoop
     from servers.native.engine.model_host import Offer
+    from servers.native.engine.process import EngineSide
+    from servers.native.front_server import FrontServer
 
 log = structlog.get_logger("abserve.server")
-
-
-@dataclass(frozen=True, slots=True)
-class Reload:
-    """How models are loaded again: from these files, by what `offers` makes of them for the so-manieth reload."""
-
-    files: Sequence[Path]
-    offers: Callable[[int], Sequence[Offer]]
-
-
-NO_RELOAD = Reload((), lambda _: ())
 
 
 def run(
@@ -67,7 +59,8 @@ def run(
         [_offer(settings, specification, weights) for specification in specifications],
         listener,
         grpc_listener,
-        Reload(watched_files(settings, specifications, weights), partial(_offers_again, settings, specifications)),
+        watched_files(settings, specifications, weights),
+        partial(_offers_again, settings, specifications),
     )
 
 
@@ -76,63 +69,15 @@ def serve(
     offers: Sequence[Offer],
     listener: socket.socket,
     grpc_listener: socket.socket | None = None,
-    reload: Reload = NO_RELOAD,
+    files: Sequence[Path] = (),
+    offers_again: Callable[[int], Sequence[Offer]] = lambda _: (),
 ) -> int:
-    """Serve until SIGTERM or SIGINT, and return the process's exit status; without `grpc_listener`, only over HTTP.
-    `reload` is how the models are loaded again, if the settings say so."""
-    names = ",".join(specification.name for specification, _ in offers)
-    alone = partial(serve_in_one_process, settings, offers, listener, grpc_listener)
-    return serve_by(settings, TensorChildren(offers, reload), names, listener, grpc_listener, alone)
+    """Serve until SIGTERM or SIGINT, and return the process's exit status; without `grpc_listener`, only over HTTP. The
+    models are made of `files`; `offers_again` makes them anew, for the reload of this number."""
+    specifications = [specification for specification, _ in offers]
 
-
-def serve_by(
-    settings: NativeSettings,
-    children: Children,
-    names: str,
-    listener: socket.socket,
-    grpc_listener: socket.socket | None,
-    alone: Callable[[Callable[[], None], socket.socket | None], int],
-) -> int:
-    """Serve in the processes of `children`, or in this one: `alone` gets what to call once the server listens, and the
-    socket to a recorder. Raises the process's soft limit of file descriptors to the hard one. Blocks; for the main
-    thread."""
-    # Each client takes a descriptor, and the usual soft limit of 1,024 is for programs that call select().
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-    def on_listening() -> None:
-        host, port = listener.getsockname()[:2]
-        secure = "s" if settings.tls_certificate else ""
-        log.info("listening", url=f"http{secure}://{host_in_url(host)}:{port}", model=names)
-
-    recording = RecordingProcess.of(settings)
-    shown = None if recording is None else recording.shown
-    try:
-        if settings.fronts:
-            return Supervisor(settings, children, listener, grpc_listener, on_listening, shown).run()
-        return alone(on_listening, shown)
-    finally:
-        if recording is not None:
-            recording.end()
-
-
-class TensorChildren:
-    """The `Children` of a server of models that take and answer tensors."""
-
-    def __init__(self, offers: Sequence[Offer], reload: Reload) -> None:
-        self._offers = offers
-        self._reload = reload
-
-    @property
-    def files(self) -> Sequence[Path]:
-        return self._reload.files
-
-    @property
-    def models(self) -> int:
-        return len(self._offers)
-
+    # These import when they are called: a server of several processes forks before.
     def run_engine(
-        self,
         settings: NativeSettings,
         statistics: Sequence[Statistics],
         arena: Arena,
@@ -141,78 +86,85 @@ class TensorChildren:
     ) -> int:
         from servers.native.engine.process import EngineServer
 
-        offers = self._offers
-        if reloads:
-            try:
-                offers = self._reload.offers(reloads)
-            except (UnknownModelError, WeightsError, EngineError, OptionError) as error:
-                log.error(NOT_RELOADED, reason=str(error))  # noqa: TRY400  the sentence says it all
-                return 1
-        return EngineServer(settings, offers, statistics, arena, supervisor, reloaded=reloads > 0).run()
+        try:
+            now = offers_again(reloads) if reloads else offers
+        except (UnknownModelError, WeightsError, EngineError, OptionError) as error:
+            log.error(NOT_RELOADED, reason=str(error))  # noqa: TRY400  the sentence says it all
+            return 1
+        return EngineServer(settings, now, statistics, arena, supervisor, reloaded=reloads > 0).run()
 
-    def run_front_end(
-        self,
+    def front_end(
         settings: NativeSettings,
         statistics: Sequence[Statistics],
         memory: RequestMemory,
         supervisor: socket.socket,
         engines: Sequence[socket.socket],
-        keys: Keys | None,
-        certificate: Certificate | None,
-        shown: socket.socket | None,
-    ) -> int:
-        from servers.native.front_server import FrontProcessServer, run_front_end
+    ) -> FrontServer:
+        from servers.native.front_server import FrontProcessServer
 
-        specifications = [specification for specification, _ in self._offers]
-        return run_front_end(
-            FrontProcessServer(settings, specifications, statistics, memory, supervisor, engines),
-            keys,
-            certificate,
-            shown,
-        )
+        return FrontProcessServer(settings, specifications, statistics, memory, supervisor, engines)
+
+    def alone(on_listening: Callable[[], None]) -> tuple[FrontServer, EngineSide]:
+        from servers.native.engine.process import EngineSide
+        from servers.native.front_server import NativeServer
+        from servers.native.local_link import LocalLink
+
+        statistics = [Statistics(settings.max_batch_size) for _ in offers]
+        memory = RequestMemory.alone(settings)
+        side = EngineSide(settings, offers, statistics, memory.arena)
+        link = LocalLink(side)
+        front_ends_open = threading.Event()
+
+        def begin() -> None:
+            on_listening()
+            link.open(server.execute)
+            side.start(server.stop, front_ends_open)
+
+        on_open = front_ends_open.set
+        server = NativeServer(settings, specifications, statistics, link, memory, begin, on_open, grpc_listener)
+        return server, side
+
+    names = [specification.name for specification in specifications]
+    return serve_by(settings, Children(names, run_engine, front_end, files), listener, grpc_listener, alone)
 
 
-def serve_in_one_process(
+def serve_by(
     settings: NativeSettings,
-    offers: Sequence[Offer],
+    children: Children,
     listener: socket.socket,
     grpc_listener: socket.socket | None,
-    on_listening: Callable[[], None],
-    shown: socket.socket | None = None,
+    alone: Callable[[Callable[[], None]], tuple[FrontServer, EngineSide | GenerationLoop]],
 ) -> int:
-    """Serve until SIGTERM or SIGINT, and return the process's exit status. Blocks; for the main thread. An engine
-    thread may still be loading when this returns: the caller must not wait for it."""
-    # Not above: a server of several processes forks before these imports.
-    from servers.native.engine.process import EngineSide
-    from servers.native.front_server import NativeServer
-    from servers.native.local_link import LocalLink
+    """Serve in the processes of `children`, or in this one with the server and the engine that `alone` makes, which
+    gets what to call once the server listens. Raises the process's soft limit of file descriptors to the hard one.
+    Blocks; for the main thread. An engine's thread may still be loading when this returns: the caller must not wait for
+    it."""
+    # Each client takes a descriptor, and the usual soft limit of 1,024 is for programs that call select().
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
-    statistics = [Statistics(settings.max_batch_size) for _ in offers]
-    memory = RequestMemory.alone(settings)
-    side = EngineSide(settings, offers, statistics, memory.arena)
-    link = LocalLink(side)
-    front_ends_open = threading.Event()
-    specifications = [specification for specification, _ in offers]
+    def on_listening() -> None:
+        host, port = listener.getsockname()[:2]
+        secure = "s" if settings.tls_certificate else ""
+        url = f"http{secure}://{host_in_url(host)}:{port}"
+        log.info("listening", url=url, model=",".join(children.models))
 
-    def begin() -> None:
-        on_listening()
-        link.open(server.execute)
-        side.start(stop, front_ends_open)
-
-    def stop() -> None:
-        server.should_exit = True
-
-    server = NativeServer(settings, specifications, statistics, link, memory, begin, front_ends_open.set, grpc_listener)
-    server.protect(Keys.of(settings), Certificate.of(settings))
-    server.record(shown)
-    received = keep_early_signals(stop)
-    server.run(sockets=[listener])
-    failed = side.failed
-    finished = side.stop(max(0.0, min(settings.shutdown_timeout_s, server.stop_by - time.monotonic())))
-    log.info("stopped", accepted_work_finished=finished)
-    if failed:
-        return 1
-    return exit_status(received)
+    recording = RecordingProcess.of(settings)
+    shown = None if recording is None else recording.shown
+    try:
+        if settings.fronts:
+            return Supervisor(settings, children, listener, grpc_listener, on_listening, shown).run()
+        server, engine = alone(on_listening)
+        server.admit(Keys.of(settings), Certificate.of(settings), shown)
+        received = keep_early_signals(server.stop)
+        server.run(sockets=[listener])
+        failed = engine.failed
+        finished = engine.stop(max(0.0, min(settings.shutdown_timeout_s, server.stop_by - time.monotonic())))
+        log.info("stopped", accepted_work_finished=finished)
+        return 1 if failed else exit_status(received)
+    finally:
+        if recording is not None:
+            recording.end()
 
 
 def imported_first(engine: str, specification: ModelSpecification) -> tuple[str, ...]:

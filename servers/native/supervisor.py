@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -33,6 +33,9 @@ from servers.native.shared.memory import Arena, ByteBudget, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics, row_width
 from servers.native.shared.tls import Certificate
+
+if TYPE_CHECKING:
+    from servers.native.front_server import FrontServer
 
 log = structlog.get_logger("abserve.server")
 
@@ -102,41 +105,23 @@ class _Engines:
     """To end."""
 
 
-class Children(Protocol):
-    """What the children of a supervisor run; called in the child, each returns its exit status."""
+@dataclass(frozen=True, slots=True)
+class Children:
+    """What the children of a supervisor run; called in the child."""
 
-    @property
-    def models(self) -> int:
-        """How many models are served."""
-
-    @property
-    def files(self) -> Sequence[Path]:
-        """From which the models are made."""
-
-    def run_engine(
-        self,
-        settings: NativeSettings,
-        statistics: Sequence[Statistics],
-        arena: Arena,
-        supervisor: socket.socket,
-        reloads: int,
-    ) -> int:
-        """Execute, until the supervisor says or has gone; its socket brings the sockets of front ends. After `reloads`
-        the models are made of their files as they are now, and the process says when it could serve."""
-
-    def run_front_end(
-        self,
-        settings: NativeSettings,
-        statistics: Sequence[Statistics],
-        memory: RequestMemory,
-        supervisor: socket.socket,
-        engines: Sequence[socket.socket],
-        keys: Keys | None,
-        certificate: Certificate | None,
-        shown: socket.socket | None,
-    ) -> int:
-        """Receive and answer; the supervisor's socket brings the clients' connections, which need one of
-        the `keys`, and TLS if there is a `certificate`; `shown` is the socket to a recorder."""
+    models: Sequence[str]
+    """The names of those that are served."""
+    run_engine: Callable[[NativeSettings, Sequence[Statistics], Arena, socket.socket, int], int]
+    """Execute, until the supervisor says or has gone; its socket brings the sockets of front ends. After so many
+    reloads the models are made of their files as they are now, and the process says when it could serve. Returns the
+    exit status."""
+    front_end: Callable[
+        [NativeSettings, Sequence[Statistics], RequestMemory, socket.socket, Sequence[socket.socket]], FrontServer
+    ]
+    """A front end, with the socket to the supervisor, which brings the clients' connections, and those to the
+    engines."""
+    files: Sequence[Path] = ()
+    """From which the models are made."""
 
 
 class Supervisor:
@@ -161,7 +146,7 @@ class Supervisor:
         self._listeners = {listener: HTTP}
         if grpc_listener is not None:
             self._listeners[grpc_listener] = GRPC
-        self._arena = make_arena(settings, children.models)
+        self._arena = make_arena(settings, len(children.models))
         self._selector = selectors.DefaultSelector()
         self._front_ends: dict[int, _FrontEnd] = {}
         self._engines = _Engines(0, states_of(children.files))
@@ -281,10 +266,10 @@ class Supervisor:
             statistics = self._statistics(_engine_rows(self._settings) + number)
             for of_model in statistics:
                 of_model.set_decoding(0)  # its predecessor may have died with some
-            return self._children.run_front_end(
-                *(self._settings, statistics, memory, childs, to_engines, self._keys, self._certificate),
-                next(iter(self._recorder), None),
-            )
+            server = self._children.front_end(self._settings, statistics, memory, childs, to_engines)
+            server.admit(self._keys, self._certificate, next(iter(self._recorder), None))
+            server.run(sockets=[])
+            return 0
 
         process = self._fork(run, [childs, *self._recorder])
         childs.close()
@@ -301,7 +286,7 @@ class Supervisor:
         size, rows = self._settings.max_batch_size, _process_count(self._settings)
         width, place = row_width(size), 0
         statistics = []
-        for _ in range(self._children.models):
+        for _ in self._children.models:
             views = [self._arena.counters[place + row * width : place + (row + 1) * width] for row in range(rows)]
             statistics.append(Statistics(size, views, process))
             place += rows * width

@@ -96,12 +96,12 @@ class GenerationLoop:
         self._incoming.append(connected)
         self._front_ends.wake()
 
-    def stop(self, stop_by: float) -> bool:
-        """Finish accepted requests, at most until `stop_by` of `time.monotonic`; False if that was too short."""
-        self._stop_by = stop_by
+    def stop(self, timeout: float) -> bool:
+        """Finish accepted requests; False if that took longer than `timeout` seconds."""
+        self._stop_by = time.monotonic() + timeout
         self._front_ends.wake()
         if self._state is not ModelState.LOADING:  # a load cannot be interrupted, so do not wait for it
-            self._thread.join(max(0.0, stop_by - time.monotonic()))
+            self._thread.join(timeout)
         return not self._thread.is_alive() and not self._owners
 
     # In the thread
@@ -320,39 +320,28 @@ def describe(engine: GeneratingEngine) -> EngineDescription:
     )
 
 
-class GenerationProcess:
-    """The process of an engine: it gets the front ends' sockets from the supervisor until that says so, or has gone."""
-
-    def __init__(
-        self,
-        build: BuildGeneratingEngine,
-        settings: NativeSettings,
-        statistics: Statistics,
-        arena: Arena,
-        supervisor: socket.socket,
-    ) -> None:
-        self._settings = settings
-        self._supervisor = supervisor
-        self._failed, self._failing = socket.socketpair()
-        self._loop = GenerationLoop(build, settings, statistics, arena, self._fail)
-
-    def run(self) -> int:
-        """Returns the process's exit status."""
-        self._loop.start()
-        stop_by: float | None = None
-        while stop_by is None and not self._loop.failed:
-            readable, _, _ = select.select([self._supervisor, self._failed], [], [])
-            if self._supervisor in readable:
-                message = read_supervisor(self._supervisor, self._settings)
-                if isinstance(message, float):
-                    stop_by = message
-                else:
-                    self._loop.add(message)
-        if self._loop.failed:
+def run_generation(
+    build: BuildGeneratingEngine,
+    settings: NativeSettings,
+    statistics: Statistics,
+    arena: Arena,
+    supervisor: socket.socket,
+) -> int:
+    """The process of an engine: it gets the front ends' sockets from the supervisor until that says so, or has gone.
+    Returns its exit status."""
+    failed, failing = socket.socketpair()
+    loop = GenerationLoop(build, settings, statistics, arena, lambda: failing.close())
+    loop.start()
+    stop_by: float | None = None
+    while stop_by is None:
+        readable, _, _ = select.select([supervisor, failed], [], [])
+        if failed in readable:
             return 1
-        finished = self._loop.stop(stop_by or 0.0)
-        log.info("stopped", accepted_work_finished=finished)
-        return 1 if self._loop.failed else 0
-
-    def _fail(self) -> None:
-        self._failing.send(b"!")
+        message = read_supervisor(supervisor, settings)
+        if isinstance(message, float):
+            stop_by = message
+        else:
+            loop.add(message)
+    finished = loop.stop(max(0.0, stop_by - time.monotonic()))
+    log.info("stopped", accepted_work_finished=finished)
+    return 1 if loop.failed else 0

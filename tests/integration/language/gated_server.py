@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from servers.engines.settings import EngineError
 from servers.language.engine import Emission
-from servers.native.generation_server import ServedLanguageModel, serve_language
+from servers.native.generation_server import serve_language
 from servers.native.server import configure_logs
 from servers.native.shared.settings import NativeSettings
 from servers.options.command_line import from_argument
@@ -61,11 +62,10 @@ def main() -> int:
     settings = from_argument(NativeSettings, sys.argv[3:])
     configure_logs(settings.log_level)
     slots, longest = settings.slots or 4, settings.max_length or 256
-    model = ServedLanguageModel(
-        "scripted", "language:scripted", lambda: GatedEngine(slots=slots, max_length=longest, folder=folder)
-    )
+    build = partial(GatedEngine, slots=slots, max_length=longest, folder=folder)
     grpc_listener = bind("127.0.0.1", settings.grpc_port) if settings.grpc_port else None
-    return serve_language(settings, model, bind("127.0.0.1", settings.http_port), grpc_listener)
+    listener = bind("127.0.0.1", settings.http_port)
+    return serve_language(settings, "scripted", "language:scripted", build, listener, grpc_listener)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -157,7 +156,7 @@ def generation_loop(fronts: int) -> Iterator[tuple[GenerationLoop, list[socket.s
         yield loop, [front for front, _ in pairs]
     finally:
         if loop._thread.is_alive():
-            loop.stop(time.monotonic() + 60)
+            loop.stop(60)
         loop._front_ends.close()  # of a loop whose thread has not begun
         for end in (end for pair in pairs for end in pair):
             end.close()
