@@ -28,7 +28,7 @@ from servers.native.shared.interface import ApplyStatus, FrontEndOpened, ModelSt
 from servers.native.shared.ipc import (
     Cancel,
     Control,
-    ControlDone,
+    Done,
     Failure,
     Finished,
     Generate,
@@ -166,8 +166,8 @@ class GenerationLoop:
             self._accept(channel, message)
         elif isinstance(message, Cancel):
             self._cancel(message.number)
-        elif isinstance(message, ControlDone):
-            channel.control_done(message)
+        elif isinstance(message, Done):
+            channel.operation_done(message)
         elif isinstance(message, Control) and isinstance(message.operation, FrontEndOpened):
             self._opened.add(channel)
             self._check_open()

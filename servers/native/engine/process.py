@@ -44,27 +44,25 @@ from servers.native.shared.interface import (
     not_ready,
 )
 from servers.native.shared.ipc import (
-    FAILED,
     FORM_UNKNOWN,
     LOADED,
     REQUESTS,
     STOP_BY,
     Cancel,
     Control,
-    ControlDone,
+    Done,
     Form,
     Message,
     ReceivedForm,
-    RequestDone,
     Submit,
     SubmittedInput,
     UnusableMessage,
     done_message,
     encode_all,
-    error_of,
     failed,
     failure_of,
     read_frames,
+    settle,
     unusable_of,
 )
 from servers.native.shared.memory import Arena
@@ -297,7 +295,7 @@ class FrontEndChannel:
                 self._add_done(done, queued)
             except Exception as error:  # it must not stop the thread of an engine
                 log_limited.exception("an answer could not be sent")
-                done.append(RequestDone([queued.number], [], failure_of(error)))
+                done.append(Done([queued.number], [], failure_of(error)))
         self.send(done)
 
     def _add_done(self, done: list[Message], queued: QueuedRequest) -> None:
@@ -339,15 +337,10 @@ class FrontEndChannel:
             self.send([Control(number, operation)])
         return done
 
-    def control_done(self, message: ControlDone) -> None:
+    def operation_done(self, message: Done) -> None:
         """The front end has executed an operation."""
-        done = self._operations.pop(message.number, None)
-        if done is None:
-            return
-        if message.failure is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error_of(message.failure))
+        for number in message.numbers:
+            settle(self._operations, number, message.failure)
 
     def send(self, messages: Sequence[Message]) -> None:
         """Send now or, where the front end is slow to read, soon; never blocks. A message that cannot be encoded fails
@@ -370,11 +363,11 @@ class FrontEndChannel:
         if message.kind is Form:
             for number in message.numbers or list(self.forms):
                 self.forms.pop(number, None)  # else its requests would be read as those of the form before it
-        for reply in failed(message, FAILED):
+        for reply in failed(message):
             if sent != (message.kind in REQUESTS):
                 self.send([reply])
-            elif isinstance(reply, ControlDone):
-                self.control_done(reply)
+            else:
+                self.operation_done(reply)
 
     def send_more(self) -> None:
         """The socket takes bytes again."""
@@ -560,8 +553,8 @@ class EngineServer:
             channel.forms[message.number] = ReceivedForm(message, self._side.hosts[message.model].padding)
         elif isinstance(message, Cancel):
             self._cancel(channel, message.number)
-        elif isinstance(message, ControlDone):
-            channel.control_done(message)
+        elif isinstance(message, Done):
+            channel.operation_done(message)
         elif isinstance(message, Control):
             assert isinstance(message.operation, EngineOperation)
             self._side.threads(message.operation).submit(self._execute, channel, message.number, message.operation)
@@ -572,7 +565,7 @@ class EngineServer:
         """Queue several requests as one object if the engine takes addresses: that costs as little as a single one."""
         form = channel.form(message.form, message.rows)
         if form is None:
-            channel.send([RequestDone(message.numbers, [], FORM_UNKNOWN)])
+            channel.send([Done(message.numbers, [], FORM_UNKNOWN)])
             return
         if len(message.numbers) != len(message.data):
             raise ValueError("not every request has its data")
@@ -606,7 +599,7 @@ class EngineServer:
             if not isinstance(error, ContractError):
                 log_limited.exception("a request could not be queued")
             channel.requests.pop(number, None)
-            channel.send([RequestDone([number], [], failure_of(error))])
+            channel.send([Done([number], [], failure_of(error))])
 
     def _group(
         self,
@@ -665,7 +658,7 @@ class EngineServer:
             if not isinstance(error, ContractError):
                 log_limited.exception("a control operation failed", operation=type(operation).__name__)
             failure = failure_of(error)
-        channel.send([ControlDone(number, failure)])
+        channel.send([Done([number], [], failure)])
 
     def _remove(self, channel: FrontEndChannel) -> None:
         """A front end has ended: withdraw its requests."""

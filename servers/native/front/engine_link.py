@@ -33,16 +33,14 @@ from servers.native.shared.interface import (
     QueuedRequest,
 )
 from servers.native.shared.ipc import (
-    FAILED,
     FORM_UNKNOWN,
     MAX_GROUP_ROWS,
     REQUESTS,
     Cancel,
     Control,
-    ControlDone,
+    Done,
     Form,
     Message,
-    RequestDone,
     SentForms,
     Submit,
     UnusableMessage,
@@ -53,6 +51,7 @@ from servers.native.shared.ipc import (
     failure_of,
     outputs_of,
     read_frames,
+    settle,
     submit_message,
     unusable_of,
 )
@@ -251,47 +250,41 @@ class EngineClient(EngineSocket):
                 done.set_exception(UnavailableError(ENGINE_ENDED))
 
     def _take(self, message: Message | UnusableMessage) -> None:
-        if isinstance(message, RequestDone):
+        if isinstance(message, Done):
             self._complete(message)
         elif isinstance(message, Control):
             task = asyncio.get_running_loop().create_task(self._execute_control(message))
             self._executing.add(task)
             task.add_done_callback(self._executing.discard)
-        elif isinstance(message, ControlDone):
-            self._control_done(message)
         elif isinstance(message, UnusableMessage):
             self._fail(message, sent=False)
 
     def _fail(self, message: UnusableMessage, *, sent: bool) -> None:
         if message.kind is Form:
             self._forms.forget()
-        for reply in failed(message, FAILED):
+        for reply in failed(message):
             if sent == (message.kind in REQUESTS):
                 self._take(reply)
             else:
                 self._send(reply)
 
-    def _control_done(self, message: ControlDone) -> None:
-        done = self._controls.pop(message.number, None)
-        if done is None or done.done():
-            return
-        if message.failure is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error_of(message.failure))
-
-    def _complete(self, message: RequestDone) -> None:
+    def _complete(self, message: Done) -> None:
         if message.failure is not None:
             if message.failure == FORM_UNKNOWN:
                 self._forms.forget()
             for number in message.numbers:
-                if number in self._waiting:  # else it is complete already
+                if number in self._waiting:  # else it is complete already, or an operation
                     self._end(number, None, error_of(message.failure))
+                else:
+                    settle(self._controls, number, message.failure)
         elif len(message.numbers) > 1:
             for number, outputs in divided(message):
                 self._end(number, outputs)
         else:
             (number,) = message.numbers
+            if number in self._controls:
+                settle(self._controls, number, None)
+                return
             _, memory, has_room, _ = self._waiting[number]
             self._end(number, outputs_of(message, self._memory.arena, memory[-1] if has_room else None))
 
@@ -325,7 +318,7 @@ class EngineClient(EngineSocket):
             await self._execute(message.operation)
         except Exception as error:  # noqa: BLE001  the engine's side raises it
             failure = failure_of(error)
-        self._send(ControlDone(message.number, failure))
+        self._send(Done([message.number], [], failure))
 
 
 def _answer_bytes(signature: ModelSignature) -> int:

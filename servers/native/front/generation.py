@@ -20,10 +20,9 @@ from servers.native.front.token_requests import TokenRequest
 from servers.native.shared.errors import INTERNAL_ERROR, FailureLog
 from servers.native.shared.interface import ApplyStatus, FrontEndOpened, ModelStatus
 from servers.native.shared.ipc import (
-    FAILED,
     Cancel,
     Control,
-    ControlDone,
+    Done,
     Generate,
     Generated,
     Message,
@@ -97,7 +96,7 @@ class GenerationLink(EngineSocket):
             self._pass_on(message)
         elif isinstance(message, Control) and isinstance(message.operation, ApplyStatus):
             self._apply(message.operation.models[0])
-            self._send(ControlDone(message.number))
+            self._send(Done([message.number]))
         elif isinstance(message, UnusableMessage):
             self._fail(message, sent=False)
 
@@ -127,7 +126,7 @@ class GenerationLink(EngineSocket):
         if message.kind in (Generate, Generated):
             for number in message.numbers:
                 self._lose(number)
-        for reply in () if sent else failed(message, FAILED):
+        for reply in () if sent else failed(message):
             self._send(reply)
 
     def _lose(self, number: int) -> None:

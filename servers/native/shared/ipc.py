@@ -89,14 +89,14 @@ class Submit(msgspec.Struct, array_like=True, tag=0, gc=False):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """Take a request back if it still waits; either way it will be `RequestDone`."""
+    """Take a request back if it still waits; either way it will be `Done`."""
 
     number: int
 
 
-class RequestDone(msgspec.Struct, array_like=True, tag=2, gc=False):
-    """The engine does not read the memory of these requests any more. Requests that were executed as one have their
-    outputs one after the other in each tensor."""
+class Done(msgspec.Struct, array_like=True, tag=2, gc=False):
+    """These requests, or an operation, are done or have failed: the engine does not read the memory of the requests any
+    more. Those that were executed as one have their outputs one after the other in each tensor."""
 
     numbers: list[int]
     outputs: list[Tensor] = []
@@ -104,17 +104,10 @@ class RequestDone(msgspec.Struct, array_like=True, tag=2, gc=False):
 
 
 class Control(msgspec.Struct, array_like=True, tag=3):
-    """Execute a control operation; answered by `ControlDone` with the same number."""
+    """Execute a control operation; answered by `Done` with the same number."""
 
     number: int
     operation: EngineOperation | FrontEndOperation
-
-
-class ControlDone(msgspec.Struct, array_like=True, tag=4):
-    """The operation is done, or has failed."""
-
-    number: int
-    failure: Failure | None = None
 
 
 class Generate(msgspec.Struct, array_like=True, tag=6, gc=False):
@@ -149,7 +142,7 @@ class Generated(msgspec.Struct, array_like=True, tag=7, gc=False):
     finished: list[Finished] = []
 
 
-Message = Form | Submit | Cancel | RequestDone | Control | ControlDone | Generate | Generated
+Message = Form | Submit | Cancel | Done | Control | Generate | Generated
 REQUESTS = (Submit, Control)
 """Messages that the other side replies to."""
 
@@ -196,7 +189,7 @@ def unusable_of(message: Message | UnusableMessage) -> UnusableMessage:
     """A message that only fails what it is about."""
     if isinstance(message, UnusableMessage):
         return message
-    if isinstance(message, Submit | RequestDone | Generated):
+    if isinstance(message, Submit | Done | Generated):
         return _unusable(type(message), message.numbers)
     return _unusable(type(message), message.number)
 
@@ -207,13 +200,20 @@ def _unusable(kind: type[Message] | None, about: object) -> UnusableMessage:
     return UnusableMessage(kind, [number for number in numbers if type(number) is int and -(2**63) <= number < 2**64])
 
 
-def failed(unusable: UnusableMessage, failure: Failure) -> list[Message]:
+def failed(unusable: UnusableMessage) -> list[Done]:
     """The replies that end what an unusable message asks for; or what takes its place, if it is a reply itself."""
-    if unusable.kind in (Submit, RequestDone):
-        return [RequestDone([number], [], failure) for number in unusable.numbers]
-    if unusable.kind in (Control, ControlDone):
-        return [ControlDone(number, failure) for number in unusable.numbers]
-    return []
+    return [Done([number], [], FAILED) for number in unusable.numbers] if unusable.kind in (*REQUESTS, Done) else []
+
+
+def settle(operations: dict[int, Any], number: int, failure: Failure | None) -> None:
+    """End the future of an operation that the other side has executed; without effect on other numbers."""
+    done = operations.pop(number, None)
+    if done is None or done.done():
+        return
+    if failure is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error_of(failure))
 
 
 def read_frames(unread: bytearray, data: bytes | memoryview) -> list[Message | UnusableMessage]:
@@ -329,7 +329,7 @@ class ReceivedForm:
 def submit_message(
     number: int, form: int, queued: QueuedRequest, memory: RequestMemory, answer_bytes: int
 ) -> tuple[Submit, list[Array]]:
-    """The message for a request, and the memory that must be kept until it is `RequestDone`. Inputs outside of the
+    """The message for a request, and the memory that must be kept until it is `Done`. Inputs outside of the
     arena are copied into it. `answer_bytes` is the size of the answers, 0 if it is not known. Raises `UnavailableError`
     when there is no room."""
     arena = memory.arena
@@ -360,13 +360,11 @@ def submit_message(
     return message, in_use
 
 
-def done_message(
-    numbers: list[int], queued: QueuedRequest, arena: Arena, room: tuple[int, int] | None = None
-) -> RequestDone:
+def done_message(numbers: list[int], queued: QueuedRequest, arena: Arena, room: tuple[int, int] | None = None) -> Done:
     """The message for a complete request, or for several that were executed as one. Large outputs are copied to the
     room; several requests have none."""
     if queued.error is not None:
-        return RequestDone(numbers, [], failure_of(queued.error))
+        return Done(numbers, [], failure_of(queued.error))
     tensors = []
     start, left = (0, 0) if room is None else room
     for name, array in (queued.outputs or {}).items():
@@ -379,10 +377,10 @@ def done_message(
             start, left = start + taken, left - taken
         else:
             tensors.append(_inline(name, array))
-    return RequestDone(numbers, tensors)
+    return Done(numbers, tensors)
 
 
-def divided(message: RequestDone) -> Iterator[tuple[int, dict[str, Array]]]:
+def divided(message: Done) -> Iterator[tuple[int, dict[str, Array]]]:
     """The numbers and the outputs of requests that were executed as one."""
     count = len(message.numbers)
     whole: dict[str, Array] = {}
@@ -400,7 +398,7 @@ def _inline(name: str, array: Array) -> Tensor:
     return Tensor(name, array.dtype.str, array.shape, array.tobytes())
 
 
-def outputs_of(message: RequestDone, arena: Arena, room: Array | None) -> dict[str, Array]:
+def outputs_of(message: Done, arena: Arena, room: Array | None) -> dict[str, Array]:
     """The outputs of an executed request; those in its room keep it."""
     outputs = {}
     for tensor in message.outputs:

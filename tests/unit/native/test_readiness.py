@@ -25,7 +25,7 @@ from servers.native.shared.interface import (
     ModelStatus,
     QueuedRequest,
 )
-from servers.native.shared.ipc import Control, ControlDone, encode, read_frames
+from servers.native.shared.ipc import Control, Done, encode, read_frames
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
@@ -125,7 +125,7 @@ class OpeningFrontEnd:
     def open(self) -> None:
         """Say so, and return when the engine's process has heard it."""
         self._socket.sendall(encode([Control(7, FrontEndOpened())]))
-        while not any(isinstance(message, ControlDone) for message in self._messages):
+        while not any(isinstance(message, Done) for message in self._messages):
             self._messages += read_frames(self._unread, self._socket.recv(65536))
 
     def die(self) -> None:

@@ -30,9 +30,8 @@ from servers.native.shared.ipc import (
     INLINE_BYTES,
     Cancel,
     Control,
-    ControlDone,
+    Done,
     Message,
-    RequestDone,
     Submit,
     Tensor,
     UnusableMessage,
@@ -125,7 +124,7 @@ class Pool:
         before = len(self.engines[engine].received)
         self.engines[engine].send(Control(before, operation))
         (*_, answer) = await self.engines[engine].messages(before + 1)
-        assert isinstance(answer, ControlDone)
+        assert isinstance(answer, Done)
         if answer.failure is not None:
             raise ContractError(answer.failure[1])
 
@@ -153,7 +152,7 @@ def test_the_engine_with_the_fewest_rows_gets_the_next_request_and_equals_take_t
             assert await first.numbers(1) == [requests[0].number]
             assert sorted(await second.numbers(3)) == [requests[place].number for place in (1, 3, 5)]
             assert sorted(await third.numbers(3)) == [requests[place].number for place in (2, 4, 6)]
-            first.send(RequestDone([requests[0].number]))
+            first.send(Done([requests[0].number]))
             while not requests[0].complete:
                 await asyncio.sleep(0)
             for _ in range(3):
@@ -170,7 +169,7 @@ def test_rows_of_another_front_end_count() -> None:
             for _ in range(4):
                 other.submit()
             assert len(await other.engines[1].numbers(4)) == 4
-            other.engines[1].send(RequestDone(await other.engines[1].numbers(4)))
+            other.engines[1].send(Done(await other.engines[1].numbers(4)))
             while any(other.memory.arena.rows[1]):
                 await asyncio.sleep(0)
             pool.submit()
@@ -186,7 +185,7 @@ def test_lone_requests_take_turns() -> None:
                 queued = pool.submit()
                 engine = pool.engines[turn % 2]
                 assert (await engine.numbers(1 + turn // 2))[-1] == queued.number
-                engine.send(RequestDone([queued.number]))
+                engine.send(Done([queued.number]))
                 while not queued.complete:
                     await asyncio.sleep(0)
 
@@ -225,7 +224,7 @@ def test_an_operation_reaches_the_engines_that_it_concerns(
                 assert not asking.done()
                 (ask,) = await pool.engines[number].asked(1)
                 assert ask.operation == operation
-                pool.engines[number].send(ControlDone(ask.number))
+                pool.engines[number].send(Done([ask.number]))
             await asyncio.wait_for(asking, 5)
             assert sum(len(engine.received) for engine in pool.engines) == len(engines)
 
@@ -241,10 +240,10 @@ def test_a_cuda_region_is_opened_at_home_and_then_by_the_others(device: int, hom
             (ask,) = await pool.engines[home].asked(1)
             assert ask.operation == opening
             assert pool.engines[1 - home].received == []
-            pool.engines[home].send(ControlDone(ask.number))
+            pool.engines[home].send(Done([ask.number]))
             (ask,) = await pool.engines[1 - home].asked(1)
             assert ask.operation == OpenRegion("r", 8, device=device, peer=True)
-            pool.engines[1 - home].send(ControlDone(ask.number, ("InvalidRequestError", "no path")))
+            pool.engines[1 - home].send(Done([ask.number], [], ("InvalidRequestError", "no path")))
             await asyncio.wait_for(asking, 5)
 
     asyncio.run(run())
@@ -255,7 +254,7 @@ def test_a_cuda_region_that_its_home_refuses_is_opened_by_no_other() -> None:
         async with opened("cuda:0", "cuda:1") as pool:
             asking = asyncio.create_task(pool.pool.control(OpenRegion("r", 8, device=1)))
             (ask,) = await pool.engines[1].asked(1)
-            pool.engines[1].send(ControlDone(ask.number, ("InvalidRequestError", "no such handle")))
+            pool.engines[1].send(Done([ask.number], [], ("InvalidRequestError", "no such handle")))
             with pytest.raises(InvalidRequestError, match="no such handle"):
                 await asyncio.wait_for(asking, 5)
             assert pool.engines[0].received == []
@@ -268,10 +267,10 @@ def test_the_first_error_is_told_after_all_have_answered() -> None:
         async with opened("cpu", "cpu") as pool:
             asking = asyncio.create_task(pool.pool.control(ControlModel(0, load=False)))
             asks = [(await engine.asked(1))[0] for engine in pool.engines]
-            pool.engines[0].send(ControlDone(asks[0].number, ("UnavailableError", "later")))
+            pool.engines[0].send(Done([asks[0].number], [], ("UnavailableError", "later")))
             await asyncio.wait([asking], timeout=0.05)
             assert not asking.done()
-            pool.engines[1].send(ControlDone(asks[1].number))
+            pool.engines[1].send(Done([asks[1].number]))
             with pytest.raises(UnavailableError, match="later"):
                 await asking
 
@@ -322,7 +321,7 @@ def test_nothing_is_said_before_all_have_spoken_nor_after_one_has_ended() -> Non
             await pool.notify(1, ApplyStatus((READY,)))
             assert len(pool.executed) == 2
             (number,) = await pool.engines[1].numbers(1)
-            pool.engines[1].send(RequestDone([number]))
+            pool.engines[1].send(Done([number]))
             while not waiting[1].complete:
                 await asyncio.sleep(0)
             assert waiting[1].error is None
@@ -394,7 +393,7 @@ def test_an_answer_of_unknown_size_travels_in_shared_memory_from_the_second_requ
             (engine,) = pool.engines
             first = pool.submit(2)
             (number,) = await engine.numbers(1)
-            engine.send(RequestDone([number], [Tensor("y", "<f4", answer.shape, answer.tobytes())]))
+            engine.send(Done([number], [Tensor("y", "<f4", answer.shape, answer.tobytes())]))
             while first.outputs is None:
                 await asyncio.sleep(0)
             second = pool.submit(2)
@@ -407,7 +406,7 @@ def test_an_answer_of_unknown_size_travels_in_shared_memory_from_the_second_requ
             start, size = rooms[1]
             assert size >= answer.nbytes
             pool.memory.arena.view(start, answer.shape, answer.dtype)[...] = answer
-            engine.send(RequestDone([number + 1], [Tensor("y", "<f4", answer.shape, start)]))
+            engine.send(Done([number + 1], [Tensor("y", "<f4", answer.shape, start)]))
             while second.outputs is None:
                 await asyncio.sleep(0)
             assert np.array_equal(second.outputs["y"], answer)

@@ -18,13 +18,12 @@ from servers.native.shared.interface import ApplyStatus, CheckCuda, CloseRegions
 from servers.native.shared.ipc import (
     Cancel,
     Control,
-    ControlDone,
+    Done,
     Finished,
     Form,
     Generate,
     Generated,
     Message,
-    RequestDone,
     Submit,
     Tensor,
 )
@@ -45,10 +44,10 @@ SAMPLES: dict[str, Message] = {
     "submit": Submit([2**40], 0, 1, [[0]]),
     "submit two": Submit([2**40, 2**40 + 1], 0, 1, [[0], [4096]]),
     "cancel": Cancel(2**40),
-    "done": RequestDone([2**40], [Tensor("y", "<f4", (1, 4), bytes(16))]),
-    "two done": RequestDone([2**40, 2**40 + 1], [Tensor("y", "<f4", (2, 4), bytes(32))]),
+    "done": Done([2**40], [Tensor("y", "<f4", (1, 4), bytes(16))]),
+    "two done": Done([2**40, 2**40 + 1], [Tensor("y", "<f4", (2, 4), bytes(32))]),
     "control": Control(2**40, CloseRegions(False, ("r",))),
-    "control done": ControlDone(2**40, None),
+    "control done": Done([2**40]),
     "generate": Generate(2**40, [5, 17], 8, True, 0),
     "generated": Generated([2**40], [7], [(2**40 + 1, [7, 8])], [Finished(2**40 + 2, [9], "length")]),
 }
@@ -77,7 +76,7 @@ def changed(message: Message, data: st.DataObject) -> Message:
     """The message with any value in one of its fields, or of those of its tensors."""
     message = msgspec.structs.replace(message)
     fields = list(message.__struct_fields__)
-    if isinstance(message, RequestDone) and data.draw(st.booleans()):
+    if isinstance(message, Done) and message.outputs and data.draw(st.booleans()):
         (tensor,) = message.outputs
         field = data.draw(st.sampled_from(tensor.__struct_fields__))
         message.outputs = [msgspec.structs.replace(tensor, **{field: data.draw(values)})]

@@ -21,11 +21,10 @@ from servers.native.shared.ipc import (
     MAX_FORMS,
     Cancel,
     Control,
-    ControlDone,
+    Done,
     Form,
     Message,
     ReceivedForm,
-    RequestDone,
     SentForms,
     Submit,
     UnusableMessage,
@@ -131,7 +130,7 @@ def test_every_array_survives_the_way_to_the_engine_and_back(data: st.DataObject
     executed = request(at_engine)
     executed.outputs = outputs
     (done,) = received([done_message(got.numbers, executed, ARENA, got.room)], cuts)
-    assert isinstance(done, RequestDone)
+    assert isinstance(done, Done)
     assert done.numbers == [7]
     answer = outputs_of(done, ARENA, kept[-1] if got.room else None)
     same(answer, outputs)
@@ -195,7 +194,7 @@ def test_tensors_on_a_device_are_places_and_take_no_memory(memory: RequestMemory
     executed = request({})
     executed.outputs, executed.device_outputs = {"y": np.ones((1, 2), np.float32)}, {"y": ("r", 0, 8)}
     (done,) = received([done_message([0], executed, ARENA)])
-    assert isinstance(done, RequestDone)
+    assert isinstance(done, Done)
     assert outputs_of(done, ARENA, None)["y"].shape == (1, 2)
 
 
@@ -214,9 +213,8 @@ operations: st.SearchStrategy[Any] = st.one_of(
     st.lists(
         st.one_of(
             st.builds(Cancel, numbers),
-            st.builds(RequestDone, st.lists(numbers), st.just([]), failures),
+            st.builds(Done, st.lists(numbers), st.just([]), failures),
             st.builds(Control, numbers, operations),
-            st.builds(ControlDone, numbers, failures),
         ),
         max_size=10,
     ),
@@ -233,7 +231,7 @@ def test_an_error_keeps_its_class_its_reason_and_its_message(sent: ContractError
     queued = request({})
     queued.error = sent
     (done,) = received([done_message([0], queued, ARENA)])
-    assert isinstance(done, RequestDone)
+    assert isinstance(done, Done)
     assert done.failure is not None
     error = error_of(done.failure)
     assert (type(error), failure_reason(error), str(error)) == (type(sent), failure_reason(sent), str(sent))
@@ -270,7 +268,7 @@ def test_several_requests_are_one_tensor_of_pieces_and_divided_again(memory: Req
     executed = request({})
     executed.outputs = outputs = {"y": np.concatenate(arrays_sent), "z": np.arange(6, dtype=np.int64)}
     (done,) = received([done_message([5, 9, 6], executed, ARENA)])
-    assert isinstance(done, RequestDone)
+    assert isinstance(done, Done)
     answers = dict(divided(done))
     assert list(answers) == [5, 9, 6]
     for place, number in enumerate(answers):
