@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from uuid import uuid4
 
 from servers.language.engine import check_request
@@ -15,13 +16,13 @@ from servers.native.http.parser import STATUS_LINES, HttpRequest, HttpResponse, 
 from servers.native.http.token_events import (
     CHUNKED,
     STREAM_HEADERS,
-    CompletionDocument,
     CompletionEvents,
     EventStream,
-    GenerateDocument,
     GenerateEvents,
-    TokenAnswer,
+    WholeAnswer,
+    completion_document,
     completion_error,
+    generate_document,
 )
 from servers.native.shared.errors import HOLDS_ENOUGH, FailureLog, HttpError, failure_reason, http_status, shutting_down
 from servers.native.shared.memory import RequestMemory
@@ -104,7 +105,7 @@ class PendingGeneration:
             self._times.trace = front_end.tracer.begin(
                 self._service.signature, request.start_ns, request.head.trace_headers
             )
-        self._answer: TokenAnswer | None = None
+        self._answer: EventStream | WholeAnswer | None = None
         self._number = -1
         self._begun = False  # the first tokens have come; those of a stream have been sent
         self._done = False
@@ -209,14 +210,14 @@ class PendingGeneration:
             return parse_completion(body, service.signature.name, service.vocabulary)
         return parse_generate(body, service.vocabulary, stream=self._head.path.endswith("_stream"))
 
-    def _answer_to(self, request: TokenRequest) -> TokenAnswer:
+    def _answer_to(self, request: TokenRequest) -> EventStream | WholeAnswer:
         name, version = self._service.signature.name, self._service.signature.version
         chunked = self._head.version != "1.0"
         if self._head.path == COMPLETIONS:
             identity, created = f"cmpl-{uuid4().hex}", int(time.time())
             if request.stream:
                 return CompletionEvents(request, identity, created, name, chunked=chunked)
-            return CompletionDocument(request, identity, created, name)
+            return WholeAnswer(partial(completion_document, request, identity, created, name))
         if request.stream:
             return GenerateEvents(request, name, version, chunked=chunked)
-        return GenerateDocument(request, name, version)
+        return WholeAnswer(partial(generate_document, request, name, version))

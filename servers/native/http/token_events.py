@@ -7,7 +7,7 @@ between a token and its client. Each event is one chunk of HTTP's chunked encodi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import orjson
 
@@ -29,23 +29,19 @@ _DONE = b"data: [DONE]\n\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
-class TokenAnswer(ABC):
-    """The answer to one request."""
-
-    @abstractmethod
-    def tokens(self, tokens: Sequence[int]) -> bytes:
-        """What to send for some more tokens; nothing unless the answer is a stream."""
-
-    @abstractmethod
-    def last(self, tokens: Sequence[int], finish: str) -> bytes:
-        """The last tokens, and how the answer finished: the end of the stream, or the body of the response."""
-
-
-class EventStream(TokenAnswer):
+class EventStream(ABC):
     """A streamed answer. Its events are chunks, but not for a client of HTTP/1.0."""
 
     def __init__(self, *, chunked: bool) -> None:
         self._chunked = chunked
+
+    @abstractmethod
+    def tokens(self, tokens: Sequence[int]) -> bytes:
+        """What to send for some more tokens."""
+
+    @abstractmethod
+    def last(self, tokens: Sequence[int], finish: str) -> bytes:
+        """The end of the stream: the last tokens, and how the answer finished."""
 
     @abstractmethod
     def failure(self, error: ContractError) -> bytes:
@@ -152,47 +148,42 @@ class GenerateEvents(EventStream):
         return b'%b%b,"token_ids":%b%b}\n\n' % (self._start, prompt, ids, finish)
 
 
-class _WholeAnswer(TokenAnswer):
-    """Collects an answer that is sent as one document."""
+class WholeAnswer:
+    """Collects an answer that is sent at its end."""
 
-    def __init__(self, request: TokenRequest) -> None:
-        self._request = request
+    def __init__(self, document: Callable[[list[int], str], bytes]) -> None:
+        """`document` makes the response's body of all tokens and of how the answer finished."""
+        self._document = document
         self._ids: list[int] = []
 
     def tokens(self, tokens: Sequence[int]) -> bytes:
+        """Nothing is sent yet."""
         self._ids += tokens
         return b""
 
+    def last(self, tokens: Sequence[int], finish: str) -> bytes:
+        """The body of the response."""
+        self._ids += tokens
+        return self._document(self._ids, finish)
 
-class CompletionDocument(_WholeAnswer):
+
+def completion_document(
+    request: TokenRequest, identity: str, created: int, model: str, ids: list[int], finish: str
+) -> bytes:
     """The answer to POST /v1/completions without `stream`."""
-
-    def __init__(self, request: TokenRequest, identity: str, created: int, model: str) -> None:
-        super().__init__(request)
-        self._fields = {"id": identity, "object": "text_completion", "created": created, "model": model}
-
-    def last(self, tokens: Sequence[int], finish: str) -> bytes:
-        self._ids += tokens
-        request, ids = self._request, self._ids
-        choice: dict[str, object] = {"index": 0, "text": text_of(ids), "logprobs": None, "finish_reason": finish}
-        if request.return_token_ids:
-            choice |= {"token_ids": ids, "prompt_token_ids": request.prompt}
-        usage = orjson.Fragment(usage_json(len(request.prompt), len(ids)))
-        return orjson.dumps({**self._fields, "choices": [choice], "usage": usage})
+    choice: dict[str, object] = {"index": 0, "text": text_of(ids), "logprobs": None, "finish_reason": finish}
+    if request.return_token_ids:
+        choice |= {"token_ids": ids, "prompt_token_ids": request.prompt}
+    usage = orjson.Fragment(usage_json(len(request.prompt), len(ids)))
+    head = {"id": identity, "object": "text_completion", "created": created, "model": model}
+    return orjson.dumps({**head, "choices": [choice], "usage": usage})
 
 
-class GenerateDocument(_WholeAnswer):
-    """The answer to POST /v2/models/M/generate."""
-
-    def __init__(self, request: TokenRequest, model: str, version: str) -> None:
-        super().__init__(request)
-        self._fields = {"model_name": model, "model_version": version}
-
-    def last(self, tokens: Sequence[int], finish: str) -> bytes:
-        self._ids += tokens
-        ids = self._ids[0] if len(self._ids) == 1 else self._ids
-        counts = {"prompt_tokens": len(self._request.prompt), "token_ids": ids, "finish_reason": finish}
-        return orjson.dumps({**self._fields, **counts})
+def generate_document(request: TokenRequest, model: str, version: str, ids: list[int], finish: str) -> bytes:
+    """The answer to POST /v2/models/M/generate: a single id is not a list."""
+    token_ids = ids[0] if len(ids) == 1 else ids
+    counts = {"prompt_tokens": len(request.prompt), "token_ids": token_ids, "finish_reason": finish}
+    return orjson.dumps({"model_name": model, "model_version": version, **counts})
 
 
 def usage_json(prompt_tokens: int, completion_tokens: int) -> bytes:

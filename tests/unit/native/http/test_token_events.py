@@ -15,11 +15,12 @@ from servers.language.tokenizer import ids_of
 from servers.native.front.token_requests import TokenRequest, parse_completion, parse_generate
 from servers.native.http.generation import generation_target
 from servers.native.http.token_events import (
-    CompletionDocument,
     CompletionEvents,
-    GenerateDocument,
     GenerateEvents,
+    WholeAnswer,
+    completion_document,
     completion_error,
+    generate_document,
 )
 from servers.native.shared.errors import RefusedError
 from servers.protocol.errors import InvalidRequestError, NotFoundError, UnavailableError
@@ -100,12 +101,12 @@ def test_a_stream_that_fails_ends_with_an_error_event() -> None:
 
 def test_whole_answers() -> None:
     request = TokenRequest([5, 17], 64, True, False, return_token_ids=True)
-    completion = CompletionDocument(request, "x", 0, "m")
+    completion = WholeAnswer(partial(completion_document, request, "x", 0, "m"))
     assert completion.tokens([1]) + completion.tokens([2, 3]) == b""
     document = json.loads(completion.last([4], "length"))
     assert document["choices"][0]["token_ids"] == [1, 2, 3, 4]
     assert document["usage"]["completion_tokens"] == 4
-    assert json.loads(GenerateDocument(request, "m", "1").last([4], "stop"))["token_ids"] == 4
+    assert json.loads(generate_document(request, "m", "1", [4], "stop"))["token_ids"] == 4
 
 
 def completion(**fields: object) -> TokenRequest:
