@@ -65,7 +65,7 @@ class FrontServer(uvicorn.Server, ABC):
     def __init__(
         self,
         settings: NativeSettings,
-        http: HttpFrontEnd,
+        http: HttpFrontEnd[Any],
         on_listening: Callable[[], None],
         on_open: Callable[[], None],
         grpc_listener: socket.socket | None = None,

@@ -14,12 +14,14 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
+from servers.native.front.connections import ROOM_WAIT_S, FrontConnections
 from servers.native.grpc import http2
 from servers.native.grpc.call import STREAM_WINDOW, Call, GrpcMessage, MessageAnswer, OutgoingMessages
 from servers.native.grpc.http2 import (
@@ -32,14 +34,13 @@ from servers.native.grpc.http2 import (
     read_call_head,
 )
 from servers.native.grpc.messages import MessageTemplates
-from servers.native.shared.errors import HOLDS_ENOUGH, FailureLog, failure_reason
+from servers.native.shared.errors import HOLDS_ENOUGH, failure_reason
 from servers.native.shared.keys import NO_KEY, OPEN_METHODS, Keys
 from servers.native.shared.limits import (
     KEYLESS_LINGER_BYTES,
     MAX_INFLATING,
     STREAM_UNREAD_BYTES,
     InflatingThread,
-    Turns,
     Uptake,
 )
 from servers.native.shared.memory import ALIGNMENT, RequestMemory, UnreadAnswers
@@ -47,21 +48,13 @@ from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes, Statistics
 from servers.protocol.errors import ContractError, UnavailableError
 
-READ_BYTES = 64 * 1024
-"""Room for one read of everything but the messages' own bytes. Of a large message, this much is copied."""
 SCARCE_SHARE = 4
 """Room is scarce when less than 1/SCARCE_SHARE of the bytes that may be held are left."""
 TURNS_NS = 2_000_000
 """What all connections together may take of one turn of the event loop, beside one read each."""
-TICK_S = 0.25
-"""How often the deadlines of connections and calls are checked: one timer for all, so that a call sets none."""
-
-log = FailureLog("abserve.grpc")
 
 MAX_CALLS = 512
 """Calls per connection; clients queue those beyond it."""
-ROOM_WAIT_S = 5.0
-"""How long an incomplete message waits for room in the budget before it is refused."""
 FRAMES_PER_TURN = 64
 """Frames of one connection before the others have their turn; a call takes two or more."""
 TURN_NS = 1_000_000
@@ -634,7 +627,7 @@ def _number(content: bytes) -> int:
     return int(http2.NUMBER.unpack(content)[0])
 
 
-class GrpcConnections(ABC):
+class GrpcConnections(FrontConnections):
     """All gRPC connections of one event loop, with the memory, the turns and the time limits that they share."""
 
     streams_tokens = False
@@ -648,23 +641,16 @@ class GrpcConnections(ABC):
         statistics: Statistics,
     ) -> None:
         """`methods` by path; `statistics` count what fails before a message names its model."""
-        self.settings = settings
-        self.memory = memory
+        super().__init__(settings, memory, TURNS_NS)
         self.keys: Keys | None = None
         """One of which a call needs; None: it needs none."""
-        self._memory, self.budget = memory, memory.budget
+        self.budget = memory.budget
         # One thread: reading values holds the interpreter, so that more threads would only take longer each.
         self.reading = ThreadPoolExecutor(1, "reading")
         self.inflating = InflatingThread(
             f"the server inflates {MAX_INFLATING} messages now; send it later or uncompressed"
         )
-        self.on_close: Callable[[], None] = lambda: None
-        """Called for each connection that has been closed."""
         self.templates = MessageTemplates()
-        self.scratch = bytearray(READ_BYTES)
-        self.room = memoryview(self.scratch)
-        self.turns = Turns(TURNS_NS)
-        """Of connections that have more to be read or answered than others should wait for."""
         self._methods = methods
         self._statistics = statistics
         # Half of the process's file descriptors: the other half is left to HTTP, and so to health checks.
@@ -672,8 +658,7 @@ class GrpcConnections(ABC):
         self._connections: set[GrpcServerConnection] = set()
         self._stopping = False
         self._all_closed = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
-        self._ticked = 0.0
+        self._ticked = time.monotonic()
 
     @abstractmethod
     def answering(self, call: Call, message: GrpcMessage) -> MessageAnswer:
@@ -684,9 +669,8 @@ class GrpcConnections(ABC):
         return GrpcServerConnection(self)
 
     @property
-    def open_connections(self) -> int:
-        """How many clients are connected."""
-        return len(self._connections)
+    def connections(self) -> set[GrpcServerConnection]:
+        return self._connections
 
     async def stop(self, seconds: float) -> None:
         """Accept no more calls; those under way have `seconds` before they are refused. Returns when all are closed."""
@@ -709,9 +693,7 @@ class GrpcConnections(ABC):
         if self._stopping or len(self._connections) >= self._max_connections:
             return False
         self._connections.add(connection)
-        if self._timer is None:
-            self._ticked = time.monotonic()
-            self._tick()
+        self.start_timer()
         return True
 
     def discard(self, connection: GrpcServerConnection) -> None:
@@ -763,16 +745,10 @@ class GrpcConnections(ABC):
         """Count a client that left before its message was complete."""
         self._statistics.record_disconnect()
 
-    def _tick(self) -> None:
-        now = time.monotonic()
+    def expirations(self, now: float) -> list[Callable[[], None]]:
         seconds, self._ticked = now - self._ticked, now
         pressed = any(connection.waits_for_room for connection in self._connections)
         scarce = pressed or self.budget.left < self.budget.limit // SCARCE_SHARE
-        for connection in list(self._connections):
-            try:
-                connection.expire(now, seconds, pressed=pressed, scarce=scarce)
-            except Exception:  # the others have their limits, and the timer goes on
-                log.exception("the time limits of a connection could not be applied")
-        # Without connections nothing ticks but to give memory back; the next one starts the timer again.
-        ticks = self._memory.trim_heap() or self._connections
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if ticks else None
+        return [
+            partial(connection.expire, now, seconds, pressed=pressed, scarce=scarce) for connection in self._connections
+        ]

@@ -40,7 +40,6 @@ from servers.native.shared.limits import decompress, in_thread
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
-from servers.native.shared.traces import tracer_of
 from servers.protocol.errors import ContractError, InvalidRequestError, UnavailableError, UnsupportedError
 from servers.protocol.records import InferRequest
 from servers.protocol.tensors import Array
@@ -259,7 +258,6 @@ class GenerationGrpcFrontEnd(GrpcConnections):
         methods = service_methods(max_message_bytes(settings), decoupled=True)
         super().__init__(settings, memory, methods, models.default.statistics)
         self.models = models
-        self.tracer = tracer_of(settings)
         self._documents: dict[str, RequestDocument] = {
             "ServerMetadata": lambda _: documents.language_server_metadata(),
             **model_documents(models),

@@ -42,7 +42,6 @@ from servers.native.shared.limits import CONTROL_BODY_BYTES, decompress, in_thre
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
-from servers.native.shared.traces import tracer_of
 from servers.protocol.codec import MAX_ID_CHARACTERS
 from servers.protocol.errors import (
     ContractError,
@@ -281,7 +280,6 @@ class GrpcFrontEnd(GrpcConnections):
         super().__init__(settings, memory, service_methods(max_message_bytes(settings)), models.default.statistics)
         self.models = models
         self.regions = regions
-        self.tracer = tracer_of(settings)
         self._documents = {**model_documents(models), **_region_documents(regions)}
 
     def answering(self, call: Call, message: GrpcMessage) -> MessageAnswer:

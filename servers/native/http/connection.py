@@ -17,13 +17,14 @@ import asyncio
 import contextlib
 import select
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from email.utils import formatdate
-from typing import Any, Protocol, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from uvicorn.server import ServerState
 
+from servers.native.front.connections import ROOM_WAIT_S, FrontConnections
 from servers.native.front.inference import ModelService, ServedModels
 from servers.native.http.parser import (
     Headers,
@@ -44,7 +45,7 @@ from servers.native.shared.errors import (
     failure_reason,
     shutting_down,
 )
-from servers.native.shared.limits import KEYLESS_LINGER_BYTES, STREAM_UNREAD_BYTES, Turns, Uptake
+from servers.native.shared.limits import KEYLESS_LINGER_BYTES, STREAM_UNREAD_BYTES, Uptake
 from servers.native.shared.memory import UNCOUNTED_BYTES, RequestMemory, UnreadAnswers
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
@@ -52,10 +53,6 @@ from servers.protocol.errors import ContractError, InternalError, UnavailableErr
 
 log = FailureLog("abserve.http")
 
-READ_BYTES = 64 * 1024
-"""Room for one read of heads and small bodies. Of a large body, this much is copied."""
-TICK_S = 0.25
-"""How often all deadlines of connections are checked: one timer for all, so that a request sets none."""
 NEVER = float("inf")
 
 LINGER_S = 5.0
@@ -64,8 +61,6 @@ LINGER_BYTES = 256 * 2**20
 """Bytes that a refused client may still send before it is cut off; they are read and dropped."""
 LAST_BODY_S = 5.0
 """How long an arriving body may take to complete once the server is told to stop."""
-ROOM_WAIT_S = 5.0
-"""How long an incomplete body waits for room in the budget before it is refused; then it has as long to go on."""
 LEFT_S = 0.005
 """How soon a client that has sent its end is asked whether it has left; afterwards at every tick."""
 PIECES_PER_TURN = 16
@@ -76,6 +71,8 @@ Application = Callable[
     [MutableMapping[str, Any], Callable[[], Awaitable[AsgiMessage]], Callable[[AsgiMessage], Awaitable[None]]],
     Awaitable[None],
 ]
+
+S = TypeVar("S", bound=ModelService)
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = b"connection: close\r\n"
@@ -131,42 +128,42 @@ class PendingRequest(Protocol):
         """The server's time to finish is over: forget the request. Returns how its response ends; None: a refusal."""
 
 
-class HttpFrontEnd(ABC):
+class HttpFrontEnd(FrontConnections, Generic[S]):
     """The shared part of one event loop's connections. `application` answers everything but inference."""
 
     def __init__(
         self,
         application: Application,
-        models: ServedModels[ModelService],
+        models: ServedModels[S],
         settings: NativeSettings,
         memory: RequestMemory,
         target: InferTarget = infer_target,
     ) -> None:
         """`target` says which paths are inference."""
+        super().__init__(settings, memory, 0)  # one client that sends before it has its answer has its turn at a time
         self.application = application
-        self.settings = settings
-        self.memory = memory
+        self.models = models
         self.heads = HeadReader(settings, target)
-        self.scratch = bytearray(READ_BYTES)
-        self.room = memoryview(self.scratch)
         self.date = b""
         """The Date header of every response; it changes once per second."""
-        self.turns = Turns(0)
-        """Of clients that send the next request before they have their answer: one of them per turn of the loop."""
-        self.on_close: Callable[[], None] = lambda: None
-        """Called for each connection that has been closed."""
-        self._models = models
         self._state = ServerState()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
     @abstractmethod
     def pending(self, connection: HttpServerConnection, request: HttpRequest) -> PendingRequest:
         """An inference request that has arrived, to be begun."""
 
-    @abstractmethod
-    def check(self, head: RequestHead) -> ContractError | None:
+    def refused(self, head: RequestHead) -> ContractError | None:
         """Why this inference request is refused whatever its body is."""
+        try:
+            self.check(head)
+        except ContractError as error:
+            return error
+        return None
+
+    @abstractmethod
+    def check(self, head: RequestHead) -> None:
+        """Raises `ContractError` for an inference request that is refused whatever its body is."""
 
     def refusal(self, head: RequestHead | None, error: ContractError | HttpError) -> HttpResponse:
         """The response to a request that is refused before it is pending; `head` is None if it cannot be read."""
@@ -186,8 +183,7 @@ class HttpFrontEnd(ABC):
     def add(self, connection: HttpServerConnection) -> None:
         """A client has connected."""
         self.connections.add(connection)
-        if self._timer is None:
-            self._tick()
+        self.start_timer()
 
     def remove(self, connection: HttpServerConnection) -> None:
         """A connection has been closed."""
@@ -206,25 +202,17 @@ class HttpFrontEnd(ABC):
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *arguments)
 
-    def _tick(self) -> None:
+    def expirations(self, now: float) -> list[Callable[[], None]]:
         self.date = f"date: {formatdate(usegmt=True)}\r\n".encode()
-        now = time.monotonic()
-        for connection in [connection for connection in self.connections if connection.deadline < now]:
-            try:
-                connection.expire()
-            except Exception:  # the others have their limits, and the timer goes on
-                log.exception("the time limits of a connection could not be applied")
-        # Without connections nothing ticks but to give memory back; the next one starts the timer again.
-        ticks = self.memory.trim_heap() or self.connections
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if ticks else None
+        return [connection.expire for connection in self.connections if connection.deadline < now]
 
-    def service(self, head: RequestHead) -> ModelService:
+    def service(self, head: RequestHead) -> S:
         """The model that counts a request: the one it names, or the default one when it names none of the server's."""
         assert head.target is not None
         try:
-            return self._models.named(*head.target)
+            return self.models.named(*head.target)
         except ContractError:
-            return self._models.default
+            return self.models.default
 
     def count_disconnect(self, head: RequestHead | None) -> None:
         """Count a client that left before its inference request was complete."""
@@ -237,7 +225,7 @@ class HttpFrontEnd(ABC):
             self.service(head).statistics.record_failure(failure_reason(error), RequestTimes(start_ns))
 
 
-def connection_factory(front_end: HttpFrontEnd) -> Callable[..., HttpServerConnection]:
+def connection_factory(front_end: HttpFrontEnd[Any]) -> Callable[..., HttpServerConnection]:
     """The value for `uvicorn.Config(http=…)`, which calls it for each client as it would a protocol class."""
 
     def connect(
@@ -252,11 +240,11 @@ def connection_factory(front_end: HttpFrontEnd) -> Callable[..., HttpServerConne
 class HttpServerConnection(asyncio.BufferedProtocol):
     """One client. Belongs to the event loop."""
 
-    def __init__(self, front_end: HttpFrontEnd) -> None:
+    def __init__(self, front_end: HttpFrontEnd[Any]) -> None:
         self._front_end = front_end
         self._settings = front_end.settings
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # from connection_made on
-        self._parser = RequestParser(front_end.heads, front_end.memory, front_end.check)
+        self._parser = RequestParser(front_end.heads, front_end.memory, front_end.refused)
         self._unparsed = bytearray()  # read but not used yet
         self._direct = False  # the present read goes straight into the body
         self._request: HttpRequest | None = None  # it waits for its response, or was answered last

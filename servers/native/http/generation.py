@@ -28,7 +28,6 @@ from servers.native.shared.errors import HOLDS_ENOUGH, FailureLog, HttpError, fa
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
-from servers.native.shared.traces import tracer_of
 from servers.protocol.errors import ContractError, InvalidRequestError, UnavailableError
 
 log = FailureLog("abserve.front")
@@ -36,7 +35,7 @@ log = FailureLog("abserve.front")
 COMPLETIONS = "/v1/completions"
 
 
-class GenerationFrontEnd(HttpFrontEnd):
+class GenerationFrontEnd(HttpFrontEnd[GenerationService]):
     """The front end of a language model."""
 
     def __init__(
@@ -47,25 +46,20 @@ class GenerationFrontEnd(HttpFrontEnd):
         memory: RequestMemory,
     ) -> None:
         self.language = models.default
-        self.tracer = tracer_of(settings)
         name = self.language.signature.name
         super().__init__(application, models, settings, memory, lambda path: generation_target(path, name))
 
     def pending(self, connection: HttpServerConnection, request: HttpRequest) -> PendingGeneration:
         return PendingGeneration(self, connection, request)
 
-    def check(self, head: RequestHead) -> ContractError | None:
+    def check(self, head: RequestHead) -> None:
         assert head.target is not None
         largest = self.language.largest_body_bytes
-        try:
-            self._models.find(*head.target).check_accepting()
-            if head.encoding is not None:
-                raise InvalidRequestError("the body must not be compressed; send it without Content-Encoding")
-            if head.length is not None and head.length > largest:
-                raise too_large(head.length, largest)
-        except ContractError as error:
-            return error
-        return None
+        self.models.find(*head.target).check_accepting()
+        if head.encoding is not None:
+            raise InvalidRequestError("the body must not be compressed; send it without Content-Encoding")
+        if head.length is not None and head.length > largest:
+            raise too_large(head.length, largest)
 
     def refusal(self, head: RequestHead | None, error: ContractError | HttpError) -> HttpResponse:
         if head is not None and head.path.startswith("/v1/"):

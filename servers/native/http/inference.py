@@ -24,7 +24,6 @@ from servers.native.shared.limits import MAX_INFLATING, InflatingThread, decompr
 from servers.native.shared.memory import ByteBudget, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
-from servers.native.shared.traces import tracer_of
 from servers.protocol.codec import HEADER_LENGTH, decode_request, encode_pieces, is_slow_to_encode, parse_header_length
 from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
 from servers.protocol.records import InferRequest, InferResponse, RegionWindow
@@ -50,7 +49,7 @@ class ServiceTemplates(dict[InferenceService, TemplateCache]):
         return templates
 
 
-class InferenceFrontEnd(HttpFrontEnd):
+class InferenceFrontEnd(HttpFrontEnd[InferenceService]):
     """The front end of models that take and answer tensors."""
 
     def __init__(
@@ -70,31 +69,17 @@ class InferenceFrontEnd(HttpFrontEnd):
         self.inflating = InflatingThread(
             f"the server inflates {MAX_INFLATING} bodies now; send this later or uncompressed"
         )
-        self.models = models
-        self.tracer = tracer_of(settings)
 
     def pending(self, connection: HttpServerConnection, request: HttpRequest) -> PendingHttpRequest:
         return PendingHttpRequest(self, connection, request)
 
-    def service(self, head: RequestHead) -> InferenceService:
+    def check(self, head: RequestHead) -> None:
         assert head.target is not None
-        try:
-            return self.models.named(*head.target)
-        except ContractError:
-            return self.models.default
-
-    def check(self, head: RequestHead) -> ContractError | None:
-        """Why this inference request is refused whatever its body is."""
-        assert head.target is not None
-        try:
-            self.models.find(*head.target).check_accepting()
-            if head.encoding is not None and head.encoding not in _ENCODINGS:
-                raise InvalidRequestError("Content-Encoding must be identity, gzip or deflate")
-            if head.length is not None and head.encoding is None:
-                self.json_bytes(head, head.length)
-        except ContractError as error:
-            return error
-        return None
+        self.models.find(*head.target).check_accepting()
+        if head.encoding is not None and head.encoding not in _ENCODINGS:
+            raise InvalidRequestError("Content-Encoding must be identity, gzip or deflate")
+        if head.length is not None and head.encoding is None:
+            self.json_bytes(head, head.length)
 
     def json_bytes(self, head: RequestHead, body_bytes: int) -> int | None:
         """The size of the body's JSON header, None where all of it is JSON. Raises `ContractError`."""

@@ -14,7 +14,7 @@ import uvloop
 
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.native.http.connection import READ_BYTES
+from servers.native.front.connections import READ_BYTES
 from servers.native.http.parser import FixedBody
 from servers.native.shared.memory import ALIGNMENT
 from servers.native.shared.settings import NativeSettings

@@ -78,7 +78,7 @@ async def exchange(messages: list[bytes], *, handed_over: bool) -> tuple[Watched
                 await talking
                 server.close()
         await front_end.stop(10)
-        assert front_end.open_connections == 0
+        assert not front_end.connections
     return engine, front_end
 
 

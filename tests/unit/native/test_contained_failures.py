@@ -12,10 +12,9 @@ import pytest
 import structlog
 from structlog.testing import CapturingLogger
 
+from servers.native.front import connections
 from servers.native.front.inference import wake_all
-from servers.native.grpc import connection as grpc_connection
 from servers.native.grpc.inference import GrpcFrontEnd
-from servers.native.http import connection as http
 from servers.native.http.inference import InferenceFrontEnd
 from servers.native.shared import errors
 from servers.native.shared.errors import FailureLog
@@ -78,20 +77,19 @@ def front_ends(settings: NativeSettings) -> list[Any]:
 def test_a_limit_that_cannot_be_applied_disables_no_other(
     place: int, monkeypatch: pytest.MonkeyPatch, logged: list[Any]
 ) -> None:
-    for module in (http, grpc_connection):
-        monkeypatch.setattr(module, "TICK_S", 0.001)
-        monkeypatch.setattr(module, "log", FailureLog("test"))
+    monkeypatch.setattr(connections, "TICK_S", 0.001)
+    monkeypatch.setattr(connections, "log", FailureLog("test"))
 
     async def tick() -> list[int]:
         front_end = front_ends(NativeSettings(fronts=0))[place]
-        connections = [Connection(fails=fails) for fails in (True, False, True, False)]
-        for connection in connections:
+        limited = [Connection(fails=fails) for fails in (True, False, True, False)]
+        for connection in limited:
             front_end.add(connection)
-        while min(connection.expired for connection in connections) < 5:
+        while min(connection.expired for connection in limited) < 5:
             await asyncio.sleep(0.001)
-        for connection in connections:
+        for connection in limited:
             front_end.remove(connection) if place == 0 else front_end.discard(connection)
-        return [connection.expired for connection in connections]
+        return [connection.expired for connection in limited]
 
     assert min(asyncio.run(asyncio.wait_for(tick(), 10))) >= 5
     assert len(logged) == 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from servers.native.front.connections import READ_BYTES
 from servers.native.front.inference import DECODING_S
-from servers.native.grpc import connection as grpc_connection
 from servers.native.grpc.call import (
     MANY_ARRIVING,
     MANY_WAITING,
@@ -103,7 +103,7 @@ def test_the_limits_of_grpc_are_as_written() -> None:
 
 def test_the_sizes_of_a_connection_are_those_of_the_code() -> None:
     settings, kib, mib = NativeSettings(), 1024, 2**20
-    http_reads, grpc_reads = connection.READ_BYTES // kib, grpc_connection.READ_BYTES // kib
+    reads = READ_BYTES // kib
     slack = (max_message_bytes(settings) - settings.max_body_bytes) // kib
     body, unread = f"{settings.max_body_bytes // mib} MiB", f"{STREAM_UNREAD_BYTES // mib} MiB"
     keyless = f"{KEYLESS_LINGER_BYTES // mib} MiB"
@@ -113,7 +113,7 @@ def test_the_sizes_of_a_connection_are_those_of_the_code() -> None:
     rows = [
         (f"{settings.max_header_bytes // kib} KiB, {settings.max_headers} headers", f"{MAX_METADATA_BYTES // kib} KiB"),
         (body, f"{body} and {slack} KiB"),
-        (f"{http_reads} KiB", f"{grpc_reads} KiB"),
+        (f"{reads} KiB", f"{reads} KiB"),
         ("1", f"{MAX_CALLS}"),
         (f"{UNCOUNTED_BYTES // kib} KiB", f"{UNCOUNTED_BYTES // kib} KiB"),
         (f"{unread}, then cut off", f"{unread}, then cut off"),
