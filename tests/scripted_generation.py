@@ -70,7 +70,7 @@ class ScriptedEngine:
         pass
 
     def add(self, request: GenerationRequest) -> None:
-        check_request(request.prompt, request.max_tokens, self)
+        check_request(request.prompt, request.max_tokens, self.max_length, self.vocabulary)
         self._queue.append(request)
 
     def cancel(self, number: int) -> None:

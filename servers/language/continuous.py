@@ -6,6 +6,7 @@ Its cache of prefixes is off: prompts that repeat would cost nothing. It refuses
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import count
@@ -35,8 +36,10 @@ class ContinuousEngine(TorchGeneratingEngine):
         super().__init__(model, settings)
         self._batch_tokens = max(settings.prefill_chunk or BATCH_TOKENS[self._kind], self.slots)
         self._manager: Any = None
-        self._numbers: dict[str, _Progress] = {}
+        self._requests: dict[str, GenerationRequest] = {}
         """By the library's name of a request."""
+        self._emitted: Counter[str] = Counter()
+        """How many tokens of each have been emitted."""
         self._names: dict[int, str] = {}
         self._counter = count()
 
@@ -78,9 +81,9 @@ class ContinuousEngine(TorchGeneratingEngine):
             self.step()
 
     def add(self, request: GenerationRequest) -> None:
-        check_request(request.prompt, request.max_tokens, self)
+        check_request(request.prompt, request.max_tokens, self.max_length, self.vocabulary)
         name = f"{request.number}:{next(self._counter)}"
-        self._numbers[name], self._names[request.number] = _Progress(request), name
+        self._requests[name], self._names[request.number] = request, name
         added = self._manager.add_request(
             list(request.prompt),
             request_id=name,
@@ -114,7 +117,8 @@ class ContinuousEngine(TorchGeneratingEngine):
 
     def close(self) -> None:
         manager, self._manager = self._manager, None
-        self._numbers.clear()
+        self._requests.clear()
+        self._emitted.clear()
         self._names.clear()
         if manager is not None:
             with quiet_transformers():
@@ -143,36 +147,27 @@ class ContinuousEngine(TorchGeneratingEngine):
 
     def _emission(self, result: Any) -> Emission | None:
         """The new tokens of a result; None without any, or if the request was cancelled."""
-        progress = self._numbers.get(result.request_id)
-        if progress is None:
+        name: str = result.request_id
+        request = self._requests.get(name)
+        if request is None:
             return None
-        number = progress.request.number
+        number = request.number
         if result.error is not None:
-            self._forget(result.request_id)
+            self._forget(name)
             return Emission(number, (), "error", f"the engine failed: {str(result.error).splitlines()[0]:.200}")
-        tokens = tuple(result.generated_tokens[progress.emitted :])
-        progress.emitted += len(tokens)
+        tokens = tuple(result.generated_tokens[self._emitted[name] :])
+        self._emitted[name] += len(tokens)
         if not result.is_finished():
             return Emission(number, tokens) if tokens else None
-        self._forget(result.request_id)
+        self._forget(name)
         last = result.generated_tokens[-1:]  # it may have come in an earlier result
-        stopped = not progress.request.ignore_eos and last and last[0] in self.eos
+        stopped = not request.ignore_eos and last and last[0] in self.eos
         return Emission(number, tokens, "stop" if stopped else "length")
 
     def _forget(self, name: str) -> None:
-        progress = self._numbers.pop(name)
-        del self._names[progress.request.number]
+        del self._names[self._requests.pop(name).number]
+        self._emitted.pop(name, None)
 
     def _failure(self) -> str:
         status = getattr(self._manager, "background_thread_status", None)
         return str(getattr(status, "fatal_error", None) or "its thread has stopped")
-
-
-class _Progress:
-    """How many of a request's tokens have been emitted."""
-
-    __slots__ = ("emitted", "request")
-
-    def __init__(self, request: GenerationRequest) -> None:
-        self.request = request
-        self.emitted = 0

@@ -159,34 +159,20 @@ class GeneratingEngine(Protocol):
         """Release the memory; the unfinished requests are forgotten."""
 
 
-class RequestLimits(Protocol):
-    """What bounds a request: an engine, or the model that it will load."""
-
-    @property
-    def max_length(self) -> int:
-        """See `GeneratingEngine`."""
-
-    @property
-    def vocabulary(self) -> int:
-        """See `GeneratingEngine`."""
-
-
-def check_request(prompt: Sequence[int], max_tokens: int, limits: RequestLimits) -> None:
-    """Raise `InvalidRequestError` for a request that can never run within these limits."""
+def check_request(prompt: Sequence[int], max_tokens: int, max_length: int, vocabulary: int) -> None:
+    """Raise `InvalidRequestError` for a request that can never run within these limits of an engine."""
     if not prompt:
         raise InvalidRequestError("the prompt is empty; send at least one token id")
     if max_tokens < 1:
         raise InvalidRequestError(f"max_tokens is {max_tokens}; it must be at least 1")
-    if len(prompt) + max_tokens > limits.max_length:
+    if len(prompt) + max_tokens > max_length:
         raise InvalidRequestError(
             f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}; together they must not exceed the "
-            f"maximum length of {limits.max_length}"
+            f"maximum length of {max_length}"
         )
-    if not 0 <= min(prompt) <= max(prompt) < limits.vocabulary:
-        wrong = next(token for token in prompt if not 0 <= token < limits.vocabulary)
-        raise InvalidRequestError(
-            f"token id {wrong} is not in the vocabulary; ids are from 0 to {limits.vocabulary - 1}"
-        )
+    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+        wrong = next(token for token in prompt if not 0 <= token < vocabulary)
+        raise InvalidRequestError(f"token id {wrong} is not in the vocabulary; ids are from 0 to {vocabulary - 1}")
 
 
 def generation_precision(requested: str, device: str) -> str:

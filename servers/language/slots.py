@@ -149,7 +149,7 @@ class SlotsEngine(TorchGeneratingEngine):
         gc.freeze()
 
     def add(self, request: GenerationRequest) -> None:
-        check_request(request.prompt, request.max_tokens, self)
+        check_request(request.prompt, request.max_tokens, self.max_length, self.vocabulary)
         generation = _Generation(request)
         self._generations[request.number] = generation
         self._waiting.append(generation)

@@ -67,7 +67,7 @@ class Generation(BaseStreamer):
     """One call of generate() in a thread of its own, which calls `put` and `end`; made on the event loop."""
 
     def __init__(self, model: PlainLanguageModel, prompt: list[int], max_tokens: int, ignore_eos: bool) -> None:
-        check_request(prompt, max_tokens, model)
+        check_request(prompt, max_tokens, model.max_length, model.vocabulary)
         self.prompt, self.max_tokens, self.eos = prompt, max_tokens, () if ignore_eos else model.eos
         self.queue: asyncio.Queue[int | Exception | None] = asyncio.Queue()
         self.loop, self.left, self.has_prompt = asyncio.get_running_loop(), False, False

@@ -114,28 +114,28 @@ class CudaDriver:
 
     @contextmanager
     def _current(self, index: int) -> Iterator[_Device]:
-        device = self._device(index)
-        self._call("cuCtxPushCurrent_v2", device[0])
-        try:
-            yield device
-        finally:
-            self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
-
-    def _device(self, index: int) -> _Device:
         with self._lock:
             device = self._devices.get(index)
-            if device is not None:
-                return device
-            context, reading, writing = c_void_p(), c_void_p(), c_void_p()
-            self._call("cuDevicePrimaryCtxRetain", byref(context), self._library.device(index))
-            self._call("cuCtxPushCurrent_v2", context)
-            try:
-                for stream in (reading, writing):
-                    self._call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
-            finally:
-                self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
-            device = self._devices[index] = context, reading, writing
-            return device
+            if device is None:
+                device = self._devices[index] = self._opened(index)
+        with self._pushed(device[0]):
+            yield device
+
+    def _opened(self, index: int) -> _Device:
+        context, reading, writing = c_void_p(), c_void_p(), c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", byref(context), self._library.device(index))
+        with self._pushed(context):
+            for stream in (reading, writing):
+                self._call("cuStreamCreate", byref(stream), _STREAM_NON_BLOCKING)
+        return context, reading, writing
+
+    @contextmanager
+    def _pushed(self, context: c_void_p) -> Iterator[None]:
+        self._call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
 
 class CudaRegion:
@@ -155,9 +155,9 @@ class CudaRegion:
 
     def read(self, offset: int, destination: Array) -> None:
         """Copy to `destination`, an array of bytes; blocks. Raises `InvalidRequestError`."""
-        with self._used("its input was read"):
+        with self._used("its input was read") as address:
             try:
-                self._driver.read(self.device, self._address + offset, destination.ctypes.data, destination.nbytes)
+                self._driver.read(self.device, address + offset, destination.ctypes.data, destination.nbytes)
             except CudaError as exc:
                 message = f"region {shown(self.name)} cannot be read from GPU {self.device}: {exc}"
                 raise InvalidRequestError(message) from exc
@@ -167,21 +167,16 @@ class CudaRegion:
         if not data:
             return
         source = np.frombuffer(data, np.uint8)
-        with self._used("its output was written"):
+        with self._used("its output was written") as address:
             try:
-                self._driver.write(self.device, self._address + offset, source.ctypes.data, source.nbytes)
+                self._driver.write(self.device, address + offset, source.ctypes.data, source.nbytes)
             except CudaError as exc:
                 message = f"the output cannot be written to region {shown(self.name)} on GPU {self.device}: {exc}"
                 raise InternalError(message) from exc
 
     def borrow(self, offset: int) -> int:
         """The address of a place, where the engine copies until `release`. Raises `InvalidRequestError`."""
-        self._enter("the engine used it")
-        return self._address + offset
-
-    def release(self) -> None:
-        """The end of one `borrow`."""
-        self._leave()
+        return self._enter("the engine used it") + offset
 
     def close(self) -> None:
         """Refuse new copies; returns when the last copy has ended and the handle is closed. Idempotent."""
@@ -193,20 +188,23 @@ class CudaRegion:
         self._closed.wait()
 
     @contextmanager
-    def _used(self, purpose: str) -> Iterator[None]:
-        self._enter(purpose)
+    def _used(self, purpose: str) -> Iterator[int]:
+        """The address, which stays mapped in the block."""
+        address = self._enter(purpose)
         try:
-            yield
+            yield address
         finally:
-            self._leave()
+            self.release()
 
-    def _enter(self, purpose: str) -> None:
+    def _enter(self, purpose: str) -> int:
         with self._lock:
             if self.is_closing:
                 raise InvalidRequestError(f"region {shown(self.name)} was unregistered before {purpose}")
             self._users += 1
+        return self._address
 
-    def _leave(self) -> None:
+    def release(self) -> None:
+        """The end of one `borrow`."""
         with self._lock:
             self._users -= 1
             last = self._users == 0 and self.is_closing

@@ -194,7 +194,7 @@ class PendingStreamedTokens:
         signature = service.signature
         request = decode_message(parsed, _no_shared_memory, signature)
         tokens = parse_tensors(request, signature.validate(request)[1])
-        check_request(tokens.prompt, tokens.max_tokens, service)
+        check_request(tokens.prompt, tokens.max_tokens, service.max_length, service.vocabulary)
         wanted = [output.name for output in request.outputs or ()]
         count = len(tokens.prompt)
         self._answer = TokenMessages(signature.name, signature.version, self._request_id, count, wanted)

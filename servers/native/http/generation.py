@@ -119,7 +119,7 @@ class PendingGeneration:
         self._times.receive_ns = time.perf_counter_ns() - self._times.start_ns
         try:
             request = self._parsed(bytes(body))
-            check_request(request.prompt, request.max_tokens, self._service)
+            check_request(request.prompt, request.max_tokens, self._service.max_length, self._service.vocabulary)
             self._times.decode_ns = time.perf_counter_ns() - self._times.start_ns - self._times.receive_ns
             self._answer = self._answer_to(request)
             self._number = self._service.submit(self, request, self._times.start_ns, self._connection.transport)
