@@ -16,6 +16,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from servers.commands.serving import failing
 from servers.engines.factory import check_engine, enter, enter_environment_of
 from servers.engines.interface import EngineDescription, EngineError
 from servers.engines.options import EngineOptions
@@ -30,14 +31,13 @@ from servers.measuring.measurement import (
     batch_measurement,
     loaded_engine,
     matrix_tflops,
-    photographs,
     quiet_profiler,
     references_of,
 )
 from servers.measuring.request import resolved_device
-from servers.models.registry import UnknownModelError, get_variant
+from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
+from servers.models.weights import WeightsSource
 from servers.options.command_line import checked, counted, fail, settings_of, takes_settings
 
 if TYPE_CHECKING:
@@ -81,9 +81,8 @@ def engine(
         return
     os.environ.update(wait_policy(parse_spinning(settings.spinning)))
     on_cpu = resolved_device(settings.device) == "cpu"
-    try:
+    with failing(2):
         specification = get_variant(settings.model, settings.payload)
-        weights = parse_weights(settings.weights, specification.default_weights)
         sizes, lengths = _sizes(settings), _lengths(specification, settings)
         requested = settings.engine_settings(settings.max_batch_size or max(sizes))
         requested = replace(requested, pad_to=tuple(sorted({length for along in lengths for length in along.values()})))
@@ -91,25 +90,20 @@ def engine(
         if settings.device != "auto" or not nvidia_device_present():
             requested.mode_on("cpu" if on_cpu else "cuda")
         enter_environment_of(settings.engine)
-        source = pin(weights, specification.find_pretrained)
-    except (UnknownModelError, WeightsError, EngineError) as exc:
-        fail(str(exc), exc, status=2)
+        source = specification.pinned(settings.weights)
     if settings.profile and on_cpu:
         quiet_profiler()
-    try:
-        with console.status("") as status:
+    with failing(1, OSError), console.status("") as status:
 
-            def say(text: str) -> None:
-                if console.is_terminal:
-                    status.update(text)
-                else:
-                    typer.echo(text, err=True)
+        def say(text: str) -> None:
+            if console.is_terminal:
+                status.update(text)
+            else:
+                typer.echo(text, err=True)
 
-            description, matrix, load_seconds, results, profile = _measure(
-                specification, source, settings, requested, sizes, lengths, say
-            )
-    except (WeightsError, EngineError, OSError) as exc:
-        fail(str(exc), exc)
+        description, matrix, load_seconds, results, profile = _measure(
+            specification, source, settings, requested, sizes, lengths, say
+        )
     _show(console, specification, description, matrix, load_seconds, results)
     if profile is not None:
         from servers.measuring.profile import show_profile
@@ -148,7 +142,7 @@ def _measure(
 ) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement], list[BatchProfile] | str | None]:
     say(f"loading {specification.title} into {requested.kind}")
     path, _ = artefact(specification, weights, requested, settings.artefacts)
-    references = references_of(specification, weights, lengths, photographs(specification))
+    references = references_of(specification, weights, lengths)
     with loaded_engine(specification, weights, requested, path, sizes) as (measured, load_seconds):
         device = measured.engine.describe().device
         matrix = None if settings.engine == "null" else matrix_tflops(device, requested.precision)
@@ -181,21 +175,22 @@ def _measure_language(settings: MeasurementSettings, json: Path | None) -> None:
     if settings.profile:
         fail("--profile shows no kernels of a language model; leave it out", status=2)
     name = DEFAULT_ENGINE if default else settings.engine
-    try:
-        enter(generating_environment(name))
-        batches = _numbers("--batches", settings.batches or ("1,4,16" if on_cpu else "1,4,16,64"), "1,8,32")
-        lengths = _numbers("--sequence-length", settings.sequence_length or "128", "32,128,512")
-        document = measure_generation(
-            language_model(settings.model, settings.weights),
-            GenerationSettings(name, settings.device, settings.precision, slots=max(batches), threads=settings.threads),
-            batches,
-            lengths,
-            say=lambda text: typer.echo(text, err=True),
-        )
-    except (UnknownModelError, WeightsError) as exc:
-        fail(str(exc), exc, status=2)
-    except EngineError as exc:
-        fail(str(exc), exc)
+    with failing(2):
+        try:
+            enter(generating_environment(name))
+            batches = _numbers("--batches", settings.batches or ("1,4,16" if on_cpu else "1,4,16,64"), "1,8,32")
+            lengths = _numbers("--sequence-length", settings.sequence_length or "128", "32,128,512")
+            document = measure_generation(
+                language_model(settings.model, settings.weights),
+                GenerationSettings(
+                    name, settings.device, settings.precision, slots=max(batches), threads=settings.threads
+                ),
+                batches,
+                lengths,
+                say=lambda text: typer.echo(text, err=True),
+            )
+        except EngineError as exc:
+            fail(str(exc), exc)
     typer.echo("\n".join(table_of(document)))
     if json is not None:
         _write(json, document)

@@ -10,15 +10,13 @@ import typer
 from pydantic import Field
 from rich.console import Console
 
+from servers.commands.serving import failing
 from servers.engines.factory import enter_environment_of
-from servers.engines.interface import EngineError
 from servers.engines.options import ModelOptions
 from servers.engines.settings import EngineSettings
 from servers.export.manifest import FUSED, JAX, OPSETS, ExportError, FileForm, executed_form
-from servers.models.files import FolderError
-from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_specification, get_variant, payload_variants
+from servers.models.registry import DEFAULT_MODEL, get_specification, get_variant, payload_variants
 from servers.models.specification import choose_from
-from servers.models.weights import WeightsError, parse_weights, pin
 from servers.options import defaults
 from servers.options.command_line import checked, fail, settings_of, takes_settings
 
@@ -67,17 +65,14 @@ def export(**options: object) -> None:
 
     settings = checked(ExportSettings, options)
     console = Console(highlight=False, soft_wrap=True)
-    try:
+    with failing(2):
         specification = get_variant(settings.model, settings.payload)
-        weights = parse_weights(settings.weights, specification.default_weights)
         precision, form = _form(settings)
         check_form(specification, form)
         if form.operators == JAX:
             enter_environment_of(JAX_ENGINE)
-        source = pin(weights, specification.find_pretrained)
-    except (UnknownModelError, WeightsError, ExportError, EngineError) as exc:
-        fail(str(exc), exc, status=2)
-    try:
+        source = specification.pinned(settings.weights)
+    with failing():
         with console.status("starting") as status:
 
             def progress(step: str) -> None:
@@ -91,8 +86,6 @@ def export(**options: object) -> None:
         _show(console, artefact)
         if settings.to == "tensorrt":
             _build_plan(console, specification, source, artefact, precision, settings)
-    except (WeightsError, EngineError, ExportError, FolderError) as exc:
-        fail(str(exc), exc)
 
 
 def triton_repo(
@@ -106,10 +99,10 @@ def triton_repo(
     """Generate config.pbtxt of a model, with each of its payloads, for Triton's native backends."""
     from servers.triton.config import write_model_repository
 
+    with failing(2):
+        variants = payload_variants(get_specification(model))
     try:
-        written = write_model_repository(out, payload_variants(get_specification(model)))
-    except UnknownModelError as exc:
-        fail(str(exc), exc, status=2)
+        written = write_model_repository(out, variants)
     except OSError as exc:
         fail(f"cannot write {exc.filename or out}: {exc.strerror or exc}; choose another --out", exc)
     for path in written:

@@ -8,10 +8,9 @@ from typing import Annotated
 import orjson
 import typer
 
+from servers.commands.serving import failing
 from servers.language.module import describe_language_model
 from servers.language.specification import language_model
-from servers.models.specification import UnknownModelError
-from servers.models.weights import WeightsError
 from servers.options.command_line import fail
 
 _Model = Annotated[str, typer.Option("--model", help="Language model, such as language:demo or language:/FOLDER.")]
@@ -22,10 +21,8 @@ _Weights = Annotated[
 
 def language_info(model: _Model, weights: _Weights = None) -> None:
     """Describe a language model as one line of JSON: vocabulary, ids for prompts, longest answer, weights."""
-    try:
+    with failing(2):
         document = describe_language_model(language_model(model, weights))
-    except (UnknownModelError, WeightsError) as exc:
-        fail(str(exc), exc, status=2)
     typer.echo(orjson.dumps(document).decode())
 
 
@@ -38,9 +35,8 @@ def language_reference(
     """Judge the tokens of answers by transformers' own modules: how far each is below the best one."""
     from servers.language.reference import AnswersError, judge_answers
 
-    try:
-        out.write_bytes(orjson.dumps(judge_answers(orjson.loads(answers.read_bytes()))))
-    except (OSError, orjson.JSONDecodeError) as exc:
-        fail(f"{answers.name}: {exc}", exc, status=2)
-    except (AnswersError, UnknownModelError, WeightsError) as exc:
-        fail(str(exc), exc, status=2)
+    with failing(2, AnswersError):
+        try:
+            out.write_bytes(orjson.dumps(judge_answers(orjson.loads(answers.read_bytes()))))
+        except (OSError, orjson.JSONDecodeError) as exc:
+            fail(f"{answers.name}: {exc}", exc, status=2)

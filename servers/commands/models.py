@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +16,7 @@ import orjson
 import typer
 from rich.console import Console
 
+from servers.commands.serving import failing
 from servers.language.module import describe_language_model
 from servers.language.specification import PREFIX, is_language_model, language_model, language_names
 from servers.models import descriptions
@@ -25,7 +25,6 @@ from servers.models.modules import measure_size
 from servers.models.registry import (
     DEFAULT_MODEL,
     SOURCES,
-    UnknownModelError,
     all_names,
     get_base,
     known_references,
@@ -33,8 +32,9 @@ from servers.models.registry import (
     payload_variants,
 )
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsError, parse_weights
+from servers.models.weights import parse_weights
 from servers.options.command_line import fail
+from servers.options.libraries import installed_versions
 
 HELP_GROUP = "Explore"
 
@@ -57,14 +57,13 @@ def samples(
 ) -> None:
     """Write sample inputs and samples.json; does nothing when up to date."""
     from servers.models.files import FolderError
-    from servers.models.samples import SamplesError, write_samples
+    from servers.models.samples import write_samples
 
-    try:
-        written = write_samples(get_base(model), out, sequence_length, seed, images)
-    except (UnknownModelError, SamplesError) as exc:
-        fail(str(exc), exc, status=2)
-    except FolderError as exc:
-        fail(str(exc), exc)
+    with failing(2):
+        try:
+            written = write_samples(get_base(model), out, sequence_length, seed, images)
+        except FolderError as exc:
+            fail(str(exc), exc)
     _print(f"{'wrote' if written else 'up to date:'} {out}")
 
 
@@ -90,13 +89,11 @@ def models(
         _print(_json({"schema": SCHEMA, "names": names}) if json else "\n".join(names))
         return
     described = []
-    try:
+    with failing(2):
         for name in [reference] if reference else (*known_references(), *language):
             described.append(_described_language(name) if is_language_model(name) else known.describe(name))
             if reference is None and not json:
                 _show_line(described[-1])
-    except (UnknownModelError, WeightsError) as exc:
-        fail(str(exc), exc, status=2)
     if json:
         _print(_json({"schema": SCHEMA, "models": described}))
     elif reference is None:
@@ -156,19 +153,11 @@ class KnownModels:
 
 def _versions() -> dict[str, str]:
     """The versions of the libraries, and when abserve's own models last changed, which a checkout's version hides."""
-    versions = {}
-    for library in LIBRARIES:
-        with suppress(PackageNotFoundError):
-            versions[library] = version(library)
     changed = max(path.stat().st_mtime_ns for path in Path(__file__).parent.rglob("*.py"))
-    return versions | {"changed": str(changed)}
+    return installed_versions(LIBRARIES) | {"changed": str(changed)}
 
 
 def _described(specification: ModelSpecification, parameters: int, flops_per_item: int | None) -> dict[str, Any]:
-    try:
-        label = parse_weights(specification.default_weights).label
-    except WeightsError as exc:
-        fail(str(exc), exc, status=2)
     return {
         "reference": specification.label,
         "name": specification.name,
@@ -186,7 +175,7 @@ def _described(specification: ModelSpecification, parameters: int, flops_per_ite
         "definition_sha256": specification.definition_sha256,
         "payloads": [variant.payload for variant in payload_variants(specification)],
         "max_batch_size": specification.max_batch_size,
-        "default_weights": label,
+        "default_weights": parse_weights(specification.default_weights).label,
         "pretrained_tags": list(specification.pretrained_tags()),
         "parameters": parameters,
         "flops_per_item": flops_per_item,

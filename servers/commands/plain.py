@@ -14,9 +14,7 @@ from servers.commands.spaces import language_context, plain_context
 from servers.engines.settings import EngineSettings
 from servers.language.engine import GenerationSettings, generation_precision
 from servers.language.specification import LanguageModel, is_language_model, language_model
-from servers.language.weights import pin_language_weights
 from servers.models.specification import ModelSpecification
-from servers.models.weights import parse_weights, pin
 from servers.native.shared.tls import Certificate
 from servers.options.command_line import (
     checked,
@@ -32,7 +30,7 @@ from servers.options.defaults import OptionError, usable_cores
 from servers.options.launch import LaunchPlan, bind, check_exposure, host_in_url
 from servers.options.search import space_json
 from servers.plain.settings import PlainSettings
-from servers.protocol.examples import completion_commands, infer_commands
+from servers.protocol.examples import infer_commands
 
 
 @takes_settings(PlainSettings)
@@ -97,30 +95,29 @@ def _plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
     check_exposure(requested.host, anyone=requested.anyone)
     Certificate.check(requested.tls_certificate)
     bind(requested.host, requested.http_port).close()
-    language = isinstance(model, LanguageModel)
-    if isinstance(model, LanguageModel):
-        weights, reference = pin_language_weights(model.weights, model.fields).text, model.reference
-    else:
-        weights = pin(parse_weights(requested.weights, model.default_weights), model.find_pretrained).text
-        # A path is absolute: a supervisor may start the server from another folder.
-        reference = model.reference if model.reference.startswith("/") else requested.model
-    settings = requested.model_copy(update={**chosen, "model": reference, "weights": weights})
-    program = "servers.plain.generate_server" if language else f"servers.plain.{kind}_server"
+    named = model.for_process(requested.model, requested.weights)
+    settings = requested.model_copy(update={**chosen, **named})
     scheme = "http" if settings.tls_certificate is None else "https"
     url = f"{scheme}://{host_in_url(settings.host)}:{settings.http_port}"
+    program, runs, cannot_pad = "generate", "generate()", "generate() runs one request at a time"
+    examples = model.examples(url)
+    if isinstance(model, ModelSpecification):
+        program, runs, cannot_pad = kind, "torch", f"the {title} server does not pad"
+        examples = infer_commands(url, model.name, model.inputs, takes_json=False)
     return LaunchPlan(
-        argv=(sys.executable, "-P", "-m", "abserve", "-m", program, to_argument(settings)),
+        argv=(
+            *(sys.executable, "-P", "-m", "abserve", "-m"),
+            *(f"servers.plain.{program}_server", to_argument(settings)),
+        ),
         env={},
         http_url=url,
         grpc_address=None,
         model=model.name,
-        title=f"{title} {'generate()' if language else 'torch'} {settings.precision}",
+        title=f"{title} {runs} {settings.precision}",
         max_batch_size=settings.max_batch_size,
         tuning=tuning_of(requested),
-        examples=completion_commands(url, model.name)
-        if isinstance(model, LanguageModel)
-        else infer_commands(url, model.name, model.inputs, takes_json=False),
-        cannot_pad="generate() runs one request at a time" if language else f"the {title} server does not pad",
+        examples=examples,
+        cannot_pad=cannot_pad,
     )
 
 
@@ -128,13 +125,13 @@ def _space(kind: str, requested: PlainSettings, given: Collection[str]) -> bytes
     """What can be tuned, as `--print-space` prints it. Raises for what is wrong; ports do not matter."""
     cores = usable_cores()
     model, chosen = _chosen(kind, requested)
-    if kind != "fastapi" or isinstance(model, LanguageModel):
-        given = {*given, "workers"}  # it has one
     if isinstance(model, LanguageModel):
         here = language_context(GenerationSettings(device=chosen["device"], precision=chosen["precision"]), cores)
     else:
-        pin(parse_weights(requested.weights, model.default_weights), model.find_pretrained)
+        model.pinned(requested.weights)
         here = plain_context(EngineSettings("torch", device=chosen["device"]), cores)
+    if kind != "fastapi" or here.language:
+        given = {*given, "workers"}  # it has one
     import torch  # not above: it takes seconds
 
     in_effect = {**chosen, "threads": requested.threads or torch.get_num_threads()}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, BinaryIO
 
 import typer
@@ -24,6 +25,20 @@ PrintLaunch = Annotated[
     bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
 ]
 PrintSpace = Annotated[bool, typer.Option(help=PRINT_SPACE)]
+
+
+ERRORS = (UnknownModelError, WeightsError, EngineError, OptionError, ExportError, FolderError)
+"""What ends a command with one sentence: its options are wrong, or it failed."""
+
+
+@contextmanager
+def failing(status: int = 1, *more: type[Exception]) -> Iterator[None]:
+    """One of these errors, or of `more`, in this block ends the command with its sentence and this exit status; 2 is a
+    wrong option."""
+    try:
+        yield
+    except (*ERRORS, *more) as exc:
+        fail(str(exc), exc, status)
 
 
 def become(plan: LaunchPlan) -> None:

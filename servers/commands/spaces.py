@@ -25,7 +25,7 @@ def tensor_context(
     """The context of a model of tensors whose engine has these settings, and what is not searched."""
     device = _device_kind(settings.device_here())
     here = engines_here(specification.executed, settings)
-    engines = tuple(name for name in here.installed if name not in LEFT_OUT)
+    engines = tuple(name for name in here["installed"] if name not in LEFT_OUT)
     kinds = {name: engine_kind(name) for name in (settings.kind, *engines, *backends) if name != "python"}
     modes = {name: kind.modes[device][1:] for name, kind in kinds.items() if settings.mode == defaults.MODE}
     left_out = MODES_LEFT_OUT[device] if "torch" in modes else {}
@@ -42,9 +42,9 @@ def tensor_context(
         precisions={name: kind.precisions[device] for name, kind in kinds.items()},
         backends=tuple(backends),
     )
-    not_searched = [f"engine {name}: {why}" for name, why in LEFT_OUT.items() if name in here.installed]
+    not_searched = [f"engine {name}: {why}" for name, why in LEFT_OUT.items() if name in here["installed"]]
     not_searched += [f"mode {mode} of torch: {why}" for mode, why in left_out.items()]
-    for names, why in ((here.missing, "not installed here"), (here.elsewhere, "in another environment")):
+    for names, why in ((here["missing"], "not installed here"), (here["elsewhere"], "in another environment")):
         if names:
             not_searched.append(f"engine {' and '.join(names)}: {why}")
     return context, not_searched

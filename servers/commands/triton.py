@@ -24,7 +24,7 @@ from servers.language.engine import SLOTS
 from servers.language.specification import is_language_model, language_model
 from servers.models.registry import get_variants
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsSource, parse_weights, pin
+from servers.models.weights import WeightsSource
 from servers.native.shared.tls import Certificate
 from servers.options.command_line import checked, fail, given_options, takes_settings
 from servers.options.defaults import OptionError, usable_cores
@@ -108,9 +108,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
         return prepare_language(settings, installation, console.print)
     specifications = get_variants(settings.model, settings.payloads)
     assert_ready(settings)  # before the export, which takes most of a minute
-    requested = parse_weights(settings.weights, specifications[0].default_weights)
-    weights = pin(requested, specifications[0].find_pretrained)
-
+    weights = specifications[0].pinned(settings.weights)
     backend = _choose_backend(settings, installation, specifications, weights)
     engine = _checked_engine(settings, specifications[0], backend)
     if backend != "python":
@@ -216,7 +214,7 @@ def _space(settings: TritonSettings, given: Collection[str], console: Console) -
     else:
         specifications = get_variants(settings.model, settings.payloads)
         first = specifications[0]
-        weights = pin(parse_weights(settings.weights, first.default_weights), first.find_pretrained)
+        weights = first.pinned(settings.weights)
         backend = _choose_backend(settings, installation, specifications, weights)
         engine = _checked_engine(settings, first, backend)
         backends = [name for name in ("python", *NATIVE_BACKENDS) if _serves(settings, installation, first, name)]

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import typer
@@ -29,6 +28,7 @@ from servers.native.shared.tls import Certificate
 from servers.options.command_line import checked, given_options, takes_settings
 from servers.options.defaults import OptionError, usable_cores
 from servers.options.launch import LaunchPlan, bind, check_exposure, host_in_url
+from servers.options.libraries import installed_version
 from servers.options.search import space_json
 from servers.protocol.examples import completion_commands
 from servers.vllm.settings import VllmSettings
@@ -159,13 +159,11 @@ def arguments(
 def find_vllm(python: Path | None) -> tuple[str, str]:
     """The interpreter that has vLLM, and vLLM's version. Raises `OptionError` if it is not installed there."""
     if python is None:
-        running = sys.executable
-        try:
-            return running, version("vllm")
-        except PackageNotFoundError:
-            raise OptionError(
-                f"vLLM is not installed; run {INSTALL}, or name the Python of an environment that has it with --python"
-            ) from None
+        if installed := installed_version("vllm"):
+            return sys.executable, installed
+        raise OptionError(
+            f"vLLM is not installed; run {INSTALL}, or name the Python of an environment that has it with --python"
+        )
     # Not resolved: the interpreter of a virtual environment is a link, and its place names the environment.
     program = "from importlib.metadata import version; print(version('vllm'))"
     command = [str(python.expanduser().absolute()), "-P", "-c", program]

@@ -15,7 +15,7 @@ from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal
 
 from servers.engines.interface import Engine, export_command
 from servers.engines.settings import EngineError, EngineSettings, engine_kind, engine_names
@@ -39,31 +39,25 @@ def check_engine(specification: ModelSpecification, settings: EngineSettings) ->
         )
 
 
-class EnginesHere(NamedTuple):
-    """The engines that execute one model on this machine's device."""
-
-    installed: tuple[str, ...]
-    elsewhere: tuple[str, ...]
-    """In the second environment."""
-    missing: tuple[str, ...]
-    """Not installed."""
-
-
-def engines_here(specification: ModelSpecification, settings: EngineSettings) -> EnginesHere:
-    """The engines that take the settings except for the kind; the engine null executes no model. Loads no library."""
-    places: dict[str, list[str]] = {"installed": [], "elsewhere": [], "missing": []}
+def engines_here(
+    specification: ModelSpecification, settings: EngineSettings
+) -> dict[Literal["installed", "elsewhere", "missing"], list[str]]:
+    """The engines that take the settings except for the kind, by whether they are installed, in the second environment
+    (`elsewhere`), or in none; the engine null executes no model. Loads no library."""
+    places: dict[Literal["installed", "elsewhere", "missing"], list[str]]
+    places = {"installed": [], "elsewhere": [], "missing": []}
     for name in engine_names():
         candidate = replace(settings, kind=name)
         with suppress(EngineError):
             check_engine(specification, candidate)
             candidate.check_here()
+            if name == "null":
+                continue
             try:
-                place = "installed" if environment_of(name) is None else "elsewhere"
+                places["installed" if environment_of(name) is None else "elsewhere"].append(name)
             except EngineError:
-                place = "missing"
-            if name != "null":
-                places[place].append(name)
-    return EnginesHere(**{place: tuple(names) for place, names in places.items()})
+                places["missing"].append(name)
+    return places
 
 
 def why_not_through_jax(specification: ModelSpecification) -> str | None:

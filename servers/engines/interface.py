@@ -211,6 +211,15 @@ class Engine(ABC):
         shape_of = self._specification.item_shape
         return sum(abs(prod(shape_of(tensor))) * tensor.dtype.itemsize for tensor in self._specification.inputs)
 
+    def execution_ns(self, rows: int, repeats: int) -> list[int] | None:  # noqa: ARG002
+        """Times of `repeats` executions of a batch without copies to or from the host, for measurements; None if not
+        possible. The batch has the shapes of the last one of `rows` rows that `infer` executed."""
+        return None
+
+    def run_only(self, rows: int) -> bool:  # noqa: ARG002
+        """Execute that batch once, and wait; False if not possible."""
+        return False
+
     def pin(self, address: int, byte_size: int) -> bool:  # noqa: ARG002
         """Page-lock the caller's host memory, whole pages, so that `start` copies from it without waiting; any thread.
         False if the engine has no use for that, or the driver refuses: the memory can be used all the same. No array

@@ -95,8 +95,7 @@ class JaxEngine(Engine):
         self._inputs_on_device: dict[Shapes, list[Any]] = {}
         """Inputs on the device for executions without copies."""
         axis = specification.padded_axis
-        rows = settings.buckets or bucket_sizes(settings.max_batch_size, halves=False)
-        self._rows = tuple(sorted({*rows, settings.max_batch_size}))
+        self._rows = bucket_sizes(settings.max_batch_size, settings.buckets, halves=False)
         self._sizes = () if axis is None else axis_buckets(axis, settings.pad_to)
         self._device = device = start_jax(settings.device_here(), settings.threads)
         import jax

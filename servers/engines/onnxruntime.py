@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,6 +49,7 @@ from servers.gpu.cuda_library import device_uuid
 from servers.gpu.info import MAX_CPU_TIME_RATIO
 from servers.models.files import for_library, loadable_parts
 from servers.models.specification import ModelSpecification
+from servers.options.libraries import installed_version, installed_versions
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import Array, TensorSpec
 
@@ -366,9 +366,10 @@ def beyond_runtime(path: Path, exc: Exception) -> str | None:
         remedy = f"export it with opset_version={most}" if match[2] == "ai.onnx" else f"export it with opset {most}"
     else:
         return None
+    installed = installed_version(installed_packages()[0])
     return (
-        f"{path.name} has {what}, ONNX Runtime {version(installed_packages()[0])} takes at most {most}; {remedy}, or "
-        "install a newer ONNX Runtime"
+        f"{path.name} has {what}, ONNX Runtime {installed} takes at most {most}; {remedy}, or install a newer ONNX "
+        "Runtime"
     )
 
 
@@ -380,14 +381,7 @@ def _spinning(options: Any) -> str:
 
 def installed_packages() -> tuple[str, ...]:
     """Which of ONNX Runtime's two PyPI packages are installed."""
-    installed = []
-    for package in PACKAGES:
-        try:
-            version(package)
-        except PackageNotFoundError:
-            continue
-        installed.append(package)
-    return tuple(installed)
+    return tuple(installed_versions(PACKAGES))
 
 
 def assert_one_package() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from servers.engines.settings import engine_kind
+from servers.options.libraries import installed_versions
 
 
 class ExportError(Exception):
@@ -139,10 +139,4 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def package_versions() -> dict[str, str]:
     """The installed packages that determine the content of an export."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
+    return {"python": platform.python_version(), **installed_versions(_PACKAGES)}

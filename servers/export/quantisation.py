@@ -13,7 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +24,8 @@ from servers.engines.onnxruntime import PRECISION_KEY, ort_reason
 from servers.export.manifest import ExportError
 from servers.export.parity import BATCHES
 from servers.models.files import load_onnx
-from servers.models.images import normalise
 from servers.models.items import jpeg_paths, valid_items
-from servers.models.samples import corpus_pixels
+from servers.models.samples import photographs
 from servers.models.specification import ModelSpecification
 from servers.protocol.tensors import Array
 
@@ -62,7 +63,7 @@ def quantise(specification: ModelSpecification, source: Path, path: Path) -> tup
             quantize_static(
                 model,
                 str(path),
-                _reader(items),
+                SimpleNamespace(get_next=partial(next, iter(items), None)),
                 quant_format=QuantFormat.QDQ,
                 op_types_to_quantize=list(OPERATORS),
                 nodes_to_quantize=[name for _, name in chosen],
@@ -87,10 +88,8 @@ def quantise(specification: ModelSpecification, source: Path, path: Path) -> tup
 def calibration(specification: ModelSpecification) -> tuple[list[Mapping[str, Array]], str]:
     """The batches whose activations set the ranges, and what they are: none of them is in the parity check."""
     if specification.image is not None:
-        paths, seen = jpeg_paths(), sum(BATCHES)
-        pixels = corpus_pixels(specification, len(paths))[seen:]
-        sent = pixels if specification.payload == "uint8" else normalise(pixels, specification.image)
-        name = specification.inputs[0].name
+        ((name, pictures),) = photographs(specification, len(jpeg_paths())).items()
+        sent = pictures[sum(BATCHES) :]
         return [{name: sent[start : start + BATCH]} for start in range(0, len(sent), BATCH)], f"{len(sent)} photographs"
     axis = specification.main_axis
     longest = 1 if axis is None else axis.default
@@ -110,19 +109,6 @@ def _quantised_nodes(graph: Any) -> list[tuple[Any, str]]:
         for place, node in enumerate(graph.node)
         if node.op_type in OPERATORS and len(node.input) > 1 and node.input[1] in constants
     ]
-
-
-def _reader(batches: list[Mapping[str, Array]]) -> Any:
-    from onnxruntime.quantization import CalibrationDataReader
-
-    class Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no types
-        def __init__(self) -> None:
-            self._left = iter(batches)
-
-        def get_next(self) -> Mapping[str, Array] | None:
-            return next(self._left, None)
-
-    return Reader()
 
 
 @contextmanager

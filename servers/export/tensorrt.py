@@ -18,13 +18,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from servers.export.manifest import ExportError
 from servers.models.files import exclusive
 from servers.models.specification import ModelSpecification
+from servers.options.libraries import installed_versions
 
 TRTEXEC_FOLDERS = ("/usr/src/tensorrt/bin", "/opt/tensorrt/bin")
 LIBRARY_FOLDERS = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu"))
@@ -57,12 +57,8 @@ def trtexec_version() -> str | None:
 
 def bindings_version() -> str | None:
     """The version of Python's package `tensorrt`, without the build number."""
-    for package in PACKAGES:
-        try:
-            return ".".join(version(package).split(".")[:3])
-        except PackageNotFoundError:
-            continue
-    return None
+    installed = next(iter(installed_versions(PACKAGES).values()), None)
+    return installed and ".".join(installed.split(".")[:3])
 
 
 def _libraries() -> Iterator[Path]:

@@ -187,7 +187,7 @@ class _DeviceValues:
                     self._edge["compute_processes"] = len(processes)
 
 
-class GpuPolling(Collector):
+class GpuPolling:
     """Reads the GPUs for Prometheus: call `poll` about once per second from one thread; `collect` works from any. Keeps
     the counters that the driver does not: busy and observed seconds, PCIe bytes (the driver's wrap) and errors."""
 
@@ -293,30 +293,14 @@ def _identity(identity: DeviceIdentity, connection: NvmlConnection) -> Labels:
     return (identity.uuid, str(identity.index), *(text or "" for text in texts), mig)
 
 
-class HostCollector(Collector):
-    """CPU time and memory of the machine, read at each scrape."""
-
-    def collect(self) -> Iterator[Metric]:
-        """Every host family. A mode that the kernel does not report is absent."""
-        cpu, memory = psutil.cpu_times(), psutil.virtual_memory()
-        points: tuple[dict[Labels, float], ...] = (
-            {(mode,): getattr(cpu, mode) for mode in CPU_MODES if hasattr(cpu, mode)},
-            {(): memory.total},
-            {(): memory.available},
-        )
-        for definition, values in zip(HOST_DEFINITIONS, points, strict=True):
-            yield definition.family(values)
-
-
-class GpuExporter:
+class GpuExporter(Collector):
     """Polls in its own thread and answers scrapes until `close`."""
 
     def __init__(self, polling: GpuPolling, host: str, port: int) -> None:
         """Listens at once; port 0 takes a free one. Raises `OSError`."""
         self._polling = polling
         registry = CollectorRegistry()
-        registry.register(polling)
-        registry.register(HostCollector())
+        registry.register(self)
         polling.poll()
         self._server, self._server_thread = start_http_server(port, host, registry)
         metrics = self._server.get_app()
@@ -333,6 +317,19 @@ class GpuExporter:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="gpu-polling", daemon=True)
         self._thread.start()
+
+    def collect(self) -> Iterator[Metric]:
+        """Every GPU family that has a value, then CPU time and memory of the machine as they are now. A mode that the
+        kernel does not report is absent."""
+        yield from self._polling.collect()
+        cpu, memory = psutil.cpu_times(), psutil.virtual_memory()
+        points: tuple[dict[Labels, float], ...] = (
+            {(mode,): getattr(cpu, mode) for mode in CPU_MODES if hasattr(cpu, mode)},
+            {(): memory.total},
+            {(): memory.available},
+        )
+        for definition, values in zip(HOST_DEFINITIONS, points, strict=True):
+            yield definition.family(values)
 
     @property
     def port(self) -> int:

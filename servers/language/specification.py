@@ -15,12 +15,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
-from servers.language.weights import FileWeights, LanguageWeights, has_weights, parse_language_weights
+from servers.language.weights import (
+    FileWeights,
+    LanguageWeights,
+    has_weights,
+    parse_language_weights,
+    pin_language_weights,
+)
 from servers.models.files import named_path
 from servers.models.specification import UnknownModelError, choose_from, served_name
 from servers.models.weights import RandomWeights
+from servers.protocol.examples import completion_commands
 
 PREFIX = "language:"
 _ARCHITECTURE_ENDING = "ForCausalLM"
@@ -60,6 +67,17 @@ class LanguageModel:
     def label(self) -> str:
         """The reference without folders of this machine, for configurations that clients read and people publish."""
         return self.reference if self.folder is None else f"{PREFIX}{self.folder.name}"
+
+    max_batch_size: ClassVar[None] = None
+    cannot_pad: ClassVar[str] = "a language model has no batches to pad"
+
+    def for_process(self, _model: str, _weights: str | None) -> dict[str, str]:
+        """The options for a process in any folder: a path is absolute, weights are pinned. Raises `WeightsError`."""
+        return {"model": self.reference, "weights": pin_language_weights(self.weights, self.fields).text}
+
+    def examples(self, url: str) -> tuple[str, ...]:
+        """Commands for a shell that send one request to a server at that URL."""
+        return completion_commands(url, self.name)
 
     @property
     def hidden_size(self) -> int:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -42,6 +42,7 @@ from servers.export.manifest import FILE_NAME, FUSED, FileForm, executed_form, p
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource
 from servers.options.defaults import MODE, SPINS
+from servers.options.libraries import installed_versions
 
 if TYPE_CHECKING:
     from servers.measuring.request import MeasurementRequest
@@ -85,7 +86,7 @@ def fastest_engine(
     wanted = choices_wanted(choices)
     if wanted == "off" or from_file or settings.mode != MODE or settings.device_here() != "cpu":
         return OWN
-    installed = engines_here(specification, settings).installed
+    installed = engines_here(specification, settings)["installed"]
     others = [
         name
         for name in OTHERS
@@ -141,21 +142,11 @@ def _key(
         "rows": str(min(SEVERAL, settings.max_batch_size)),
         "pad_to": str(settings.pad_to),
         "engines": " ".join([OWN, *others]),
-        "versions": str(sorted({**package_versions(), **_versions(others)}.items())),
+        "versions": str(sorted({**package_versions(), **installed_versions(others)}.items())),
         "processor": processor(),
         "abserve": version("abserve"),
         "code": "".join(map(code_sha256, (engines, engines / "torch", Path(__file__).parent))),
     }
-
-
-def _versions(others: list[str]) -> dict[str, str]:
-    found = {}
-    for name in others:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # in another package, whose version the manifest's have
-            continue
-    return found
 
 
 def _measured_elsewhere(
@@ -222,7 +213,7 @@ def chosen_engine(
     from servers.measuring.measurement import artefact
 
     specification = request.specification()
-    weights = request.weights_source(specification)
+    weights = specification.pinned(request.weights)
     left_out, memory_mib, races = dict.fromkeys(others, ""), dict[str, int](), list[str]()
     proof = proof_at_load(specification, max(request.batches))
     batches = [proof_batch(specification, rows, 0).inputs for rows in request.batches]

@@ -22,7 +22,7 @@ from itertools import cycle
 from mmap import mmap
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -178,25 +178,12 @@ def p99_ns(times_ns: Sequence[int]) -> int | None:
     return round(float(np.percentile(times_ns, 99, method="higher")))
 
 
-@runtime_checkable
-class RepeatingEngine(Protocol):
-    """An engine that can execute a batch again without copies to or from the host, besides the interface `Engine`. The
-    batch has the shapes of the last one of `rows` rows that `infer` executed."""
-
-    def execution_ns(self, rows: int, repeats: int) -> list[int] | None:
-        """Times of `repeats` executions; None if not possible."""
-
-    def run_only(self, rows: int) -> bool:
-        """Execute the batch once, and wait; False if not possible."""
-
-
 class MeasuredEngine:
     """A loaded engine that `abserve engine` or the worker measures, and the inputs that it executes."""
 
     def __init__(self, engine: Engine, specification: ModelSpecification, batches: Sequence[int]) -> None:
         """`batches` are the sizes that will be measured."""
         self.engine, self._specification, self._largest = engine, specification, max(batches)
-        self._repeating = engine if isinstance(engine, RepeatingEngine) else None
         self._pools: dict[tuple[tuple[str, int], ...], Mapping[str, Array]] = {}  # by sizes along the axes
 
     def first_call_ns(self, batch: int, reference: Reference) -> int:
@@ -235,18 +222,14 @@ class MeasuredEngine:
                 engine.infer(arrays)
             calls_ns = call_times_ns(engine, inputs, seconds)
             flights = flight_rate(engine, specification, batch, reference.sizes, seconds)
-        executions_ns = None
-        if self._repeating is not None:
-            repeats = min(max(MIN_REPEATS, len(calls_ns)), MAX_EXECUTIONS)
-            executions_ns = self._repeating.execution_ns(batch, repeats) or None
+        repeats = min(max(MIN_REPEATS, len(calls_ns)), MAX_EXECUTIONS)
+        executions_ns = engine.execution_ns(batch, repeats) or None
         return EngineTimes(batch, reference, comparison, first_ns[0], calls_ns, executions_ns, flights)
 
     def run(self, batch: int, reference: Reference) -> Callable[[], object]:
         """A function that executes a measured batch, without copies where the engine can do that."""
-        engine, repeating, inputs = self.engine, self._repeating, self._inputs(batch, reference)[0]
-        if repeating is None:
-            return lambda: engine.infer(inputs)
-        return lambda: repeating.run_only(batch) or engine.infer(inputs)
+        engine, inputs = self.engine, self._inputs(batch, reference)[0]
+        return lambda: engine.run_only(batch) or engine.infer(inputs)
 
     def _inputs(self, batch: int, reference: Reference) -> list[Mapping[str, Array]]:
         key = tuple(reference.sizes.items())
@@ -411,11 +394,10 @@ def references_of(
     specification: ModelSpecification,
     weights: WeightsSource,
     sizes: Sequence[Mapping[str, int]],
-    pictures: Mapping[str, Array] | None = None,
     items: int = ITEMS,
 ) -> list[Reference]:
     """Items of each of the sizes, and the answers of the model's own module in FP32 on the CPU; those of a user's ONNX
-    file are ONNX Runtime's on the CPU, in the file's own precision. The items are the photographs where there are some,
+    file are ONNX Runtime's on the CPU, in the file's own precision. The items are photographs for a model of images,
     else random. Raises `WeightsError` and `EngineError`."""
     if specification.file is not None:
         batches = [random_inputs(specification, items, 0, along) for along in sizes]
@@ -428,9 +410,11 @@ def references_of(
 
     from servers.engines.torch.forms import expected_answers
     from servers.models.modules import count_flops
+    from servers.models.samples import photographs
     from servers.models.uint8_module import executed_module
 
     module = executed_module(specification, specification.load_module(weights))
+    pictures = None if specification.image is None else photographs(specification, PICTURES)
     references = []
     for along in sizes:
         inputs = pictures or random_inputs(specification, items, 0, along)
@@ -475,7 +459,7 @@ def stored_references(
     }
     if path is not None and (stored := _read(path, about)) is not None:
         return stored
-    references = references_of(specification, weights, sizes, photographs(specification), STORED_ITEMS)
+    references = references_of(specification, weights, sizes, STORED_ITEMS)
     if path is not None:
         _write(path, about, references)
     return references
@@ -532,18 +516,6 @@ def _write(path: Path, about: Mapping[str, object], references: Sequence[Referen
 def quiet_profiler() -> None:
     """Call it before torch is imported: its profiler would report a missing GPU as an error."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
-
-def photographs(specification: ModelSpecification) -> Mapping[str, Array] | None:
-    """Photographs as the engine gets them; None for a model that takes no image."""
-    if specification.image is None:
-        return None
-    from servers.models.images import normalise
-    from servers.models.samples import corpus_pixels
-
-    pixels = corpus_pixels(specification, PICTURES)
-    sent = pixels if specification.payload == "uint8" else normalise(pixels, specification.image)
-    return {specification.inputs[0].name: sent}
 
 
 def artefact(

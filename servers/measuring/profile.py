@@ -31,7 +31,7 @@ from rich.table import Table
 from servers.engines.batches import random_inputs
 from servers.engines.interface import Engine, EngineError, first_line
 from servers.engines.onnxruntime import OnnxRuntimeEngine
-from servers.measuring.measurement import EngineTimes, RepeatingEngine
+from servers.measuring.measurement import EngineTimes
 from servers.models.specification import ModelSpecification
 from servers.protocol.tensors import Array
 
@@ -320,7 +320,7 @@ def _on_device(
     for batch, sizes in batches:
         engine.infer(inputs := random_inputs(specification, batch, 0, sizes))
         execute: Callable[[], object] = partial(engine.infer, inputs)
-        if without_copies := isinstance(engine, RepeatingEngine) and engine.run_only(batch):
+        if without_copies := engine.run_only(batch):
             execute = partial(engine.run_only, batch)
         with_copies.append(not without_copies)
         calls += [execute] * EXECUTIONS_ON_DEVICE

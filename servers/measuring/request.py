@@ -27,7 +27,7 @@ from servers.language.engine import (
 from servers.language.specification import PREFIX, language_model
 from servers.models.registry import UnknownModelError, get_variant
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
+from servers.models.weights import WeightsError, parse_weights
 from servers.options import defaults
 
 GRAPHS = ("graph", "compile")
@@ -72,10 +72,6 @@ class MeasurementRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     def specification(self) -> ModelSpecification:
         """The variant that the engine executes. Raises `UnknownModelError`."""
         return get_variant(self.model, self.payload)
-
-    def weights_source(self, specification: ModelSpecification) -> WeightsSource:
-        """The weights with the hash of their file. Raises `WeightsError`."""
-        return pin(parse_weights(self.weights, specification.default_weights), specification.find_pretrained)
 
     def settings(self) -> EngineSettings:
         """The settings of the engine, which prepares these batches and lengths and no others if it can."""

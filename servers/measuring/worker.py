@@ -159,7 +159,7 @@ def _request(arguments: Sequence[str]) -> MeasurementRequest | None:
 def _prepare(request: MeasurementRequest) -> dict[str, object]:
     """Make the model's own answers and the file that the engine executes: whether it executes one, and its steps."""
     specification = request.specification()
-    weights = request.weights_source(specification)
+    weights = specification.pinned(request.weights)
     _references(request, specification, weights)
     conversions, path = _converted(request, specification, weights)
     return {"file": path is not None, "conversions": conversions}
@@ -205,7 +205,7 @@ def _converted(
 def _serve(request: MeasurementRequest, commands: BinaryIO, answer: SendAnswer) -> None:
     """Load the engine, say that it is ready, and answer the commands."""
     specification = request.specification()
-    weights = request.weights_source(specification)
+    weights = specification.pinned(request.weights)
     settings = request.settings()
     references = dict(zip(request.lengths, _references(request, specification, weights), strict=True))
     conversions, path = _converted(request, specification, weights)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from servers.models.files import file_sha256, keep_file, user_cache
 from servers.models.modules import measure_size
 from servers.models.specification import ModelDescription, ModelSpecification, UnknownModelError
 from servers.models.weights import WeightsError, WeightsSource
-from servers.options.libraries import import_library
+from servers.options.libraries import import_library, installed_version
 from servers.options.stages import stage
 
 PACKAGES: Mapping[str, str] = {"open_clip": "open_clip_torch"}
@@ -34,6 +33,7 @@ LIBRARIES = ("open_clip", "timm", "torchvision", "transformers")
 CATALOGUE = Path(__file__).with_name("catalogue.json")
 
 log = logging.getLogger("abserve.models")
+version = cache(installed_version)
 
 
 class Identity(NamedTuple):
@@ -146,15 +146,6 @@ def catalogue() -> Catalogue:
 def versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
     """The versions of libraries, by the names of their sources; without those that are not installed."""
     return {name: installed for name in names if (installed := version(PACKAGES.get(name, name)))}
-
-
-@cache
-def version(package: str) -> str | None:
-    """None if it is not installed. What a package says of itself takes 2 ms to parse."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _path(identity: Identity) -> Path:

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.models.items import valid_items
-from servers.models.specification import ModelSpecification, Preprocessing
+from servers.models.specification import ModelSpecification, Preprocessing, choose_from
 from servers.models.weights import (
     CheckpointWeights,
     FindPretrained,
     PretrainedWeights,
     RandomWeights,
     WeightsError,
+    WeightsSource,
     seeded,
     verify,
 )
@@ -174,6 +175,26 @@ def scale_norms(module: torch.nn.Module, size: int) -> torch.nn.Module:
     for hook in hooks:
         hook.remove()
     return module
+
+
+def load_images_network(
+    source: WeightsSource, build: Callable[[], torch.nn.Module], find: FindPretrained, size: int, title: str
+) -> torch.nn.Module:
+    """A library's network of images, FP32 (n, 3, size, size), as `build` makes it: with random weights, of which none
+    are zero and no norm hides others, or with exactly those of a file. Raises `WeightsError`."""
+    if isinstance(source, RandomWeights):
+        with seeded(source.seed):
+            module = fill_zero_weights(build())
+        return scale_norms(ready(module), size)
+    state = read_state(source, find)
+    return load_strictly(hollow(build), state, option_of(source), title)
+
+
+def refuse_unknown_tag(tag: str, library: str, architecture: str, tags: Iterable[str]) -> None:
+    """Raises `WeightsError` for a tag of weights that a library does not have for an architecture."""
+    if tag not in (known := list(tags)):
+        choice = choose_from(tag, known)
+        raise WeightsError(f"--weights {tag}: {library} has no such tag for {architecture}; {choice}")
 
 
 def hub_file(source: PretrainedWeights, repository: str, names: Sequence[str]) -> Path:

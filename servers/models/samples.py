@@ -30,6 +30,7 @@ from servers.models.images import ImageError, UInt8Array, decode_jpeg, normalise
 from servers.models.items import credits_text, item_bytes, jpeg_paths, text_lengths, valid_items
 from servers.models.registry import payload_variants
 from servers.models.specification import Axis, ModelSpecification, Preprocessing
+from servers.options.defaults import OptionError
 from servers.protocol.tensors import Array
 
 SCHEMA = "abserve.samples/2"
@@ -39,10 +40,6 @@ GENERATED_ITEMS = 64
 _MOST_BYTES = 2**28
 """Limit for all generated items together; at least 8 items are made even if they exceed it."""
 MOST_JPEG_BYTES = 2**26
-
-
-class SamplesError(Exception):
-    """The model takes no such samples; the message says which it takes."""
 
 
 def write_samples(
@@ -55,11 +52,11 @@ def write_samples(
     """Write the samples unless `folder` already holds the same ones with untouched files; True when it wrote.
 
     `specification` is the model itself, not a variant. `sequence_length` is `text`, for lengths as real text has them,
-    or one or several whole numbers. `images` is a folder of JPEG files. Raises `SamplesError`, and `FolderError` when
+    or one or several whole numbers. `images` is a folder of JPEG files. Raises `OptionError`, and `FolderError` when
     the place cannot be written or holds something else.
     """
     if images is not None and specification.payload != "fp32":
-        raise SamplesError(f"{specification.label} takes no images; give it inputs of another kind")
+        raise OptionError(f"{specification.label} takes no images; give it inputs of another kind")
     if specification.payload == "fp32" and specification.samples is None:
         return _write_images(specification, folder, images)
     return _write_items(specification, folder, sequence_length, seed)
@@ -99,17 +96,17 @@ def _write_images(specification: ModelSpecification, folder: Path, images: Path 
 
 def _jpegs(folder: Path) -> Sequence[Path]:
     if not folder.is_dir():
-        raise SamplesError(f"--images {folder}: no such folder")
+        raise OptionError(f"--images {folder}: no such folder")
     # Hidden ones are what other systems keep beside a picture: macOS writes ._NAME.jpg.
     paths = sorted(path for path in folder.glob("[!.]*") if path.suffix.lower() in (".jpg", ".jpeg"))
     if not paths:
-        raise SamplesError(f"--images {folder}: no .jpg or .jpeg files in it")
+        raise OptionError(f"--images {folder}: no .jpg or .jpeg files in it")
     inside = folder.resolve()
     for path in paths:  # a folder may come from somebody else: no pipe is waited for, no other file is sent
         if not path.is_file() or not path.resolve().is_relative_to(inside):
-            raise SamplesError(f"--images {folder}: {path.name} is not a regular file inside the folder")
+            raise OptionError(f"--images {folder}: {path.name} is not a regular file inside the folder")
         if path.stat().st_size > MOST_JPEG_BYTES:
-            raise SamplesError(f"--images {folder}: {path.name} has more than {MOST_JPEG_BYTES:,} bytes")
+            raise OptionError(f"--images {folder}: {path.name} has more than {MOST_JPEG_BYTES:,} bytes")
     return paths
 
 
@@ -117,7 +114,7 @@ def _decode(path: Path, preprocessing: Preprocessing) -> Any:
     try:
         return resize_and_crop(decode_jpeg(path.read_bytes()), preprocessing)
     except (ImageError, OSError) as exc:
-        raise SamplesError(f"{path.name}: {exc}") from exc
+        raise OptionError(f"{path.name}: {exc}") from exc
 
 
 def _write_items(specification: ModelSpecification, folder: Path, sequence_length: str, seed: int) -> bool:
@@ -157,22 +154,22 @@ def _write_items(specification: ModelSpecification, folder: Path, sequence_lengt
 
 
 def _lengths(specification: ModelSpecification, axis: Axis | None, text: str, seed: int) -> list[int]:
-    """One length per item. Raises `SamplesError` for lengths that the model does not take."""
+    """One length per item. Raises `OptionError` for lengths that the model does not take."""
     if axis is None:
         if text != TEXT:
-            raise SamplesError(f"{specification.label} takes no sequences; leave out --sequence-length")
+            raise OptionError(f"{specification.label} takes no sequences; leave out --sequence-length")
         return [1] * _count(specification, None)
     if text == TEXT:
         count = _count(specification, axis.largest if axis.padded else axis.default)
         return text_lengths(count, seed, axis.largest) if axis.padded else [axis.default] * count
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= axis.largest for part in parts):
-        raise SamplesError(
+        raise OptionError(
             f"--sequence-length {text}: give {TEXT}, or whole numbers from 1 to {axis.largest}, as in 32,128"
         )
     sizes = list(dict.fromkeys(map(int, parts)))
     if len(sizes) > 1 and not axis.padded:
-        raise SamplesError(f"--sequence-length {text}: {specification.label} has no padding; give one length")
+        raise OptionError(f"--sequence-length {text}: {specification.label} has no padding; give one length")
     return [size for size in sizes for _ in range(_count(specification, max(sizes)))]
 
 
@@ -263,3 +260,9 @@ def corpus_pixels(specification: ModelSpecification, count: int) -> UInt8Array:
     paths = jpeg_paths()
     needed = [decode_jpeg(paths[index % len(paths)].read_bytes()) for index in range(count)]
     return np.stack([resize_and_crop(pixels, specification.preprocessing) for pixels in needed])
+
+
+def photographs(specification: ModelSpecification, count: int) -> dict[str, Array]:
+    """`count` photographs of the corpus as an engine gets them, by the input's name."""
+    pixels, name = corpus_pixels(specification, count), specification.inputs[0].name
+    return {name: pixels if specification.payload == "uint8" else normalise(pixels, specification.preprocessing)}

@@ -13,12 +13,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
 
+from servers.models.weights import FindPretrained, WeightsSource, parse_weights, pin
+from servers.protocol.examples import infer_commands
 from servers.protocol.tensors import Array, Shaped, TensorSpec
 
 if TYPE_CHECKING:
     import torch
-
-    from servers.models.weights import FindPretrained, WeightsSource
 
 Payload = Literal["tensors", "fp32", "uint8", "jpeg"]
 PAYLOADS: tuple[Payload, ...] = get_args(Payload)
@@ -202,6 +202,19 @@ class ModelSpecification(ModelDescription):
     """Finds the file of a tag; None for a model without tags."""
     decodes_to: ModelSpecification | None = None
     """For JPEG, the variant that gets the decoded pixels."""
+
+    def pinned(self, option: str | None) -> WeightsSource:
+        """The weights of `--weights`, None for the model's own, with the hash of their file. Raises `WeightsError`."""
+        return pin(parse_weights(option, self.default_weights), self.find_pretrained)
+
+    def for_process(self, model: str, weights: str | None) -> dict[str, str]:
+        """These options for a process in any folder: a path is absolute, weights are pinned. Raises `WeightsError`."""
+        reference = self.reference if self.reference.startswith("/") else model
+        return {"model": reference, "weights": self.pinned(weights).text}
+
+    def examples(self, url: str) -> tuple[str, ...]:
+        """Commands for a shell that send one request to a server at that URL."""
+        return infer_commands(url, self.name, self.inputs)
 
     @property
     def executed(self) -> ModelSpecification:

@@ -12,8 +12,9 @@ import dataclasses
 import hashlib
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,25 +37,12 @@ _BATCH_FIRST = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Calling:
-    """How a module is called with its inputs in order, and which of its answers are outputs."""
-
-    names: tuple[str, ...]
-    """The inputs by the names of forward's parameters."""
-    by_name: bool
-    outputs: tuple[str, ...]
-
-    def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """A module that takes the inputs in order and returns a tuple of the outputs."""
-        return _adapter(module, self)
-
-    def call(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
-        """What the module returns."""
-        return module(**dict(zip(self.names, inputs, strict=True))) if self.by_name else module(*inputs)
+Wrap = Callable[["torch.nn.Module"], "torch.nn.Module"]
+"""Makes of a user's module one that takes the inputs in order and returns a tuple of the outputs."""
 
 
-def _adapter(module: torch.nn.Module, calling: Calling) -> torch.nn.Module:
+def _adapted(names: Sequence[str], by_name: bool, outputs: Sequence[str], module: torch.nn.Module) -> torch.nn.Module:
+    """See `Wrap`. `names` are those of forward's parameters, by which it gets the inputs if `by_name`."""
     import torch
 
     class Adapter(torch.nn.Module):
@@ -65,14 +53,18 @@ def _adapter(module: torch.nn.Module, calling: Calling) -> torch.nn.Module:
             self.module = module
 
         def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            answers = dict(_named(calling.call(self.module, inputs)))
-            return tuple(answers[name] for name in calling.outputs)
+            answers = dict(_named(_called(self.module, names, by_name, inputs)))
+            return tuple(answers[name] for name in outputs)
 
     # torch.export binds the inputs to parameters, and would take those of *inputs for one tuple.
-    names = ["self", *(f"input_{place}" for place in range(len(calling.names)))]
-    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    places = ["self", *(f"input_{place}" for place in range(len(names)))]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in places]
     Adapter.forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return Adapter()
+
+
+def _called(module: torch.nn.Module, names: Sequence[str], by_name: bool, inputs: Sequence[torch.Tensor]) -> Any:
+    return module(**dict(zip(names, inputs, strict=True))) if by_name else module(*inputs)
 
 
 def example_line(module: torch.nn.Module) -> str:
@@ -88,11 +80,11 @@ def example_line(module: torch.nn.Module) -> str:
     return f"def sample(): return {{{', '.join(arguments)}}}"
 
 
-def describe(module: torch.nn.Module, sample: object) -> tuple[UserModel, Calling]:
-    """The description of a module, which is made `ready`, and how it is called. Raises `ValueError`."""
+def describe(module: torch.nn.Module, sample: object) -> tuple[UserModel, Wrap]:
+    """The description of a module, which is made `ready`, and how others like it are wrapped. Raises `ValueError`."""
     module = ready(module.cpu())
     tensors, by_name = _read_sample(module, sample)
-    trial = _Trial(module, Calling(tuple(tensors), by_name, ()), tensors)
+    trial = _Trial(module, tensors, by_name)
     rows = trial.rows()
     answers = trial.check_batch(rows)
     axes = trial.find_axes(rows)
@@ -106,15 +98,15 @@ def describe(module: torch.nn.Module, sample: object) -> tuple[UserModel, Callin
         outputs.append(
             Output(served, _datatype(tensor, name), shape, "tensor" if tensor.is_floating_point() else "labels")
         )
-    calling = dataclasses.replace(trial.calling, outputs=tuple(answers))
+    wrap = partial(_adapted, tuple(tensors), by_name, tuple(answers))
     model = UserModel(
-        calling.wrap(module),
+        wrap(module),
         inputs,
         outputs,
         {axis.name: (axis.default, axis.largest) for axis in axes},
         item="sequence" if padding else _item(tensors),
     )
-    return model, calling
+    return model, wrap
 
 
 def sample_items(module: torch.nn.Module, sample: object) -> dict[str, Array]:
@@ -124,17 +116,13 @@ def sample_items(module: torch.nn.Module, sample: object) -> dict[str, Array]:
 
 def parameters_sha256(module: torch.nn.Module) -> str:
     """The SHA-256 of all parameters and buffers, by name."""
+    import torch
+
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(_bytes()).numpy().data)
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _bytes() -> torch.dtype:
-    import torch
-
-    return torch.uint8
 
 
 # The sample
@@ -269,15 +257,16 @@ class _FoundAxis:
 class _Trial:
     """Runs of one module on the rows of its sample."""
 
-    def __init__(self, module: torch.nn.Module, calling: Calling, sample: Tensors) -> None:
-        self._module, self.calling, self._sample = module, calling, sample
+    def __init__(self, module: torch.nn.Module, sample: Tensors, by_name: bool) -> None:
+        self._module, self._sample, self._by_name = module, sample, by_name
 
     def run(self, inputs: Tensors) -> Tensors:
         """The outputs by name. Raises whatever the module raises, and `ValueError` for answers that are no tensors."""
         import torch
 
         with torch.inference_mode():
-            answers = dict(_named(self.calling.call(self._module, list(inputs.values()))))
+            returned = _called(self._module, list(inputs), self._by_name, list(inputs.values()))
+        answers = dict(_named(returned))
         if not answers:
             raise ValueError("forward returns no tensor")
         return answers
@@ -291,13 +280,15 @@ class _Trial:
 
     def rows(self) -> Tensors:
         """Three different items: the sample's, or such with its values in another order."""
+        import torch
+
         count = len(next(iter(self._sample.values())))
         if count >= _ROWS:
             return {name: tensor[:_ROWS] for name, tensor in self._sample.items()}
         mixed = {}
         for name, tensor in self._sample.items():
             parts = [tensor[at % count].flatten().roll(at // count).reshape(tensor.shape[1:]) for at in range(_ROWS)]
-            mixed[name] = _stacked(parts)
+            mixed[name] = torch.stack(parts)
         repeated = {name: tensor[[at % count for at in range(_ROWS)]] for name, tensor in self._sample.items()}
         return mixed if self.runs(mixed) is not None else repeated
 
@@ -454,12 +445,6 @@ class _Trial:
 
 def _first_line(exc: BaseException) -> str:
     return next(iter(str(exc).strip().splitlines()), type(exc).__name__)
-
-
-def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    import torch
-
-    return torch.stack(list(parts))
 
 
 def _slice(tensors: Tensors, first: int, last: int) -> Tensors:

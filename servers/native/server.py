@@ -21,7 +21,7 @@ from servers.engines.interface import Engine
 from servers.engines.settings import EngineError, EngineSettings, engine_kind
 from servers.models.registry import SOURCES, UnknownModelError, forget_models, get_variants
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsError, WeightsSource, parse_weights, pin
+from servers.models.weights import WeightsError, WeightsSource
 from servers.native.shared.errors import NOT_RELOADED
 from servers.native.shared.keys import Keys
 from servers.native.shared.memory import Arena, RequestMemory
@@ -204,7 +204,7 @@ def _offers_again(settings: NativeSettings, served: Sequence[ModelSpecification]
                 )
     first = specifications[0]
     text = settings.weights and settings.weights.partition("@sha256:")[0]
-    weights = pin(parse_weights(text, first.default_weights), first.find_pretrained)
+    weights = first.pinned(text)
     versions = [replace(now, version=str(int(now.version) + reloads)) for now in specifications]
     return [_offer(settings, specification, weights) for specification in versions]
 

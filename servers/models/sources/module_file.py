@@ -45,7 +45,7 @@ from servers.models.specification import (
     choose_from,
     served_name,
 )
-from servers.models.user_module import Calling, describe, example_line, parameters_sha256, sample_items
+from servers.models.user_module import Wrap, describe, example_line, parameters_sha256, sample_items
 from servers.models.weights import CheckpointWeights, RandomWeights, WeightsError, WeightsSource, seeded, verify
 from servers.protocol.tensors import DATATYPES, Array, TensorSpec
 
@@ -234,7 +234,7 @@ def _of_bare_module(
     label = f"{path.name}:{function}"
     sample = _sample_of(path, function, module, sample_file)
     try:
-        model, calling = describe(module, sample)
+        model, wrap = describe(module, sample)
     except ValueError:
         raise
     except Exception as exc:
@@ -253,7 +253,7 @@ def _of_bare_module(
     return replace(
         specification,
         reference=specification.reference + of_file,
-        load_module=partial(_load_bare, path, label, make, calling, specification),
+        load_module=partial(_load_bare, path, label, make, wrap, specification),
         definition_sha256=sha256(described.encode()).hexdigest(),
     )
 
@@ -292,7 +292,7 @@ def _load_bare(
     path: Path,
     label: str,
     make: Callable[[], object],
-    calling: Calling,
+    wrap: Wrap,
     specification: ModelSpecification,
     source: WeightsSource,
 ) -> torch.nn.Module:
@@ -303,7 +303,7 @@ def _load_bare(
     if not _is_module(module):
         raise WeightsError(f"{label} returned {type(module).__name__} when it was called again")
     _set_weights(module, source, path, label)
-    return _checked(calling.wrap(module), specification, label)
+    return _checked(wrap(module), specification, label)
 
 
 def _specification(path: Path, function: str, make: Callable[[], object], model: UserModel) -> ModelSpecification:

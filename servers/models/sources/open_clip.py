@@ -30,8 +30,9 @@ from servers.models.modules import (
     read_state,
     ready,
     refuse_other_preprocessing,
+    refuse_unknown_tag,
 )
-from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification, refuse_tag
+from servers.models.specification import ModelSpecification, Preprocessing, image_specification, refuse_tag
 from servers.models.weights import FindPretrained, PretrainedWeights, RandomWeights, WeightsError, WeightsSource, seeded
 from servers.options.libraries import import_library
 from servers.protocol.tensors import TensorSpec
@@ -134,8 +135,7 @@ def _configuration(architecture: str, tag: str) -> dict[str, Any]:
     """open_clip's configuration of a tag. Raises `WeightsError` for an unknown one."""
     config: dict[str, Any] = _module("pretrained").get_pretrained_cfg(architecture, tag)
     if not config:
-        choice = choose_from(tag, pretrained_tags(architecture))
-        raise WeightsError(f"--weights {tag}: open_clip has no such tag for {architecture}; {choice}")
+        refuse_unknown_tag(tag, "open_clip", architecture, pretrained_tags(architecture))
     return config
 
 

@@ -12,33 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.models.modules import (
-    fill_zero_weights,
-    hollow,
     hub_file,
-    load_strictly,
+    load_images_network,
     option_of,
     read_state,
     ready,
     refuse_other_preprocessing,
-    scale_norms,
+    refuse_unknown_tag,
 )
 from servers.models.specification import (
     ModelSpecification,
     OutputKind,
     Preprocessing,
     UnknownModelError,
-    choose_from,
     image_specification,
     refuse_tag,
 )
-from servers.models.weights import (
-    CheckpointWeights,
-    PretrainedWeights,
-    RandomWeights,
-    WeightsError,
-    WeightsSource,
-    seeded,
-)
+from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource
 from servers.protocol.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -76,10 +66,7 @@ def specify(name: str) -> ModelSpecification | None:
         raise UnknownModelError(f"timm:{name} takes other inputs than square RGB images; serve it from a FILE.py")
 
     def find(source: PretrainedWeights) -> Path:
-        if source.tag not in tags:
-            raise WeightsError(
-                f"{option_of(source)}: timm has no such tag for {architecture}; {choose_from(source.tag, tags)}"
-            )
+        refuse_unknown_tag(source.tag, "timm", architecture, tags)
         refuse_other_preprocessing(source, _preprocessing(tags[source.tag]), served, f"timm:{architecture}")
         weights = tags[source.tag]
         if not weights.hf_hub_id:
@@ -95,12 +82,7 @@ def specify(name: str) -> ModelSpecification | None:
                 raise WeightsError(f"{option_of(source)}: timm cannot load the tag's file into {architecture}") from exc
             return ready(model)
         build = partial(timm.create_model, name)
-        if isinstance(source, CheckpointWeights):
-            state = read_state(source)
-            return load_strictly(hollow(build), state, option_of(source), f"timm {architecture}")
-        with seeded(source.seed):
-            module = fill_zero_weights(build())
-        return scale_norms(ready(module), served.size)
+        return load_images_network(source, build, find, served.size, f"timm {architecture}")
 
     classes = config.num_classes
     output: tuple[TensorSpec, OutputKind] = (TensorSpec("logits", "FP32", (-1, classes)), "logits")

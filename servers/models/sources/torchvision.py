@@ -9,17 +9,13 @@ from urllib.parse import urlparse
 
 from servers.models.modules import (
     downloaded,
-    fill_zero_weights,
-    hollow,
-    load_strictly,
+    load_images_network,
     option_of,
-    read_state,
-    ready,
     refuse_other_preprocessing,
-    scale_norms,
+    refuse_unknown_tag,
 )
-from servers.models.specification import ModelSpecification, Preprocessing, choose_from, image_specification, refuse_tag
-from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, seeded
+from servers.models.specification import ModelSpecification, Preprocessing, image_specification, refuse_tag
+from servers.models.weights import PretrainedWeights, WeightsError, WeightsSource
 from servers.options.libraries import import_library
 from servers.protocol.tensors import TensorSpec
 
@@ -55,9 +51,7 @@ def specify(name: str) -> ModelSpecification | None:
     served, classes = _preprocessing(chosen), len(chosen.meta["categories"])
 
     def find(source: PretrainedWeights) -> Path:
-        if source.tag not in weights.__members__:
-            choice = choose_from(source.tag, weights.__members__)
-            raise WeightsError(f"{option_of(source)}: torchvision has no such tag for {architecture}; {choice}")
+        refuse_unknown_tag(source.tag, "torchvision", architecture, weights.__members__)
         refuse_other_preprocessing(source, _preprocessing(weights[source.tag]), served, f"torchvision:{architecture}")
         return _find_pretrained(source, weights[source.tag].url)
 
@@ -66,12 +60,7 @@ def specify(name: str) -> ModelSpecification | None:
         if architecture.startswith("vit_"):
             arguments["image_size"] = served.size
         build = partial(models.get_model, architecture, weights=None, **arguments)
-        if isinstance(source, RandomWeights):
-            with seeded(source.seed):
-                module = fill_zero_weights(build())
-            return scale_norms(ready(module), served.size)
-        state = read_state(source, find)
-        return load_strictly(hollow(build), state, option_of(source), f"torchvision {architecture}")
+        return load_images_network(source, build, find, served.size, f"torchvision {architecture}")
 
     return image_specification(
         f"torchvision:{name}",

@@ -20,7 +20,6 @@ import pytest
 
 from servers.commands import doctor, native
 from servers.engines import choice
-from servers.engines.factory import EnginesHere
 from servers.engines.interface import CHOICES, PLANS_FOLDER, EngineError
 from servers.engines.settings import EngineSettings
 from servers.export.manifest import FILE_NAME
@@ -46,7 +45,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Of the choices. Both other engines are installed and have a file in the folder `files`."""
     monkeypatch.setenv(PLANS_FOLDER, str(tmp_path / "plans"))
     monkeypatch.delenv(CHOICES, raising=False)
-    here = EnginesHere(("torch", *fastest.OTHERS), (), ())
+    here = {"installed": ["torch", *fastest.OTHERS], "elsewhere": [], "missing": []}
     monkeypatch.setattr(fastest, "engines_here", lambda *_: here)
     monkeypatch.chdir(tmp_path)
     for form in ("random-0", "random-0-fused", "random-1", "random-1-fused"):
@@ -255,7 +254,7 @@ def test_nothing_is_measured_where_only_torch_executes_the_model_as_asked(
     assert fastest_engine(specification, *start[:2], Path("empty"), "stored", print) == "torch"
     eager = replace(SETTINGS, mode="eager")
     assert fastest_engine(specification, start[0], eager, start[2], "stored", print) == "torch"
-    monkeypatch.setattr(fastest, "engines_here", lambda *_: EnginesHere(("torch",), (), ("openvino",)))
+    monkeypatch.setattr(fastest, "engines_here", lambda *_: {"installed": ["torch"]})
     assert fastest_engine(specification, *start, "stored", print) == "torch"
 
 
@@ -272,11 +271,11 @@ def test_a_launch_has_the_engine_that_was_chosen_in_its_name(monkeypatch: pytest
     monkeypatch.setattr(native, "fastest_engine", lambda *_: "onnxruntime")
     monkeypatch.setattr(native, "bind", lambda *_: socket.socket())  # no port is needed
     monkeypatch.setattr(native, "check_free", lambda *_: None)
-    launch = native.check({"device": "cpu", "choices": "fresh"}, tmp_path)
-    plan = launch.plan({"openclip_vit_b32": (tmp_path / "model.onnx", None)})
+    settings, models, _ = native.check({"device": "cpu", "choices": "fresh"}, tmp_path)
+    plan = native.launch_plan(settings, models, lambda _: (tmp_path / "model.onnx", None))
     assert plan.title == "native onnxruntime fp32"
     assert plan.env == {CHOICES: "fresh"}
-    assert native.check({"device": "cpu", "engine": "null"}, tmp_path).settings.engine == "null"
+    assert native.check({"device": "cpu", "engine": "null"}, tmp_path)[0].engine == "null"
 
 
 def test_the_doctor_shows_choices_and_clears_them(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

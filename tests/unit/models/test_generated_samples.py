@@ -18,8 +18,9 @@ from loadgen.entry import PanelledCommand
 from servers.commands.models import samples
 from servers.models.items import QUANTILES, jpeg_paths, text_lengths
 from servers.models.registry import get_base
-from servers.models.samples import SamplesError, write_samples
+from servers.models.samples import write_samples
 from servers.models.specification import ModelSpecification
+from servers.options.defaults import OptionError
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_a_list_of_lengths_has_as_many_items_of_each(bert: ModelSpecification, t
 
 @pytest.mark.parametrize("text", ["", "0", "513", "-1", "word", "8,"])
 def test_a_length_that_the_model_does_not_take_is_refused(text: str, bert: ModelSpecification, tmp_path: Path) -> None:
-    with pytest.raises(SamplesError, match="give text, or whole numbers from 1 to 512"):
+    with pytest.raises(OptionError, match="give text, or whole numbers from 1 to 512"):
         write_samples(bert, tmp_path / "a", text)
     assert not list(tmp_path.iterdir())
 
@@ -90,14 +91,14 @@ def test_a_users_pictures_are_resized_as_the_corpus_is(tmp_path: Path) -> None:
     expected = np.load(tmp_path / "corpus/pixel_values.fp32.npy")[:2]
     np.testing.assert_array_equal(np.load(tmp_path / "given/pixel_values.fp32.npy"), expected)
     (own / "b.JPG").write_bytes(b"no picture")
-    with pytest.raises(SamplesError, match=r"^b\.JPG: the image is not a JPEG"):
+    with pytest.raises(OptionError, match=r"^b\.JPG: the image is not a JPEG"):
         write_samples(model, tmp_path / "given", images=own)
 
 
 def test_what_does_not_fit_the_model_is_refused(bert: ModelSpecification, tmp_path: Path) -> None:
-    with pytest.raises(SamplesError, match="takes no images"):
+    with pytest.raises(OptionError, match="takes no images"):
         write_samples(bert, tmp_path / "a", images=tmp_path)
-    with pytest.raises(SamplesError, match=r"no \.jpg or \.jpeg files"):
+    with pytest.raises(OptionError, match=r"no \.jpg or \.jpeg files"):
         write_samples(get_base("torchvision:resnet18"), tmp_path / "a", images=tmp_path)
 
 
@@ -113,7 +114,7 @@ def test_elements_that_are_bytes_are_written_as_base64(tmp_path: Path) -> None:
     items = json.loads((tmp_path / "a" / entry["path"]).read_text())
     assert len(items) == document["count"]
     assert all(len(item) == 2 and all(base64.b64decode(one).isalpha() for one in item) for item in items)
-    with pytest.raises(SamplesError, match="takes no sequences"):
+    with pytest.raises(OptionError, match="takes no sequences"):
         write_samples(get_base(str(tmp_path / "echo.onnx")), tmp_path / "a", "8")
 
 

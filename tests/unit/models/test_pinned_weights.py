@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 
-from servers.commands.native import check
+from servers.commands.native import check, launch_plan
 from servers.models.sources.open_clip import find_pretrained, load_image_tower
 from servers.models.weights import (
     CheckpointWeights,
@@ -111,10 +111,10 @@ def test_a_server_is_launched_with_the_pin(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launch = check({"weights": str(path), "http_port": port, "grpc_port": 0, "engine": "torch"})
+    settings, models, _ = check({"weights": str(path), "http_port": port, "grpc_port": 0, "engine": "torch"})
     pinned = f"{path}@sha256:{hashlib.sha256(b'one').hexdigest()}"
-    assert launch.settings.weights == launch.weights.text == pinned
-    assert pinned in " ".join(launch.plan({}).argv)
+    assert settings.weights == pinned
+    assert pinned in " ".join(launch_plan(settings, models, lambda _: (path, None)).argv)
 
 
 @pytest.mark.parametrize(

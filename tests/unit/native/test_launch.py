@@ -10,24 +10,32 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from servers.commands.native import NativeLaunch, check
+from servers.commands.native import check, launch_plan
 from servers.engines import settings as engine_settings
 from servers.engines.factory import check_engine
 from servers.engines.interface import EngineError
 from servers.engines.settings import EngineSettings
 from servers.models.registry import DEFAULT_MODEL, get_specification
-from servers.models.specification import UnknownModelError
-from servers.models.weights import RandomWeights
+from servers.models.specification import ModelSpecification, UnknownModelError
 from servers.native.server import imported_first
 from servers.native.shared.settings import NativeSettings
+from servers.options.launch import LaunchPlan
 from servers.triton.settings import TritonSettings
+
+
+def no_file(model: ModelSpecification) -> Any:
+    pytest.fail(f"a file of {model.name} was asked for")
+
+
+def planned(options: dict[str, str]) -> LaunchPlan:
+    settings, models, tuning = check(options)
+    return launch_plan(settings, models, no_file, tuning)
 
 
 @pytest.mark.parametrize(("engine", "file"), [("onnxruntime", "/x/model.onnx"), ("tensorrt", "/x/model.plan")])
 def test_an_engine_with_a_file_is_started_with_it(engine: str, file: str) -> None:
-    launch = NativeLaunch(NativeSettings(engine=engine), (get_specification(DEFAULT_MODEL),), RandomWeights(0))
-    (needed,) = launch.needs_artefacts
-    plan = launch.plan({needed.name: (Path(file), None)})
+    model = get_specification(DEFAULT_MODEL)
+    plan = launch_plan(NativeSettings(engine=engine), (model,), lambda _: (Path(file), None))
     assert json.loads(plan.argv[-1])["artefact"] == file
     assert (plan.model, plan.artefact) == (get_specification(DEFAULT_MODEL).name, None)
 
@@ -83,7 +91,7 @@ def test_every_server_computes_in_the_precision_of_its_device_unless_told_anothe
     native = NativeSettings(**options).resolved(get_specification(DEFAULT_MODEL))
     triton = TritonSettings(**options).resolved_engine()
     assert (native.precision, native.engine_settings().precision, triton.precision) == (in_effect,) * 3
-    argument = NativeLaunch(native, (get_specification(DEFAULT_MODEL),), RandomWeights(0)).plan({}).argv[-1]
+    argument = launch_plan(native, (get_specification(DEFAULT_MODEL),), no_file).argv[-1]
     assert json.loads(argument)["precision"] == in_effect, "the process is told, and so are clients"
 
 
@@ -132,16 +140,16 @@ def test_an_engine_without_a_processor_to_choose_has_one_default(monkeypatch: py
 
 
 def test_the_model_chooses_engine_and_weights_that_the_user_did_not(tmp_path: Path) -> None:
-    launch = check({"model": "transformers:distilbert-base-uncased", "pad_to": "64,32"})
-    chosen = json.loads(launch.plan({}).argv[-1])
+    plan = planned({"model": "transformers:distilbert-base-uncased", "pad_to": "64,32"})
+    chosen = json.loads(plan.argv[-1])
     assert {name: chosen[name] for name in ("engine", "weights", "pad_to", "model")} == {
         "engine": "torch",
         "weights": "random:0",
         "pad_to": "32,64",
         "model": "transformers:distilbert-base-uncased",
     }
-    assert launch.plan({}).cannot_pad is None
-    assert check({}).plan({}).cannot_pad == "items of openclip_vit_b32 cannot be padded"
+    assert plan.cannot_pad is None
+    assert planned({}).cannot_pad == "items of openclip_vit_b32 cannot be padded"
     file = replace(get_specification(DEFAULT_MODEL), file=tmp_path / "model.onnx")
     assert NativeSettings().resolved(file).engine == "onnxruntime"
     assert NativeSettings(engine="tensorrt", weights="random:7").resolved(file).engine == "tensorrt"
@@ -157,7 +165,7 @@ def test_a_model_in_a_file_is_started_by_its_absolute_path(tmp_path: Path, monke
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text('{"model_type": "distilbert", "vocab_size": 99}')
     monkeypatch.chdir(tmp_path)
-    plan = check({"model": "./tiny"}).plan({})
+    plan = planned({"model": "./tiny"})
     assert json.loads(plan.argv[-1])["model"] == str(tmp_path / "tiny")
     assert plan.model == "tiny"
 
