@@ -35,9 +35,10 @@ ERRORS = (UnknownModelError, WeightsError, EngineError, OptionError, ExportError
 def failing(status: int = 1, *more: type[Exception]) -> Iterator[None]:
     """One of these errors, or of `more`, in this block ends the command with its sentence and this exit status; 2 is a
     wrong option."""
+    errors: tuple[type[Exception], ...] = (*ERRORS, *more)
     try:
         yield
-    except (*ERRORS, *more) as exc:
+    except errors as exc:
         fail(str(exc), exc, status)
 
 
