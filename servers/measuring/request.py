@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -24,7 +26,7 @@ from servers.language.engine import (
     generating_environment,
     generation_precision,
 )
-from servers.language.specification import PREFIX, language_model
+from servers.language.specification import PREFIX, LanguageModel, language_model
 from servers.models.registry import UnknownModelError, get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, parse_weights
@@ -64,6 +66,11 @@ class MeasurementRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     def generates(self) -> bool:
         """Whether the model is a language model, whose lengths are those of prompts."""
         return self.model.startswith(PREFIX)
+
+    @property
+    def environment(self) -> Path | None:
+        """The interpreter that has the engine's libraries; None: this one. Raises `EngineError` where none has."""
+        return generating_environment(self.engine) if self.generates else environment_of(self.engine)
 
     @property
     def on_cpu(self) -> bool:
@@ -122,93 +129,94 @@ def resolved_device(device: str) -> str:
     return device if index is None else f"cuda:{index}"
 
 
-def offers(device: str) -> dict[str, object]:
-    """The device, the modes and the precisions by engine and kind of device, and this machine's GPUs. Raises
-    `EngineError`."""
+def offers(device: str, *, generating: bool = False) -> dict[str, object]:
+    """The device, the modes and the precisions by engine and kind of device, and this machine's GPUs; of the engines
+    that generate tokens if `generating`. Raises `EngineError`."""
     EngineSettings(device=device).check_here()
-    kinds = {name: engine_kind(name) for name in engine_names()}
+    kinds = {} if generating else {name: engine_kind(name) for name in engine_names()}
     return {
         "device": resolved_device(device),
-        "modes": {name: kind.modes for name, kind in kinds.items()},
-        "precisions": {name: kind.precisions for name, kind in kinds.items()},
+        "modes": GENERATING_MODES if generating else {name: kind.modes for name, kind in kinds.items()},
+        "precisions": dict.fromkeys(GENERATING_ENGINES, GENERATING_PRECISIONS)
+        if generating
+        else {name: kind.precisions for name, kind in kinds.items()},
         "gpu": gpu_info(None),
     }
-
-
-def checked(request: MeasurementRequest) -> RequestCheck:
-    """Whether this machine can measure the request; loads no library."""
-    try:
-        specification = request.specification()
-        parse_weights(request.weights, specification.default_weights)
-    except (UnknownModelError, WeightsError) as exc:
-        return RequestCheck(reason=str(exc), wrong=True)
-    device = resolved_device(request.device)
-    resolved: dict[str, Any] = {
-        "precision": precision_on(device, request.precision),
-        "device": device,
-        "threads": thread_count(request.threads) if device == "cpu" else None,
-    }
-    try:
-        settings = request.settings()
-        check_engine(specification, settings)
-        settings.check_here()
-        mode = _mode(specification, settings)
-        environment_of(request.engine)
-        lengths, too_long = _lengths(specification, request.lengths)
-    except EngineError as exc:
-        return RequestCheck(reason=str(exc), **resolved)
-    return RequestCheck(mode=mode, lengths=lengths, too_long=too_long, **resolved)
 
 
 PROMPT_TOKENS = {"cpu": 32, "cuda": 128}
 GENERATED_TOKENS = 64
 """Of each request, measured while all requests of a batch decode."""
+Lengths = tuple[int | None, ...]
 
 
-def offers_of_generation(device: str) -> dict[str, object]:
-    """What `offers` says, of the engines that generate tokens."""
-    EngineSettings(device=device).check_here()
-    return {
-        "device": resolved_device(device),
-        "modes": {name: GENERATING_MODES[name] for name in GENERATING_ENGINES},
-        "precisions": dict.fromkeys(GENERATING_ENGINES, GENERATING_PRECISIONS),
-        "gpu": gpu_info(None),
-    }
-
-
-def checked_generation(request: MeasurementRequest) -> RequestCheck:
-    """Whether this machine can measure the engine on a language model; loads no library."""
+def checked(request: MeasurementRequest) -> RequestCheck:
+    """Whether this machine can measure the request; loads no library."""
+    device = resolved_device(request.device)
     try:
-        model = language_model(request.model, request.weights)
+        if request.generates:
+            model: LanguageModel | ModelSpecification = language_model(request.model, request.weights)
+            precision = generation_precision(request.precision, device)
+        else:
+            model, precision = request.specification(), precision_on(device, request.precision)
+            parse_weights(request.weights, model.default_weights)
     except (UnknownModelError, WeightsError) as exc:
         return RequestCheck(reason=str(exc), wrong=True)
-    device = resolved_device(request.device)
-    place = "cpu" if device == "cpu" else "cuda"
-    modes = GENERATING_MODES[request.engine][place]
-    resolved: dict[str, Any] = {
-        "precision": generation_precision(request.precision, device),
-        "mode": modes[0] if request.mode == "auto" else request.mode,
-        "device": device,
-        "threads": thread_count(request.threads) if device == "cpu" else None,
-    }
-    longest = model.max_length - GENERATED_TOKENS - 1
-    lengths = tuple(length or PROMPT_TOKENS[place] for length in request.lengths or (None,))
-    accepted = tuple(dict.fromkeys(length for length in lengths if length <= longest))
-    too_long = ", ".join(str(length) for length in lengths if length > longest)
-    reason = None
+    threads = thread_count(request.threads) if device == "cpu" else None
+    resolved = partial(RequestCheck, precision=precision, device=device, threads=threads)
     try:
-        generating_environment(request.engine)
+        if isinstance(model, LanguageModel):
+            mode, lengths, too_long = _of_tokens(model, request, device, precision)
+        else:
+            mode, lengths, too_long = _of_tensors(model, request)
     except EngineError as exc:
-        reason = str(exc)
-    if reason is None and resolved["mode"] not in modes:
-        reason = f"the engine {request.engine} has no mode {request.mode} here; choose from {', '.join(modes)}"
-    elif reason is None and resolved["precision"] not in GENERATING_PRECISIONS[place]:
-        offered = ", ".join(GENERATING_PRECISIONS[place])
-        reason = f"language models are not measured in {request.precision} here; choose from {offered}"
-    if too_long:
-        too_long = f"prompts of {too_long} tokens: {model.title} takes at most {longest} here; leave them out"
-        reason = reason or (None if accepted else too_long)
-    return RequestCheck(reason=reason, lengths=accepted, too_long=too_long or None, **resolved)
+        return resolved(reason=str(exc))
+    return resolved(mode=mode, lengths=lengths, too_long=too_long)
+
+
+def _of_tensors(specification: ModelSpecification, request: MeasurementRequest) -> tuple[str, Lengths, str | None]:
+    """The mode in which the engine executes, the lengths, and which are too long. Raises `EngineError`."""
+    settings, axis = request.settings(), specification.main_axis
+    check_engine(specification, settings)
+    settings.check_here()
+    mode = _mode(specification, settings)
+    _ = request.environment
+    if axis is None:
+        return mode, (None,), None
+    about = f"{specification.name} takes at most {axis.largest}; leave it out"
+    return mode, *_lengths(request.lengths, axis.default, axis.largest, f"{axis.name} ", f": {about}")
+
+
+def _of_tokens(
+    model: LanguageModel, request: MeasurementRequest, device: str, precision: str
+) -> tuple[str, Lengths, str | None]:
+    """As `_of_tensors`, of an engine that generates tokens."""
+    place = "cpu" if device == "cpu" else "cuda"
+    _ = request.environment
+    modes, precisions = GENERATING_MODES[request.engine][place], GENERATING_PRECISIONS[place]
+    mode = modes[0] if request.mode == "auto" else request.mode
+    if mode not in modes:
+        raise EngineError(
+            f"the engine {request.engine} has no mode {request.mode} here; choose from {', '.join(modes)}"
+        )
+    if precision not in precisions:
+        raise EngineError(
+            f"language models are not measured in {request.precision} here; choose from {', '.join(precisions)}"
+        )
+    longest = model.max_length - GENERATED_TOKENS - 1
+    about = f" tokens: {model.title} takes at most {longest} here; leave them out"
+    return mode, *_lengths(request.lengths, PROMPT_TOKENS[place], longest, "prompts of ", about)
+
+
+def _lengths(asked: Lengths, default: int, longest: int, before: str, after: str) -> tuple[Lengths, str | None]:
+    """The lengths that a model takes, and a sentence about those that it does not, which stand between the two texts,
+    if there are some. Raises `EngineError` with it if none is left."""
+    lengths = dict.fromkeys(default if length is None else length for length in asked or (None,))
+    accepted = tuple(length for length in lengths if length <= longest)
+    too_long = ", ".join(str(length) for length in lengths if length > longest)
+    if not accepted:
+        raise EngineError(f"{before}{too_long}{after}")
+    return accepted, f"{before}{too_long}{after}" if too_long else None
 
 
 def answer_commands(
@@ -245,21 +253,3 @@ def _mode(specification: ModelSpecification, settings: EngineSettings) -> str:
     if settings.mode != "auto":
         raise EngineError(f"{reason}; use mode {other}")
     return other
-
-
-def _lengths(
-    specification: ModelSpecification, asked: tuple[int | None, ...]
-) -> tuple[tuple[int | None, ...], str | None]:
-    axis = specification.main_axis
-    if axis is None:
-        return (None,), None
-    lengths = [axis.default if length is None else length for length in asked or (None,)]
-    long = sorted({length for length in lengths if length > axis.largest})
-    reason = None
-    if long:
-        listed = ", ".join(map(str, long))
-        reason = f"{axis.name} {listed}: {specification.name} takes at most {axis.largest}; leave it out"
-    accepted = tuple(dict.fromkeys(length for length in lengths if length <= axis.largest))
-    if not accepted:
-        raise EngineError(str(reason))
-    return accepted, reason

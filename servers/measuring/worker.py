@@ -28,10 +28,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from servers.engines.factory import enter, environment_of
+from servers.engines.factory import enter
 from servers.engines.interface import PLANS_FOLDER, Engine
 from servers.engines.settings import engine_kind
-from servers.language.engine import generating_environment
 from servers.measuring.fastest import chosen_engine
 from servers.measuring.measurement import (
     EngineTimes,
@@ -48,9 +47,7 @@ from servers.measuring.request import (
     WorkerCommand,
     answer_commands,
     checked,
-    checked_generation,
     offers,
-    offers_of_generation,
     sentence_of,
 )
 from servers.measuring.resources import Resources
@@ -93,11 +90,11 @@ def _run(arguments: Sequence[str], request: MeasurementRequest | Exception | Non
             raise request
         case ["--check"], _:
             requests = msgspec.json.decode(sys.stdin.buffer.read(), type=list[MeasurementRequest])
-            answer([checked_generation(each) if each.generates else checked(each) for each in requests])
+            answer([checked(each) for each in requests])
         case ["--offers", device], _:
             answer(offers(device))
         case ["--offers", device, "generation"], _:
-            answer(offers_of_generation(device))
+            answer(offers(device, generating=True))
         case ["--prepare", _], MeasurementRequest(generates=True):
             answer({"file": False, "conversions": []})
         case [_], MeasurementRequest(generates=True):
@@ -147,8 +144,7 @@ def _request(arguments: Sequence[str]) -> MeasurementRequest | None:
             return None
         case [text] | ["--prepare", text] | ["--fastest", text, *_]:
             request = msgspec.json.decode(text, type=MeasurementRequest)
-            elsewhere = generating_environment if request.generates else environment_of
-            enter(elsewhere(request.engine))
+            enter(request.environment)
         case _:
             return None
     if request.profile and request.on_cpu and not request.generates:

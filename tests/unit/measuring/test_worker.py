@@ -40,7 +40,6 @@ from servers.measuring.request import (
     RequestCheck,
     WorkerCommand,
     checked,
-    checked_generation,
     offers,
     resolved_device,
 )
@@ -105,12 +104,12 @@ def test_the_worker_of_a_generating_engine_continues_where_its_libraries_are(
 ) -> None:
     generating = request(model="language:tiny", engine="jax")
     monkeypatch.setenv(ENGINES_PYTHON, "none")
-    assert "the jax engine needs jax, which is not installed; run:" in str(checked_generation(generating).reason)
+    assert "the jax engine needs jax, which is not installed; run:" in str(checked(generating).reason)
     other = tmp_path / "python"
     other.write_text('#!/bin/sh\ncase "$*" in *find_spec*) exit 0;; esac\necho here: "$@"\n')
     other.chmod(0o755)
     monkeypatch.setenv(ENGINES_PYTHON, str(other))
-    assert checked_generation(generating).reason is None
+    assert checked(generating).reason is None
     text = msgspec.json.encode(generating).decode()
     environment = {**ENVIRONMENT, ENGINES_PYTHON: str(other)}
     done = subprocess.run([*WORKER, text], capture_output=True, text=True, timeout=60, check=True, env=environment)
