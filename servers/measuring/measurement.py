@@ -94,8 +94,8 @@ class EngineTimes:
 
     batch: int
     reference: Reference
-    comparison: Disagreement | None
-    """None without answers to compare with."""
+    comparison: Disagreement
+    """Without figures where there are no answers to compare with."""
     first_call_ns: int
     """The first call may compile."""
     calls_ns: list[int]
@@ -160,9 +160,9 @@ def batch_measurement(
         items_per_second=rate,
         tflops=tflops,
         share_of_matrix_product=None if matrix_tflops is None or tflops is None else tflops / matrix_tflops,
-        cosine_to_fp32=None if comparison is None else comparison.cosine_min,
-        relative_error_to_fp32=None if comparison is None else comparison.relative_error,
-        fault=None if comparison is None else comparison.fault,
+        cosine_to_fp32=comparison.cosine_min,
+        relative_error_to_fp32=comparison.relative_error,
+        fault=comparison.fault,
         sizes=reference.sizes,
         tokens_per_second=tokens if specification.item == "sequence" else None,
         start_ns=None if flights is None else flights.start_ns,
@@ -294,8 +294,8 @@ def compared(
     reference: Reference,
     precision: str,
     seconds: float = math.inf,
-) -> Disagreement | None:
-    """The answers to rows of the reference, in batches of this size, against its own; None without them. At least one
+) -> Disagreement:
+    """The answers to rows of the reference, in batches of this size, against its own, if it has some. At least one
     batch is executed, then others until all rows were or the time is up. Rows are repeated to fill the last batch."""
     count = reference.rows
     rows = (np.arange(-(-count // batch) * batch) % count).reshape(-1, batch)
@@ -306,7 +306,7 @@ def compared(
         if reference.answers is None or time.perf_counter() >= deadline:
             break
     if reference.answers is None:
-        return None
+        return Disagreement({})
     answers = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     expected = {name: array[rows[: len(parts)].ravel()] for name, array in reference.answers.items()}
     return disagreement(specification, expected, answers, precision)

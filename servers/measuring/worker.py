@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from servers.engines.agreement import Disagreement
 from servers.engines.factory import enter
 from servers.engines.interface import PLANS_FOLDER, Engine
 from servers.engines.settings import engine_kind
@@ -274,19 +275,18 @@ def measured_cell(
     times = measured.measure(batch, reference, command.seconds, in_rounds=True)
     energy = resources.energy(measured.run(batch, reference)) if command.energy else None
     joules, runs, seconds_per_run = energy or (None, 0, None)
-    null = measured.engine.describe().kind == "null"
-    comparison = None if null else times.comparison
-    fault = None if comparison is None else comparison.fault
+    null = Disagreement({}, "the null engine computes no model")
+    comparison = null if measured.engine.describe().kind == "null" else times.comparison
     cell = {
         "batch": batch,
         "length": command.length,
         "first_call_ns": times.first_call_ns,
         "calls_ns": times.calls_ns,
         "executions_ns": times.executions_ns,
-        "cosine_min": None if comparison is None else comparison.cosine_min,
-        "top1": None if comparison is None else comparison.top1,
-        "relative_error": None if comparison is None else comparison.relative_error,
-        "fault": "the null engine computes no model" if null else fault,
+        "cosine_min": comparison.cosine_min,
+        "top1": comparison.top1,
+        "relative_error": comparison.relative_error,
+        "fault": comparison.fault,
         "flops_per_item": reference.flops_per_item,
         **resources.memory(),
         "energy_joules": joules,
