@@ -6,7 +6,6 @@ run a scripted trtexec only.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import shutil
@@ -35,7 +34,7 @@ from servers.gpu.info import gpu_info
 from servers.native.shared.settings import NativeSettings
 from servers.options.command_line import counted, fail
 from servers.options.defaults import OptionError, usable_cores
-from servers.options.launch import MachineCheck, check_free, machine_check
+from servers.options.launch import MachineCheck, check_free, is_loopback, machine_check
 from servers.triton.config import NATIVE_BACKENDS
 from servers.triton.installation import (
     Installation,
@@ -262,7 +261,7 @@ def _exposure() -> MachineCheck:
     listeners = _listeners()
     if listeners is None:
         return MachineCheck("exposure", True, "not available: this user may not list the listening sockets")
-    public = sorted({PORTS[port] for host, port in listeners if port in PORTS and not _is_loopback(host)})
+    public = sorted({PORTS[port] for host, port in listeners if port in PORTS and not is_loopback(host)})
     remedy = "start the server with --host 127.0.0.1 and reach it through an SSH tunnel"
     detail = f"other machines can reach {', '.join(public)}" if public else "only this machine can reach the servers"
     return machine_check("exposure", not public, detail, remedy)
@@ -275,13 +274,6 @@ def _listeners() -> Sequence[tuple[str, int]] | None:
     except (psutil.Error, OSError):
         return None
     return [(at.laddr.ip, at.laddr.port) for at in connections if at.laddr and at.status == psutil.CONN_LISTEN]
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address; gRPC listens on ::ffff:127.0.0.1."""
-    address = ipaddress.ip_address(host)
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 def _show(check: MachineCheck) -> None:

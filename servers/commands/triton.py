@@ -28,7 +28,7 @@ from servers.models.weights import WeightsSource
 from servers.native.shared.tls import Certificate
 from servers.options.command_line import checked, fail, given_options, takes_settings
 from servers.options.defaults import OptionError, usable_cores
-from servers.options.launch import LaunchPlan, check_exposure
+from servers.options.launch import LaunchPlan, check_exposure, is_loopback
 from servers.options.search import empty_space_json, space_json
 from servers.triton.config import NATIVE_BACKENDS
 from servers.triton.installation import Installation, TritonDiedError, TritonError
@@ -39,7 +39,6 @@ from servers.triton.launch import (
     choose_backend,
     does_not_pad,
     find_installation,
-    is_loopback,
     language_backend,
     prepare,
     prepare_language,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servers.models.items import random_tensor
+from servers.models.items import random_batch
 from servers.models.specification import Axis, ModelSpecification
 from servers.options.defaults import MOST_WARM_ON_CPU
 from servers.protocol.tensors import Array, Shaped, TensorSpec
@@ -93,11 +93,7 @@ def random_inputs(
         axis = specification.padded_axis
         size = 1 if axis is None else (sizes or {}).get(axis.name, axis.default)
         return specification.make_items(seed, [size] * batch)
-    generator = np.random.default_rng(seed)
-    return {
-        tensor.name: random_tensor(specification, tensor, generator, (batch, *specification.item_shape(tensor, sizes)))
-        for tensor in specification.inputs
-    }
+    return random_batch(specification, batch, seed, sizes)
 
 
 def zero_inputs(

@@ -11,10 +11,10 @@ import time
 from contextlib import closing
 from importlib import import_module
 from itertools import count
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from servers.language.engine import MAX_LENGTH, GeneratingEngine, GenerationSettings, make_engine
-from servers.language.specification import LanguageModel, language_model
+from servers.language.engine import MAX_LENGTH, GenerationSettings, make_engine
+from servers.language.specification import language_model
 from servers.measuring.generation import Repetition, copy_bytes_per_s, repeat, step_bytes
 from servers.measuring.request import (
     GENERATED_TOKENS,
@@ -76,56 +76,46 @@ def serve_generation(request: MeasurementRequest, commands: BinaryIO, answer: Se
             import_module("torch").cuda.empty_cache()  # of the copy, which is not the engine's memory
         seeds = count()
 
-        def measured(command: WorkerCommand) -> dict[str, object]:
-            return {"measured": generation_cell(engine, model, request, command, resources, copied, next(seeds))}
+        def answer_to(command: WorkerCommand) -> dict[str, object]:
+            """One cell, with the fields of the load generator's record `Measured`."""
+            seed = next(seeds)
+            batch, length = command.batch, command.length or 0
+            resources.begin()
 
-        answer_commands(commands, answer, measured)
+            def once() -> Repetition:
+                return repeat(engine, model, batch, length, GENERATED_TOKENS, seed)
 
+            first = once()  # warms up
+            done, until = [once()], time.perf_counter() + command.seconds
+            while time.perf_counter() < until:
+                done.append(once())
+            memory = resources.memory()
+            energy = resources.energy(once) if command.energy else None
+            joules, runs, _ = energy or (None, 0, None)
+            context = sum(part.context for part in done) / len(done)
+            cell = {
+                "batch": batch,
+                "length": command.length,
+                "first_call_ns": first.prompt_ns,
+                "calls_ns": [
+                    max(1, round(step_ns * batch / tokens))
+                    for part in done
+                    for step_ns, tokens in zip(part.steps_ns, part.step_tokens, strict=True)
+                ],
+                **memory,
+                "energy_joules": joules,
+                "energy_items": runs * batch * GENERATED_TOKENS,
+                "generated": {
+                    "prompts_ns": [part.prompt_ns for part in done],
+                    "context": context,
+                    "step_bytes": step_bytes(model, batch, context, request.precision),
+                    "copy_bytes_per_s": copied,
+                    "answers": [
+                        {"prompt": list(given.prompt), "output": list(given.output)}
+                        for given in done[-1].answers[:MOST_ANSWERS]
+                    ],
+                },
+            }
+            return {"measured": cell}
 
-def generation_cell(
-    engine: GeneratingEngine,
-    model: LanguageModel,
-    request: MeasurementRequest,
-    command: WorkerCommand,
-    resources: Resources,
-    copied: float,
-    seed: int,
-) -> dict[str, Any]:
-    """One cell, with the fields of the load generator's record `Measured`."""
-    batch, length = command.batch, command.length or 0
-    resources.begin()
-
-    def once() -> Repetition:
-        return repeat(engine, model, batch, length, GENERATED_TOKENS, seed)
-
-    first = once()  # warms up
-    done, until = [once()], time.perf_counter() + command.seconds
-    while time.perf_counter() < until:
-        done.append(once())
-    memory = resources.memory()
-    energy = resources.energy(once) if command.energy else None
-    joules, runs, _ = energy or (None, 0, None)
-    context = sum(part.context for part in done) / len(done)
-    return {
-        "batch": batch,
-        "length": command.length,
-        "first_call_ns": first.prompt_ns,
-        "calls_ns": [
-            max(1, round(step_ns * batch / tokens))
-            for part in done
-            for step_ns, tokens in zip(part.steps_ns, part.step_tokens, strict=True)
-        ],
-        **memory,
-        "energy_joules": joules,
-        "energy_items": runs * batch * GENERATED_TOKENS,
-        "generated": {
-            "prompts_ns": [part.prompt_ns for part in done],
-            "context": context,
-            "step_bytes": step_bytes(model, batch, context, request.precision),
-            "copy_bytes_per_s": copied,
-            "answers": [
-                {"prompt": list(given.prompt), "output": list(given.output)}
-                for given in done[-1].answers[:MOST_ANSWERS]
-            ],
-        },
-    }
+        answer_commands(commands, answer, answer_to)

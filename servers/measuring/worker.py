@@ -218,30 +218,18 @@ def _serve(request: MeasurementRequest, commands: BinaryIO, answer: SendAnswer) 
             }
             first_ns = _first_calls(measured, references, request.batches) if request.first_calls else {}
             answer({"ready": ready})
-            _answer_commands(commands, answer, measured, specification, references, resources, first_ns)
+            times: dict[Shape, EngineTimes] = {}
 
+            def answer_to(command: WorkerCommand) -> dict[str, object]:
+                if command.profile:
+                    shapes = [times[shape] for shape in command.profile]
+                    return {"profiled": _profiled(measured.engine, specification, shapes)}
+                shape = (command.batch, command.length)
+                cell, times[shape] = measured_cell(measured, references[command.length], command, resources)
+                cell["first_call_ns"] = first_ns.pop(shape, cell["first_call_ns"])
+                return {"measured": cell}
 
-def _answer_commands(
-    commands: BinaryIO,
-    answer: SendAnswer,
-    measured: MeasuredEngine,
-    specification: ModelSpecification,
-    references: Mapping[int | None, Reference],
-    resources: Resources,
-    first_ns: dict[Shape, int],
-) -> None:
-    times: dict[Shape, EngineTimes] = {}
-
-    def answer_to(command: WorkerCommand) -> dict[str, object]:
-        if command.profile:
-            shapes = [times[shape] for shape in command.profile]
-            return {"profiled": _profiled(measured.engine, specification, shapes)}
-        shape = (command.batch, command.length)
-        cell, times[shape] = measured_cell(measured, references[command.length], command, resources)
-        cell["first_call_ns"] = first_ns.pop(shape, cell["first_call_ns"])
-        return {"measured": cell}
-
-    answer_commands(commands, answer, answer_to)
+            answer_commands(commands, answer, answer_to)
 
 
 def _import_libraries(engine: str, specification: ModelSpecification, path: Path | None) -> float:

@@ -122,9 +122,10 @@ def known(identity: Identity) -> Known | None:
 
 
 def shipped(reference: str) -> Known | None:
-    """A well-known model, if its library has the version that the catalogue was made with."""
+    """A well-known model, if its library has the version that the catalogue was made with, or is not installed."""
     source = reference.partition(":")[0]
-    fits = source in catalogue().versions and versions([source]).get(source) == catalogue().versions[source]
+    installed = versions([source]).get(source)
+    fits = source in catalogue().versions and installed in (None, catalogue().versions[source])
     return catalogue().models.get(reference) if fits else None
 
 

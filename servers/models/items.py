@@ -75,15 +75,22 @@ def valid_items(specification: ModelSpecification, seed: int, lengths: Sequence[
 def random_items(specification: ModelDescription, seed: int, lengths: Sequence[int]) -> dict[str, Array]:
     """One item per length, the size along the first axis; where that is padded, items end with their padding. Lengths
     may differ only on a padded axis. Other axes have their default size."""
-    generator, axis, sizes = np.random.default_rng(seed), specification.main_axis, specification.along(max(lengths))
-    items = {}
-    for tensor in specification.inputs:
-        shape = (len(lengths), *specification.item_shape(tensor, sizes))
-        array = random_tensor(specification, tensor, generator, shape)
-        if axis is not None:
-            axis.pad(tensor.name, array, lengths)
-        items[tensor.name] = array
+    items = random_batch(specification, len(lengths), seed, specification.along(max(lengths)))
+    if (axis := specification.main_axis) is not None:
+        for name, array in items.items():
+            axis.pad(name, array, lengths)
     return items
+
+
+def random_batch(
+    specification: ModelDescription, rows: int, seed: int, sizes: Mapping[str, int] | None = None
+) -> dict[str, Array]:
+    """Random values by input; axes without an entry in `sizes` have their default. No place is padding."""
+    generator = np.random.default_rng(seed)
+    return {
+        tensor.name: random_tensor(specification, tensor, generator, (rows, *specification.item_shape(tensor, sizes)))
+        for tensor in specification.inputs
+    }
 
 
 def item_bytes(specification: ModelSpecification, length: int | None) -> int:

@@ -27,7 +27,7 @@ from servers.models.specification import PAYLOADS, ModelSpecification, choose_fr
 from servers.models.specification import UnknownModelError as UnknownModelError
 from servers.protocol.tensors import TensorSpec
 
-DEFAULT_MODEL = open_clip.SPECIFICATION.reference
+DEFAULT_MODEL = f"open_clip:{open_clip.ARCHITECTURE}"
 SOURCES: tuple[str, ...] = tuple(sorted(module.name for module in pkgutil.iter_modules(sources.__path__)))
 
 
@@ -60,7 +60,8 @@ def payload_variants(specification: ModelSpecification) -> tuple[ModelSpecificat
     return specification, uint8, jpeg
 
 
-_SERVED = MappingProxyType({variant.name: variant.payload for variant in payload_variants(open_clip.SPECIFICATION)})
+_NAME = open_clip.OF_DEFAULT_MODEL["name"]
+_SERVED = MappingProxyType({f"{_NAME}": "fp32", f"{_NAME}_uint8": "uint8", f"{_NAME}_jpeg": "jpeg"})
 """The default model's variants may also be named as they are served."""
 
 

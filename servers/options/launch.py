@@ -101,7 +101,8 @@ def is_loopback(host: str) -> bool:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return True
-    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+    addresses = (ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found)
+    return all((getattr(address, "ipv4_mapped", None) or address).is_loopback for address in addresses)
 
 
 def check_free(host: str, port: int, option: str) -> None:

@@ -6,7 +6,6 @@ creation of that process.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
@@ -30,7 +29,7 @@ from servers.models.sources.triton_repository import CONFIG, read_config, step_f
 from servers.models.weights import WeightsSource
 from servers.options.command_line import flag_of
 from servers.options.defaults import ALL, OptionError, check_traces
-from servers.options.launch import LaunchPlan, check_free, host_in_url
+from servers.options.launch import LaunchPlan, check_free, host_in_url, is_loopback
 from servers.protocol.examples import generate_commands, in_path, infer_commands
 from servers.triton.config import MODEL_PY, language_config, vllm_config
 from servers.triton.installation import (
@@ -566,14 +565,9 @@ def _shared_fields(
 
 def _client_shm(release: str, address: str) -> tuple[str, ...]:
     """Lets clients of this machine register shared memory, as older releases always do: 2.68 has switched it off."""
-    if not release or tuple(map(int, release.split("."))) < (2, 68) or not ipaddress.ip_address(address).is_loopback:
+    if not release or tuple(map(int, release.split("."))) < (2, 68) or not is_loopback(address):
         return ()
     return ("--allow-client-shm=true",)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. Raises `OptionError` for a name without an address."""
-    return ipaddress.ip_address(_address(host)).is_loopback
 
 
 def _path(*parts: Path | str | None) -> str:

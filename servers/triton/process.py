@@ -37,7 +37,7 @@ from servers.models.specification import ModelSpecification
 from servers.options.defaults import OptionError
 from servers.options.launch import LaunchPlan, cause_in
 from servers.protocol.examples import in_path
-from servers.triton.installation import TritonDiedError, TritonError
+from servers.triton.installation import STUB, TritonDiedError, TritonError
 
 LOG_LINES = 12
 
@@ -159,7 +159,6 @@ def _of_processes(name: str) -> Iterator[bytes]:
             yield path.read_bytes()
 
 
-STUB_NAME = "triton_python_backend_stub"
 POLL_SECONDS = 0.02
 STOP_SECONDS = 30.0
 KILL_SECONDS = 5.0
@@ -293,7 +292,7 @@ class TritonProcess:
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
                 with contextlib.suppress(psutil.Error):
-                    if child.pid not in self._stubs and child.name().startswith(STUB_NAME[:15]):
+                    if child.pid not in self._stubs and child.name().startswith(STUB[:15]):
                         self._stubs[child.pid] = child
         return list(self._stubs.values())
 

@@ -253,7 +253,7 @@ def _of_bare_module(
     return replace(
         specification,
         reference=specification.reference + of_file,
-        load_module=partial(_load_bare, path, label, make, wrap, specification),
+        load_module=partial(_load, path, function, make, (wrap, specification)),
         definition_sha256=sha256(described.encode()).hexdigest(),
     )
 
@@ -288,24 +288,6 @@ def _sample_in(path: Path) -> object:
     return content if isinstance(content, np.ndarray) else {name: content[name] for name in content.files}
 
 
-def _load_bare(
-    path: Path,
-    label: str,
-    make: Callable[[], object],
-    wrap: Wrap,
-    specification: ModelSpecification,
-    source: WeightsSource,
-) -> torch.nn.Module:
-    try:
-        module = _call(make, path, label, source.seed if isinstance(source, RandomWeights) else 0)
-    except UnknownModelError as exc:
-        raise WeightsError(str(exc)) from exc
-    if not _is_module(module):
-        raise WeightsError(f"{label} returned {type(module).__name__} when it was called again")
-    _set_weights(module, source, path, label)
-    return _checked(wrap(module), specification, label)
-
-
 def _specification(path: Path, function: str, make: Callable[[], object], model: UserModel) -> ModelSpecification:
     """Raises `ValueError` for a description that contradicts itself."""
     kinds: Sequence[tuple[Sequence[object], type]] = ((model.inputs, Input), (model.outputs, Output))
@@ -338,7 +320,7 @@ def _specification(path: Path, function: str, make: Callable[[], object], model:
         id_counts=_id_counts(model),
         item=model.item,
         max_batch_size=model.max_batch_size,
-        load_module=partial(_load, path, function, make),
+        load_module=partial(_load, path, function, make, None),
         default_weights=str(path),
         definition_sha256=file_sha256(path),
         image=model.image,
@@ -467,22 +449,30 @@ def _sample(tensor: TensorSpec, values: Any) -> Array:
     return held
 
 
-def _load(path: Path, function: str, make: Callable[[], object], source: WeightsSource) -> torch.nn.Module:
-    import torch
-
+def _load(
+    path: Path,
+    function: str,
+    make: Callable[[], object],
+    bare: tuple[Wrap, ModelSpecification] | None,
+    source: WeightsSource,
+) -> torch.nn.Module:
+    """The module of another call of the function; `bare` is how one without a description is wrapped, and its
+    specification."""
     label = f"{path.name}:{function}"
     try:
         model = _call(make, path, label, source.seed if isinstance(source, RandomWeights) else 0)
-        if not isinstance(model, UserModel):
+        if isinstance(model, UserModel) and bare is None:
+            module, wrap, specification = model.module, None, _specification(path, function, make, model)
+        elif bare is not None and not isinstance(model, UserModel):
+            module, (wrap, specification) = model, bare
+        else:
             raise WeightsError(f"{label} returned {type(model).__name__} when it was called again")
-        specification = _specification(path, function, make, model)
     except (UnknownModelError, ValueError) as exc:
         raise WeightsError(str(exc)) from exc
-    module = model.module
-    if not isinstance(module, torch.nn.Module):
+    if not _is_module(module):
         raise WeightsError(f"{label}: the module is a {type(module).__name__}, not a torch.nn.Module")
     _set_weights(module, source, path, label)
-    return _checked(module, specification, label)
+    return _checked(module if wrap is None else wrap(module), specification, label)
 
 
 def _set_weights(module: torch.nn.Module, source: WeightsSource, path: Path, label: str) -> None:

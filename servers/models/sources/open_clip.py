@@ -3,9 +3,6 @@
 NAME is an architecture of open_clip, or ARCHITECTURE.TAG, whose default weights and preprocessing are the tag's. The
 embedding is the output of open_clip's `visual`: for ViT-B-32 the projected class token, not L2-normalised (open_clip
 normalises only in `encode_image(normalize=True)`).
-
-The default model's specification is written out here, because open_clip takes seconds to import; a test compares it
-with open_clip's own configuration.
 """
 
 from __future__ import annotations
@@ -41,31 +38,10 @@ if TYPE_CHECKING:
     import torch
 
 ARCHITECTURE = "ViT-B-32"
+"""The default model's."""
 PREFIX = "visual."
-
-DIMENSIONS = {"image_size": 224, "patch_size": 32, "width": 768, "layers": 12, "heads": 12, "output_dim": 512}
-MLP_RATIO = 4
-"""Both are as in open_clip's `model_configs/ViT-B-32.json`; a test compares them."""
-
-
-def tower_flops() -> int:
-    """Operations per image of the default model in matrix products, a multiply-add counted as two: 8,817,623,040.
-
-    With p patches, t = p + 1 tokens, width w, L layers, patch side s and embedding e:
-
-        patch embedding  2·p·w·3s²
-        each layer       2·t·w·3w  (q, k, v)  +  2·2·t²·w  (scores, weighted sum)
-                         + 2·t·w·w  (output)  +  2·2·t·w·4w  (MLP)
-        projection       2·w·e
-
-    Normalisation, softmax, activation and bias are left out (below 1 %), as is usual.
-    """
-    w, side = DIMENSIONS["width"], DIMENSIONS["patch_size"]
-    patches = (DIMENSIONS["image_size"] // side) ** 2
-    tokens = patches + 1
-    attention = 2 * tokens * w * 3 * w + 2 * 2 * tokens**2 * w + 2 * tokens * w * w
-    layers = DIMENSIONS["layers"] * (attention + 2 * 2 * tokens * w * MLP_RATIO * w)
-    return 2 * patches * w * 3 * side**2 + layers + 2 * w * DIMENSIONS["output_dim"]
+OF_DEFAULT_MODEL = {"name": "openclip_vit_b32", "flops_per_item": 8_817_623_040}
+"""Its name on servers, and its operations per image in matrix products, a multiply-add counted as two."""
 
 
 def load_image_tower(
@@ -168,25 +144,6 @@ def _quiet_root_logger() -> Iterator[None]:
         root.setLevel(level)
 
 
-SPECIFICATION = image_specification(
-    f"open_clip:{ARCHITECTURE}",
-    Preprocessing(
-        size=DIMENSIONS["image_size"],
-        mean=(0.48145466, 0.4578275, 0.40821073),
-        std=(0.26862954, 0.26130258, 0.27577711),
-    ),
-    TensorSpec("embedding", "FP32", (-1, DIMENSIONS["output_dim"])),
-    "embedding",
-    load_image_tower,
-    name="openclip_vit_b32",
-    title=f"OpenCLIP {ARCHITECTURE} image tower",
-    flops_per_item=tower_flops(),
-    pretrained_tags=pretrained_tags,
-    find_pretrained=find_pretrained,
-    fused_tower=True,
-)
-
-
 def names() -> tuple[str, ...]:
     """The well-known models of this source; every architecture of open_clip has a specification."""
     return (ARCHITECTURE, "ViT-B-16", "ViT-L-14", "RN50", "convnext_base_w", "ViT-B-16-SigLIP")
@@ -199,8 +156,6 @@ def all_names() -> tuple[str, ...]:
 
 def specify(name: str) -> ModelSpecification | None:
     """The specification of ARCHITECTURE or ARCHITECTURE.TAG; None if open_clip has no such architecture."""
-    if name == ARCHITECTURE:
-        return SPECIFICATION
     if _architecture(name) is not None:
         return _specify(name)
     architecture, _, tag = name.rpartition(".")
@@ -238,6 +193,7 @@ def _specify(architecture: str, tag: str | None = None) -> ModelSpecification:
         pretrained_tags=partial(pretrained_tags, architecture),
         find_pretrained=find,
         fused_tower=not vision.get("timm_model_name") and isinstance(vision.get("layers", 12), int),
+        **(OF_DEFAULT_MODEL if (architecture, tag) == (ARCHITECTURE, None) else {}),
     )
 
 

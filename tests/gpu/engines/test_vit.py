@@ -11,8 +11,7 @@ from servers.engines.batches import Bucket
 from servers.engines.torch.runner import Enqueue, GraphRunner
 from servers.engines.torch.vit_fused import CUBLAS, FusedVisionTower, FusedWeights, Tile, TilePlan, Workspace
 from servers.engines.torch.vit_tower import LeanVisionTower
-from servers.models.registry import get_variant
-from servers.models.sources.open_clip import SPECIFICATION
+from servers.models.registry import DEFAULT_MODEL, get_specification, get_variant
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +34,7 @@ def tower() -> LeanVisionTower:
         for parameter in visual.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    return LeanVisionTower(visual.eval(), SPECIFICATION.preprocessing)
+    return LeanVisionTower(visual.eval(), get_specification(DEFAULT_MODEL).preprocessing)
 
 
 @pytest.fixture(scope="module", params=list(PLANS))

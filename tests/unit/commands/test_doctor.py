@@ -89,7 +89,7 @@ def test_a_port_open_to_everybody_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_which_addresses_other_machines_can_reach(address: str, loopback: bool) -> None:
-    assert doctor._is_loopback(address) is loopback
+    assert is_loopback(address) is loopback
 
 
 def test_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

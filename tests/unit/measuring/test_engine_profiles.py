@@ -18,6 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from loadgen.entry import build
+from servers.engines.agreement import Disagreement
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineDescription, EngineError
 from servers.engines.null import NullEngine
@@ -37,7 +38,7 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import TensorSpec
 
-MEASURED = EngineTimes(1, Reference({}, None), None, 60_000_000, [50_000_000], None)
+MEASURED = EngineTimes(1, Reference({}, None), Disagreement({}), 60_000_000, [50_000_000], None)
 BLOCKS = 12
 """Of the real model."""
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from servers.models.registry import UnknownModelError, get_specification
-from servers.models.sources.open_clip import ARCHITECTURE, DIMENSIONS, MLP_RATIO, load_image_tower
+from servers.models.sources.open_clip import ARCHITECTURE, load_image_tower
 from servers.models.specification import ModelSpecification
 from servers.models.weights import CheckpointWeights, PretrainedWeights, RandomWeights, WeightsError, parse_weights
 
@@ -46,17 +46,6 @@ def test_the_flops_are_those_that_torch_counts(specification: ModelSpecification
     with FlopCounterMode(display=False) as counter:
         module(torch.zeros(1, 3, 224, 224))
     assert specification.flops_per_item == counter.get_total_flops() == 8_817_623_040
-
-
-def test_the_dimensions_are_those_of_open_clips_configuration() -> None:
-    config = open_clip.get_model_config(ARCHITECTURE)
-    vision = open_clip.CLIPVisionCfg(**config["vision_cfg"])
-    assert vision.mlp_ratio == MLP_RATIO
-    assert {
-        **{name: getattr(vision, name) for name in ("image_size", "patch_size", "width", "layers")},
-        "heads": vision.width // vision.head_width,
-        "output_dim": config["embed_dim"],
-    } == DIMENSIONS
 
 
 def test_random_weights_depend_on_the_seed_alone_and_leave_the_global_generator() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from servers.engines.torch.vit_fused import CUBLAS, FusedVisionTower, FusedWeights, Tile, TilePlan, Workspace
 from servers.engines.torch.vit_kernels import gelu
 from servers.engines.torch.vit_tower import LeanVisionTower
-from servers.models.sources.open_clip import SPECIFICATION
+from servers.models.registry import DEFAULT_MODEL, get_specification
 
 OURS = Tile(16, 64)
 
@@ -72,7 +72,7 @@ def small_tower(quick: bool = False, bytes_in: bool = True) -> LeanVisionTower:
         for parameter in visual.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    return LeanVisionTower(visual.eval(), SPECIFICATION.preprocessing if bytes_in else None)
+    return LeanVisionTower(visual.eval(), get_specification(DEFAULT_MODEL).preprocessing if bytes_in else None)
 
 
 def error(tower: LeanVisionTower, plan: TilePlan, images: int) -> float:

@@ -10,9 +10,9 @@ import torch
 from open_clip.transformer import VisionTransformer
 
 from servers.engines.torch.vit_tower import LeanVisionTower, UnsupportedTowerError, read_shape
-from servers.models.sources.open_clip import SPECIFICATION
+from servers.models.registry import DEFAULT_MODEL, get_specification
 
-PREPROCESSING = SPECIFICATION.preprocessing
+PREPROCESSING = get_specification(DEFAULT_MODEL).preprocessing
 
 
 def _loud(module: torch.nn.Module) -> torch.nn.Module:
