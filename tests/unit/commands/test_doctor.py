@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from loadgen.entry import build
 from servers.commands import doctor
 from servers.engines.settings import KINDS, EngineError
-from servers.options.launch import MachineCheck
+from servers.options.launch import MachineCheck, is_loopback
 
 
 def test_json_lists_every_finding_with_a_remedy_where_it_fails() -> None:
