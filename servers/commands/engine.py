@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -18,17 +18,16 @@ from rich.table import Table
 
 from servers.commands.serving import failing
 from servers.engines.factory import check_engine, enter, enter_environment_of
-from servers.engines.interface import EngineDescription, EngineError
+from servers.engines.interface import EngineError
 from servers.engines.options import EngineOptions
 from servers.engines.processors import nvidia_device_present, wait_policy
 from servers.engines.settings import EngineSettings, parse_spinning
 from servers.language.engine import DEFAULT_ENGINE, GenerationSettings, generating_environment
 from servers.language.specification import is_language_model, language_model
 from servers.measuring.measurement import (
-    BatchMeasurement,
     EngineTimes,
     artefact,
-    batch_measurement,
+    batch_row,
     loaded_engine,
     matrix_tflops,
     quiet_profiler,
@@ -37,7 +36,6 @@ from servers.measuring.measurement import (
 from servers.measuring.request import resolved_device
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
-from servers.models.weights import WeightsSource
 from servers.options.command_line import checked, counted, fail, settings_of, takes_settings
 
 if TYPE_CHECKING:
@@ -90,7 +88,7 @@ def engine(
         if settings.device != "auto" or not nvidia_device_present():
             requested.mode_on("cpu" if on_cpu else "cuda")
         enter_environment_of(settings.engine)
-        source = specification.pinned(settings.weights)
+        settings = settings.model_copy(update={"weights": specification.pinned(settings.weights).text})
     if settings.profile and on_cpu:
         quiet_profiler()
     with failing(1, OSError), console.status("") as status:
@@ -101,45 +99,30 @@ def engine(
             else:
                 typer.echo(text, err=True)
 
-        description, matrix, load_seconds, results, profile = _measure(
-            specification, source, settings, requested, sizes, lengths, say
-        )
-    _show(console, specification, description, matrix, load_seconds, results)
+        document, profile = _measure(specification, settings, requested, sizes, lengths, say)
+    _show(console, specification, document)
     if profile is not None:
         from servers.measuring.profile import show_profile
 
         show_profile(console, profile)
     if json is not None:
-        document = {
-            "schema": SCHEMA,
-            "model": specification.name,
-            "item": specification.item,
-            "flops_per_item": specification.flops_per_item,
-            "engine": asdict(description),
-            "matrix_product_tflops": matrix,
-            "load_seconds": load_seconds,
-            "batches": [asdict(result) for result in results],
-        }
-        if isinstance(profile, str):
-            document |= {"profile": [], "profile_missing": profile}
-        elif profile is not None:
-            document["profile"] = [asdict(batch) for batch in profile]
         _write(json, document)
-    if wrong := [result for result in results if result.fault is not None and description.kind != "null"]:
-        for result in wrong:
-            console.print(f"WRONG ANSWERS at batch {result.batch}: {result.fault}", style="bold red", markup=False)
+    if wrong := [row for row in document["batches"] if row["fault"] is not None and settings.engine != "null"]:
+        for row in wrong:
+            console.print(f"WRONG ANSWERS at batch {row['batch']}: {row['fault']}", style="bold red", markup=False)
         raise typer.Exit(1)
 
 
 def _measure(
     specification: ModelSpecification,
-    weights: WeightsSource,
     settings: MeasurementSettings,
     requested: EngineSettings,
     sizes: list[int],
     lengths: list[dict[str, int]],
     say: Callable[[str], None],
-) -> tuple[EngineDescription, float | None, float, list[BatchMeasurement], list[BatchProfile] | str | None]:
+) -> tuple[dict[str, Any], list[BatchProfile] | str | None]:
+    """The document of all results, and the profile of a run that asks for one."""
+    weights = specification.pinned(settings.weights)
     say(f"loading {specification.title} into {requested.kind}")
     path, _ = artefact(specification, weights, requested, settings.artefacts)
     references = references_of(specification, weights, lengths)
@@ -150,13 +133,24 @@ def _measure(
         for reference, batch in product(references, sizes):
             say(f"measuring batch {batch}, {len(times) + 1} of {len(references) * len(sizes)}")
             times.append(measured.measure(batch, reference, settings.seconds))
-        description = measured.engine.describe()
-        profile = None
-        if settings.profile:  # last, because it slows everything after it
-            from servers.measuring.profile import profile_engine
+        document = {
+            "schema": SCHEMA,
+            "model": specification.name,
+            "item": specification.item,
+            "flops_per_item": specification.flops_per_item,
+            "engine": asdict(measured.engine.describe()),
+            "matrix_product_tflops": matrix,
+            "load_seconds": load_seconds,
+            "batches": [batch_row(of_batch, specification, matrix) for of_batch in times],
+        }
+        if not settings.profile:
+            return document, None
+        from servers.measuring.profile import profile_engine
 
-            profile = profile_engine(measured.engine, specification, times)
-    return description, matrix, load_seconds, [batch_measurement(t, specification, matrix) for t in times], profile
+        profile = profile_engine(measured.engine, specification, times)  # last: it slows everything after it
+    if isinstance(profile, str):
+        return document | {"profile": [], "profile_missing": profile}, profile
+    return document | {"profile": [asdict(batch) for batch in profile]}, profile
 
 
 def _write(path: Path, document: Mapping[str, object]) -> None:
@@ -231,27 +225,22 @@ def _numbers(option: str, text: str, example: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _show(
-    console: Console,
-    specification: ModelSpecification,
-    description: EngineDescription,
-    matrix: float | None,
-    load_seconds: float,
-    results: list[BatchMeasurement],
-) -> None:
-    d = description
-    console.print(f"{specification.title}, {d.weights}", markup=False)
+def _show(console: Console, specification: ModelSpecification, document: Mapping[str, Any]) -> None:
+    engine, matrix = document["engine"], document["matrix_product_tflops"]
+    threads, details = engine["threads"], engine["details"]
+    console.print(f"{specification.title}, {engine['weights']}", markup=False)
     console.print(
-        f"{d.kind} {d.version}, {d.precision}, mode {d.mode}, {d.details.get('device_name', d.device)}"
-        f"{'' if d.threads is None else ', ' + counted(d.threads, 'thread')}, loaded in {load_seconds:.1f} s",
+        f"{engine['kind']} {engine['version']}, {engine['precision']}, mode {engine['mode']}, "
+        f"{details.get('device_name', engine['device'])}"
+        f"{'' if threads is None else ', ' + counted(threads, 'thread')}, loaded in {document['load_seconds']:.1f} s",
         markup=False,
     )
     for key in ("kernels", "plans", "gelu", "nodes_by_provider"):
-        if d.details.get(key):
-            console.print(f"{key.replace('_', ' ')}: {d.details[key]}", markup=False)
+        if details.get(key):
+            console.print(f"{key.replace('_', ' ')}: {details[key]}", markup=False)
     if matrix is not None:
         console.print(f"matrix product on the same device: {matrix:.3g} TFLOP/s (100 % in column share)", markup=False)
-    columns = _columns(specification, d.kind == "null", results)
+    columns = _columns(specification, engine["kind"] == "null", document["batches"])
     table = Table(box=SIMPLE, collapse_padding=True)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
@@ -260,44 +249,42 @@ def _show(
     console.print(table)
 
 
-def _columns(specification: ModelSpecification, null: bool, results: list[BatchMeasurement]) -> dict[str, list[str]]:
+def _columns(specification: ModelSpecification, null: bool, rows: list[dict[str, Any]]) -> dict[str, list[str]]:
     """The cells of the table by column, without empty columns.
 
     The null engine computes nothing that could be counted or compared.
     """
 
-    def cells(value: Callable[[BatchMeasurement], float | None], form: Callable[[float], str]) -> list[str]:
-        return ["–" if (number := value(result)) is None else form(number) for result in results]
+    def cells(key: str, form: Callable[[float], str], *, computed: bool = False) -> list[str]:
+        values = [None if computed and null else row[key] for row in rows]
+        return ["–" if value is None else form(value) for value in values]
 
     def milliseconds(value_ns: float) -> str:
         return f"{value_ns / 1e6:.3f}"
 
-    def flight_ratio(result: BatchMeasurement) -> float | None:
-        """The share of the engine's own rate that is left with the copies of two batches in flight."""
-        in_flight = result.flights_items_per_second
-        return None if in_flight is None else in_flight / result.items_per_second
-
     def rate(value: float) -> str:
         return f"{value:,.{0 if value >= 100 else 2}f}"
 
-    columns = {"batch": [str(result.batch) for result in results]}
-    for axis in {name: None for result in results for name in result.sizes}:
-        columns[axis] = [str(result.sizes[axis]) for result in results]
+    # The share of the engine's own rate that is left with the copies of two batches in flight.
+    in_flight = [(row["flights_items_per_second"], row["items_per_second"]) for row in rows]
+    columns = {"batch": [str(row["batch"]) for row in rows]}
+    for axis in {name: None for row in rows for name in row["sizes"]}:
+        columns[axis] = [str(row["sizes"][axis]) for row in rows]
     columns |= {
-        "exec ms": cells(lambda result: result.execution_ns, milliseconds),
-        "call ms": cells(lambda result: result.call_ns, milliseconds),
-        "p99 ms": cells(lambda result: result.call_p99_ns, milliseconds),
-        "start ms": cells(lambda result: result.start_ns, milliseconds),
-        "alone ms": cells(lambda result: result.alone_ns, milliseconds),
-        f"{specification.item}s/s": cells(lambda result: result.items_per_second, rate),
-        "in flight/s": cells(lambda result: result.flights_items_per_second, rate),
-        "ratio": cells(flight_ratio, "{:.1%}".format),
-        "tokens/s": cells(lambda result: result.tokens_per_second, rate),
-        "TFLOP/s": cells(lambda result: None if null else result.tflops, "{:.3g}".format),
-        "share": cells(lambda result: None if null else result.share_of_matrix_product, "{:.0%}".format),
+        "exec ms": cells("execution_ns", milliseconds),
+        "call ms": cells("call_ns", milliseconds),
+        "p99 ms": cells("call_p99_ns", milliseconds),
+        "start ms": cells("start_ns", milliseconds),
+        "alone ms": cells("alone_ns", milliseconds),
+        f"{specification.item}s/s": cells("items_per_second", rate),
+        "in flight/s": cells("flights_items_per_second", rate),
+        "ratio": ["–" if flights is None else f"{flights / alone:.1%}" for flights, alone in in_flight],
+        "tokens/s": cells("tokens_per_second", rate),
+        "TFLOP/s": cells("tflops", "{:.3g}".format, computed=True),
+        "share": cells("share_of_matrix_product", "{:.0%}".format, computed=True),
     }
     if "embedding" in specification.kinds.values():
-        columns["cosine"] = cells(lambda result: None if null else result.cosine_to_fp32, "{:.6f}".format)
+        columns["cosine"] = cells("cosine_to_fp32", "{:.6f}".format, computed=True)
     else:
-        columns["error"] = cells(lambda result: None if null else result.relative_error_to_fp32, "{:.1e}".format)
+        columns["error"] = cells("relative_error_to_fp32", "{:.1e}".format, computed=True)
     return {name: column for name, column in columns.items() if set(column) != {"–"}}

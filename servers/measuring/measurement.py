@@ -22,7 +22,7 @@ from itertools import cycle
 from mmap import mmap
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -109,66 +109,35 @@ class EngineTimes:
         return median(self.executions_ns or self.calls_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchMeasurement:
-    """The record of one batch size. Rates and shares come from `execution_ns`, or from `call_ns` where it is None."""
-
-    batch: int
-    repeats: int
-    execution_ns: int | None
-    call_ns: int
-    call_p99_ns: int | None
-    """None with fewer than `P99_REPEATS` calls."""
-    items_per_second: float
-    tflops: float | None
-    """None where the floating-point operations are unknown."""
-    share_of_matrix_product: float | None
-    cosine_to_fp32: float | None
-    """The lowest cosine of a row with the model's answer in FP32; None without floating-point outputs or a module."""
-    relative_error_to_fp32: float | None = None
-    """The largest relative error of a row."""
-    fault: str | None = None
-    """Why the answers are not the model's; None if they are."""
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    """By axis; others have their default."""
-    tokens_per_second: float | None = None
-    """Of sequences: items per second times their length."""
-    start_ns: int | None = None
-    """Until `Engine.start` has returned, in which the host is busy; None for an engine with one batch in flight."""
-    alone_ns: int | None = None
-    """From the start of a batch in page-locked slots to its answers; None for an engine with one batch in flight."""
-    flights_items_per_second: float | None = None
-    """With all flights of the engine in use, see `flight_rate`; None for an engine with one batch in flight."""
-
-
-def batch_measurement(
-    times: EngineTimes, specification: ModelSpecification, matrix_tflops: float | None
-) -> BatchMeasurement:
-    """The record of a batch size; `matrix_tflops` is the rate of a matrix product on the same device."""
+def batch_row(times: EngineTimes, specification: ModelSpecification, matrix_tflops: float | None) -> dict[str, Any]:
+    """The row of a batch size in the document of `abserve engine`. Rates and shares come from the executions, or from
+    the calls of an engine that does not time executions. None: what is not known, such as the operations of a model,
+    the cosine without floating-point outputs, and the flights of an engine with one. `matrix_tflops` is the rate of a
+    matrix product on the same device."""
     reference, comparison, flights = times.reference, times.comparison, times.flights
     best_ns, flops = times.best_ns, reference.flops_per_item
     rate = times.batch / best_ns * 1e9
     tflops = None if flops is None else times.batch * flops / best_ns / 1e3
     axis = specification.padded_axis
     tokens = None if axis is None else rate * reference.sizes.get(axis.name, axis.default)
-    return BatchMeasurement(
-        batch=times.batch,
-        repeats=len(times.calls_ns),
-        execution_ns=round(best_ns) if times.executions_ns else None,
-        call_ns=round(median(times.calls_ns)),
-        call_p99_ns=p99_ns(times.calls_ns),
-        items_per_second=rate,
-        tflops=tflops,
-        share_of_matrix_product=None if matrix_tflops is None or tflops is None else tflops / matrix_tflops,
-        cosine_to_fp32=comparison.cosine_min,
-        relative_error_to_fp32=comparison.relative_error,
-        fault=comparison.fault,
-        sizes=reference.sizes,
-        tokens_per_second=tokens if specification.item == "sequence" else None,
-        start_ns=None if flights is None else flights.start_ns,
-        alone_ns=None if flights is None else flights.alone_ns,
-        flights_items_per_second=None if flights is None else flights.items_per_second,
-    )
+    return {
+        "batch": times.batch,
+        "repeats": len(times.calls_ns),
+        "execution_ns": round(best_ns) if times.executions_ns else None,
+        "call_ns": round(median(times.calls_ns)),
+        "call_p99_ns": p99_ns(times.calls_ns),
+        "items_per_second": rate,
+        "tflops": tflops,
+        "share_of_matrix_product": None if matrix_tflops is None or tflops is None else tflops / matrix_tflops,
+        "cosine_to_fp32": comparison.cosine_min,  # the lowest of a row
+        "relative_error_to_fp32": comparison.relative_error,  # the largest of a row
+        "fault": comparison.fault,
+        "sizes": reference.sizes,
+        "tokens_per_second": tokens if specification.item == "sequence" else None,
+        "start_ns": None if flights is None else flights.start_ns,
+        "alone_ns": None if flights is None else flights.alone_ns,
+        "flights_items_per_second": None if flights is None else flights.items_per_second,
+    }
 
 
 def p99_ns(times_ns: Sequence[int]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from typer.testing import CliRunner, Result
 from loadgen.entry import EXAMPLES, GROUPS, build
 from loadgen.experiment.settings import PANELS
 from servers.commands.engine import _show as show
+from servers.engines.agreement import Disagreement, OutputDifference
 from servers.engines.interface import EngineDescription
 from servers.engines.processors import nvidia_device_present
-from servers.measuring.measurement import BatchMeasurement
+from servers.measuring.measurement import EngineTimes, Reference, batch_row
 from servers.models.registry import get_variant
 
 ROOT_COMMAND = typer.main.get_command(build())
@@ -215,8 +217,11 @@ def test_a_mistake_is_one_sentence_with_status_2_and_nothing_is_written(
 
 
 def test_a_null_engine_claims_no_floating_point_operations(capsys: pytest.CaptureFixture[str]) -> None:
-    measured = BatchMeasurement(1, 10, None, 2_000, 3_000, 500_000.0, 4_400.0, None, 0.006)
-    description = EngineDescription("null", "1", "fp32", "eager", "cpu", 1, 32, "none", {})
-    show(Console(width=100), get_variant("openclip_vit_b32", "fp32"), description, None, 0.0, [measured])
+    specification = get_variant("openclip_vit_b32", "fp32")
+    wrong = Disagreement({"embedding": OutputDifference("embedding", 1.0, 1.0, 0.006)})
+    times = EngineTimes(1, Reference({}, None, 8_800_000), wrong, 0, [2_000] * 662, None)
+    engine = asdict(EngineDescription("null", "1", "fp32", "eager", "cpu", 1, 32, "none", {}))
+    document = {"engine": engine, "matrix_product_tflops": None, "load_seconds": 0.0}
+    show(Console(width=100), specification, document | {"batches": [batch_row(times, specification, None)]})
     row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["1"])
-    assert row == ["1", "0.002", "0.003", "500,000"]
+    assert row == ["1", "0.002", "0.002", "500,000"]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,10 +22,9 @@ from servers.engines.torch.engine import TorchEngine
 from servers.measuring.measurement import (
     MAX_REPEATS,
     P99_REPEATS,
-    BatchMeasurement,
     MeasuredEngine,
     Reference,
-    batch_measurement,
+    batch_row,
     matrix_tflops,
     p99_ns,
     references_of,
@@ -61,10 +61,10 @@ def measured(
     references: list[Reference],
     seconds: float,
     matrix: float | None,
-) -> list[BatchMeasurement]:
+) -> list[SimpleNamespace]:
     driver = MeasuredEngine(engine, specification, batches)
     times = [driver.measure(batch, reference, seconds) for reference in references for batch in batches]
-    return [batch_measurement(batch_times, specification, matrix) for batch_times in times]
+    return [SimpleNamespace(**batch_row(batch_times, specification, matrix)) for batch_times in times]
 
 
 def test_rates_come_from_the_execution_and_the_call_is_told_too(specification: ModelSpecification) -> None:

@@ -28,8 +28,10 @@ from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import print_document
 from loadgen.verdict.result import Result, analyse, encode_result, read_result
+from servers.engines.agreement import Disagreement
 from servers.engines.interface import EngineDescription
-from servers.measuring.measurement import BatchMeasurement
+from servers.measuring.measurement import EngineTimes, Reference, batch_row
+from servers.models.registry import DEFAULT_MODEL, get_specification
 from tests.golden.synthetic_run import Plan, write_run
 
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -210,8 +212,8 @@ def test_a_run_that_was_interrupted_between_measurements_keeps_the_first(tmp_pat
 
 def test_the_record_keeps_what_abserve_engine_writes(tmp_path: Path) -> None:
     """The two sides meet in the file alone; what is not read, as with --profile, is stored as well."""
-    row = BatchMeasurement(4, 7, None, 1_000_000, 2_000_000, 4000.0, 1.0, None, 1.0)
-    told = written([asdict(row)])
+    times = EngineTimes(4, Reference({}, None), Disagreement({}), 0, [1_000_000] * 7, None)
+    told = written([batch_row(times, get_specification(DEFAULT_MODEL), None)])
     path = write_measured(tmp_path, Ceiling(labels=("a",), document=told)) / "ceilings.json"
     (stored,) = msgspec.json.decode(path.read_bytes(), type=Ceilings).measured
     assert stored.document == told
