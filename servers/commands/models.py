@@ -1,14 +1,14 @@
 """`abserve models` describes models; `abserve samples` writes sample inputs for a load generator.
 
 Importing the libraries of models and counting operations takes a quarter of a minute, so the well-known models are
-described by `servers.models.descriptions`. The names of each library, and what is not described there, are kept in
-$XDG_CACHE_HOME/abserve, for the versions of these libraries.
+described by `servers.models.descriptions`, which keeps others, too. The names of each library are kept beside them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,6 @@ from servers.language.module import describe_language_model
 from servers.language.specification import PREFIX, is_language_model, language_model, language_names
 from servers.models import descriptions
 from servers.models.files import keep_file, user_cache
-from servers.models.modules import measure_size
 from servers.models.registry import (
     DEFAULT_MODEL,
     SOURCES,
@@ -29,18 +28,16 @@ from servers.models.registry import (
     get_base,
     known_references,
     lists_names,
+    model_size,
     payload_variants,
 )
 from servers.models.specification import ModelSpecification
 from servers.models.weights import parse_weights
 from servers.options.command_line import fail
-from servers.options.libraries import installed_versions
 
 HELP_GROUP = "Explore"
 
 SCHEMA = "abserve.models/1"
-LIBRARIES = ("abserve", "open_clip_torch", "timm", "torch", "torchvision", "transformers")
-"""Packages that decide what is said of the known models."""
 
 
 def samples(
@@ -79,19 +76,18 @@ def models(
     folders with a model of transformers or of Triton. Language models are language:NAME, or a folder with a causal
     model. Nothing is downloaded.
     """
-    known = KnownModels()
     language = [f"{PREFIX}{name}" for name in language_names()]
     if reference == PREFIX.rstrip(":"):
         _print(_json({"schema": SCHEMA, "names": language}) if json else "\n".join(language))
         return
-    if reference in SOURCES and (listed := known.names(reference)):
+    if reference in SOURCES and (listed := _names(reference)):
         names = [f"{reference}:{name}" for name in listed]
         _print(_json({"schema": SCHEMA, "names": names}) if json else "\n".join(names))
         return
     described = []
     with failing(2):
         for name in [reference] if reference else (*known_references(), *language):
-            described.append(_described_language(name) if is_language_model(name) else known.describe(name))
+            described.append(_described_language(name) if is_language_model(name) else _described(name))
             if reference is None and not json:
                 _show_line(described[-1])
     if json:
@@ -106,58 +102,28 @@ def models(
         _show_details(described[0])
 
 
-class KnownModels:
-    """The well-known models and the names of each library, from the cache where it is of these versions.
-
-    A model of the user is never kept: its file may change. A cache that cannot be read or written is left out."""
-
-    def __init__(self) -> None:
-        self._path = user_cache() / "models.json"
-        self._key = _versions()
-        self._kept: dict[str, Any] = {}
-        self._waits = False
-        with suppress(OSError, ValueError, AttributeError):
-            document = orjson.loads(self._path.read_bytes())
-            if document.get("versions") == self._key:
-                self._kept = dict(document["kept"])
-
-    def names(self, source: str) -> list[str]:
-        """Every name that a source knows."""
-        if source not in self._kept:
-            self._announce()
-            self._keep(source, list(all_names(source)))
-        return list(self._kept[source])
-
-    def describe(self, reference: str) -> dict[str, Any]:
-        """What `abserve models` says of one model. Raises `UnknownModelError`."""
-        if reference not in self._kept:
-            specification = get_base(reference)
-            if (shipped := descriptions.shipped(reference)) is not None and shipped.size is not None:
-                return _described(specification, *shipped.size)
-            self._announce()
-            described = _described(specification, *measure_size(specification))
-            if reference not in set(known_references()):
-                return described
-            self._keep(reference, described)
-        return dict(self._kept[reference])
-
-    def _announce(self) -> None:
-        if not self._waits:
-            Console(stderr=True).print("reading the libraries of models …", style="dim", highlight=False)
-        self._waits = True
-
-    def _keep(self, key: str, value: object) -> None:
-        self._kept[key] = value
-        keep_file(self._path, orjson.dumps({"versions": self._key, "kept": self._kept}))
+def _names(source: str) -> list[str]:
+    """Every name that a source knows, kept for the version of its library; empty for a source of files."""
+    path, versions = user_cache() / "names" / f"{source}.json", descriptions.versions([source])
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        kept = orjson.loads(path.read_bytes())
+        if kept["versions"] == versions:
+            return list(kept["names"])
+    _announce()
+    names = list(all_names(source))
+    keep_file(path, orjson.dumps({"versions": versions, "names": names}))
+    return names
 
 
-def _versions() -> dict[str, str]:
-    """The versions of the libraries, and when abserve's own models last changed, which a checkout's version hides."""
-    changed = max(path.stat().st_mtime_ns for path in Path(__file__).parent.rglob("*.py"))
-    return installed_versions(LIBRARIES) | {"changed": str(changed)}
+@cache
+def _announce() -> None:
+    Console(stderr=True).print("reading the libraries of models …", style="dim", highlight=False)
 
 
-def _described(specification: ModelSpecification, parameters: int, flops_per_item: int | None) -> dict[str, Any]:
+def _described(reference: str) -> dict[str, Any]:
+    """What `abserve models` says of a model of tensors. Raises `UnknownModelError` and `WeightsError`."""
+    specification = get_base(reference)
+    parameters, flops_per_item = model_size(reference, _announce)
     return {
         "reference": specification.label,
         "name": specification.name,

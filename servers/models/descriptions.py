@@ -129,12 +129,13 @@ def shipped(reference: str) -> Known | None:
     return catalogue().models.get(reference) if fits else None
 
 
-def keep(identity: Identity, specification: ModelSpecification) -> None:
-    """Keep what a library says of a model, where a file of the user's cache can be written."""
+def keep(identity: Identity, specification: ModelSpecification, size: tuple[int, int | None] | None = None) -> None:
+    """Keep what a library says of a model, and its size, where a file of the user's cache can be written."""
     if specification.samples is not None:  # items of its author: they are in the file
         return
     with suppress(OSError):  # a file has gone since
-        kept = _Kept(key=_key(identity), known=Known.of(specification), imported=_imported(identity.files))
+        known = msgspec.structs.replace(Known.of(specification), size=size)
+        kept = _Kept(key=_key(identity), known=known, imported=_imported(identity.files))
         keep_file(_path(identity), msgspec.json.encode(kept))
 
 

@@ -12,7 +12,7 @@ Every other model has one, its own tensors.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -22,6 +22,7 @@ from types import MappingProxyType, ModuleType
 from typing import NoReturn
 
 from servers.models import descriptions, sources
+from servers.models.modules import measure_size
 from servers.models.sources import module_file, open_clip
 from servers.models.specification import PAYLOADS, ModelSpecification, choose_from, closest
 from servers.models.specification import UnknownModelError as UnknownModelError
@@ -104,6 +105,21 @@ def _identity(reference: str) -> descriptions.Identity | None:
         if hasattr(module, "names"):
             return descriptions.Identity(reference)
     return None
+
+
+def model_size(reference: str, announce: Callable[[], object]) -> tuple[int, int | None]:
+    """Parameters, and operations per item, of a model itself. Where they are not kept, `announce` is called and they
+    are counted, which takes seconds. Raises `UnknownModelError`."""
+    specification = get_base(reference)
+    identity = _identity(specification.reference)
+    kept = None if identity is None else descriptions.known(identity)
+    if kept is not None and kept.size is not None:
+        return kept.size
+    announce()
+    size = measure_size(specification)
+    if identity is not None:
+        descriptions.keep(identity, specification, size)
+    return size
 
 
 def model_files(reference: str) -> tuple[Path, ...]:

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from loadgen.entry import PanelledCommand
 from servers.commands import models as command
 from servers.commands.models import models
-from servers.models import descriptions, sources
+from servers.models import descriptions, registry, sources
 from servers.models.registry import DEFAULT_MODEL, known_references
+from servers.models.specification import ModelSpecification
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -65,9 +66,9 @@ assert (answer == 1).all(), answer
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which `abserve models` keeps what it has read; empty before every test."""
+    """The folder in which descriptions are kept; empty before every test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "abserve" / "models.json"
+    return tmp_path / "cache" / "abserve" / "descriptions"
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -173,31 +174,30 @@ def test_a_library_imported_in_part_is_whole_when_more_of_it_is_used() -> None:
 
 
 class Library:
-    """Known models that count how often they are read."""
+    """Counts how often known models are measured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.read: list[str] = []
         self.versions = {"torch": "1"}
         monkeypatch.setattr(command, "known_references", lambda: (DEFAULT_MODEL,))
-        monkeypatch.setattr(command, "_versions", lambda: dict(self.versions))
-        monkeypatch.setattr(command, "_described", lambda specification, *_: self.count(specification.reference))
-        monkeypatch.setattr(command, "measure_size", lambda _: (7, None))
+        monkeypatch.setattr(descriptions, "version", self.versions.get)
+        monkeypatch.setattr(registry, "measure_size", self.count)
         monkeypatch.setattr(descriptions, "shipped", lambda _: None)
 
-    def count(self, reference: str) -> dict[str, object]:
-        self.read.append(reference)
-        return {"reference": reference, "title": "t", "item": "image", "inputs": [], "outputs": [], "parameters": 7,
-                "flops_per_item": None}  # fmt: skip
+    def count(self, specification: ModelSpecification) -> tuple[int, None]:
+        self.read.append(specification.reference)
+        return 7, None
 
 
 def test_what_the_libraries_said_is_kept_for_their_versions(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     library = Library(monkeypatch)
     first = run()
-    assert f"{DEFAULT_MODEL}: t, 7 parameters" in first[1]
+    assert f"{DEFAULT_MODEL}: OpenCLIP ViT-B-32 image tower, 7 parameters" in first[1]
     assert (run(), library.read) == (first, [DEFAULT_MODEL])
     library.versions["torch"] = "2"
     assert (run(), library.read) == (first, [DEFAULT_MODEL] * 2)
-    cache.write_bytes(b"[1, 2")
+    (kept,) = cache.iterdir()
+    kept.write_bytes(b"[1, 2")
     assert (run(), library.read) == (first, [DEFAULT_MODEL] * 3)
 
 
@@ -210,11 +210,13 @@ def test_without_a_place_for_the_cache_the_models_are_read_each_time(
     assert library.read == [DEFAULT_MODEL] * 2
 
 
-def test_a_model_of_the_user_is_never_kept(monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path) -> None:
+def test_a_users_model_is_measured_again_when_its_file_has_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     library = Library(monkeypatch)
     text = (ROOT / "docs/models.md").read_text().split("```python\n")[2].partition("```")[0]
-    (tmp_path / "mine.py").write_text(text)
-    for _ in range(2):
-        command.KnownModels().describe(f"{tmp_path / 'mine.py'}:scorer")
+    for change in ((text,), (), (f"{text}#",)):
+        for content in change:
+            (tmp_path / "mine.py").write_text(content)
+        assert run(f"{tmp_path / 'mine.py'}:scorer")[0] == 0
     assert len(library.read) == 2
-    assert not cache.exists()
