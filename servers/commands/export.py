@@ -15,6 +15,13 @@ from servers.engines.factory import enter_environment_of
 from servers.engines.options import ModelOptions
 from servers.engines.settings import EngineSettings
 from servers.export.manifest import FUSED, JAX, OPSETS, ExportError, FileForm, executed_form
+from servers.export.tensorrt import (
+    TENSORRT_RELEASE,
+    bindings_version,
+    container_command,
+    ensure_plan,
+    library_version,
+)
 from servers.models.registry import DEFAULT_MODEL, get_specification, get_variant, payload_variants
 from servers.models.specification import choose_from
 from servers.options import defaults
@@ -141,13 +148,6 @@ def _build_plan(
 ) -> None:
     """Build the plan for Python's TensorRT, else for an installed Triton's, else for the container's."""
     from servers.export.artefacts import plan_request
-    from servers.export.tensorrt import (
-        TENSORRT_RELEASE,
-        bindings_version,
-        container_command,
-        ensure_plan,
-        library_version,
-    )
 
     release = bindings_version() or library_version() or TENSORRT_RELEASE
     here = plan_request(

@@ -17,9 +17,12 @@ from rich.console import Console
 
 from servers.commands.serving import PRINT_SPACE, serve
 from servers.commands.spaces import generating_engines, language_context, tensor_context
+from servers.engines.factory import check_engine, environment_of
 from servers.engines.interface import EngineError
-from servers.engines.settings import EngineSettings
+from servers.engines.padding import pad_to_text, padding_of, parse_pad_to
+from servers.engines.settings import EngineSettings, engine_kind, precision_on
 from servers.export.manifest import Manifest
+from servers.export.tensorrt import library_version
 from servers.language.engine import SLOTS
 from servers.language.specification import is_language_model, language_model
 from servers.models.registry import get_variants
@@ -89,10 +92,7 @@ def serve_triton(
 
 def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     """Check the options and the machine, export the model if its file is missing, and lay out the repository."""
-    from servers.engines.padding import parse_pad_to
-    from servers.engines.settings import engine_kind
     from servers.export.artefacts import executed_file
-    from servers.export.tensorrt import library_version
 
     check_exposure(settings.host, anyone=settings.anyone)
     Certificate.check(settings.tls_certificate)
@@ -150,9 +150,7 @@ def _choose_backend(
     specifications: Sequence[ModelSpecification],
     weights: WeightsSource,
 ) -> str:
-    from servers.engines.settings import precision_on
     from servers.export.artefacts import current_plan
-    from servers.export.tensorrt import library_version
 
     def has_plan() -> bool:
         precision, release = precision_on("cuda", settings.precision), library_version()
@@ -167,8 +165,6 @@ def _choose_backend(
 
 def _checked_engine(settings: TritonSettings, specification: ModelSpecification, backend: str) -> EngineSettings:
     """The engine's settings. Raises `OptionError` for what this machine or this environment cannot do."""
-    from servers.engines.factory import check_engine, environment_of
-    from servers.engines.padding import padding_of, parse_pad_to
 
     try:
         engine = settings.resolved_engine(backend)
@@ -190,7 +186,6 @@ def _checked_engine(settings: TritonSettings, specification: ModelSpecification,
 
 def _space(settings: TritonSettings, given: Collection[str], console: Console) -> bytes:
     """What can be tuned, as `--print-space` prints it. Raises as `_plan` does; ports and folders do not matter."""
-    from servers.engines.padding import pad_to_text, parse_pad_to
 
     installation = find_installation(settings, announce=console.print)
     if settings.triton_repository is not None:
@@ -245,8 +240,6 @@ def _serves(
     settings: TritonSettings, installation: Installation, specification: ModelSpecification, backend: str
 ) -> bool:
     """Whether the installation can serve the model by this backend with the other options."""
-    from servers.engines.padding import parse_pad_to
-    from servers.export.tensorrt import library_version
 
     chosen = settings.model_copy(update={"backend": backend})
     try:

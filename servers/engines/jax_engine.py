@@ -181,22 +181,14 @@ class JaxEngine(Engine):
     def executed_rows(self, rows: int) -> int:
         return bucket_of(self._rows, rows)
 
-    def execution_ns(self, rows: int, repeats: int) -> list[int] | None:
-        """Host times of executions on inputs that lie on the device, each waited for."""
+    def run_only(self, rows: int) -> bool:
+        """Execute on inputs that lie on the device."""
         import jax
 
-        if (prepared := self._prepared(rows)) is None:
-            return None
-        call, inputs = prepared
-        times = []
-        for _ in range(repeats):
-            started_ns = time.perf_counter_ns()
+        if (prepared := self._prepared(rows)) is not None:
+            call, inputs = prepared
             jax.block_until_ready(call(self._weights_on_device, inputs))
-            times.append(time.perf_counter_ns() - started_ns)
-        return times
-
-    def run_only(self, rows: int) -> bool:
-        return self.execution_ns(rows, 1) is not None
+        return prepared is not None
 
     def describe(self) -> EngineDescription:
         """Read back from the weights, the compiled functions, the device and the threads of XLA."""

@@ -21,7 +21,6 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -210,17 +209,6 @@ class OnnxRuntimeEngine(Engine):
 
     def executed_rows(self, rows: int) -> int:
         return rows if self._graphs is None else bucket_of(self._graphs.buckets, rows)
-
-    def execution_ns(self, rows: int, repeats: int) -> list[int] | None:
-        """Host times of `repeats` graph executions, each waited for; None without graphs."""
-        if self._graphs is None:
-            return None
-        times = []
-        for _ in range(repeats):
-            started_ns = time.perf_counter_ns()
-            self._graphs.run_only(rows)
-            times.append(time.perf_counter_ns() - started_ns)
-        return times
 
     def run_only(self, rows: int) -> bool:
         if self._graphs is not None:
@@ -429,6 +417,14 @@ def precision_of_file(path: Path) -> str:
         return stored_precision(onnx.load(path, load_external_data=False))
     except Exception as exc:  # protobuf's DecodeError, of which each implementation has its own
         raise EngineError(f"{path.name} is not an ONNX file that can be read: {first_line(exc)}") from exc
+
+
+def mark_precision(model: Any, precision: str) -> None:
+    """Say in an ONNX model's metadata what `stored_precision` is to read."""
+    from onnx import helper
+
+    properties = {entry.key: entry.value for entry in model.metadata_props}
+    helper.set_model_props(model, {**properties, PRECISION_KEY: precision})
 
 
 def stored_precision(model: Any) -> str:

@@ -17,6 +17,7 @@ appears whole, after its parity check, or not at all. A user's ONNX file is exec
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -330,7 +331,9 @@ def _make(
         atomic_folder(folder, needed_bytes=_fp32_bytes(module, source) * 105 // 100) as fresh,
     ):
         path = fresh / name
-        seconds, written = _write(specification, module, path, form, progress, source)
+        started_ns = time.perf_counter_ns()
+        written = _write(specification, module, path, form, progress, source)
+        seconds = (time.perf_counter_ns() - started_ns) / 1e9
         progress("comparing the file with the model")
         with _loaded(specification, weights, path, form) as engine:
             parity = measure_parity(specification, answers, engine, form.precision)
@@ -381,23 +384,24 @@ def _write(
     form: FileForm,
     progress: Progress,
     source: Artefact | None,
-) -> tuple[float, dict[str, Any]]:
-    """Write the file to `path`; returns the seconds taken and what the manifest says of the file's operators."""
+) -> dict[str, Any]:
+    """Write the file to `path`; returns what the manifest says of the file's operators."""
     if source is not None:
         written = {"operators": source.manifest.operators, "opset": source.manifest.opset}
         if form.precision == "int8":
             progress(f"quantising {source.path.name} to INT8")
-            seconds, how = quantise(specification, source.path, path)
-            return seconds, {"quantisation": how, **written}
+            return {"quantisation": quantise(specification, source.path, path), **written}
         progress(f"converting {source.path.name} to FP16")
-        return convert_to_fp16(source.path, path), written
+        convert_to_fp16(source.path, path)
+        return written
     assert module is not None
     if form.operators == PACKAGE:
         progress("compiling with AOTInductor")
-        return write_package(specification, module, path), {"operators": PACKAGE}
+        write_package(specification, module, path)
+        return {"operators": PACKAGE}
     progress("exporting to ONNX")
-    seconds, operators = write_onnx(specification, module, path, form)
-    return seconds, {"operators": operators, "opset": OPSETS[operators]}
+    operators = write_onnx(specification, module, path, form)
+    return {"operators": operators, "opset": OPSETS[operators]}
 
 
 @contextmanager

@@ -9,7 +9,6 @@ Convolutions and products with constant weights are quantised; the products with
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from servers.engines.onnxruntime import PRECISION_KEY, ort_reason
+from servers.engines.onnxruntime import mark_precision, ort_reason
 from servers.export.manifest import ExportError
 from servers.export.parity import BATCHES
 from servers.models.files import load_onnx
@@ -39,14 +38,13 @@ SEED = 1000
 """Far from those of the parity check, which gets other items."""
 
 
-def quantise(specification: ModelSpecification, source: Path, path: Path) -> tuple[float, str]:
-    """Write `source`, the model's FP32 file with standard operators, to `path` in INT8. Returns the seconds taken and
-    how it was quantised, for a reader. Raises `ExportError` for a model without a convolution or product that can be
+def quantise(specification: ModelSpecification, source: Path, path: Path) -> str:
+    """Write `source`, the model's FP32 file with standard operators, to `path` in INT8. Returns how it was quantised,
+    for a reader. Raises `ExportError` for a model without a convolution or product that can be
     quantised."""
     import onnx
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
-    started_ns = time.perf_counter_ns()
     model = load_onnx(source)
     chosen = _quantised_nodes(model.graph)
     if not chosen:
@@ -77,12 +75,10 @@ def quantise(specification: ModelSpecification, source: Path, path: Path) -> tup
             f"ONNX Runtime cannot quantise {specification.name}: {ort_reason(exc)}; use --precision fp32"
         ) from exc
     quantised = onnx.load(path)
-    properties = {entry.key: entry.value for entry in quantised.metadata_props}
-    onnx.helper.set_model_props(quantised, {**properties, PRECISION_KEY: "int8"})
+    mark_precision(quantised, "int8")
     onnx.save(quantised, path)
     listed = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-    how = f"static QDQ of {listed}: INT8 weights per channel, UINT8 activations, ranges (min-max) from {described}"
-    return (time.perf_counter_ns() - started_ns) / 1e9, how
+    return f"static QDQ of {listed}: INT8 weights per channel, UINT8 activations, ranges (min-max) from {described}"
 
 
 def calibration(specification: ModelSpecification) -> tuple[list[Mapping[str, Array]], str]:

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import io
 import logging
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from servers.engines.batches import random_inputs
 from servers.engines.interface import first_line
-from servers.engines.onnxruntime import PRECISION_KEY
+from servers.engines.onnxruntime import mark_precision
 from servers.export.manifest import FUSED, JAX, OPSETS, STANDARD, ExportError, FileForm
 from servers.models.files import load_onnx
 from servers.models.specification import ModelSpecification
@@ -43,15 +42,12 @@ _CHATTY_LOGGERS = (
 )
 
 
-def write_onnx(
-    specification: ModelSpecification, module: torch.nn.Module, path: Path, form: FileForm
-) -> tuple[float, str]:
-    """Write `module`, as from `specification.load_module`, to `path`. Returns the seconds taken and the operators in
-    the file: standard ones where the fused do not cover the model. Raises `ExportError` when the model cannot be
-    exported, `OSError` when the file cannot be written."""
+def write_onnx(specification: ModelSpecification, module: torch.nn.Module, path: Path, form: FileForm) -> str:
+    """Write `module`, as from `specification.load_module`, to `path`. Returns the operators in the file: standard ones
+    where the fused do not cover the model. Raises `ExportError` when the model cannot be exported, `OSError` when the
+    file cannot be written."""
     from servers.models.uint8_module import executed_module
 
-    started_ns = time.perf_counter_ns()
     operators = form.operators
     if operators == FUSED and not (
         specification.fused_tower and _write_fused(specification, module, path, form.precision)
@@ -68,7 +64,7 @@ def write_onnx(
             _export(specification, executed, path)
         if form.precision == "fp16":
             convert_to_fp16(path, path)
-    return (time.perf_counter_ns() - started_ns) / 1e9, operators
+    return operators
 
 
 def _write_fused(specification: ModelSpecification, module: torch.nn.Module, path: Path, precision: str) -> bool:
@@ -83,7 +79,7 @@ def _write_fused(specification: ModelSpecification, module: torch.nn.Module, pat
     except UnsupportedTowerError:
         return False
     if precision == "fp16":
-        onnx.helper.set_model_props(model, {PRECISION_KEY: "fp16"})
+        mark_precision(model, precision)
     onnx.save(model, path)
     return True
 
@@ -153,9 +149,8 @@ def _rename_inner(graph: Any, reserved: set[str]) -> None:
             value.name = f"{value.name}/inner"
 
 
-def convert_to_fp16(source: Path, path: Path) -> float:
+def convert_to_fp16(source: Path, path: Path) -> None:
     """Write `source`, an FP32 file, to `path` with FP16 weights and arithmetic; inputs and outputs keep their types.
-    Returns the seconds taken.
 
     Values beyond FP16 become its largest, such as the -3.4e38 of an attention mask, so that no product of them is NaN.
     The nodes that normalise bytes stay FP32: an FP16 pixel is precise enough, but its computation in FP16 is not.
@@ -163,17 +158,14 @@ def convert_to_fp16(source: Path, path: Path) -> float:
     import onnx
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    started_ns = time.perf_counter_ns()
     model = load_onnx(source)
     typed = bool(model.graph.value_info)  # torch's export names the type of every tensor, other exporters may not
     with quiet_exporter():
         model = convert_float_to_float16(
             model, keep_io_types=True, disable_shape_infer=typed, node_block_list=_normalisation(model.graph)
         )
-    properties = {entry.key: entry.value for entry in model.metadata_props}
-    onnx.helper.set_model_props(model, {**properties, PRECISION_KEY: "fp16"})
+    mark_precision(model, "fp16")
     onnx.save(model, path)
-    return (time.perf_counter_ns() - started_ns) / 1e9
 
 
 def _normalisation(graph: Any) -> list[str]:
@@ -219,9 +211,9 @@ def package_target() -> str:
     return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}-{instructions}"
 
 
-def write_package(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> float:
+def write_package(specification: ModelSpecification, module: torch.nn.Module, path: Path) -> None:
     """Compile `module`, FP32 on the CPU as from `specification.load_module`, and write it to `path`, a .pt2 file.
-    Returns the seconds taken. Raises `ExportError` where torch cannot export or compile it."""
+    Raises `ExportError` where torch cannot export or compile it."""
     import torch
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -230,7 +222,6 @@ def write_package(specification: ModelSpecification, module: torch.nn.Module, pa
     from servers.engines.torch.fused_layers import dynamic_shapes
     from servers.models.uint8_module import executed_module
 
-    started_ns = time.perf_counter_ns()
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as exc:
@@ -248,4 +239,3 @@ def write_package(specification: ModelSpecification, module: torch.nn.Module, pa
         raise ExportError(
             f"torch cannot compile {specification.name} to a package: {first_line(exc)}; use the engine torch"
         ) from exc
-    return (time.perf_counter_ns() - started_ns) / 1e9
