@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from servers.commands.serving import failing
-from servers.engines.factory import check_engine, enter, enter_environment_of
+from servers.engines.factory import check_engine, enter, environment_of
 from servers.engines.interface import EngineError
 from servers.engines.options import EngineOptions
 from servers.engines.processors import nvidia_device_present, wait_policy
@@ -87,7 +87,7 @@ def engine(
         check_engine(specification, requested)
         if settings.device != "auto" or not nvidia_device_present():
             requested.mode_on("cpu" if on_cpu else "cuda")
-        enter_environment_of(settings.engine)
+        enter(environment_of(settings.engine))
         settings = settings.model_copy(update={"weights": specification.pinned(settings.weights).text})
     if settings.profile and on_cpu:
         quiet_profiler()

@@ -11,7 +11,7 @@ from pydantic import Field
 from rich.console import Console
 
 from servers.commands.serving import failing
-from servers.engines.factory import enter_environment_of
+from servers.engines.factory import enter, environment_of
 from servers.engines.options import ModelOptions
 from servers.engines.settings import EngineSettings
 from servers.export.manifest import FUSED, JAX, OPSETS, ExportError, FileForm, executed_form
@@ -77,7 +77,7 @@ def export(**options: object) -> None:
         precision, form = _form(settings)
         check_form(specification, form)
         if form.operators == JAX:
-            enter_environment_of(JAX_ENGINE)
+            enter(environment_of(JAX_ENGINE))
         source = specification.pinned(settings.weights)
     with failing():
         with console.status("starting") as status:

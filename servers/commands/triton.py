@@ -37,6 +37,7 @@ from servers.triton.config import NATIVE_BACKENDS
 from servers.triton.installation import Installation, TritonDiedError, TritonError
 from servers.triton.launch import (
     assert_applies,
+    assert_here,
     assert_python,
     assert_ready,
     choose_backend,
@@ -173,14 +174,10 @@ def _checked_engine(settings: TritonSettings, specification: ModelSpecification,
         padding_of(specification, parse_pad_to(settings.pad_to))
         first.check_here()
         assert_applies(settings, backend, engine)
-        elsewhere = backend == "python" and environment_of(engine.kind) is not None
+        if backend == "python":
+            assert_here(engine.kind, environment_of(engine.kind))
     except EngineError as exc:
         raise OptionError(str(exc)) from exc
-    if elsewhere:
-        raise OptionError(
-            f"Triton's python backend executes in this environment, and the libraries of the {engine.kind} engine "
-            "are in another one; use abserve serve native"
-        )
     return engine
 
 

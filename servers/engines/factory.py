@@ -125,14 +125,9 @@ def second_interpreter() -> Path | None:
     return path if path.is_file() and path.absolute() != Path(sys.executable).absolute() else None
 
 
-def enter_environment_of(name: str) -> None:
-    """Continue this command in the interpreter that has the engine's libraries, or return if this one has them. Call it
-    before anything is bound, started or printed. Raises `EngineError` as `environment_of` does."""
-    enter(environment_of(name))
-
-
 def enter(other: Path | None) -> None:
-    """Continue this command in another interpreter; None: in this one."""
+    """Continue this command in another interpreter; None: in this one. Call it before anything is bound, started or
+    printed."""
     if other is None:
         return
     sys.stdout.flush()

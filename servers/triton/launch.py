@@ -102,14 +102,27 @@ def choose_backend(settings: TritonSettings, installation: Installation, has_pla
     if asked == "auto":
         usable = (name for name in offered if name != "tensorrt" or (settings.device != "cpu" and has_plan()))
         asked = next(usable, "python")
-    if asked not in offered:
-        raise OptionError(
-            f"--backend {asked}: the tritonserver of {installation.origin} does not have it; its backends: "
-            f"{', '.join(installation.backends) or 'none'}"
-        )
+    _assert_offered(asked, offered, installation)
     if installation.runs_in_python(asked):
         assert_python(installation, f"the {asked} backend", "use another --backend")
     return asked
+
+
+def _assert_offered(backend: str, offered: Sequence[str], installation: Installation) -> None:
+    if backend not in offered:
+        raise OptionError(
+            f"--backend {backend}: the tritonserver of {installation.origin} does not have it; its backends: "
+            f"{', '.join(installation.backends) or 'none'}"
+        )
+
+
+def assert_here(engine: str, environment: Path | None) -> None:
+    """Raise `OptionError` for an engine of the python backend whose libraries another environment has."""
+    if environment is not None:
+        raise OptionError(
+            f"Triton's python backend executes in this environment, and the libraries of the {engine} engine are in "
+            "another one; use abserve serve native"
+        )
 
 
 def assert_python(installation: Installation, what: str, instead: str) -> None:
@@ -272,11 +285,7 @@ def language_backend(settings: TritonSettings, installation: Installation) -> st
             )
     if backend not in ("python", "vllm"):
         raise OptionError(f"--backend {backend} generates no tokens; use python, or vllm where it is installed")
-    if backend not in installation.backends:
-        raise OptionError(
-            f"--backend {backend}: the tritonserver of {installation.origin} does not have it; its backends: "
-            f"{', '.join(installation.backends) or 'none'}"
-        )
+    _assert_offered(backend, installation.backends, installation)
     assert_python(installation, f"the {backend} backend", "use a server of NVIDIA's images for this Python")
     return backend
 
@@ -292,11 +301,8 @@ def prepare_language(
     model = replace(model, weights=pin_language_weights(model.weights, model.fields))
     settings.check_length(model)
     generation = settings.resolved_generation()
-    if backend == "python" and generating_environment(generation.engine) is not None:
-        raise OptionError(
-            f"Triton's python backend executes in this environment, and the libraries of the {generation.engine} "
-            "engine are in another one; use abserve serve native"
-        )
+    if backend == "python":
+        assert_here(generation.engine, generating_environment(generation.engine))
     lay_out(settings.folder, installation)
     _clean_up()
     assert_space(LANGUAGE_REGION_BYTES)
