@@ -159,8 +159,9 @@ def arguments(
 def find_vllm(python: Path | None) -> tuple[str, str]:
     """The interpreter that has vLLM, and vLLM's version. Raises `OptionError` if it is not installed there."""
     if python is None:
+        running = sys.executable
         if installed := installed_version("vllm"):
-            return sys.executable, installed
+            return running, installed
         raise OptionError(
             f"vLLM is not installed; run {INSTALL}, or name the Python of an environment that has it with --python"
         )
