@@ -32,6 +32,8 @@ compare: setup ## compare both servers: start them, measure, print the verdict, 
 # end. Those in folders named `alone` watch time pass: nothing that computes runs beside them.
 # Two files only wait, for servers that are slow by plan, so that they would keep one of the three for minutes: a fourth
 # process runs them beside it.
+# No pytest of these imports schemathesis, which takes a second and a half, for one file of slow tests.
+LIGHT        := -p no:schemathesis --ignore=tests/conformance/test_openapi_requests.py
 WAITING      := tests/truth/test_servers_at_their_best.py tests/truth/test_streams_by_url.py
 ALONE        := -n 3 --dist loadfile tests/integration/loadgen/alone tests/truth/alone
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder --ignore-glob='*/alone/*' $(WAITING:%=--ignore=%) \
@@ -42,11 +44,11 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: setup ## run the tests
 ifeq ($(strip $(ARGS)),)
 	@export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive; status=0; said=$$(mktemp); \
-	$(BIN)/python -m pytest $(WAITING) >$$said 2>&1 & waiting=$$!; trap "kill $$waiting; exit 130" INT; \
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) || status=$$?; \
+	$(BIN)/python -m pytest $(LIGHT) $(WAITING) >$$said 2>&1 & waiting=$$!; trap "kill $$waiting; exit 130" INT; \
+	$(BIN)/python -m pytest $(LIGHT) $(SIDE_BY_SIDE) || status=$$?; \
 	wait $$waiting || status=$$?; cat $$said; rm $$said; \
 	unset OMP_NUM_THREADS OMP_WAIT_POLICY; \
-	$(BIN)/python -m pytest $(ALONE) || status=$$?; \
+	$(BIN)/python -m pytest $(LIGHT) $(ALONE) || status=$$?; \
 	exit $$status
 else
 	@$(BIN)/python -m pytest $(ARGS)

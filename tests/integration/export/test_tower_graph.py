@@ -12,7 +12,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from open_clip.transformer import QuickGELU, VisionTransformer
+from open_clip.transformer import QuickGELU
 
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
@@ -25,36 +25,16 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
 from servers.protocol.tensors import Array, TensorSpec
 from tests.cosines import row_cosines
+from tests.small_tower import LAYERS, small_tower, with_small_tower
 
 WEIGHTS = RandomWeights(0)
 FUSED_FP16 = FileForm("fp16", "fused")
-LAYERS = 2
 SHAPE_OPERATORS = {"Shape", "Gather", "Concat", "Expand", "ConstantOfShape", "Range"}
-
-
-def visual(activation: Callable[[], torch.nn.Module] = torch.nn.GELU, seed: int = 0) -> torch.nn.Module:
-    """A tower of the real kind, with every bias and gain away from 0 and 1, where a forgotten one would not show."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tower = VisionTransformer(
-            image_size=224, patch_size=32, width=128, layers=LAYERS, heads=2, mlp_ratio=4, output_dim=16,
-            act_layer=activation,
-        )  # fmt: skip
-        with torch.no_grad():
-            for parameter in tower.parameters():
-                if parameter.ndim == 1:
-                    parameter.add_(0.2 * torch.randn(parameter.shape))
-    return tower.eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
 def variants(specification: ModelSpecification) -> tuple[ModelSpecification, ...]:
-    outputs = (TensorSpec("embedding", "FP32", (-1, 16)),)
-
-    def load(_source: WeightsSource) -> torch.nn.Module:
-        return visual()
-
-    return payload_variants(replace(specification, name="small", outputs=outputs, load_module=load))
+    return payload_variants(with_small_tower(specification))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +58,7 @@ def test_it_computes_open_clips_function(
     variants: tuple[ModelSpecification, ...],
     pixels: UInt8Array,
 ) -> None:
-    model, tower = variants[payload == "uint8"], visual(activation)
+    model, tower = variants[payload == "uint8"], small_tower(activation)
     images = normalise(pixels, model.preprocessing)
     given = pixels if payload == "uint8" else images
     with torch.inference_mode():
@@ -90,12 +70,12 @@ def test_it_computes_open_clips_function(
     assert half.dtype == np.float32
     assert row_cosines(expected, half).min() > 0.9999
     # The tolerance discriminates: the tower of other weights is another function.
-    other = tower_graph(model, visual(activation, seed=1), "fp32")
+    other = tower_graph(model, small_tower(activation, seed=1), "fp32")
     assert row_cosines(expected, executed(other, given)).min() < 0.9
 
 
 def test_no_node_computes_a_shape_and_a_block_is_seven(variants: tuple[ModelSpecification, ...]) -> None:
-    operators = [node.op_type for node in tower_graph(variants[1], visual(), "fp16").graph.node]
+    operators = [node.op_type for node in tower_graph(variants[1], small_tower(), "fp16").graph.node]
     assert not SHAPE_OPERATORS.intersection(operators)
     assert operators.count("Attention") == LAYERS
     assert operators.count("SkipLayerNormalization") == 2 * LAYERS
@@ -116,7 +96,7 @@ def test_the_file_of_fused_operators_is_made_once_and_executed(
     images = normalise(pixels, model.preprocessing)
     answer = engine.infer({"pixel_values": pixels if payload == "uint8" else images})["embedding"]
     with torch.inference_mode():
-        assert row_cosines(visual()(torch.from_numpy(images)).numpy(), answer).min() > 0.999
+        assert row_cosines(small_tower()(torch.from_numpy(images)).numpy(), answer).min() > 0.999
     assert engine.describe().precision == "fp16"
     engine.close()
 

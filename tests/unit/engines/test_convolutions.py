@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ from servers.engines.torch.convolutions import ACTIVATIONS, FusedConvolution, fu
 from servers.engines.torch.norms import folded_norms, with_layers
 from servers.models.registry import get_specification
 from servers.models.weights import RandomWeights
+from tests.interpreter import interpreted
 
 SIZE = 12
 
@@ -158,39 +155,35 @@ def test_an_input_that_changes_before_the_sum_is_refused() -> None:
         fused_convolutions(Changing().eval(), [torch.randn(1, 3, SIZE, SIZE)])
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, Any]:
-    pytest.importorskip("triton", reason="torch came without Triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+@pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=pytest.mark.slow)])
+def report(request: pytest.FixtureRequest) -> Any:
+    """Quick: with a bias, a residual and gates, and with none of them. The rest has each of them alone."""
     script = Path(__file__).with_name("interpreted_convolutions.py")
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
+    return {"cases": request.param, **interpreted(script, request.param)}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_kernel_is_torchs_functions(interpreted: dict[str, Any], activation: str) -> None:
+def test_the_kernel_is_torchs_functions(report: Any, activation: str) -> None:
     """In place, with odd sizes; FP16 is off by a rounding at most."""
-    errors = {case: value for case, value in interpreted["errors"].items() if f" {activation} " in case}
-    assert len(errors) == 24
+    errors = {case: value for case, value in report["errors"].items() if f" {activation} " in case}
+    assert len(errors) == {"quick": 12, "all": 24}[report["cases"]]
     wrong = {case: value for case, value in errors.items() if not value <= (2e-2 if "float16" in case else 2e-6)}
     assert not wrong
 
 
-def test_the_kernel_keeps_nan(interpreted: dict[str, Any]) -> None:
-    assert interpreted["nan"]
+def test_the_kernel_keeps_nan(report: Any) -> None:
+    assert report["nan"]
 
 
 @pytest.mark.parametrize("kind", ["depthwise", "pointwise", "means"])
-def test_other_kernels_are_torchs_functions(interpreted: dict[str, Any], kind: str) -> None:
-    if interpreted[kind] is None:
+def test_other_kernels_are_torchs_functions(report: Any, kind: str) -> None:
+    if report[kind] is None:
         pytest.skip("Triton's interpreter has no loops with this NumPy")
-    assert interpreted[kind]
+    assert report[kind]
     limits = {"depthwise": 1e-5, "means": 1e-6, "pointwise": 1e-2}
     wrong = {
         case: value
-        for case, value in interpreted[kind].items()
+        for case, value in report[kind].items()
         if not value <= (2e-2 if "float16" in case else limits[kind])
     }
     assert not wrong

@@ -1,4 +1,4 @@
-"""Both engines on the real model: the same answers, owned by the caller, described as they are in effect."""
+"""Both engines on a small tower: the same answers, owned by the caller, described as they are in effect."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ import torch
 from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.settings import EngineSettings
-from servers.export.artefacts import Artefact
+from servers.export.artefacts import Artefact, ensure_artefact
+from servers.export.manifest import executed_form
 from servers.models.images import normalise
 from servers.models.samples import corpus_pixels
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import TensorSpec
 from tests.cosines import row_cosines
+from tests.small_tower import EMBEDDING, small_tower, with_small_tower
 
 WEIGHTS = RandomWeights(0)
 KINDS = ("torch", "onnxruntime")
@@ -31,6 +33,17 @@ KINDS = ("torch", "onnxruntime")
 
 def engine_of(kind: str, specification: ModelSpecification, path: Path | None, **settings: Any) -> Engine:
     return build_engine(specification, WEIGHTS, EngineSettings(kind=kind, **{"device": "cpu", **settings}), path)
+
+
+@pytest.fixture(scope="module")
+def specification(specification: ModelSpecification) -> ModelSpecification:
+    return with_small_tower(specification)
+
+
+@pytest.fixture(scope="module")
+def artefact(specification: ModelSpecification, tmp_path_factory: pytest.TempPathFactory) -> Artefact:
+    form = executed_form("onnxruntime", "fp32")
+    return ensure_artefact(specification, WEIGHTS, tmp_path_factory.mktemp("artefacts"), form=form)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -56,7 +69,7 @@ def embeddings(specification: ModelSpecification, images: np.ndarray) -> np.ndar
 
 def test_a_batch_answers_as_torch_does_alone(engine: Engine, images: np.ndarray, embeddings: np.ndarray) -> None:
     answer: np.ndarray = engine.infer({"pixel_values": images})["embedding"]
-    assert (answer.dtype.name, answer.shape) == ("float32", (4, 512))
+    assert (answer.dtype.name, answer.shape) == ("float32", (4, EMBEDDING))
     assert answer.flags.c_contiguous
     assert row_cosines(embeddings, answer).min() > 0.999999
     np.testing.assert_allclose(answer, embeddings, atol=2e-5)
@@ -102,8 +115,8 @@ def test_the_description_is_read_back(engine: Engine) -> None:
     if seen.kind == "torch":
         assert seen.version == torch.__version__
         assert seen.mode == "tuned"
-        assert seen.details["parameters_by_device"] == {"cpu": 152}
-        assert seen.details["parameters"] == 87_849_216
+        assert seen.details["parameters_by_device"] == {"cpu": 32}
+        assert seen.details["parameters"] == sum(one.numel() for one in small_tower().parameters())
     else:
         assert seen.mode == "session"
         assert seen.details["providers"] == ["CPUExecutionProvider"]
@@ -174,7 +187,7 @@ def test_a_missing_or_foreign_onnx_file_is_refused(
     with pytest.raises(EngineError, match=r"cannot load model\.onnx") as caught:
         engine_of("onnxruntime", specification, tmp_path / "model.onnx").load()
     assert "\n" not in str(caught.value)
-    other = replace(specification, outputs=(TensorSpec("logits", "FP32", (-1, 512)),))
+    other = replace(specification, outputs=(TensorSpec("logits", "FP32", (-1, EMBEDDING)),))
     with pytest.raises(EngineError, match="export it again"):
         engine_of("onnxruntime", other, artefact.path).load()
 
@@ -198,16 +211,19 @@ def test_onnxruntime_needs_no_torch(artefact: Artefact) -> None:
     """As in the stub process of Triton's python backend."""
     code = f"""
 import sys, numpy as np
+from dataclasses import replace
 from pathlib import Path
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
 from servers.models.registry import get_specification
 from servers.models.weights import parse_weights
+from servers.protocol.tensors import TensorSpec
 sys.modules["torch"] = None
-engine = build_engine(get_specification("openclip_vit_b32"), parse_weights("random:0"),
+model = replace(get_specification("openclip_vit_b32"), outputs=(TensorSpec("embedding", "FP32", (-1, {EMBEDDING})),))
+engine = build_engine(model, parse_weights("random:0"),
                       EngineSettings(kind="onnxruntime", device="cpu"), Path({str(artefact.path)!r}))
 engine.load()
 print(engine.infer({{"pixel_values": np.zeros((1, 3, 224, 224), np.float32)}})["embedding"].shape)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("(1, 512)\n", "")
+    assert (done.stdout, done.stderr) == (f"(1, {EMBEDDING})\n", "")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +25,10 @@ from servers.models.registry import get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from tests.host_copies import graph_mode_on_cpu
+from tests.interpreter import interpreted
 from tests.tiny_bert import write_tiny_bert
 
 WIDTH, HEADS = 16, 2
-TEXTS = "transformers:distilbert-base-uncased"
 
 
 class Block(nn.Module):
@@ -142,11 +138,18 @@ def test_nothing_to_fuse() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("reference", "norms", "gelu"),
-    [(TEXTS, 12, 6), pytest.param("transformers:bert-base-uncased", 24, 12, marks=pytest.mark.slow)],
+    [
+        ("", 4, 2),
+        pytest.param("transformers:distilbert-base-uncased", 12, 6, marks=pytest.mark.slow),
+        pytest.param("transformers:bert-base-uncased", 24, 12, marks=pytest.mark.slow),
+    ],
 )
-def test_library_models_answer_as_before(reference: str, norms: int, gelu: int) -> None:
-    pytest.importorskip("transformers")
-    specification = get_specification(reference)
+def test_library_models_answer_as_before(reference: str, norms: int, gelu: int, tmp_path: Path) -> None:
+    """By default DistilBERT with two small layers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DistilBertConfig(vocab_size=99, dim=32, n_heads=2, n_layers=2, hidden_dim=64)
+    config.save_pretrained(tmp_path)
+    specification = get_specification(reference or str(tmp_path))
     module = specification.load_module(RandomWeights(0))
 
     def batch(rows: int, share: float) -> list[Tensor]:
@@ -186,7 +189,7 @@ class Attending(nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("batch_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["", "mask", "no bias", "another", "padding", "boolean mask", "weights"])
 def test_attention_and_patches(how: str, batch_first: bool) -> None:
     """Only attention to the own input with a mask of numbers, or none, has another code; the answers never change."""
@@ -403,11 +406,6 @@ def test_wrong_answers_and_failures_leave_the_module_as_it_is(loaded: Any, monke
 
 def test_the_kernel_is_torchs_norm() -> None:
     """In Triton's interpreter: odd widths, and nothing is written behind."""
-    pytest.importorskip("triton", reason="torch came without Triton")
-    script = Path(__file__).with_name("interpreted_sum_norm.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    errors = json.loads(done.stdout)
+    errors = interpreted(Path(__file__).with_name("interpreted_sum_norm.py"))
     assert errors
     assert not {case: error for case, error in errors.items() if not error <= (2e-2 if "float16" in case else 1e-5)}

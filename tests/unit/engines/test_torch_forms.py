@@ -20,10 +20,11 @@ from servers.engines.torch.forms import OWN_MODULE, fast_form, plain_form
 from servers.engines.torch.runner import Build
 from servers.engines.torch.vit_fused import CUBLAS, PlanChooser, TilePlan, hopper_plan, portable_plans
 from servers.engines.torch.vit_tower import TowerShape, UnsupportedTowerError
-from servers.models.registry import get_variant
+from servers.models.registry import get_specification, payload_variants
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images
 from servers.models.weights import RandomWeights
+from tests.small_tower import EMBEDDING, small_tower, with_small_tower
 
 CPU = torch.device("cpu")
 VIT_B_32 = TowerShape(224, 32, 768, 12, 12, 3072, 512, quick_gelu=False, epsilon=1e-5)
@@ -32,11 +33,11 @@ VIT_L_14 = TowerShape(224, 14, 1024, 16, 24, 4096, 768, quick_gelu=False, epsilo
 
 @pytest.fixture(scope="module", params=["fp32", "uint8"])
 def variant(request: pytest.FixtureRequest) -> ModelSpecification:
-    return get_variant("openclip_vit_b32", request.param)
+    return payload_variants(with_small_tower(get_specification("openclip_vit_b32")))[request.param == "uint8"]
 
 
 def run(build: Build, pixels: torch.Tensor) -> torch.Tensor:
-    out = torch.full((len(pixels), 512), float("nan"))
+    out = torch.full((len(pixels), EMBEDDING), float("nan"))
     build(Bucket(len(pixels)))([pixels], [out])
     return out
 
@@ -65,7 +66,7 @@ def test_fused_kernels_that_fail_give_way_to_the_lean_tower(
         raise failure
 
     monkeypatch.setattr(forms, "_fused_form", fails)
-    form = fast_form(specification.load_module(RandomWeights(0)), specification, CPU, torch.float16, 2, compiled=False)
+    form = fast_form(small_tower(), specification, CPU, torch.float16, 2, compiled=False)
     assert form.kernels.startswith("lean tower")
 
 
@@ -116,8 +117,7 @@ def test_a_model_that_is_no_plain_tower_runs_as_its_own_module(specification: Mo
 
 def test_only_a_specification_that_names_it_gets_the_lean_tower(specification: ModelSpecification) -> None:
     plain = replace(specification, fused_tower=False)
-    module = plain.load_module(RandomWeights(0))
-    assert fast_form(module, plain, CPU, torch.float32, 2, compiled=False).kernels == OWN_MODULE
+    assert fast_form(small_tower(), plain, CPU, torch.float32, 2, compiled=False).kernels == OWN_MODULE
 
 
 @pytest.mark.parametrize("images", [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128])

@@ -16,11 +16,12 @@ from servers.engines.settings import KINDS, EngineSettings
 from servers.engines.torch import forms
 from servers.engines.torch.forms import OWN_MODULE, TRACE, plain_form, to_torchscript
 from servers.models.images import normalise
-from servers.models.registry import get_variant
+from servers.models.registry import get_specification, get_variant, payload_variants
 from servers.models.samples import corpus_pixels
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import UInt8Images, to_precision
 from servers.models.weights import RandomWeights
+from tests.small_tower import EMBEDDING, small_tower, with_small_tower
 
 WEIGHTS = RandomWeights(0)
 BATCHES = (1, 2, 5)
@@ -29,13 +30,11 @@ Loaded = tuple[Engine, str]
 
 def engine_of(mode: str, payload: str) -> Engine:
     settings = EngineSettings("torch", "fp32", mode, "cpu", 1, 8)
-    return build_engine(get_variant("openclip_vit_b32", payload), WEIGHTS, settings, None)
+    variants = payload_variants(with_small_tower(get_specification("openclip_vit_b32")))
+    return build_engine(variants[payload == "uint8"], WEIGHTS, settings, None)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["uint8", pytest.param("fp32", marks=pytest.mark.slow)],
-)
+@pytest.fixture(scope="module", params=["uint8", "fp32"])
 def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
     payload = request.param
     threads = torch.get_num_threads()
@@ -63,7 +62,7 @@ def test_every_batch_size_is_answered_as_eagerly(
     eager.close()
     for rows in BATCHES:
         answer: np.ndarray = engine.infer({"pixel_values": given[-rows:].copy()})["embedding"]
-        assert (answer.dtype.name, answer.shape) == ("float32", (rows, 512))
+        assert (answer.dtype.name, answer.shape) == ("float32", (rows, EMBEDDING))
         np.testing.assert_allclose(answer, expected[-rows:], atol=1e-5)
 
 
@@ -73,7 +72,7 @@ def test_the_description_names_mode_and_api(loaded: Loaded) -> None:
     assert (seen.mode, seen.precision, seen.device) == ("traced", "fp32", "cpu")
     assert seen.details["kernels"] == f"{TRACE} of {OWN_MODULE}"
     # What the frozen module has inlined, not what it still lists as parameters, which is nothing.
-    assert seen.details["parameters"] == 87_849_216
+    assert seen.details["parameters"] == sum(one.numel() for one in small_tower().parameters())
 
 
 def test_another_mode_is_refused_with_those_that_there_are() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from triton.runtime import interpreter  # type: ignore[import-untyped]
 
+from servers.language import triton_forward
 from servers.language.decoder import decoder_weights
 from servers.language.forward import PromptPiece, SlotForward, StepPlan, TorchForward
 from servers.language.module import build_module
@@ -23,10 +24,12 @@ from tests.language_answers import CONFIGS
 SLOTS, LENGTH = 2, 64
 SMALL = {"vocab_size": 160, "eos_token_id": 0}
 """The interpreter takes a millisecond for each operation."""
+LONG, SHORT = (40, 16, 3), (13, 7, 3)
 ROTATED = {**SMALL, "num_hidden_layers": 2, "intermediate_size": 64, "hidden_size": 64}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {**CONFIGS["llama"], **ROTATED},
     "fused": {**CONFIGS["llama"], **ROTATED},
+    "fused, short prompts": {**CONFIGS["llama"], **ROTATED},
     "fused, biases": {**CONFIGS["llama3-rope"], **ROTATED, "mlp_bias": False},
     "fused, window": {**CONFIGS["qwen2-window"], **ROTATED},
     "fused, group of three": {
@@ -71,10 +74,11 @@ def prompt(number: int, length: int) -> list[int]:
     return [(7 * number + 13 * place + place * place) % 150 + 1 for place in range(length)]
 
 
-def answers(forward: SlotForward, read: list[int]) -> list[list[int]]:
+def answers(forward: SlotForward, read: list[int], lengths: tuple[int, int, int]) -> list[list[int]]:
     """The tokens chosen in steps that read prompts in pieces beside decoding rows, and move slots.
 
-    `read` gets the pairs of a token and an expert of each step.
+    `lengths` are those of one prompt and of the two pieces of another. `read` gets the pairs of a token and an expert
+    of each step.
     """
     chosen: list[list[int]] = []
 
@@ -84,21 +88,26 @@ def answers(forward: SlotForward, read: list[int]) -> list[list[int]]:
         if isinstance(forward, TritonForward) and forward.weights.shape.experts:
             read.append(int(forward._counts.sum()))
 
-    first, second = prompt(0, 40), prompt(1, 19)
+    one, piece, rest = lengths
+    first, second = prompt(0, one), prompt(1, piece + rest)
     step([], PromptPiece(0, 0, first, last=True))
-    step([40])
-    step([41], PromptPiece(1, 0, second[:16], last=False))
-    step([42], PromptPiece(1, 16, second[16:], last=True))
-    step([43, 19])
-    forward.move(1, 0, 20)  # the first answer has ended
-    step([20])
+    step([one])
+    step([one + 1], PromptPiece(1, 0, second[:piece], last=False))
+    step([one + 2], PromptPiece(1, piece, second[piece:], last=True))
+    step([one + 3, piece + rest])
+    forward.move(1, 0, piece + rest + 1)  # the first answer has ended
+    step([piece + rest + 1])
     return chosen
 
 
-def compare(fields: dict[str, Any], fused: bool) -> dict[str, Any]:
+def compare(fields: dict[str, Any], fused: bool, short: bool) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(fields))
         model = language_model(f"language:{folder}")
+        lengths = LONG
+        if short:
+            lengths = SHORT
+            triton_forward.PROGRAMS = 8  # attention in few parts: each program takes the interpreter 20 ms
         kernels = TritonForward(decoder_weights(build_module(model)), SLOTS, LENGTH, 16, 48, graphs=False)
         if not fused:
             kernels.warm_up()
@@ -107,13 +116,16 @@ def compare(fields: dict[str, Any], fused: bool) -> dict[str, Any]:
         read: list[int] = []
         return {
             "can_fuse": kernels.can_fuse,
-            "expected": answers(TorchForward(decoder_weights(build_module(model)), SLOTS, LENGTH), []),
-            "kernels": answers(kernels, read),
+            "expected": answers(TorchForward(decoder_weights(build_module(model)), SLOTS, LENGTH), [], lengths),
+            "kernels": answers(kernels, read, lengths),
             "read": read,
         }
 
 
 if __name__ == "__main__":
     accept_new_numpy()
-    report = {name: compare(CASES[name], name.startswith("fused")) for name in sys.argv[1:] or CASES}
+    report = {
+        name: compare(CASES[name], name.startswith("fused"), name == "fused, short prompts")
+        for name in sys.argv[1:] or CASES
+    }
     sys.stdout.write(json.dumps(report))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,27 +16,22 @@ from servers.engines.settings import EngineError
 from servers.language.decoder import decoder_weights
 from servers.language.module import build_module
 from servers.language.specification import language_model
+from tests.interpreter import interpreted
 from tests.language_answers import CONFIGS
 
 pytest.importorskip("triton", reason="torch came without Triton")
 
 
-QUICK = ("fused",)
+QUICK = ("fused, short prompts",)
 """What the default run executes: steps with prompts are never fused, so it has both forms. The others take minutes."""
-REST = ("plain", "fused, biases", "fused, window", "fused, group of three", "odd widths", "experts", "gpt2")
+REST = ("plain", "fused", "fused, biases", "fused, window", "fused, group of three", "odd widths", "experts", "gpt2")
 
 
 @cache
 def tokens_of(cases: tuple[str, ...]) -> dict[str, Any]:
     """By case, the tokens of a few steps."""
-    root = Path(__file__).parents[3]
-    paths = os.pathsep.join((str(root), *filter(None, [os.environ.get("PYTHONPATH")])))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    script = Path(__file__).with_name("interpreted_decoder.py")
-    done = subprocess.run([sys.executable, script, *cases], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    parsed: dict[str, Any] = json.loads(done.stdout)
-    return parsed
+    tokens: dict[str, Any] = interpreted(Path(__file__).with_name("interpreted_decoder.py"), *cases)
+    return tokens
 
 
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in REST)])

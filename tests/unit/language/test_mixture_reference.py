@@ -76,7 +76,7 @@ def judged(model: LanguageModel, prompts: Answers, answers: Answers) -> JudgedAn
 
 
 def by_slots(model: LanguageModel, prompts: Answers) -> Answers:
-    engine = SlotsEngine(model, GenerationSettings("slots", "cpu", "bf16", slots=5, threads=1))
+    engine = SlotsEngine(model, GenerationSettings("slots", "cpu", "bf16", slots=12, threads=1))
     engine.load()
     answers: Answers = [[] for _ in prompts]
     for number, prompt in enumerate(prompts):
@@ -136,8 +136,10 @@ def test_planted_faults_are_found(
 @pytest.mark.parametrize(
     ("rows", "positions"),
     [
-        (slice(3, 5), slice(None)),  # two requests whose caches are exchanged
-        (slice(3, 4), slice(24, 32)),  # the last eight of 32 tokens of a prompt
+        # two requests whose caches are exchanged
+        pytest.param(slice(3, 5), slice(None), marks=pytest.mark.slow),
+        # the last eight of 32 tokens of a prompt
+        pytest.param(slice(3, 4), slice(24, 32), marks=pytest.mark.slow),
         (slice(3, 4), slice(31, 32)),  # one of them
     ],
 )

@@ -18,12 +18,33 @@ from servers.models.sources.open_clip import ARCHITECTURE, load_image_tower
 from servers.models.specification import ModelSpecification
 from servers.models.weights import CheckpointWeights, PretrainedWeights, RandomWeights, WeightsError, parse_weights
 
+SMALL = "ViT-S-32-alt"
+
+
+def clip_of(architecture: str) -> Any:
+    """Without memory for its weights, which takes seconds to fill."""
+    with torch.device("meta"):
+        return open_clip.CLIP(**open_clip.get_model_config(architecture)).eval()
+
 
 @pytest.fixture(scope="module")
 def clip() -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(11)
-        return open_clip.create_model(ARCHITECTURE, pretrained=None).eval()
+    """The text's tower stays without memory."""
+    clip = clip_of(ARCHITECTURE)
+    clip.visual.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in clip.visual.named_parameters():
+            parameter.uniform_(-0.03, 0.03, generator=generator)
+            if name.endswith("weight") and parameter.ndim == 1:
+                parameter.add_(1)  # a norm's gain
+    return clip
+
+
+@pytest.fixture(scope="module")
+def seed_3() -> dict[str, torch.Tensor]:
+    """The weights of a small tower with random:3."""
+    return load_image_tower(RandomWeights(3), SMALL).state_dict()
 
 
 @pytest.fixture(scope="module")
@@ -48,25 +69,26 @@ def test_the_flops_are_those_that_torch_counts(specification: ModelSpecification
     assert specification.flops_per_item == counter.get_total_flops() == 8_817_623_040
 
 
-def test_random_weights_depend_on_the_seed_alone_and_leave_the_global_generator() -> None:
+def test_random_weights_depend_on_the_seed_alone_and_leave_the_global_generator(
+    seed_3: dict[str, torch.Tensor],
+) -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    first = load_image_tower(RandomWeights(3)).state_dict()
+    again = load_image_tower(RandomWeights(3), SMALL).state_dict()
     assert torch.equal(before, torch.random.get_rng_state())
-    torch.manual_seed(6)
-    again = load_image_tower(RandomWeights(3)).state_dict()
-    other = load_image_tower(RandomWeights(4)).state_dict()
-    assert all(torch.equal(first[key], again[key]) for key in first)
-    assert not torch.equal(first["conv1.weight"], other["conv1.weight"])
+    other = load_image_tower(RandomWeights(4), SMALL).state_dict()
+    assert all(torch.equal(value, again[key]) for key, value in seed_3.items())
+    assert not torch.equal(seed_3["conv1.weight"], other["conv1.weight"])
 
 
-def test_random_weights_of_models_that_load_at_the_same_time_are_those_of_one_alone() -> None:
-    alone = load_image_tower(RandomWeights(3)).state_dict()
+def test_random_weights_of_models_that_load_at_the_same_time_are_those_of_one_alone(
+    seed_3: dict[str, torch.Tensor],
+) -> None:
     with ThreadPoolExecutor(2) as threads:
-        both = list(threads.map(load_image_tower, [RandomWeights(3)] * 2))
+        both = list(threads.map(load_image_tower, [RandomWeights(3)] * 2, [SMALL] * 2))
     for tower in both:
         state = tower.state_dict()
-        assert all(torch.equal(alone[key], state[key]) for key in alone)
+        assert all(torch.equal(value, state[key]) for key, value in seed_3.items())
 
 
 @pytest.mark.parametrize("kind", ["whole", "tower", "data-parallel", "safetensors", "half"])
@@ -94,8 +116,8 @@ def test_a_checkpoint_gives_open_clips_own_answers(kind: str, clip: Any, images:
 def test_the_name_of_a_file_chooses_quickgelu(clip: Any, images: torch.Tensor, tmp_path: Path) -> None:
     path = tmp_path / "vit_b_32-quickgelu-mine.pt"
     torch.save(clip.visual.state_dict(), path)
-    quick: Any = open_clip.create_model("ViT-B-32-quickgelu", pretrained=None).eval().visual
-    quick.load_state_dict(clip.visual.state_dict())
+    quick = clip_of("ViT-B-32-quickgelu").visual
+    quick.load_state_dict(clip.visual.state_dict(), assign=True)
     answer = outputs(load_image_tower(CheckpointWeights(path)), images)
     torch.testing.assert_close(answer, outputs(quick, images), rtol=0, atol=0)
     assert not torch.allclose(answer, outputs(clip.visual, images), atol=1e-3)

@@ -13,13 +13,13 @@ from functools import partial
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
-from open_clip.transformer import QuickGELU, VisionTransformer
 from torch import Tensor
 
 from servers.engines.torch.vit_fused import CUBLAS, FusedVisionTower, FusedWeights, Tile, TilePlan, Workspace
 from servers.engines.torch.vit_kernels import gelu
 from servers.engines.torch.vit_tower import LeanVisionTower
 from servers.models.registry import DEFAULT_MODEL, get_specification
+from servers.options.libraries import import_library
 
 OURS = Tile(16, 64)
 
@@ -55,11 +55,14 @@ def gelu_kernel(x, out, BLOCK: tl.constexpr):  # noqa: N803
     tl.store(out + lane, gelu(tl.load(x + lane)))
 
 
-def small_tower(quick: bool = False, bytes_in: bool = True) -> LeanVisionTower:
-    """26 tokens, two heads, two blocks; biases, gains and positions far from their initial values."""
+def small_tower(quick: bool = False, bytes_in: bool = True, image_size: int = 160) -> LeanVisionTower:
+    """Of 160 pixels: 26 tokens, two heads, two blocks; biases, gains and positions far from their initial values."""
+    import_library("open_clip")  # without what no tower needs
+    from open_clip.transformer import QuickGELU, VisionTransformer
+
     torch.manual_seed(0)
     visual = VisionTransformer(
-        image_size=160,
+        image_size=image_size,
         patch_size=32,
         width=128,
         layers=2,
@@ -79,8 +82,9 @@ def error(tower: LeanVisionTower, plan: TilePlan, images: int) -> float:
     """Relative error against the FP32 tower, the output poisoned before; NaN if a second run differs."""
     weights = FusedWeights(tower, "cpu")
     fused = FusedVisionTower(weights, Workspace(tower.shape, images + 1, weights.device), images, plan)
-    raw = torch.randint(0, 256, (images, 160, 160, 3), dtype=torch.uint8)
-    pixels = raw if tower.bytes_in else torch.randn(images, 3, 160, 160)
+    side = tower.shape.image_size
+    raw = torch.randint(0, 256, (images, side, side, 3), dtype=torch.uint8)
+    pixels = raw if tower.bytes_in else torch.randn(images, 3, side, side)
     out = torch.full((images, tower.shape.output_width), float("nan"))
     fused.run(pixels, out)
     again = out
@@ -116,6 +120,7 @@ def main() -> None:
     """Print the errors of the cases that the arguments name, as a JSON object."""
     cases: dict[str, Callable[[], float]] = {
         "gelu": gelu_error,
+        "split, small": lambda: error(small_tower(image_size=128), PLANS["split"], 1),
         **{name: partial(error, small_tower(), plan, 1) for name, plan in PLANS.items()},
         "bytes": lambda: error(small_tower(), PLANS["descriptors"], 2),
         "floats": lambda: error(small_tower(bytes_in=False), PLANS["descriptors"], 2),

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import structlog
-from hypothesis import HealthCheck, assume, given
+from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -112,21 +112,25 @@ def test_every_message_has_a_sample() -> None:
 
 @pytest.mark.parametrize("sample", SAMPLES)
 @pytest.mark.parametrize("to_engine", [True, False], ids=["to the engine", "to the front end"])
-@hypothesis_settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
+@pytest.mark.parametrize("examples", [15, pytest.param(60, marks=pytest.mark.slow)])
 def test_any_value_of_any_field_costs_no_other_message(
-    both: BothProcesses, to_engine: bool, sample: str, data: st.DataObject
+    both: BothProcesses, examples: int, to_engine: bool, sample: str
 ) -> None:
-    message = changed(SAMPLES[sample], data)
+    @hypothesis_settings(deadline=None, max_examples=examples)
+    @given(st.data())
+    def costs_no_other(data: st.DataObject) -> None:
+        message = changed(SAMPLES[sample], data)
 
-    async def send() -> None:
-        honest = asyncio.create_task(both.check())  # before it, in the same turn, and after it
-        await asyncio.sleep(0)
-        if to_engine:
-            both.client._send(message)
-        else:
-            both.channel.send([message])
-        await honest
-        await both.check()
+        async def send() -> None:
+            honest = asyncio.create_task(both.check())  # before it, in the same turn, and after it
+            await asyncio.sleep(0)
+            if to_engine:
+                both.client._send(message)
+            else:
+                both.channel.send([message])
+            await honest
+            await both.check()
 
-    both.run(send())
+        both.run(send())
+
+    costs_no_other()
