@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,11 +91,23 @@ def hollow(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
 
     with seeded(0):
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), _without_values():
                 module = build()
         except Exception:  # noqa: BLE001  a constructor that reads a value raises what it likes
             return build()
         return build() if _keeps_tensors(module) else module
+
+
+def _without_values() -> AbstractContextManager[object]:
+    """Modules are built with empty tensors in place of random ones, which import SymPy on the meta device."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Empty(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return (torch.empty if func is torch.randn else func)(*args, **(kwargs or {}))
+
+    return Empty()
 
 
 def _keeps_tensors(module: torch.nn.Module) -> bool:

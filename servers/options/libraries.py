@@ -4,9 +4,11 @@ takes seconds of every start.
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from importlib import import_module, metadata
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
@@ -26,6 +28,19 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return {package: installed for package in packages if (installed := installed_version(package))}
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Import without looking for garbage, of which an import makes little: an eighth of torch's time goes there."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@without_collections()
 def import_library(name: str) -> ModuleType:
     """A library of models or messages, or of an engine. Raises `ImportError`."""
     if name == "open_clip" and "open_clip" not in sys.modules:
@@ -35,7 +50,7 @@ def import_library(name: str) -> ModuleType:
             import_module("open_clip.model")
     elif name == "torchvision" and "torchvision" not in sys.modules:
         import_module("torch")
-        with _without_compiler():
+        with without_compiler():
             import_module("torchvision")
     elif name == "tritonclient.grpc" and name not in sys.modules:  # its messages need no grpcio
         defer(name)
@@ -78,30 +93,46 @@ def absent(*names: str) -> Iterator[None]:
             del sys.modules[name]
 
 
+COMPILER = ("torch._dynamo", "torch._dynamo.utils", "torch._dynamo._trace_wrapped_higher_order_op")
+"""Modules of torch's compiler that libraries import for a few functions."""
+CALLED_LATER = ("is_compile_supported", "TransformGetItemToIndex")
+"""What they take of it and call when they execute, if at all."""
+
+MARKS = ("allow_in_graph", "assume_constant_result")
+"""What they tell the compiler of functions for FP8 experts."""
+
+
 @contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Import torchvision without torch's compiler, of which it takes one function, for RoIAlign in training. Anything
-    else that is asked of the compiler in the meantime imports it."""
-    names = ("torch._dynamo", "torch._dynamo.utils")
-    if names[0] in sys.modules:
+def without_compiler() -> Iterator[None]:
+    """Import libraries without torch's compiler, which takes seconds, although they name some of its functions: in
+    RoIAlign of torchvision, in the masks and the paged attention of transformers. Who calls one imports it then, and
+    anything else that is asked of the compiler in the meantime imports it at once."""
+    if COMPILER[0] in sys.modules:
         yield
         return
-    placeholders = {name: ModuleType(name) for name in names}
+    placeholders = {name: ModuleType(name) for name in COMPILER}
 
     def remove() -> None:
         for name, placeholder in placeholders.items():
             if sys.modules.get(name) is placeholder:
                 del sys.modules[name]
 
+    def real(name: str) -> ModuleType:
+        remove()
+        return import_module(name)
+
     for name, placeholder in placeholders.items():
 
         def imported(attribute: str, name: str = name) -> Any:
-            if attribute == "is_compile_supported":
-                return lambda device: import_module(name).is_compile_supported(device)
-            if attribute.startswith("__") and (name, attribute) != (names[0], "__path__"):
+            if attribute in CALLED_LATER:
+                return lambda *given: getattr(real(name), attribute)(*given)
+            if attribute in MARKS:
+                return lambda function: function
+            if (name, attribute) == (COMPILER[0], "disable"):
+                return partial(_disabled_later, partial(real, name))
+            if attribute.startswith("__") and (name, attribute) != (COMPILER[0], "__path__"):
                 raise AttributeError(attribute)
-            remove()
-            return getattr(import_module(name), attribute)
+            return getattr(real(name), attribute)
 
         vars(placeholder)["__getattr__"] = imported
     sys.modules.update(placeholders)
@@ -109,3 +140,47 @@ def _without_compiler() -> Iterator[None]:
         yield
     finally:
         remove()
+
+
+class _StandIn:
+    def __init__(self, *_: object, **__: object) -> None:
+        """Take whatever the real class takes."""
+
+
+@contextmanager
+def stand_ins(*names: str) -> Iterator[None]:
+    """Import others with stand-ins for these modules, which have a class for whatever name is asked of them: for types
+    of which no value that is served is one."""
+    wanted = [name for name in names if name not in sys.modules]
+    for name in wanted:
+        module = sys.modules[name] = ModuleType(name)
+        classes: dict[str, type] = {}
+
+        def made(attribute: str, classes: dict[str, type] = classes) -> type | list[str]:
+            if attribute.startswith("__"):
+                if attribute == "__path__":
+                    return []
+                raise AttributeError(attribute)
+            return classes.setdefault(attribute, type(attribute, (_StandIn,), {}))
+
+        vars(module)["__getattr__"] = made
+    try:
+        yield
+    finally:
+        for name in wanted:
+            del sys.modules[name]
+
+
+def _disabled_later(compiler: Callable[[], Any], function: Any = None, *given: Any, **named: Any) -> Any:
+    """`torch._dynamo.disable`, which happens when the function is first called."""
+    if function is None:
+        return lambda decorated: _disabled_later(compiler, decorated, *given, **named)
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not disabled:
+            disabled.append(compiler().disable(function, *given, **named))
+        return disabled[0](*arguments, **keywords)
+
+    return call

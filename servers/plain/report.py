@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile  # torch.profiler imports torch's compiler, which takes seconds of a start
 
 from servers.gpu.cuda_library import device_uuid
 from servers.gpu.info import Runtime, gpu_info
@@ -85,10 +85,10 @@ def runtime_of(device_name: str, module: torch.nn.Module, execute: Callable[[], 
         "parameters_by_device": dict(Counter(str(parameter.device) for parameter in parameters)),
     }
     if device.type == "cuda":
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        with profile(use_cpu=False, use_device="cuda", use_kineto=True) as profiler:
             execute()
             torch.cuda.synchronize(device)
-        names = [event.name for event in profiler.events() or () if event.device_type.name == "CUDA"]
+        names = [event.name for event in profiler.function_events or () if event.device_type.name == "CUDA"]
         details |= {
             "device_uuid": device_uuid(device.index or 0) or str(torch.cuda.get_device_properties(device).uuid),
             "memory_allocated_bytes": torch.cuda.memory_allocated(device),

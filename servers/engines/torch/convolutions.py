@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional
 
 from servers.engines.torch.forms import refuse_other_answers
@@ -204,7 +203,7 @@ def fused_convolutions(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphM
     """
     traced = fx.symbolic_trace(module)
     _drop_identities(traced)
-    ShapeProp(traced).propagate(*inputs)
+    _Shapes(traced).run(*inputs)
     called = Counter(node.target for node in traced.graph.nodes if node.op == "call_module")
     fused = 0
     for node in list(traced.graph.nodes):
@@ -303,8 +302,17 @@ def _gated(convolution: fx.Node, layer: nn.Conv2d) -> tuple[fx.Node, fx.Node | N
     return images, None
 
 
+class _Shapes(fx.Interpreter):
+    """Notes the shape of every tensor in the graph. torch's own ShapeProp imports SymPy, which takes seconds."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        n.meta["shape"] = value.shape if isinstance(value, Tensor) else None
+        return value
+
+
 def _shape(node: fx.Node) -> torch.Size | None:
-    return getattr(node.meta.get("tensor_meta"), "shape", None)
+    return node.meta.get("shape")
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from servers.engines.interface import EngineError
 from servers.engines.processors import cuda_index
@@ -76,10 +76,11 @@ def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 def probe_kernels(infer: Callable[[], object], device: torch.device) -> dict[str, object]:
     """Profile one call of `infer`, which returns when its answer is on the host. `kernel_count` leaves out copies and
-    fills; `cuda_event_seconds` is between two events around the inference. Never call it in a measured window: the
-    first call loads CUPTI, which takes a second, and profiling slows launches."""
+    fills; `cuda_event_seconds` is between two events around the inference. Never call it in a measured window:
+    profiling slows launches."""
     begin, end = event_pair()
-    with torch.cuda.device(device), profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    # torch.profiler does the same, but imports torch's compiler first, which takes seconds of a start.
+    with torch.cuda.device(device), profile(use_cpu=False, use_device="cuda", use_kineto=True) as profiler:
         started_ns = time.perf_counter_ns()
         begin.record()
         infer()
@@ -87,7 +88,7 @@ def probe_kernels(infer: Callable[[], object], device: torch.device) -> dict[str
         end.synchronize()  # not the device: another model may capture a graph
         wall_ns = time.perf_counter_ns() - started_ns
     launches: dict[str, list[float]] = defaultdict(list)
-    for event in profiler.events() or ():
+    for event in profiler.function_events or ():
         if event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset")):
             launches[event.name].append(event.time_range.elapsed_us() / 1e6)
     kernels = [{"name": name, "count": len(times), "seconds": sum(times)} for name, times in launches.items()]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +40,7 @@ from servers.models.specification import (
     served_name,
 )
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, seeded
+from servers.options.libraries import stand_ins, without_collections, without_compiler
 from servers.options.stages import stage
 from servers.protocol.tensors import Array, TensorSpec
 
@@ -56,6 +58,9 @@ _KNOWN: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 """Repository, type and the fields of the configuration that differ from the type's default, so that random weights need
 no file."""
 
+_NOT_FOR_INFERENCE = tuple(
+    f"is_{name}_available" for name in ("scipy", "sklearn", "torch_distributed", "torch_flex_attn")
+)
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TAG = "pretrained"
 _TYPES_FROM_PADDING = {
@@ -87,19 +92,20 @@ def identity(name: str) -> Identity | None:
 
 @contextmanager
 def _for_inference() -> Iterator[None]:
-    """Import modules of models without SciPy and scikit-learn, which transformers takes where they are installed, for
-    losses of training and for assisted generation."""
+    """Import modules of models without what transformers takes, where it is installed, for training, for assisted
+    generation, for several GPUs and for a kind of attention that is not used here (`_attention`)."""
     import transformers
 
-    utils: Any = transformers.utils
-    asked = {name: getattr(utils, name) for name in ("is_scipy_available", "is_sklearn_available")}
+    places = (transformers.utils, transformers.utils.import_utils)
+    asked = [(place, name, getattr(place, name)) for place in places for name in _NOT_FOR_INFERENCE]
     try:
-        for name in asked:
-            setattr(utils, name, lambda: False)
-        yield
+        for place, name, _ in asked:
+            setattr(place, name, lambda: False)
+        with without_compiler(), without_collections():
+            yield
     finally:
-        for name, available in asked.items():
-            setattr(utils, name, available)
+        for place, name, available in asked:
+            setattr(place, name, available)
 
 
 @_for_inference()
@@ -250,8 +256,7 @@ def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsS
     import transformers
 
     auto: Any = transformers.AutoModelForSequenceClassification if classifier else transformers.AutoModel
-    with stage("import"):
-        _class(auto, config)
+    _import_class(auto, config)
     if isinstance(source, RandomWeights):
         with seeded(source.seed), quiet_transformers():
             model = auto.from_config(
@@ -277,6 +282,21 @@ def _load(config: Any, classifier: bool, title: str, find: Any, source: WeightsS
     # A file with more than the encoder, such as the head of pre-training, is fine.
     refuse_misfits(option, title, missing, set(), set(report["mismatched_keys"]))
     return _first_output(ready(model))
+
+
+@stage("import")
+def _import_class(auto: Any, config: Any) -> None:
+    """Import the model's module, without torch's tensors of several devices: transformers asks of every weight whether
+    it is one. A transformers that needs more of them imports them."""
+    before = set(sys.modules)
+    try:
+        with stand_ins("torch.distributed.tensor", "torch.distributed.tensor.placement_types"):
+            _class(auto, config)
+    except Exception:  # noqa: BLE001  a library that is imported raises what it likes
+        for name in set(sys.modules) - before:
+            if name.startswith("transformers."):
+                del sys.modules[name]
+        _class(auto, config)
 
 
 def _class(auto: Any, config: Any) -> Any:
