@@ -50,6 +50,11 @@ def measured_interval(interval: Interval) -> str:
     return NOT_DETERMINED if interval[1] > WIDEST * interval[0] else "–".join(apart(interval))
 
 
+def measured_with_interval(value: float | None, interval: Interval | None) -> str:
+    """ "128 (127–129)" """
+    return measured(value) + ("" if interval is None else f" ({measured_interval(interval)})")
+
+
 def _ratio_decimals(*values: float) -> int:
     """The decimals of the ratios of one comparison: two below 10, and as many more as keep them apart and keep what is
     not 1 from reading as 1."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from loadgen.base.child_process import ABSERVE
 from loadgen.base.quantities import counted
 from loadgen.cli.compare import EXIT_INTERRUPTED, EXIT_INVALID, check_run, plan_experiment, run_and_report
 from loadgen.cli.output import (
@@ -44,8 +43,7 @@ from loadgen.records.run import Environment, Experiment, Label, RunState
 from loadgen.records.store import StorageError, read_one
 from loadgen.records.tuning import ANCHOR, Space, Tuning
 from loadgen.tune.files import read_tuning
-from loadgen.tune.race import Measuring, forecast
-from loadgen.tune.race import tune as run_tuning
+from loadgen.tune.race import Race, forecast
 
 if TYPE_CHECKING:
     from loadgen.tune.outcome import TuningOutcome
@@ -207,10 +205,10 @@ def _run(
         statuses.append(status)
         return read_one(out, RunState)
 
-    measuring = Measuring(plan, compare, ABSERVE, gpu)
+    race = Race(settings, spaces, folder, progress, plan, compare, gpu=gpu, padding=padding, resume=stored)
     try:
         with progress:
-            tuning = run_tuning(settings, spaces, folder, progress, measuring, padding=padding, resume=stored)
+            tuning = race.run()
     except StorageError as exc:
         complain(str(exc))
         return EXIT_INVALID

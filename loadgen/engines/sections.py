@@ -14,7 +14,7 @@ from loadgen.base.quantities import (
     items,
     join,
     measured,
-    measured_interval,
+    measured_with_interval,
     number,
     ratio,
     ratio_with_interval,
@@ -268,8 +268,7 @@ def value(estimate: Estimate | None, scale: float = 1.0) -> str:
     """A value with the digits that its interval supports, or "" """
     if estimate is None:
         return ""
-    scaled = estimate.scaled(scale)
-    return measured(scaled.value)
+    return measured(estimate.value * scale)
 
 
 def _format(value: float | None, form: str) -> str:
@@ -554,11 +553,8 @@ def _cells(matrix: Matrix, scope: Scope, cells: Sequence[CellResult]) -> doc.Tab
 
 def latency_text(device: str, cell: CellResult, *, interval: bool = False) -> str:
     """The latency in ms, with a mark where an engine on a GPU can only be timed with copies."""
-    latency = latency_ms(cell)
-    limits = latency.interval if interval else None
-    low_high = "" if limits is None else f" ({measured_interval(limits)})"
-    copies = " with copies" if has_copies(cell, device) else ""
-    return f"{measured(latency.value)}{low_high}{copies}"
+    latency, copies = latency_ms(cell), " with copies" if has_copies(cell, device) else ""
+    return measured_with_interval(latency.value, latency.interval if interval else None) + copies
 
 
 def configurations_table(matrix: Matrix) -> doc.Section | None:

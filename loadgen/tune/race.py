@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from time import monotonic
@@ -23,6 +22,7 @@ from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
 from loadgen.experiment.tuning import TuneSettings, final_settings, screening_settings
 from loadgen.launch.work_folder import work_folder
+from loadgen.measure.errors import RunError
 from loadgen.measure.interruption import interruptible
 from loadgen.measure.preparation import Prepared
 from loadgen.measure.progress import RunProgress
@@ -62,10 +62,6 @@ STAGE_TITLES: Mapping[Stage, str] = {
 }
 
 
-class TuningError(Exception):
-    """A tuning cannot go on; the message says why and what to do."""
-
-
 class RaceProgress(RunProgress):
     """Listens to a tuning and shows nothing."""
 
@@ -95,70 +91,26 @@ def forecast(minutes: float, at_once: int) -> tuple[int, int]:
     return count, count * at_once
 
 
-@dataclass(frozen=True, slots=True)
-class Measuring:
-    """How the race gets its runs."""
-
-    plan: Callable[[ExperimentSettings], Experiment]
-    """The experiment of a comparison. Raises `PlanError`."""
-    compare: Callable[[Experiment, Path], RunState | None]
-    """Runs the final comparison with its reports; returns how it ended, None if nothing could be stored."""
-    abserve: Sequence[str] = ABSERVE
-    gpu: bool = False
-    """Whether the servers may run on a GPU."""
-
-
-def tune(
-    settings: TuneSettings,
-    spaces: Sequence[Space],
-    out: Path,
-    progress: RaceProgress,
-    measuring: Measuring,
-    *,
-    padding: tuple[int, ...] | None = None,
-    resume: Tuning | None = None,
-) -> Tuning:
-    """Run the tuning into the folder, or go on with `resume`, which was read from it. Returns it as far as it got;
-    `tuning.json` has the same. `padding` are the sizes to which all servers pad, see `Experiment.pad_to`. Raises
-    `StorageError` only if nothing can be stored."""
-    started = resume or Tuning(settings=settings.content(), spaces=tuple(spaces))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise StorageError(f"cannot write to {out}: {exc.strerror or exc}; choose another --out") from exc
-    with interruptible(), running(out), work_folder("tune") as work:
-        race = _Race(settings, out, progress, measuring, padding, Prepared(work / "samples"), started)
-        try:
-            race.store(state="running", error=None)
-            race.run()
-        except KeyboardInterrupt:
-            race.store(state="interrupted")
-        except (TuningError, PlanError, StoredRunError) as exc:
-            race.store(state="failed", error=str(exc))
-        else:
-            race.store(state="finished")
-    return race.tuning
-
-
-class _Race:
-    """One tuning under way."""
+class Race:
+    """One tuning: its stages, and what their runs have shown so far."""
 
     def __init__(
-        self,
-        settings: TuneSettings,
-        folder: Path,
-        progress: RaceProgress,
-        measuring: Measuring,
-        padding: tuple[int, ...] | None,
-        prepared: Prepared,
-        tuning: Tuning,
-    ) -> None:
-        self.settings, self.folder, self.progress, self.measuring = settings, folder, progress, measuring
-        self.prepared, self.tuning = prepared, tuning
+        self, settings: TuneSettings, spaces: Sequence[Space], folder: Path, progress: RaceProgress,
+        plan: Callable[[ExperimentSettings], Experiment], compare: Callable[[Experiment, Path], RunState | None], *,
+        abserve: Sequence[str] = ABSERVE, gpu: bool = False, padding: tuple[int, ...] | None = None,
+        resume: Tuning | None = None,
+    ) -> None:  # fmt: skip
+        """`plan` gives the experiment of a comparison, or raises `PlanError`. `compare` runs the final one with its
+        reports, and returns how it ended, None if nothing could be stored. `gpu`: whether the servers may run on a GPU.
+        `padding` are the sizes to which all servers pad, see `Experiment.pad_to`. `resume` was read from the folder."""
+        tuning = resume or Tuning(settings=settings.content(), spaces=tuple(spaces))
+        self.settings, self.folder, self.progress, self.tuning = settings, folder, progress, tuning
+        self.plan, self.compare, self.abserve = plan, compare, abserve
+        self.prepared: Prepared
         searched = {setting.name for space in tuning.spaces for setting in space.settings}
         self.padding = () if "pad-to" in searched else padding
         """The sizes to which all contenders pad; none where each has its own."""
-        self.at_once = settings.side_by_side(gpu=measuring.gpu)
+        self.at_once = settings.side_by_side(gpu=gpu)
         self.shares = seconds_of(settings.minutes)
         self.began_s = monotonic() - sum(run.seconds for run in tuning.runs)
         self.processes = settings.processes
@@ -166,6 +118,26 @@ class _Race:
         self.problems = 0
         """Runs that counted for nothing since the last one that counted."""
         self.search = Search(tuning.spaces, settings.seed, contenders=tuning.contenders, runs=tuning.runs)
+
+    def run(self) -> Tuning:
+        """Run the tuning, or go on with it. Returns it as far as it got; `tuning.json` has the same. Raises
+        `StorageError` only if nothing can be stored."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise StorageError(f"cannot write to {self.folder}: {exc.strerror or exc}; choose another --out") from exc
+        with interruptible(), running(self.folder), work_folder("tune") as work:
+            self.prepared = Prepared(work / "samples")
+            try:
+                self.store(state="running", error=None)
+                self._all_stages()
+            except KeyboardInterrupt:
+                self.store(state="interrupted")
+            except (RunError, PlanError, StoredRunError) as exc:
+                self.store(state="failed", error=str(exc))
+            else:
+                self.store(state="finished")
+        return self.tuning
 
     def store(self, **changes: object) -> None:
         """Write the tuning with these changes. Raises `StorageError`."""
@@ -178,7 +150,7 @@ class _Race:
         """Seconds until the whole should end."""
         return self.began_s + 60.0 * self.settings.minutes - monotonic()
 
-    def run(self) -> None:
+    def _all_stages(self) -> None:
         """All stages that are still to come."""
         if not self.tuning.winners:
             self._screen()
@@ -210,7 +182,7 @@ class _Race:
         if not finalists:
             reasons = [*chain.from_iterable(run.out.values() for run in self.tuning.runs)]
             reasons += [run.problem for run in self.tuning.runs if run.problem is not None]
-            raise TuningError(" ".join(["no contender could be measured.", *reasons[:1]]))
+            raise RunError(" ".join(["no contender could be measured.", *reasons[:1]]))
         if not each and not self.tuning.finalists:
             return
         self.store(finalists=tuple(contender.name for contender in finalists))
@@ -265,11 +237,11 @@ class _Race:
         return {contender.name: self._arm(contender) for contender in both if not self._is_out(contender)}
 
     def _compare(self) -> None:
-        """The final comparison of the defaults and the winners. Raises `TuningError` without two arms."""
+        """The final comparison of the defaults and the winners. Raises `RunError` without two arms."""
         arms = self._arms(self._named(name) for name in self.tuning.winners)
         if len(arms) < 2:
             left = ", ".join(arms) or "no contender"
-            raise TuningError(f"only {left} could be measured, so there is nothing to compare it with.")
+            raise RunError(f"only {left} could be measured, so there is nothing to compare it with.")
         left_s = max(self.left_s - AFTER_S, LEAST_SHARE_OF_FINAL * self.final_s)
         starts = next((many for many in STARTS if many * self._start_s(len(arms)) <= MOST_START_SHARE * left_s), 1)
         self.progress.stage_begins("final comparison of the defaults and the best")
@@ -278,13 +250,13 @@ class _Race:
         if folder.exists():  # of a final that was interrupted
             folder.rename(self._free_folder(FINAL))
         began = monotonic()
-        state = self.measuring.compare(experiment, folder)
+        state = self.compare(experiment, folder)
         if state is None:
-            raise TuningError("nothing of the final comparison could be stored")
+            raise RunError("nothing of the final comparison could be stored")
         if state.state == "interrupted":
             raise KeyboardInterrupt
         if state.state != "finished":
-            raise TuningError(f"the final comparison did not finish: {state.error}")
+            raise RunError(f"the final comparison did not finish: {state.error}")
         run = TuningRun(folder=FINAL, stage="final", seconds=monotonic() - began)
         self.store(runs=(*self.tuning.runs, run))
 
@@ -292,7 +264,7 @@ class _Race:
 
     def _until_measured(self, stage: Stage, contenders: Sequence[Contender], times: int) -> None:
         """Measure the contenders until each was measured so often in this stage or is out, but not without end. Raises
-        `TuningError`."""
+        `RunError`."""
         for _ in range(TRIES):
             waiting = [c for c in contenders if self._times(stage, c) < times and self._is_contender(c)]
             if not waiting:
@@ -300,7 +272,7 @@ class _Race:
             self._measure(stage, waiting)
 
     def _measure(self, stage: Stage, contenders: Sequence[Contender]) -> None:
-        """One run of contenders beside the anchor, stored and told to the search. Raises `TuningError` after several
+        """One run of contenders beside the anchor, stored and told to the search. Raises `RunError` after several
         that count for nothing."""
         names = ", ".join(contender.name for contender in contenders)
         number = len(self.tuning.runs) + 1
@@ -313,9 +285,7 @@ class _Race:
             experiment, screening=True, processes=self.processes, seed=self.settings.seed + number
         )
         folder, began = self._free_folder(f"{number:02d}-{stage}"), monotonic()
-        run, state = screen(
-            experiment, folder, self.progress, self.settings, self.prepared, abserve=self.measuring.abserve
-        )
+        run, state = screen(experiment, folder, self.progress, self.settings, self.prepared, abserve=self.abserve)
         anchor = run.anchor and msgspec.structs.replace(run.anchor, contender=self.search.anchor)
         run = msgspec.structs.replace(run, stage=stage, anchor=anchor, seconds=monotonic() - began)
         self.search.tell(run)
@@ -327,10 +297,10 @@ class _Race:
         self.processes = self.processes or (stored.processes if stored is not None else 0)
         self.problems = self.problems + 1 if run.problem is not None and not run.out else 0
         if self.problems >= TRIES:
-            raise TuningError(f"{counted(TRIES, 'run')} after each other counted for nothing. {run.problem}")
+            raise RunError(f"{counted(TRIES, 'run')} after each other counted for nothing. {run.problem}")
 
     def _plan(self, settings: ExperimentSettings) -> Experiment:
-        experiment = self.measuring.plan(settings)
+        experiment = self.plan(settings)
         return experiment if self.padding is None else msgspec.structs.replace(experiment, pad_to=self.padding)
 
     def _arm(self, contender: Contender) -> ArmSettings:

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
-from loadgen.base.quantities import counted, excludes_one, join, measured, measured_interval, number, sentence
+from loadgen.base.quantities import counted, excludes_one, join, measured, measured_with_interval, number, sentence
 from loadgen.checks.registry import validity
 from loadgen.experiment.tuning import TuneSettings
 from loadgen.metrics.registry import SERVED
@@ -103,7 +103,12 @@ def _answer(outcome: TuningOutcome) -> doc.Section | None:
     badge = unfinished.get(tuning.state, "OPEN") if final is None else validity(final.checks)
     blocks: list[doc.Block] = [
         doc.Items([] if final is None else [doc.Item(text, "failed") for text in final.verdict.failed]),
-        doc.Items([_item(target, _in_brief(outcome, target)) for target in outcome.targets]),
+        doc.Items(
+            [
+                _item(target, f"{_standing(outcome, target)} ({counted(target.race.tried, 'contender')} tried)")
+                for target in outcome.targets
+            ]
+        ),
         doc.Text(sentence(tuning.error) if tuning.error else "", "failed"),
     ]
     if final is not None:
@@ -114,12 +119,8 @@ def _answer(outcome: TuningOutcome) -> doc.Section | None:
     return doc.section("", doc.Panel(badge, style, outcome.headline, tuple(blocks)))
 
 
-def _in_brief(outcome: TuningOutcome, target: TargetOutcome) -> str:
-    """One line of a target: its best settings and what its defaults cost, or the standing of its search."""
-    return f"{_standing(outcome, target)} ({counted(target.race.tried, 'contender')} tried)"
-
-
 def _standing(outcome: TuningOutcome, target: TargetOutcome) -> str:
+    """A target's best settings and what its defaults cost, or the standing of its search."""
     lead, cost, chosen = target.lead, target.cost_of_defaults, target.chosen
     if outcome.final is None or target.best is None or chosen is None:
         if target.race.best is None:
@@ -176,7 +177,7 @@ def _best_and_defaults(outcome: TuningOutcome) -> doc.Section | None:
                 (
                     _name(target),
                     "defaults" if arm == target.default.name else tried,
-                    _with_interval(figures[goal.name]),
+                    measured_with_interval(figures[goal.name].value, figures[goal.name].ci95),
                     *([] if price is None else [number(per_million(price, value)) if value else "–"]),
                     measured(figures[P99.name].value),
                     percent(cost.value, cost.interval) if cost is not None and is_best else "",
@@ -192,13 +193,9 @@ def _best_and_defaults(outcome: TuningOutcome) -> doc.Section | None:
     )
 
 
-def _with_interval(figure: FinalFigure) -> str:
-    """ "128.4 (127.6–129.2)" """
-    return measured(figure.value) + ("" if figure.ci95 is None else f" ({measured_interval(figure.ci95)})")
-
-
 def _limit_cell(figure: FinalFigure) -> doc.Cell:
-    words = f"{_with_interval(figure)}{' (no interval)' if figure.ci95 is None else ''}, {figure.state}"
+    words = measured_with_interval(figure.value, figure.ci95)
+    words += f"{' (no interval)' if figure.ci95 is None else ''}, {figure.state}"
     return doc.Cell(words if figure.value is not None else figure.state, LIMIT_STYLES[figure.state])
 
 

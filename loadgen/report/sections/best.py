@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import loadgen.report.document as doc
-from loadgen.base.quantities import measured, measured_interval, ratio_with_interval, share
+from loadgen.base.quantities import measured, measured_with_interval, ratio_with_interval, share
 from loadgen.findings.best import BestFound, ServerFigure
 from loadgen.metrics.claims import place
 from loadgen.metrics.comparisons import leading_comparisons, log_lead
@@ -33,7 +33,7 @@ def _style(result: Result, server: Label) -> doc.Style:
 
 def _value(figure: ServerFigure) -> str:
     """ "10,100 (10,050–10,150)" """
-    return measured(figure.value) + ("" if figure.ci95 is None else f" ({measured_interval(figure.ci95)})")
+    return measured_with_interval(figure.value, figure.ci95)
 
 
 def _place(experiment: Experiment, name: str) -> str:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from loadgen.cli.compare import plan_experiment
+from loadgen.experiment.settings import ExperimentSettings
 from loadgen.experiment.tuning import TuneSettings
 from loadgen.records.run import Experiment, Label, RunState
 from loadgen.records.store import RunStore
@@ -18,7 +19,7 @@ from loadgen.records.tuning import ANCHOR, Contender, Score, Space, TunableSetti
 from loadgen.tune import race
 from loadgen.tune.files import read_tuning
 from loadgen.tune.progress import lead_in_words
-from loadgen.tune.race import Measuring, RaceProgress, forecast, seconds_of, tune
+from loadgen.tune.race import Race, RaceProgress, forecast, seconds_of
 from loadgen.tune.search import RaceLead
 from tests.truth import tuned_server
 from tests.truth.tuned_server import right, time_ms
@@ -67,9 +68,9 @@ class Machine:
         self.now_s += 60.0 * (experiment.minutes or 0.0)
         return RunState(state=self.final_state, phase="finished")  # type: ignore[arg-type]
 
-    @property
-    def measuring(self) -> Measuring:
-        return Measuring(lambda settings: plan_experiment(settings).runs[0][1], self.compare)
+    @staticmethod
+    def plan(settings: ExperimentSettings) -> Experiment:
+        return plan_experiment(settings).runs[0][1]
 
 
 def judged(
@@ -97,7 +98,7 @@ def run(
     spaces: tuple[Space, ...] = SPACES,
 ) -> Tuning:
     asked = asked or settings()
-    tuning = tune(asked, spaces, folder, RaceProgress(), machine.measuring, resume=resume)
+    tuning = Race(asked, spaces, folder, RaceProgress(), machine.plan, machine.compare, resume=resume).run()
     assert read_tuning(folder) == tuning
     return tuning
 
