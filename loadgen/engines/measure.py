@@ -202,7 +202,7 @@ class MatrixRun:
             return
         self._now(f"round {planned.round + 1} of {self._plan.rounds}: {described(configuration)}")
         visit = self._measured(planned, configuration)
-        self._store.write_visit(planned.number, visit)
+        self._store.write_numbered(visit, planned.number)
         self._failures[planned.configuration] = 0 if visit.cells else self._failures.get(planned.configuration, 0) + 1
         per_visit = (monotonic() - self._began - sum(self._loading)) / (done + 1)
         later = {self._plan.configurations[planned.configuration].model for planned in self._left[done + 1 :]}

@@ -29,7 +29,6 @@ from loadgen.records.matrix import (
     BreakEven,
     CellResult,
     Configuration,
-    ConfigurationResult,
     Matrix,
     Scope,
     Winner,
@@ -636,12 +635,11 @@ def _listed(names: Iterable[str]) -> str:
 def failures(matrix: Matrix) -> doc.Section | None:
     """Visits that failed, and cells without a timed call."""
     pairs = [(configuration, error) for configuration in matrix.configurations for error in configuration.errors]
-    lines = [doc.Item(error, "failed", lead=_full_title(matrix, configuration)) for configuration, error in pairs]
+    lines = [
+        doc.Item(error, "failed", lead=f"{scope_title(matrix, each.configuration.scope)} {each.configuration.title}")
+        for each, error in pairs
+    ]
     return doc.section("Failures", doc.Items(lines))
-
-
-def _full_title(matrix: Matrix, configuration: ConfigurationResult) -> str:
-    return f"{scope_title(matrix, configuration.configuration.scope)} {configuration.configuration.title}"
 
 
 class _Told(NamedTuple):

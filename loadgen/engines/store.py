@@ -10,31 +10,26 @@ from typing import cast
 from loadgen.base.documents import DocumentError, read_record, read_stored, stored_path
 from loadgen.engines.analyse import analyse
 from loadgen.records.matrix import JudgedMatrix, Matrix, MatrixPlan, Visit
-from loadgen.records.run import Environment, Record, RunState
+from loadgen.records.run import Environment, RunState
 from loadgen.records.store import (
+    RecordFolder,
     StorageError,
     StoredRunError,
     only_run,
     read_numbered,
     read_one,
     storage_sentence,
-    write_record,
 )
 
-VISITS = "visits"
 
-
-class MatrixStore:
-    """Files appear whole or not at all; see `loadgen.records.matrix` for their names."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+class MatrixStore(RecordFolder):
+    """See `loadgen.records.matrix` for the names of the files."""
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Make the folder, and hold it alone. Raises `StorageError` if that fails or another process runs there."""
         try:
-            for folder in (self.directory, self.directory / VISITS, self.directory / "logs"):
+            for folder in (self.directory, self.directory / Visit.FILE, self.directory / "logs"):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise StorageError(storage_sentence(self.directory, exc.strerror or str(exc))) from exc
@@ -43,21 +38,9 @@ class MatrixStore:
                 raise StorageError(f"another process runs in {self.directory}; wait for it or give another folder")
             yield
 
-    def write(self, record: Record) -> None:
-        """Write one record with its own file. Raises `StorageError`."""
-        write_record(self.directory / record.FILE, record)
-
-    def write_visit(self, number: int, visit: Visit) -> None:
-        """Write one visit. Raises `StorageError`."""
-        write_record(self.directory / VISITS / f"{number:04d}.json", visit)
-
     def visits(self) -> tuple[Visit, ...]:
         """All stored visits. Raises `StoredRunError` for one that cannot be read."""
-        return read_numbered(self.directory, VISITS, Visit)
-
-    def log_path(self, name: str) -> Path:
-        """The log of a process."""
-        return self.directory / "logs" / f"{name}.log"
+        return read_numbered(self.directory, Visit.FILE, Visit)
 
     def references_path(self, number: int) -> Path:
         """The file of a model's own answers."""
@@ -79,7 +62,7 @@ def read_plan(directory: Path) -> tuple[MatrixPlan, Environment]:
 def stored_matrix(directory: Path) -> Matrix:
     """The matrix of the stored visits, or the stored matrix.json of a folder without visits, such as a published one.
     Raises `StoredRunError`."""
-    visits = read_numbered(directory, VISITS, Visit)
+    visits = read_numbered(directory, Visit.FILE, Visit)
     if not visits and stored_path(directory / Matrix.FILE).exists():
         return read_matrix(directory / Matrix.FILE)
     plan, environment = read_plan(directory)

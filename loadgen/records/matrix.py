@@ -208,6 +208,7 @@ class Visit(Record, frozen=True, kw_only=True):
     were measured all the same, often none. With processes "kept" only the first visit has the seconds and the
     conversions."""
 
+    FILE = "visits"
     round: int
     configuration: int
     """Its place in `MatrixPlan.configurations`."""

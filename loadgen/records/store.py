@@ -57,13 +57,35 @@ class StorageError(Exception):
     """A record cannot be stored; the message names the place and the reason."""
 
 
-class RunStore:
-    """The folder of one run. A file in it is never incomplete."""
+class RecordFolder:
+    """A folder of records. A file in it is never incomplete. Methods that write raise `StorageError`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._secrets: tuple[str, ...] = ()
+
+    def write(self, record: Record) -> None:
+        """Write one record with its own file."""
+        self._write(record.FILE, record)
+
+    def write_numbered(self, record: Record, index: int) -> None:
+        """Write one record of a kind that has a folder, after its samples."""
+        self._write(f"{record.FILE}/{index:04d}.json", record)
+
+    def log_path(self, name: str) -> Path:
+        """The log file of a process."""
+        return self.directory / "logs" / f"{name}.log"
+
+    def _write(self, name: str, record: object) -> None:
+        write_record(self.directory / name, record, self._secrets)
+
+
+class RunStore(RecordFolder):
+    """The folder of one run."""
 
     def __init__(self, directory: Path) -> None:
         """Raises `StorageError` if the folder already holds a run or cannot be created."""
-        self.directory = directory
-        self._secrets: tuple[str, ...] = ()
+        super().__init__(directory)
         self._added: list[Workload] = []
         try:
             str(directory.absolute()).encode()
@@ -81,7 +103,7 @@ class RunStore:
         """Write one record with its own file. No later record holds the values of this experiment's headers."""
         if isinstance(record, Experiment):
             self._secrets = secrets_in(value for arm in record.arms for value in arm.access.header.values())
-        self._write(record.FILE, record)
+        super().write(record)
 
     def write_last(self, state: RunState) -> None:
         """Write how the run ended. On a full disk it replaces the last state in its own place on the disk, which takes
@@ -112,10 +134,6 @@ class RunStore:
         """Write one block, after its samples."""
         self._write(f"blocks/{record.index:04d}.json", record)
 
-    def write_numbered(self, record: Record, index: int) -> None:
-        """Write one record of a kind that has a folder, after its samples."""
-        self._write(f"{record.FILE}/{index:04d}.json", record)
-
     def next_numbered(self, kind: type[Record]) -> tuple[int, Path]:
         """The number of the next record of a kind that has a folder, and the file for its samples. Raises
         `StorageError`."""
@@ -131,18 +149,11 @@ class RunStore:
         """The file into which the generator writes a block's samples."""
         return (self.directory / "samples" / f"{index:04d}.npy").resolve()
 
-    def log_path(self, name: str) -> Path:
-        """The log file of a process."""
-        return self.directory / "logs" / f"{name}.log"
-
     def without_secrets(self, text: str) -> str:
         """A text in which a server may have repeated the value of a header."""
         for secret in self._secrets:
             text = text.replace(secret, HIDDEN)
         return text
-
-    def _write(self, name: str, record: object) -> None:
-        write_record(self.directory / name, record, self._secrets)
 
 
 def write_record(path: Path, record: object, secrets: Sequence[str] = ()) -> None:

@@ -46,22 +46,6 @@ def _how(target: str, then: str) -> str:
 {then}"""
 
 
-def _of_compose(target: str) -> str:
-    return _how(
-        target,
-        f"""#   sudo chown {USER} {" ".join(secret_files(target))}
-#   docker compose up --wait
-#   curl --cacert tls.crt -H "Authorization: Bearer KEY" https://localhost:{PORT}/v2/models/stats
-# After a change in these files: {_AFTER_A_CHANGE[target]}
-""",
-    )
-
-
-def _of_kubernetes(target: str) -> str:
-    files = " ".join(f"--from-file={name}" for name in secret_files(target))
-    return _how(target, f"#   kubectl create secret generic abserve {files}\n#   kubectl apply -f kubernetes.yml\n")
-
-
 def nginx_conf() -> str:
     """The proxy's configuration: TLS, a key for every request but health checks, and limits."""
     http, grpc = TRITON_PORTS
@@ -170,7 +154,12 @@ def compose_file(target: str, arguments: Sequence[str], cores: int, gpus: int) -
         "secrets": {name: {"file": f"./{name}"} for name in secret_files(target)},
         "volumes": {"models": {}},
     }
-    return _of_compose(target) + _yaml([document])
+    steps = f"""#   sudo chown {USER} {" ".join(secret_files(target))}
+#   docker compose up --wait
+#   curl --cacert tls.crt -H "Authorization: Bearer KEY" https://localhost:{PORT}/v2/models/stats
+# After a change in these files: {_AFTER_A_CHANGE[target]}
+"""
+    return _how(target, steps) + _yaml([document])
 
 
 def kubernetes_manifest(target: str, arguments: Sequence[str], cores: int, gpus: int) -> str:
@@ -279,7 +268,9 @@ def kubernetes_manifest(target: str, arguments: Sequence[str], cores: int, gpus:
             },
         ),
     ]
-    return _of_kubernetes(target) + _yaml(documents)
+    files = " ".join(f"--from-file={name}" for name in secret_files(target))
+    steps = f"#   kubectl create secret generic abserve {files}\n#   kubectl apply -f kubernetes.yml\n"
+    return _how(target, steps) + _yaml(documents)
 
 
 def _command(target: str, arguments: Sequence[str]) -> list[str]:

@@ -215,7 +215,8 @@ class TuningOutcome:
         if self.pairs and (main := self.pairs[0].at_best) is not None:
             parts = [_best_against_best(self, main, within), _at_defaults(self)]
         else:
-            parts = [_after(place, _gain(self, target)) for place, target in enumerate(self.able)]
+            gains = [_gain(self, target) for target in self.able]
+            parts = [*gains[:1], *([f"; {text}" for text in gain] for gain in gains[1:])]
         text = fit([(before,), *parts, (".",)])
         return text[0].upper() + text[1:]
 
@@ -256,7 +257,8 @@ def _target(tuning: Tuning, place: int, choice: Choice | None, search: Search, c
     default = next(contender for contender in contenders if not contender.settings)
     chosen = next((contender for contender in contenders if contender.name in tuning.winners), None)
     arms = [contender for contender in (chosen, default) if contender is not None]
-    lead = compared.of(default, chosen)
+    lead, final = compared.of(default, chosen), compared.final
+    is_one_start = final is not None and final.experiment.restarts == 1
     return TargetOutcome(
         place=place,
         space=space,
@@ -268,7 +270,7 @@ def _target(tuning: Tuning, place: int, choice: Choice | None, search: Search, c
         worth={} if chosen is None else _worth(chosen, search, lead),
         figures={arm.name: figures for arm in arms if (figures := compared.figures(arm))},
         lead=lead,
-        start_error=math.sqrt(2.0) * search.start_spread if compared.is_single_start else 0.0,
+        start_error=math.sqrt(2.0) * search.start_spread if is_one_start else 0.0,
     )
 
 
@@ -308,10 +310,6 @@ class _Compared:
         self.final, self.limits = final, settings.limits
         self.of_blocks = None if final is None else goal_metric(settings, final)
         self.metric = ENERGY if self.of_blocks is not None and settings.aim == "energy" else self.of_blocks
-
-    @property
-    def is_single_start(self) -> bool:
-        return self.final is not None and self.final.experiment.restarts == 1
 
     def of(self, one: Contender | None, other: Contender | None) -> Comparison | None:
         """By the metric of the goal; None for a contender beside itself, or one that the final does not have."""
@@ -475,11 +473,6 @@ def _gain(outcome: TuningOutcome, target: TargetOutcome) -> Alternatives:
     names = outcome.names
     names[target.default.name] = "its defaults"
     return (winner_in_words(target.lead, names, title=_title(outcome)),)
-
-
-def _after(place: int, part: Alternatives) -> Alternatives:
-    """The part, set off from one before it."""
-    return [f"; {text}" for text in part] if place else part
 
 
 def _title(outcome: TuningOutcome) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import grpc
 
 from loadgen.client.connection import model_path
+from loadgen.client.generation import NO_CHANGES, request_fields
 from loadgen.conformance.case import Case, Send, Theme
 from loadgen.conformance.model import GOLDEN_PROMPT, events_of, stream_problem
 from loadgen.conformance.records import Fact, NotApplicableError, Protocol, Response, Seen
@@ -41,43 +42,39 @@ SHORT_TOKEN_QUEUES = Setting("one slot and a small queue", {"native": _QUEUE, "t
 
 def _document(subject: Subject, route: Route, fields: Mapping[str, Any]) -> dict[str, Any]:
     """A valid request with these fields changed; `prompt` is the prompt on either route."""
-    changed = dict(fields)
-    prompt = changed.pop("prompt", GOLDEN_PROMPT)
+    changed = {"prompt": GOLDEN_PROMPT, "max_tokens": COUNT, **fields}
     if route == "generate_stream":
-        return {"input_ids": prompt, "max_tokens": COUNT, "ignore_eos": True, **changed}
-    return {
-        "model": subject.model.name,
-        "prompt": prompt,
-        "max_tokens": COUNT,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        **changed,
-    }
+        changed["input_ids"] = changed.pop("prompt")
+    return request_fields(route, subject.model.name, NO_CHANGES) | changed
 
 
 def _path(subject: Subject, route: Route) -> str:
     return "/v1/completions" if route == "completions" else f"{model_path(subject.model.name)}/generate_stream"
 
 
-def _send(subject: Subject, route: Route, fields: Mapping[str, Any]) -> Response:
-    """One request, its answer with the error as a message wherever that is."""
-    _require(subject, route)
-    body = json.dumps(_document(subject, route, fields)).encode()
-    return judged(subject.http("POST", _path(subject, route), headers=_HEADERS, body=body))
-
-
-_HEADERS = {"Content-Type": "application/json"}
+def _bytes(subject: Subject, route: Route, fields: Mapping[str, Any] | bytes) -> bytes:
+    """A request with these fields changed, or with this body."""
+    body = fields if isinstance(fields, bytes) else json.dumps(_document(subject, route, fields)).encode()
+    headers = {"Content-Type": "application/json"}
+    return request_head("POST", _path(subject, route), subject.authority, headers, len(body)) + body
 
 
 def _require(subject: Subject, route: Route) -> None:
     """Raise `NotApplicableError` if the server does not have the route."""
-    body = json.dumps(_document(subject, route, {"max_tokens": 1})).encode()
-    status = subject.http("POST", _path(subject, route), headers=_HEADERS, body=body).status
-    if status in ("404", "405"):
+    if subject.raw(_bytes(subject, route, {"max_tokens": 1})).status in ("404", "405"):
         raise NotApplicableError(f"the server does not have {_path(subject, route)}")
+
+
+def _send(subject: Subject, route: Route, fields: Mapping[str, Any] | bytes) -> Response:
+    """One request, its answer with the error as a message wherever that is."""
+    _require(subject, route)
+    return judged(subject.raw(_bytes(subject, route, fields)))
+
+
+def _long_request(subject: Subject, route: Route) -> bytes:
+    """A request for the longest answer."""
+    _require(subject, route)
+    return _bytes(subject, route, {"max_tokens": _longest(subject)})
 
 
 def judged(response: Response) -> Response:
@@ -99,12 +96,7 @@ def tokens(**fields: Any) -> RouteSend:
 
 def malformed(content: bytes) -> RouteSend:
     """A body that is not a request."""
-
-    def send(subject: Subject, route: Route) -> Response:
-        _require(subject, route)
-        return judged(subject.http("POST", _path(subject, route), headers=_HEADERS, body=content))
-
-    return send
+    return lambda subject, route: _send(subject, route, content)
 
 
 def on(route: Route, send: RouteSend) -> Send:
@@ -146,9 +138,7 @@ def answer_is_whole(subject: Subject, route: Route) -> Seen:
 
 def half_read(subject: Subject, route: Route) -> Seen:
     """Clients that leave in the middle of their streams: the slots are free, and others are answered."""
-    _require(subject, route)
-    body = json.dumps(_document(subject, route, {"max_tokens": _longest(subject)})).encode()
-    data = request_head("POST", _path(subject, route), subject.authority, _HEADERS, len(body)) + body
+    data = _long_request(subject, route)
     for number in range(LEAVING_CLIENTS):
         connection = subject.connect()
         began = connection.send(data) and connection.receives_within(FREE_SECONDS)
@@ -161,9 +151,7 @@ def half_read(subject: Subject, route: Route) -> Seen:
 
 def deaf(subject: Subject, route: Route) -> Seen:
     """Clients that do not read what they have asked for."""
-    _require(subject, route)
-    body = json.dumps(_document(subject, route, {"max_tokens": _longest(subject)})).encode()
-    data = request_head("POST", _path(subject, route), subject.authority, _HEADERS, len(body)) + body
+    data = _long_request(subject, route)
     with ExitStack() as stack:
         for _number in range(DEAF_CLIENTS):
             stack.enter_context(subject.connect()).send(data)
@@ -173,9 +161,7 @@ def deaf(subject: Subject, route: Route) -> Seen:
 
 def crowd(subject: Subject, route: Route) -> Iterator[Response | Fact]:
     """More requests at once than one slot and a queue of two take."""
-    _require(subject, route)
-    body = json.dumps(_document(subject, route, {"max_tokens": _longest(subject)})).encode()
-    data = request_head("POST", _path(subject, route), subject.authority, _HEADERS, len(body)) + body
+    data = _long_request(subject, route)
     statuses = []
     with ExitStack() as stack:
         connections = [stack.enter_context(subject.connect()) for _ in range(CROWD)]

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from time import perf_counter, sleep
 from typing import Any
 
@@ -119,11 +120,6 @@ class EngineBlocker:
         """Whether some of them still wait for their answers."""
         return not all(request.done for request in self.requests)
 
-    @property
-    def rows_executed(self) -> int:
-        """Rows of those that were answered 200."""
-        return sum(self.rows for request in self.requests if request.wait().status == "200")
-
 
 def wait_until_read(requests: Sequence[StartedRequest]) -> None:
     """Wait up to 20 s until the server has read all of these requests, as far as the kernel knows."""
@@ -145,51 +141,42 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _disconnect(subject: Subject, _: Protocol) -> Seen:
+def _disconnect(subject: Subject) -> list[Response]:
     request = subject.infer_bytes(subject.model.binary(1, seed=1))
-
-    def abandon() -> list[Response]:
-        connections = [subject.connect() for _ in range(ABANDONED)]
-        for connection in connections:
-            connection.send(request)
-        # They must be in the queue when their clients disconnect, not in a socket's buffer.
-        wait_for(lambda: all_read(connections), ARRIVAL_SECONDS)
-        sleep(0.2)
-        for index, connection in enumerate(connections):
-            connection.close(abruptly=index % 2 == 0)
-        return []
-
-    return _abandoned(subject, abandon)
+    connections = [subject.connect() for _ in range(ABANDONED)]
+    for connection in connections:
+        connection.send(request)
+    # They must be in the queue when their clients disconnect, not in a socket's buffer.
+    wait_for(lambda: all_read(connections), ARRIVAL_SECONDS)
+    sleep(0.2)
+    for index, connection in enumerate(connections):
+        connection.close(abruptly=index % 2 == 0)
+    return []
 
 
-def _cancel(subject: Subject, _: Protocol) -> Seen:
-    def abandon() -> list[Response]:
-        requests = [StartedRequest(subject, "grpc", subject.model.request(seed=1)) for _ in range(ABANDONED)]
-        sleep(0.1)
-        for request in requests:
-            request.call.cancel()
-        return [request.wait() for request in requests]
-
-    return _abandoned(subject, abandon)
+def _cancel(subject: Subject) -> list[Response]:
+    requests = [StartedRequest(subject, "grpc", subject.model.request(seed=1)) for _ in range(ABANDONED)]
+    sleep(0.1)
+    for request in requests:
+        request.call.cancel()
+    return [request.wait() for request in requests]
 
 
-def _pass_the_deadline(subject: Subject, _: Protocol) -> Seen:
-    def abandon() -> list[Response]:
-        content = subject.model.request(seed=1)
-        requests = [StartedRequest(subject, "grpc", content, CLIENT_DEADLINE_SECONDS) for _ in range(ABANDONED)]
-        return [request.wait() for request in requests]
-
-    return _abandoned(subject, abandon)
+def _pass_the_deadline(subject: Subject) -> list[Response]:
+    content = subject.model.request(seed=1)
+    requests = [StartedRequest(subject, "grpc", content, CLIENT_DEADLINE_SECONDS) for _ in range(ABANDONED)]
+    return [request.wait() for request in requests]
 
 
-def _abandoned(subject: Subject, abandon: Callable[[], list[Response]]) -> Seen:
+def abandoned(subject: Subject, _: Protocol, abandon: Callable[[Subject], list[Response]]) -> Seen:
     """Requests whose clients give up while the engine is busy: they must not be executed."""
     blocker = EngineBlocker(subject)
     before = _settled_rows(subject)
     with blocker:
-        responses = abandon()
+        responses = abandon(subject)
         in_time = blocker.busy
-    executed = _settled_rows(subject) - before - blocker.rows_executed
+    answered = sum(blocker.rows for request in blocker.requests if request.wait().status == "200")
+    executed = _settled_rows(subject) - before - answered
     if not in_time:
         raise NotApplicableError("the queue was empty before the clients gave up; use a slower engine")
     # Fewer rows than were answered would mean that the statistics are unreliable.
@@ -271,15 +258,17 @@ NOT_STARTED = HARM | {"note": "not started"}
 
 # fmt: off
 QUEUE_CASES = (
-    Case("14", "client disconnects while queued", _disconnect, "", note="dropped before it reaches the engine", **HARM),
+    Case("14", "client disconnects while queued", partial(abandoned, abandon=_disconnect), "",
+         note="dropped before it reaches the engine", **HARM),
     Case("22", "one NaN row in a merged batch", _nan_in_a_batch, "200", note="the other results do not change"),
     Case("28a", "queue full", _flood, "503", headers=("Retry-After",), note="at once; health requests are answered",
          **QUEUE_FULL),
     Case("28b", "queue full", _flood, "UNAVAILABLE", **QUEUE_FULL),
     Case("29a", "queue timeout", _queue_timeout, "503", **TIMEOUT),
     Case("29b", "queue timeout", _queue_timeout, "UNAVAILABLE", **TIMEOUT),
-    Case("30a", "cancelled while queued", _cancel, "CANCELLED", **NOT_STARTED),
-    Case("30b", "client deadline while queued", _pass_the_deadline, "DEADLINE_EXCEEDED", **NOT_STARTED),
+    Case("30a", "cancelled while queued", partial(abandoned, abandon=_cancel), "CANCELLED", **NOT_STARTED),
+    Case("30b", "client deadline while queued", partial(abandoned, abandon=_pass_the_deadline), "DEADLINE_EXCEEDED",
+         **NOT_STARTED),
 )
 # fmt: on
 

@@ -191,15 +191,15 @@ def test_a_failed_visit_is_made_again_when_the_run_goes_on(tmp_path: Path) -> No
 
 
 def test_a_full_disk_ends_the_run_and_keeps_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, written = MatrixStore.write_visit, list[int]()
+    write, written = MatrixStore.write_numbered, list[int]()
 
-    def full(store: MatrixStore, number: int, visit: Visit) -> None:
+    def full(store: MatrixStore, visit: Visit, number: int) -> None:
         if written:
             raise StorageError("cannot store: No space left on device")
         written.append(number)
-        write(store, number, visit)
+        write(store, visit, number)
 
-    monkeypatch.setattr(MatrixStore, "write_visit", full)
+    monkeypatch.setattr(MatrixStore, "write_numbered", full)
     plan = make_plan(tmp_path, "fine")
     with pytest.raises(StorageError, match="No space left"):
         run(plan, tmp_path)
