@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
-from loadgen.cli.output import announce, check_files, fail, write_json
+from loadgen.cli.output import announce, check_files, console_for, fail, print_report, write_json
 from loadgen.experiment.plan import unknown
 from loadgen.experiment.settings import LOAD, MEASUREMENT, OUTPUT
 from loadgen.records.payloads import IMAGE_PAYLOADS
@@ -54,9 +53,8 @@ def calibrate(
     from loadgen.measure.interruption import interruptible
     from loadgen.measure.machine import MachineRecordError, cache_path, store_record
     from loadgen.report.contents import calibration_document
-    from loadgen.report.renderers.terminal import make_console, print_document
 
-    errors = make_console(sys.stderr)
+    errors = console_for(errors=True)
     try:
         with interruptible():
             calibration = measure(
@@ -73,10 +71,9 @@ def calibrate(
         fail(str(exc), EXIT_FAILED)
     except OSError as exc:
         fail(f"no temporary files: {exc.strerror or exc}; set TMPDIR to a folder with 500 MB free", EXIT_FAILED)
-    console = make_console(sys.stderr if json_file == "-" else sys.stdout)
-    print_document(calibration_document(calibration), console)
+    print_report(calibration_document(calibration), json_file)
     if stored is not None:
-        console.print(f"stored in {stored}", soft_wrap=True)
+        console_for(json_file).print(f"stored in {stored}", soft_wrap=True)
     write_json(calibration, json_file)
 
 

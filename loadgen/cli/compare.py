@@ -6,7 +6,6 @@ Whatever cannot run is refused before anything is written.
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -30,8 +29,10 @@ from loadgen.cli.output import (
     check_files,
     check_out,
     complain,
+    console_for,
     default_out,
     fail,
+    print_report,
     publish,
     resumed,
     settings_file,
@@ -183,7 +184,6 @@ def _print_choices(planned: Experiment) -> None:
     """What --best would try, in how many runs, and how the minutes are shared. A server that refuses its options ends
     the command."""
     import loadgen.report.document as doc
-    from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.tune.best import CHOOSING_SHARE, most_at_once, read_servers, stages
 
     try:
@@ -197,7 +197,7 @@ def _print_choices(planned: Experiment) -> None:
     ]
     loads = ", ".join(load.name for load in planned.workloads if load.has_blocks)
     table = doc.Table(doc.names("arm", "server", "settings"), rows, grouped=True)
-    print_document(doc.Document("Tried for each load", {"": [doc.Section(loads, (table,))]}), make_console(sys.stdout))
+    print_report(doc.Document("Tried for each load", {"": [doc.Section(loads, (table,))]}))
     runs = len(stages(servers, most_at_once(planned, gpu=expects_gpu(*planned.arms))))
     time = ""
     if planned.minutes is not None:
@@ -216,10 +216,9 @@ def _run_best(
     from loadgen.measure.runner import run_experiment
     from loadgen.records.store import StorageError, StoredRunError, read_one
     from loadgen.report.progress import RichProgress
-    from loadgen.report.renderers.terminal import make_console
     from loadgen.tune.best import CHOOSING_ROUNDS, choose, final_experiment, read_servers, renewed
 
-    console = make_console(sys.stdout)
+    console = console_for()
 
     def run_stage(experiment: Experiment, out: Path, prepared: Prepared) -> RunState:
         names = ", ".join(arm.label for arm in experiment.arms)
@@ -574,9 +573,8 @@ def _run_matrix(
 ) -> tuple[int, dict[str, Result | None]]:
     """Each combination in its own folder, then the index; the worst exit status. Ctrl-C ends the whole matrix."""
     from loadgen.report.files import write_index
-    from loadgen.report.renderers.terminal import make_console
 
-    console = make_console(sys.stdout)
+    console = console_for()
     results: dict[Combination, Result | None] = {}
     worst = EXIT_VALID
     for number, (combination, experiment) in enumerate(runs, start=1):
@@ -626,10 +624,9 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
     from loadgen.records.store import StorageError
     from loadgen.report.files import published
     from loadgen.report.progress import RichProgress
-    from loadgen.report.renderers.terminal import make_console
     from loadgen.verdict.result import analyse
 
-    console = make_console(sys.stdout)
+    console = console_for()
     try:
         with RichProgress(console, LiveRatios(experiment)) as progress:
             state = run_experiment(experiment, out, progress)
@@ -638,7 +635,7 @@ def run_and_report(experiment: Experiment, out: Path, mlflow: str | None = None)
         return EXIT_INVALID, None
     if state.error is not None:
         complain(state.error)
-    result, is_written = publish(out, lambda: analyse(out), published, console, mlflow)
+    result, is_written = publish(out, lambda: analyse(out), published, mlflow)
     if not is_written or result is None:
         return EXIT_INTERRUPTED if state.state == "interrupted" else EXIT_INVALID, result
     if state.state == "interrupted":

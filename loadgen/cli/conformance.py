@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.output import announce, check_files, fail, write_json
+from loadgen.cli.output import announce, check_files, console_for, fail, print_report, write_json
 from loadgen.records.payloads import DEFAULT_NAME
 
 if TYPE_CHECKING:
@@ -59,9 +58,7 @@ def conformance(
     ] = False,
 ) -> None:
     """Send invalid input, overload and faults to a server, and report every answer that breaks the protocol."""
-    from loadgen.report.renderers.terminal import make_console
-
-    errors = make_console(sys.stderr)
+    errors = console_for(errors=True)
     if (url is None) == (launch is None):
         fail("give either a URL or --launch native|triton")
     if launch not in (None, "native", "triton"):
@@ -77,7 +74,6 @@ def conformance(
     from loadgen.launch.work_folder import work_folder
     from loadgen.measure.interruption import interruptible
     from loadgen.report.renderers.markdown import render_markdown
-    from loadgen.report.renderers.terminal import print_document
 
     try:
         select(only, language_model=None)
@@ -128,7 +124,7 @@ def conformance(
         stopped=run.stopped,
     )
     document = report_document(report)
-    print_document(document, make_console(sys.stderr if json_file == "-" else sys.stdout))
+    print_report(document, json_file)
     write_json(report, json_file)
     if markdown_file is not None:
         try:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.output import announce, complain, fail
+from loadgen.cli.output import announce, complain, fail, print_report
 
 if TYPE_CHECKING:
     from loadgen.verdict.result import Result
@@ -46,7 +45,6 @@ def diff(
     from loadgen.records.store import StoredRunError
     from loadgen.report.contents import difference_document
     from loadgen.report.renderers.markdown import render_markdown
-    from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.verdict.result import readable
     from loadgen.verdict.run_difference import compare_runs
 
@@ -64,7 +62,7 @@ def diff(
             elif as_markdown:
                 typer.echo(render_markdown(difference_document(difference)), nl=False)
             else:
-                print_document(difference_document(difference), make_console(sys.stdout))
+                print_report(difference_document(difference))
     except StoredRunError as exc:
         fail(str(exc))
     if not difference.comparable:

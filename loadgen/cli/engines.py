@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from loadgen.cli.output import (
     check_files,
     check_out,
     complain,
+    console_for,
     default_out,
     fail,
     publish,
@@ -43,8 +43,6 @@ from loadgen.experiment.settings import MAIN, OUTPUT
 from loadgen.records.targets import Kind
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from loadgen.engines.store import MatrixStore
     from loadgen.records.matrix import Matrix, MatrixPlan
     from loadgen.records.run import Environment, RunState
@@ -167,9 +165,8 @@ def _run(
     from loadgen.engines.measure import MatrixRun
     from loadgen.engines.progress import EngineProgress
     from loadgen.records.store import StorageError, StoredRunError
-    from loadgen.report.renderers.terminal import make_console
 
-    console = make_console(sys.stderr if json_file == "-" else sys.stdout)
+    console = console_for(json_file)
     console.print(
         f"{counted(len(plan.configurations), 'configuration')} × {counted(plan.rounds, 'round')}"
         + (f", {counted(len(plan.refused), 'combination')} refused (listed in the report)" if plan.refused else "")
@@ -185,17 +182,19 @@ def _run(
                 if plan.kind is Kind.TOKENS and state.state == "finished":
                     progress.now("checking the answers against the reference")
                     store.write(judge_visits(plan, store.visits(), store.directory, ABSERVE))
-            return _report(store.directory, state, console, json_file, mlflow)
+            return _report(store.directory, state, json_file, mlflow)
     except (StorageError, StoredRunError) as exc:
         complain(str(exc))
         return EXIT_FAILED
 
 
-def _report(folder: Path, state: RunState, console: Console, json_file: str | None, mlflow: str | None) -> int:
+def _report(folder: Path, state: RunState, json_file: str | None, mlflow: str | None) -> int:
     from loadgen.engines.files import published
     from loadgen.engines.store import stored_matrix
 
-    matrix, is_written = publish(folder, lambda: stored_matrix(folder), published, console, mlflow, RESUME)
+    matrix, is_written = publish(
+        folder, lambda: stored_matrix(folder), published, mlflow, again=RESUME, json_file=json_file
+    )
     if matrix is not None:
         write_json(matrix, json_file)
     status = exit_status(matrix) if is_written and matrix is not None else EXIT_FAILED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loadgen.cli.compare import EXIT_INVALID, EXIT_VALID, check_run, plan_experiment, run_and_report
-from loadgen.cli.output import CHECKING, OUT, announce, default_out, fail
+from loadgen.cli.output import CHECKING, OUT, announce, default_out, fail, print_report
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.experiment.options import effective_settings, given_options, takes_settings
 from loadgen.experiment.plan import PlanError
@@ -128,7 +127,6 @@ def _print(floor: NoiseFloor) -> None:
     import loadgen.report.document as doc
     from loadgen.base.quantities import share
     from loadgen.metrics.registry import METRICS
-    from loadgen.report.renderers.terminal import make_console, print_document
 
     rows = [
         (entry.workload, METRICS[entry.metric].title, share(entry.difference), str(entry.pairs))
@@ -137,4 +135,4 @@ def _print(floor: NoiseFloor) -> None:
     table = doc.Table((*doc.names("scenario", "metric"), *doc.numbers("identical arms differ by up to", "pairs")), rows)
     title = f"Noise floor of this machine: {floor.title}, {floor.model}, {floor.payload} over {floor.transport}"
     document = doc.Document("Noise floor", {"": [doc.Section(title, (table,))]})
-    print_document(document, make_console(sys.stdout))
+    print_report(document)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from loadgen.records.run import Environment
+    from loadgen.report.document import Document
     from loadgen.report.published import Published
 
 EXIT_USAGE = 2
@@ -41,6 +42,20 @@ def settings_file(metavar: str, prefix: str) -> Any:
     return typer.Argument(metavar=metavar, show_default=False, help=help_text)
 
 
+def console_for(json_file: str | None = None, *, errors: bool = False) -> Console:
+    """Standard error for `errors`, and for all words if JSON goes to standard output; else standard output."""
+    from loadgen.report.renderers.terminal import make_console
+
+    return make_console(sys.stderr if errors or json_file == "-" else sys.stdout)
+
+
+def print_report(document: Document, json_file: str | None = None) -> None:
+    """Print a report as `console_for` says."""
+    from loadgen.report.renderers.terminal import print_document
+
+    print_document(document, console_for(json_file))
+
+
 def fail(message: str, status: int = EXIT_USAGE) -> NoReturn:
     """End the command with one sentence on standard error."""
     complain(message)
@@ -49,9 +64,7 @@ def fail(message: str, status: int = EXIT_USAGE) -> NoReturn:
 
 def complain(message: str, style: str = "bold red", kind: str = "error") -> None:
     """Print one sentence on standard error."""
-    from loadgen.report.renderers.terminal import make_console
-
-    make_console(sys.stderr).print(f"{kind}: {message}", style=style, soft_wrap=True)
+    console_for(errors=True).print(f"{kind}: {message}", style=style, soft_wrap=True)
 
 
 CHECKING = "checking the options, the model and the servers"
@@ -61,9 +74,7 @@ def announce(text: str, *, in_logs: bool = True) -> None:
     """Say on standard error what takes longer than a second, before it begins; `in_logs`: also without a terminal."""
     if not in_logs and not sys.stderr.isatty():
         return
-    from loadgen.report.renderers.terminal import make_console
-
-    make_console(sys.stderr).print(f"{text} …", style="dim", soft_wrap=True)
+    console_for(errors=True).print(f"{text} …", style="dim", soft_wrap=True)
 
 
 def check_files(files: Mapping[str, str | Path | None]) -> None:
@@ -187,13 +198,13 @@ def check_export(mlflow: str | None) -> None:
 
 
 def publish(
-    folder: Path, analyse: Callable[[], T], make: Callable[[T], Published], console: Console,
-    mlflow: str | None = None, again: str = REPORT,
+    folder: Path, analyse: Callable[[], T], make: Callable[[T], Published], mlflow: str | None = None, *,
+    again: str = REPORT, json_file: str | None = None,
 ) -> tuple[T, bool] | tuple[None, bool]:  # fmt: skip
     """Analyse what was measured in `folder`, write its reports and show them. Returns the result, and whether they were
     written. A fault is a sentence with the command that repeats the analysis, because the records are whole; `again` is
     the command that writes the reports."""
-    result = None
+    result, console = None, console_for(json_file)
     try:
         result = analyse()
         published, paths = make(result), list[Path]()

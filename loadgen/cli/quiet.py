@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from math import ceil
 from time import monotonic
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.output import complain, fail
+from loadgen.cli.output import complain, console_for, fail
 from loadgen.experiment.settings import MEASUREMENT
 from loadgen.records.run import ArmRequest
 
@@ -52,9 +51,7 @@ def await_quiet(wait: bool, arms: Sequence[ArmRequest] = ()) -> None:
 def _wait(servers: Sequence[int], others: OtherPrograms | None) -> OtherPrograms | None:
     """Wait until no programs disturb; those that still do after a minute. On a terminal the line is kept up to date,
     elsewhere it is printed once."""
-    from loadgen.report.renderers.terminal import make_console
-
-    console = make_console(sys.stderr)
+    console = console_for(errors=True)
     began = monotonic()
     if not console.is_terminal:
         complain(f"waiting up to {WAIT_SECONDS:.0f} s for a quiet machine: {others}", kind="note", style="yellow")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from loadgen.cli.output import announce, fail, printed, show
+from loadgen.cli.output import announce, console_for, fail, printed, show
 
 HELP_GROUP = "Compare"
 
@@ -53,7 +52,6 @@ def rank(
     from loadgen.ranking.prices import EXAMPLES, read_prices
     from loadgen.ranking.report import published, read_all
     from loadgen.records.store import StoredRunError
-    from loadgen.report.renderers.terminal import make_console
     from loadgen.verdict.result import readable
 
     if spot and reserved:
@@ -78,7 +76,7 @@ def rank(
     except (DocumentError, StoredRunError) as exc:
         fail(str(exc))
     output = "json" if as_json else output
-    console = make_console(sys.stdout)
+    console = console_for()
     if output is not None:
         printed(report, output)
     show(report, None if output is not None else console)

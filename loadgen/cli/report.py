@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.output import MLFLOW, announce, fail, printed
+from loadgen.cli.output import MLFLOW, announce, console_for, fail, print_report, printed
 
 if TYPE_CHECKING:
     from loadgen.base.documents import FolderKind
@@ -55,12 +54,10 @@ def report(
     from loadgen.base.documents import kind_of, results_in
     from loadgen.records.store import StoredRunError
     from loadgen.report.mlflow import MlflowExportError, check_mlflow
-    from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.verdict.result import readable
 
     if mlflow is not None and output is not None:
         fail("give --mlflow or --format, not both")
-    console = make_console(sys.stdout)
     try:
         check_mlflow(mlflow)
         with readable(directory):
@@ -74,7 +71,7 @@ def report(
                 printed(stored, output)
                 return
             paths = stored.write(directory)
-            print_document(stored.document, console)
+            print_report(stored.document)
     except (StoredRunError, MlflowExportError) as exc:
         fail(str(exc))
     except OSError as exc:
@@ -84,7 +81,7 @@ def report(
             1,
         )
     for path in (*paths, *stored.notes):
-        console.print(f"{path}", soft_wrap=True)
+        console_for().print(f"{path}", soft_wrap=True)
     try:
         if mlflow is not None and stored.export is not None:
             with readable(directory):

@@ -96,7 +96,6 @@ def shadow(
     from loadgen.records.run import Access, ArmRequest
     from loadgen.records.store import RunStore, StorageError, running
     from loadgen.report.files import published
-    from loadgen.report.renderers.terminal import make_console
     from loadgen.verdict.result import stored_result
 
     urls, grpc_urls = (primary, candidate), (primary_grpc, candidate_grpc)
@@ -131,7 +130,7 @@ def shadow(
     def end() -> None:
         """Compare what waits, and write the report."""
         finished = run.finish(LAST_PAIRS_S)
-        _, is_written = publish(folder, partial(stored_result, folder), published, make_console(sys.stdout))
+        _, is_written = publish(folder, partial(stored_result, folder), published)
         outcome.append(is_written and finished)
 
     def say_failed(why: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,8 +19,10 @@ from loadgen.cli.output import (
     OUT,
     announce,
     complain,
+    console_for,
     default_out,
     fail,
+    print_report,
     publish,
     resumed,
     same_settings,
@@ -159,7 +160,6 @@ def _spaces(settings: TuneSettings, first: Experiment) -> tuple[Space, ...]:
 def _print_plan(settings: TuneSettings, spaces: Sequence[Space], at_once: int) -> None:
     """The spaces, their sizes, and how many of the contenders will be measured."""
     import loadgen.report.document as doc
-    from loadgen.report.renderers.terminal import make_console, print_document
     from loadgen.tune.space import condition_in_words, size
 
     sections = []
@@ -172,7 +172,7 @@ def _print_plan(settings: TuneSettings, spaces: Sequence[Space], at_once: int) -
         left_out = (doc.Text(f"Not searched: {clause}.") for clause in space.not_searched)
         sections.append(doc.Section(f"{space.target}: {counted(size(space), 'contender')}", (table, *left_out)))
     runs, places = forecast(settings.minutes, at_once)
-    print_document(doc.Document("Tuning", {"": sections}), make_console(sys.stdout))
+    print_report(doc.Document("Tuning", {"": sections}))
     typer.echo(
         f"{counted(settings.minutes, 'minute')}: about {counted(runs, 'screening')} of {at_once} contenders each, "
         f"so {counted(places, 'place')} for {sum(map(size, spaces)):,} contenders; then the finalists and the final"
@@ -189,12 +189,10 @@ def _run(
     gpu: bool,
 ) -> int:
     """Tune, report, and return the exit status."""
-    from loadgen.report.renderers.terminal import make_console
     from loadgen.tune.progress import RichRaceProgress
 
     statuses: list[int] = []
-    console = make_console(sys.stdout)
-    progress = RichRaceProgress(console, spaces)
+    progress = RichRaceProgress(console_for(), spaces)
 
     def plan(asked: ExperimentSettings) -> Experiment:
         return plan_experiment(asked).runs[0][1]
@@ -227,7 +225,6 @@ def _run(
 
 def _report(folder: Path, tuning: Tuning) -> None:
     """Write the report and the files that deploy the best, and print what was found so far."""
-    from loadgen.report.renderers.terminal import make_console
     from loadgen.tune.deploy import write_deployment
     from loadgen.tune.files import published, stored_outcome
 
@@ -238,4 +235,4 @@ def _report(folder: Path, tuning: Tuning) -> None:
                 complain(problem, style="yellow", kind="note")
         return outcome
 
-    publish(folder, deploy, partial(published, folder), make_console(sys.stdout))
+    publish(folder, deploy, partial(published, folder))

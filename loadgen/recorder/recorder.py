@@ -42,6 +42,9 @@ _MOST_NAME = 200
 class Observer(ABC):
     """Whom a tap tells of the requests that it sees. The memory of their bodies is bounded."""
 
+    keeps_contents = keeps_answers = True
+    """Whether the bodies of requests and those of answers are wanted."""
+
     def __init__(self) -> None:
         self.taken_bytes = self.freed_bytes = 0
         """Memory of requests that was taken by the relay, and freed by the thread that has worked on them."""
@@ -58,10 +61,6 @@ class Observer(ABC):
     @abstractmethod
     def take(self, request: PassedRequest) -> None:
         """The answer has ended, or the connection before it."""
-
-    @abstractmethod
-    def keeps(self, what: Literal["contents", "answers"]) -> bool:
-        """Whether these bodies are wanted."""
 
     def holds(self, size: int) -> bool:
         """Whether so many more bytes have a place in memory, which is then taken."""
@@ -87,6 +86,7 @@ class Recorder(Observer):
         """Whether it ended because it could not go on."""
         self._writer = writer
         self._recording = writer.recording
+        self.keeps_contents, self.keeps_answers = writer.recording.contents, writer.recording.answers
         self._until_ns = None if minutes is None else self.started_ns + int(minutes * 60e9)
         self._most = requests
         self._begun = 0
@@ -120,10 +120,6 @@ class Recorder(Observer):
         self._begun += 1
         self._under_way += 1
         return PassedRequest(self, transport, route, kept_headers(headers), at_ns, held_bytes=BYTES_BESIDE)
-
-    def keeps(self, what: Literal["contents", "answers"]) -> bool:
-        """Whether these bodies are recorded."""
-        return self._recording.contents if what == "contents" else self._recording.answers
 
     def take(self, request: PassedRequest) -> None:
         """Record a request that has ended, unless its client left inside it, so that a part of it is all there is."""
@@ -225,7 +221,7 @@ class PassedRequest:
         if self.first_byte_ns is None:
             self.first_byte_ns = now_ns
         self.answer_bytes += len(piece)
-        if self.recorder.keeps("answers"):
+        if self.recorder.keeps_answers:
             self._keep(piece, self.answer)
 
     def _keep(self, piece: bytes, pieces: list[bytes]) -> None:
@@ -245,7 +241,7 @@ class PassedRequest:
         content = b"".join(self.content)
         if self.transport == "grpc":
             content = plain(content, self.headers.get("grpc-encoding"))
-        answer = b"".join(self.answer) if self.recorder.keeps("answers") and self.end_ns is not None else None
+        answer = b"".join(self.answer) if self.recorder.keeps_answers and self.end_ns is not None else None
         if self.transport == "grpc" and answer is not None:
             answer = plain(answer, self.answer_headers.get("grpc-encoding"))
         first_ns, end_ns = self.first_byte_ns, self.end_ns
@@ -258,7 +254,7 @@ class PassedRequest:
                 answer_headers={} if answer is None else kept_headers(self.answer_headers),
                 **described(self.transport, self.route, self.headers, content),
             ),
-            content if self.recorder.keeps("contents") else None,
+            content if self.recorder.keeps_contents else None,
             answer,
         )  # fmt: skip
 

@@ -143,10 +143,6 @@ class Shadow(Observer):
         self._reading = reading or ReadingTime()
         self._make_connection = _GrpcCopyConnection if is_grpc else _CopyConnection
 
-    def keeps(self, what: Literal["contents", "answers"]) -> bool:  # noqa: ARG002 (both)
-        """Contents are copied, and answers compared."""
-        return True
-
     def begin(
         self, transport: Literal["http", "grpc"], route: str, headers: Mapping[str, str], at_ns: int, head: str = ""
     ) -> PassedRequest | None:

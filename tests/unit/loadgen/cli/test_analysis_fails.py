@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from loadgen.entry import build
 from loadgen.experiment.plan import Combination
 from loadgen.records.run import RunState
 from loadgen.records.store import read_run
-from loadgen.report.renderers.terminal import make_console
 from tests.golden.synthetic_run import Plan, write_run
 from tests.synthetic_matrix import cell, configuration, matrix
 
@@ -104,5 +102,5 @@ def test_a_finished_matrix_of_engines_is_kept(
     store.write(found.environment)
     fail_in(monkeypatch, "loadgen.engines.store.analyse", StopIteration())
     assert found.state is not None
-    assert _report(tmp_path, found.state, make_console(sys.stdout), None, None) == 1
+    assert _report(tmp_path, found.state, None, None) == 1
     assert f"analyse it again with: abserve report {tmp_path}" in capsys.readouterr().err
