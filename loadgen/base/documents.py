@@ -264,6 +264,15 @@ def _clean(value: Any, depth: int, most: int = MOST_CHARACTERS) -> Any:
     return value
 
 
+def free_path(path: Path) -> Path:
+    """This path, or the first of PATH-2, PATH-3 and so on that does not exist."""
+    free, number = path, 1
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write under a temporary name and rename: a reader sees the old file or the new one, whole. Raises `OSError`."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")

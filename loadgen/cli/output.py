@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 
-from loadgen.base.documents import indented, one_line
+from loadgen.base.documents import free_path, indented, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -172,17 +173,14 @@ def default_out(model: str) -> Path:
     """A new folder results/TIME-MODEL, in UTC, with a number appended where another run began in the same second."""
     name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2], flags=re.ASCII).strip("-.") or "model"
     name = f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{name[:80]}"
-    folder, number = Path("results") / name, 1
     while True:
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            folder = folder.with_name(f"{name}-{number}")
-        except OSError:  # writing the run's first record reports the reason and the remedy
-            return folder
-        else:
-            return folder
+        folder = free_path(Path("results") / name)
+        with suppress(OSError):  # writing the run's first record reports the reason and the remedy
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:  # another run has just made it
+                continue
+        return folder
 
 
 def check_export(mlflow: str | None) -> None:

@@ -24,6 +24,7 @@ from time import monotonic
 from msgspec.structs import replace
 
 from loadgen.base.child_process import ABSERVE
+from loadgen.base.documents import free_path
 from loadgen.experiment.plan import base_workload
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.findings.best import BestRecord, Tried, TriedConfiguration, TriedServer
@@ -202,10 +203,7 @@ def renewed(out: Path) -> None:
     chosen."""
     if not (out / Experiment.FILE).exists():
         return
-    number, aside = 1, out.with_name(f"{out.name}-interrupted")
-    while aside.exists():
-        number += 1
-        aside = out.with_name(f"{out.name}-interrupted-{number}")
+    aside = free_path(out.with_name(f"{out.name}-interrupted"))
     out.rename(aside)
     out.mkdir()
     for name in (BestRecord.FILE, FOLDER):

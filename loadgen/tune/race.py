@@ -16,7 +16,7 @@ from time import monotonic
 import msgspec
 
 from loadgen.base.child_process import ABSERVE
-from loadgen.base.documents import FINAL
+from loadgen.base.documents import FINAL, free_path
 from loadgen.base.quantities import counted
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
@@ -248,7 +248,7 @@ class Race:
         experiment = self._plan(final_settings(self.settings, arms, left_s / 60.0, starts))
         folder = self.folder / FINAL
         if folder.exists():  # of a final that was interrupted
-            folder.rename(self._free_folder(FINAL))
+            folder.rename(free_path(folder))
         began = monotonic()
         state = self.compare(experiment, folder)
         if state is None:
@@ -284,7 +284,7 @@ class Race:
         experiment = msgspec.structs.replace(
             experiment, screening=True, processes=self.processes, seed=self.settings.seed + number
         )
-        folder, began = self._free_folder(f"{number:02d}-{stage}"), monotonic()
+        folder, began = free_path(self.folder / f"{number:02d}-{stage}"), monotonic()  # one may have been interrupted
         run, state = screen(experiment, folder, self.progress, self.settings, self.prepared, abserve=self.abserve)
         anchor = run.anchor and msgspec.structs.replace(run.anchor, contender=self.search.anchor)
         run = msgspec.structs.replace(run, stage=stage, anchor=anchor, seconds=monotonic() - began)
@@ -306,14 +306,6 @@ class Race:
     def _arm(self, contender: Contender) -> ArmSettings:
         fixed = next(space.fixed for space in self.tuning.spaces if space.target == contender.target)
         return ArmSettings(target=contender.target, options={**fixed, **contender.settings})
-
-    def _free_folder(self, name: str) -> Path:
-        """The folder of this name, with a number appended if it exists, as after an interruption."""
-        folder, number = self.folder / name, 1
-        while folder.exists():
-            number += 1
-            folder = self.folder / f"{name}-{number}"
-        return folder
 
     # What the runs so far say
 

@@ -26,7 +26,6 @@ from itertools import combinations
 import numpy as np
 import scipy
 
-from loadgen.base.quantities import Interval
 from loadgen.records.run import Label
 from loadgen.records.tuning import Contender, OverLimit, Score, Space, Stage, TuningRun
 from loadgen.stats.estimates import Estimate
@@ -74,13 +73,6 @@ class Standing:
     """Why it is out for good, in one sentence."""
     racing: bool = False
     """Whether it may still be the best of its target within the limit."""
-
-    @property
-    def ci95(self) -> Interval | None:
-        """95 % interval of how many times better than the anchor it is."""
-        if self.log_ratio is None:
-            return None
-        return factor_of(self.log_ratio, self.error).interval
 
     @property
     def may_win(self) -> bool:
