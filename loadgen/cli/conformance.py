@@ -41,7 +41,7 @@ def conformance(
         str | None, typer.Option(help="native or triton: start servers of that kind with the options each case needs.")
     ] = None,
     launch_option: Annotated[
-        list[str] | None, typer.Option("--launch-option", metavar="NAME=VALUE", help="For `abserve serve`; repeatable.")
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="For `abserve serve`; repeatable.")
     ] = None,
     logs: Annotated[Path | None, typer.Option(help="Folder for the logs of launched servers.")] = None,
     pid: Annotated[int | None, typer.Option(help="The server's process id, to read its memory.")] = None,

@@ -32,42 +32,37 @@ Anyone = Annotated[bool, typer.Option("--anyone", help=ANYONE)]
 
 
 def record(
-    out: Annotated[Path, typer.Option("--out", help="A new folder for the traffic.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="A new folder for the traffic.", show_default=False)],
     to: Annotated[
-        str | None, typer.Option("--to", metavar="URL", help="The server that gets the requests.", show_default=False)
+        str | None, typer.Option(metavar="URL", help="The server that gets the requests.", show_default=False)
     ] = None,
     listen: Listen = "127.0.0.1:9000",
     grpc_to: Annotated[
         str | None,
-        typer.Option("--grpc-to", metavar="HOST:PORT", help="The server's gRPC address.", show_default=False),
+        typer.Option(metavar="HOST:PORT", help="The server's gRPC address.", show_default=False),
     ] = None,
     grpc_listen: GrpcListen = "127.0.0.1:9001",
     anyone: Anyone = False,
     to_ca: Annotated[
-        str | None, typer.Option("--to-ca", metavar="FILE", help="Trust these CA certificates.", show_default="system")
+        str | None, typer.Option(metavar="FILE", help="Trust these CA certificates.", show_default="system")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option("--minutes", min=0.001, help="Record so long.", show_default="until stopped")
+        float | None, typer.Option(min=0.001, help="Record so long.", show_default="until stopped")
     ] = None,
-    requests: Annotated[
-        int | None, typer.Option("--requests", min=1, help="Record so many.", show_default="no limit")
-    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Record so many.", show_default="no limit")] = None,
     max_bytes: Annotated[
         int | None,
         typer.Option(
-            "--max-bytes",
             min=1,
             show_default="no limit",
             help="The largest size of the folder. Stretches of 10 s are left out at random, the same chance for each.",
         ),
     ] = None,
-    share: Annotated[
-        float, typer.Option("--share", min=1e-6, max=1.0, help="Record this share of all requests.")
-    ] = 1.0,
+    share: Annotated[float, typer.Option(min=1e-6, max=1.0, help="Record this share of all requests.")] = 1.0,
     contents: Annotated[bool, typer.Option("--contents/--no-contents", help="Store what the requests contain.")] = True,
     answers: Annotated[bool, typer.Option("--answers/--no-answers", help="Store what the server answers.")] = False,
     shown: Annotated[
-        int | None, typer.Option("--shown", hidden=True, help="The socket of a server that shows its connections.")
+        int | None, typer.Option(hidden=True, help="The socket of a server that shows its connections.")
     ] = None,
 ) -> None:
     """Pass all traffic on to a server and record the inference requests in it, for `abserve compare --traffic`.

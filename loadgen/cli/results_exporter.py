@@ -15,11 +15,11 @@ from loadgen.base.exposure import ANYONE, exposure
 def results_exporter(
     folder: Annotated[Path, typer.Argument(help="Folder whose sub-folders are runs.")] = Path("results"),
     host: Annotated[
-        str, typer.Option("--host", envvar="ABSERVE_RESULTS_EXPORTER_HOST", help="Address to listen on.")
+        str, typer.Option(envvar="ABSERVE_RESULTS_EXPORTER_HOST", help="Address to listen on.")
     ] = "127.0.0.1",
     anyone: Annotated[bool, typer.Option("--anyone", envvar="ABSERVE_RESULTS_EXPORTER_ANYONE", help=ANYONE)] = False,
     port: Annotated[
-        int, typer.Option("--port", envvar="ABSERVE_RESULTS_EXPORTER_PORT", min=1, max=65535, help="Port to listen on.")
+        int, typer.Option(envvar="ABSERVE_RESULTS_EXPORTER_PORT", min=1, max=65535, help="Port to listen on.")
     ] = 9446,
 ) -> None:
     """Serve the verdicts and states of runs as Prometheus metrics until stopped."""

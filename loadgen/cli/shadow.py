@@ -30,55 +30,54 @@ LAST_PAIRS_S = 60.0
 def shadow(
     primary: Annotated[
         str | None,
-        typer.Option("--primary", metavar="URL", help="The server whose answers clients get.", show_default=False),
+        typer.Option(metavar="URL", help="The server whose answers clients get.", show_default=False),
     ] = None,
     candidate: Annotated[
-        str | None, typer.Option("--candidate", metavar="URL", help="The server that gets copies.", show_default=False)
+        str | None, typer.Option(metavar="URL", help="The server that gets copies.", show_default=False)
     ] = None,
     listen: Listen = "127.0.0.1:9000",
     primary_grpc: Annotated[
         str | None,
-        typer.Option("--primary-grpc", metavar="HOST:PORT", help="The primary's gRPC address.", show_default=False),
+        typer.Option(metavar="HOST:PORT", help="The primary's gRPC address.", show_default=False),
     ] = None,
     candidate_grpc: Annotated[
         str | None,
-        typer.Option("--candidate-grpc", metavar="HOST:PORT", help="The candidate's gRPC address.", show_default=False),
+        typer.Option(metavar="HOST:PORT", help="The candidate's gRPC address.", show_default=False),
     ] = None,
     grpc_listen: GrpcListen = "127.0.0.1:9001",
     anyone: Anyone = False,
     primary_ca: Annotated[
         str | None,
-        typer.Option("--primary-ca", metavar="FILE", help="Trust these CA certificates.", show_default="system"),
+        typer.Option(metavar="FILE", help="Trust these CA certificates.", show_default="system"),
     ] = None,
     candidate_ca: Annotated[
         str | None,
-        typer.Option("--candidate-ca", metavar="FILE", help="Trust these CA certificates.", show_default="system"),
+        typer.Option(metavar="FILE", help="Trust these CA certificates.", show_default="system"),
     ] = None,
-    share: Annotated[float, typer.Option("--share", min=1e-6, max=1.0, help="Copy this share of all requests.")] = 0.1,
+    share: Annotated[float, typer.Option(min=1e-6, max=1.0, help="Copy this share of all requests.")] = 0.1,
     minutes: Annotated[
-        float | None, typer.Option("--minutes", min=0.001, help="Compare so long.", show_default="until stopped")
+        float | None, typer.Option(min=0.001, help="Compare so long.", show_default="until stopped")
     ] = None,
     block_seconds: Annotated[
-        float, typer.Option("--block-seconds", min=0.1, help="Length of the blocks of time that are compared.")
+        float, typer.Option(min=0.1, help="Length of the blocks of time that are compared.")
     ] = 10.0,
     swap: Annotated[
         bool,
         typer.Option("--swap", help="Let clients get the answers of both in turns, by blocks in random order."),
     ] = False,
     margin: Annotated[
-        float, typer.Option("--margin", min=0.001, max=1.0, help="A difference within this share is not meaningful.")
+        float, typer.Option(min=0.001, max=1.0, help="A difference within this share is not meaningful.")
     ] = 0.05,
     metrics_listen: Annotated[
         str | None,
         typer.Option(
-            "--metrics-listen",
             metavar="[HOST:]PORT",
             show_default="none",
             help="Serve Prometheus metrics there, without a host for this machine alone.",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the results.", show_default="results/TIME-shadow")
+        Path | None, typer.Option(help="Folder for the results.", show_default="results/TIME-shadow")
     ] = None,
 ) -> None:
     """Pass all traffic on to one server, and compare another one with it on copies of the inference requests.
