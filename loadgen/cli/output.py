@@ -155,14 +155,13 @@ def _same_machine(folder: Path, before: Environment) -> None:
     from loadgen.engines.worker_process import read_offers
     from loadgen.experiment.plan import PlanError
     from loadgen.measure.machine import fingerprint, read_environment
+    from loadgen.records.machine import own_devices
 
     is_known = before.gpu.get("status") != "unknown"
     now = read_environment(read_offers("auto", ENGINE_WORKER).gpu if is_known else {}, {})
     machines = []
     for environment in (before, now):
-        listed = environment.gpu.get("devices")
-        devices = [device for device in listed if isinstance(device, dict)] if isinstance(listed, list) else []
-        names = [f"{device.get('name')} {device.get('uuid')}" for device in devices]
+        names = [f"{device.get('name')} {device.get('uuid')}" for device in own_devices(environment.gpu)]
         machines.append({**environment.host, **environment.packages, "GPUs": names})
     if fingerprint(before.host, before.packages, before.gpu) != fingerprint(now.host, now.packages, now.gpu):
         differs = difference(*machines)

@@ -22,7 +22,7 @@ import psutil
 from loadgen.base.child_process import usable_cores
 from loadgen.base.documents import DocumentError, read_named, read_record, write_atomically
 from loadgen.base.headers import without_secrets
-from loadgen.records.machine import Calibration
+from loadgen.records.machine import Calibration, own_devices
 from loadgen.records.run import Environment
 
 PACKAGES = (
@@ -139,8 +139,7 @@ def fingerprint(
     properties: dict[str, Any] = {"host": {name: host.get(name) for name in MACHINE}}
     if packages is not None:
         properties["packages"] = dict(sorted(packages.items()))
-    devices = [device for device in (gpu or {}).get("devices") or [] if isinstance(device, Mapping)]
-    if devices:
+    if devices := own_devices(gpu):
         nvml = (gpu or {}).get("nvml")
         properties["driver"] = nvml.get("driver_version") if isinstance(nvml, Mapping) else None
         properties["devices"] = [{name: device.get(name) for name in DEVICE} for device in devices]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,6 +26,7 @@ from loadgen.metrics.summaries import figure_of, interval_of
 from loadgen.metrics.tokens import per_million
 from loadgen.ranking.prices import prices_of
 from loadgen.records.checks import Check
+from loadgen.records.machine import own_devices
 from loadgen.records.matrix import ConfigurationResult, Matrix, shape_text
 from loadgen.records.ranks import (
     TOKEN,
@@ -71,7 +71,7 @@ class RankInput:
 def machine_of(environment: Environment) -> Machine:
     """The kind of machine, without results; `name` is not unique yet."""
     host = environment.host
-    gpus = tuple(sorted(str(device.get("name") or "GPU") for device in _devices(environment.gpu)))
+    gpus = tuple(sorted(str(device.get("name") or "GPU") for device in own_devices(environment.gpu)))
     cores = host.get("cpu_count")
     identity = {
         "architecture": _text(host.get("architecture")),
@@ -119,14 +119,9 @@ def _notes(environments: list[Environment]) -> Iterator[str]:
     }
     if len(drivers) > 1:
         yield f"the results have different GPU drivers: {', '.join(sorted(drivers))}"
-    uuids = {tuple(sorted(str(d.get("uuid")) for d in _devices(environment.gpu))) for environment in environments}
+    uuids = {tuple(sorted(str(d.get("uuid")) for d in own_devices(environment.gpu))) for environment in environments}
     if len(uuids) > 1:
         yield f"the results come from {len(uuids)} machines of this kind, told apart by their GPUs"
-
-
-def _devices(gpu: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    devices = (gpu or {}).get("devices")
-    return [device for device in devices if isinstance(device, dict)] if isinstance(devices, list) else []
 
 
 def _text(value: object) -> str | None:

@@ -171,8 +171,8 @@ def used_gpus(document: Mapping[str, Any] | None) -> tuple[str, ...]:
     return tuple(sorted({uuid for uuid in named if isinstance(uuid, str)}))
 
 
-def own_devices(document: Mapping[str, Any] | None, used: Collection[str]) -> list[Mapping[str, Any]]:
-    """The document's devices with one of these UUIDs; all devices if none has."""
+def own_devices(document: Mapping[str, Any] | None, used: Collection[str] = ()) -> list[Mapping[str, Any]]:
+    """The devices of a /gpu-info document with one of these UUIDs; all devices if none has."""
     listed = (document or {}).get("devices")
     devices = [device for device in listed if isinstance(device, Mapping)] if isinstance(listed, list) else []
     return [device for device in devices if isinstance(uuid := device.get("uuid"), str) and uuid in used] or devices

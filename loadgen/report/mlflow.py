@@ -21,6 +21,7 @@ from loadgen.findings.gpu.analysis import GpuFound
 from loadgen.findings.rate_search import RatesFound
 from loadgen.metrics.registry import METRICS
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of, tokens_per_answer
+from loadgen.records.machine import own_devices
 from loadgen.records.matrix import CellResult, Matrix
 from loadgen.records.run import Environment
 from loadgen.stats.estimates import Estimate
@@ -185,12 +186,10 @@ def _bounds(name: str, value: float, low: float | None, high: float | None, step
 def _about_machine(environment: Environment | None) -> dict[str, object]:
     if environment is None:
         return {}
-    devices = environment.gpu.get("devices")
-    listed = [device for device in devices if isinstance(device, dict)] if isinstance(devices, list) else []
     nvml = environment.gpu.get("nvml")
     return {
         "git_commit": environment.git_commit,
-        "machine.gpus": ", ".join(str(device.get("name")) for device in listed) or "none",
+        "machine.gpus": ", ".join(str(device.get("name")) for device in own_devices(environment.gpu)) or "none",
         "machine.driver": nvml.get("driver_version") if isinstance(nvml, dict) else None,
         **{f"machine.{name}": value for name, value in environment.host.items()},
         **{f"version.{name}": value for name, value in environment.packages.items()},
