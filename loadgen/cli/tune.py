@@ -44,7 +44,7 @@ from loadgen.records.run import Environment, Experiment, Label, RunState
 from loadgen.records.store import StorageError, read_one
 from loadgen.records.tuning import ANCHOR, Space, Tuning
 from loadgen.tune.files import read_tuning
-from loadgen.tune.race import Race, forecast
+from loadgen.tune.race import TuningRace, forecast
 
 if TYPE_CHECKING:
     from loadgen.tune.outcome import TuningOutcome
@@ -203,7 +203,7 @@ def _run(
         statuses.append(status)
         return read_one(out, RunState)
 
-    race = Race(settings, spaces, folder, progress, plan, compare, gpu=gpu, padding=padding, resume=stored)
+    race = TuningRace(settings, spaces, folder, progress, plan, compare, gpu=gpu, padding=padding, resume=stored)
     try:
         with progress:
             tuning = race.run()

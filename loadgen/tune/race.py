@@ -91,7 +91,7 @@ def forecast(minutes: float, at_once: int) -> tuple[int, int]:
     return count, count * at_once
 
 
-class Race:
+class TuningRace:
     """One tuning: its stages, and what their runs have shown so far."""
 
     def __init__(

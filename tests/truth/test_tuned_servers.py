@@ -20,7 +20,7 @@ from loadgen.records.run import Experiment, RunState
 from loadgen.records.tuning import Tuning, TuningRun
 from loadgen.tune.declared import read_spaces
 from loadgen.tune.files import read_tuning
-from loadgen.tune.race import Race, RaceProgress
+from loadgen.tune.race import TuningRace, RaceProgress
 from loadgen.tune.search import RaceLead
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import descendants
@@ -63,7 +63,7 @@ def run(asked: TuneSettings, out: Path, progress: RaceProgress | None = None, re
 
     tuned = {name: values.split(",") for name, values in asked.tune.items()}
     spaces = read_spaces(asked.arms, {}, tune=tuned, fix=asked.fix, abserve=ABSERVE)
-    race = Race(asked, spaces, out, progress or RaceProgress(), plan, compare, abserve=ABSERVE, resume=resume)
+    race = TuningRace(asked, spaces, out, progress or RaceProgress(), plan, compare, abserve=ABSERVE, resume=resume)
     tuning = race.run()
     assert descendants() <= before
     assert read_tuning(out) == tuning

@@ -19,7 +19,7 @@ from loadgen.records.tuning import ANCHOR, Contender, Score, Space, TunableSetti
 from loadgen.tune import race
 from loadgen.tune.files import read_tuning
 from loadgen.tune.progress import lead_in_words
-from loadgen.tune.race import Race, RaceProgress, forecast, seconds_of
+from loadgen.tune.race import TuningRace, RaceProgress, forecast, seconds_of
 from loadgen.tune.search import RaceLead
 from tests.truth import tuned_server
 from tests.truth.tuned_server import right, time_ms
@@ -98,7 +98,7 @@ def run(
     spaces: tuple[Space, ...] = SPACES,
 ) -> Tuning:
     asked = asked or settings()
-    tuning = Race(asked, spaces, folder, RaceProgress(), machine.plan, machine.compare, resume=resume).run()
+    tuning = TuningRace(asked, spaces, folder, RaceProgress(), machine.plan, machine.compare, resume=resume).run()
     assert read_tuning(folder) == tuning
     return tuning
 
