@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.cli.compare import EXIT_INVALID, EXIT_VALID, check_run, plan_experiment, run_and_report
+from loadgen.cli.compare import EXIT_INVALID, EXIT_VALID, check_run, run_and_report
 from loadgen.cli.output import CHECKING, OUT, announce, default_out, fail, print_report
 from loadgen.cli.quiet import Anyway, await_quiet
 from loadgen.experiment.options import effective_settings, given_options, takes_settings
@@ -98,6 +98,8 @@ def self_comparison(settings: ExperimentSettings) -> ExperimentSettings:
 def _measured(
     context: typer.Context, file: Path | None, out: Path | None, options: dict[str, object], anyway: bool
 ) -> tuple[Path, Result | None, int]:
+    from loadgen.measure.planning import plan_experiment
+
     chosen = given_options(context, options)
     if stray := [option.flag for option in chosen if option.path[0] == "arms" and option.path[1] != "a"]:
         raise PlanError(f"{stray[0]}: the noise floor compares --a with itself; leave the other arms out")

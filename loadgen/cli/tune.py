@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from loadgen.base.quantities import counted
-from loadgen.cli.compare import EXIT_INTERRUPTED, EXIT_INVALID, check_run, plan_experiment, run_and_report
+from loadgen.cli.compare import EXIT_INTERRUPTED, EXIT_INVALID, check_run, run_and_report
 from loadgen.cli.output import (
     CHECKING,
     OUT,
@@ -38,13 +38,11 @@ from loadgen.experiment.options import (
     takes_settings,
 )
 from loadgen.experiment.plan import PlanError, expects_gpu, make_arms
-from loadgen.experiment.settings import MAIN, ArmSettings, ExperimentSettings
+from loadgen.experiment.settings import MAIN, ArmSettings
 from loadgen.experiment.tuning import TuneSettings, check_tuning, screening_settings
 from loadgen.records.run import Environment, Experiment, Label, RunState
 from loadgen.records.store import StorageError, read_one
 from loadgen.records.tuning import ANCHOR, Space, Tuning
-from loadgen.tune.files import read_tuning
-from loadgen.tune.race import TuningRace, forecast
 
 if TYPE_CHECKING:
     from loadgen.tune.outcome import TuningOutcome
@@ -107,6 +105,7 @@ def _settings(file: Path | None, chosen: dict[SettingOption, object]) -> TuneSet
 
 def _stored(folder: Path, file: Path | None, chosen: dict[SettingOption, object]) -> tuple[TuneSettings, Tuning]:
     """The settings and the tuning in a folder, if it can go on and is the one asked for. Raises `PlanError`."""
+    from loadgen.tune.files import read_tuning
 
     def read(folder: Path) -> tuple[Tuning, str, list[Environment | None]]:
         tuning = read_tuning(folder)
@@ -124,6 +123,8 @@ def _stored(folder: Path, file: Path | None, chosen: dict[SettingOption, object]
 
 def _check(settings: TuneSettings, out: Path | None) -> Experiment:
     """The experiment of all defaults, whose servers can be started. Raises `PlanError`."""
+    from loadgen.measure.planning import plan_experiment
+
     arms: dict[Label, ArmSettings] = {f"{target}-0": ArmSettings(target=target) for target in settings.arms}
     if len(arms) == 1:  # a comparison has two arms at least
         arms[ANCHOR] = ArmSettings(target=settings.arms[0])
@@ -160,6 +161,7 @@ def _spaces(settings: TuneSettings, first: Experiment) -> tuple[Space, ...]:
 def _print_plan(settings: TuneSettings, spaces: Sequence[Space], at_once: int) -> None:
     """The spaces, their sizes, and how many of the contenders will be measured."""
     import loadgen.report.document as doc
+    from loadgen.tune.race import forecast
     from loadgen.tune.space import condition_in_words, size
 
     sections = []
@@ -190,12 +192,10 @@ def _run(
 ) -> int:
     """Tune, report, and return the exit status."""
     from loadgen.tune.progress import RichRaceProgress
+    from loadgen.tune.race import TuningRace
 
     statuses: list[int] = []
     progress = RichRaceProgress(console_for(), spaces)
-
-    def plan(asked: ExperimentSettings) -> Experiment:
-        return plan_experiment(asked).runs[0][1]
 
     def compare(experiment: Experiment, out: Path) -> RunState | None:
         with progress.paused():
@@ -203,7 +203,7 @@ def _run(
         statuses.append(status)
         return read_one(out, RunState)
 
-    race = TuningRace(settings, spaces, folder, progress, plan, compare, gpu=gpu, padding=padding, resume=stored)
+    race = TuningRace(settings, spaces, folder, progress, compare, gpu=gpu, padding=padding, resume=stored)
     try:
         with progress:
             tuning = race.run()

@@ -29,6 +29,7 @@ from loadgen.experiment.plan import base_workload
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.findings.best import BestRecord, Tried, TriedConfiguration, TriedServer
 from loadgen.launch.work_folder import work_folder
+from loadgen.measure.planning import plan_experiment
 from loadgen.measure.preparation import Prepared, serve_options
 from loadgen.metrics.facts import RUN, workload_scope
 from loadgen.metrics.registry import METRICS, leading_metric
@@ -156,15 +157,16 @@ def most_at_once(planned: Experiment, *, gpu: bool) -> int:
 
 
 def choose(
-    settings: ExperimentSettings, planned: Experiment, brief: Sequence[Workload], record: BestRecord, out: Path,
-    run_stage: RunStage, *, gpu: bool,
-) -> BestRecord:  # fmt: skip
+    settings: ExperimentSettings, planned: Experiment, record: BestRecord, out: Path, run_stage: RunStage, *, gpu: bool
+) -> BestRecord:
     """Measure every configuration briefly and choose, in runs below `out`; one that is finished there is not repeated.
-    `brief` are the workloads with few rounds. The record is stored before and after. Raises `KeyboardInterrupt`,
-    `StorageError`, `StoredRunError`."""
+    The record is stored before and after. Raises `KeyboardInterrupt`, `PlanError`, `StorageError`,
+    `StoredRunError`."""
     runs = stages(record.servers, most_at_once(planned, gpu=gpu))
     minutes = None if planned.minutes is None or not runs else CHOOSING_SHARE * planned.minutes / len(runs)
-    brief = shortened(settings, brief, gpu=gpu and planned.kind is Kind.TENSORS)
+    few = settings.model_copy(update={"rounds": CHOOSING_ROUNDS, "minutes": None, "restarts": 1})
+    loads = plan_experiment(few).runs[0][1].workloads
+    brief = shortened(settings, loads, gpu=gpu and planned.kind is Kind.TENSORS)
     (out / FOLDER).mkdir(parents=True, exist_ok=True)
     write_record(out / BestRecord.FILE, record)
     began, processes = monotonic(), planned.processes

@@ -24,6 +24,7 @@ from loadgen.experiment.tuning import TuneSettings, final_settings, screening_se
 from loadgen.launch.work_folder import work_folder
 from loadgen.measure.errors import RunError
 from loadgen.measure.interruption import interruptible
+from loadgen.measure.planning import plan_experiment
 from loadgen.measure.preparation import Prepared
 from loadgen.measure.progress import RunProgress
 from loadgen.records.run import Experiment, Label, RunState
@@ -96,16 +97,16 @@ class TuningRace:
 
     def __init__(
         self, settings: TuneSettings, spaces: Sequence[Space], folder: Path, progress: RaceProgress,
-        plan: Callable[[ExperimentSettings], Experiment], compare: Callable[[Experiment, Path], RunState | None], *,
+        compare: Callable[[Experiment, Path], RunState | None], *,
         abserve: Sequence[str] = ABSERVE, gpu: bool = False, padding: tuple[int, ...] | None = None,
         resume: Tuning | None = None,
     ) -> None:  # fmt: skip
-        """`plan` gives the experiment of a comparison, or raises `PlanError`. `compare` runs the final one with its
-        reports, and returns how it ended, None if nothing could be stored. `gpu`: whether the servers may run on a GPU.
-        `padding` are the sizes to which all servers pad, see `Experiment.pad_to`. `resume` was read from the folder."""
+        """`compare` runs the final comparison with its reports, and returns how it ended, None if nothing could be
+        stored. `gpu`: whether the servers may run on a GPU. `padding` are the sizes to which all servers pad, see
+        `Experiment.pad_to`. `resume` was read from the folder."""
         tuning = resume or Tuning(settings=settings.content(), spaces=tuple(spaces))
         self.settings, self.folder, self.progress, self.tuning = settings, folder, progress, tuning
-        self.plan, self.compare, self.abserve = plan, compare, abserve
+        self.compare, self.abserve = compare, abserve
         self.prepared: Prepared
         searched = {setting.name for space in tuning.spaces for setting in space.settings}
         self.padding = () if "pad-to" in searched else padding
@@ -300,7 +301,7 @@ class TuningRace:
             raise RunError(f"{counted(TRIES, 'run')} after each other counted for nothing. {run.problem}")
 
     def _plan(self, settings: ExperimentSettings) -> Experiment:
-        experiment = self.plan(settings)
+        experiment = plan_experiment(settings).runs[0][1]
         return experiment if self.padding is None else msgspec.structs.replace(experiment, pad_to=self.padding)
 
     def _arm(self, contender: Contender) -> ArmSettings:

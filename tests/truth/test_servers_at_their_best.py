@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.findings.best import BestFound, BestRecord
 from loadgen.findings.handicap import HandicapRecord
 from loadgen.measure.machine_watch import read_processors
+from loadgen.measure.planning import plan_experiment
 from loadgen.measure.preparation import Prepared
 from loadgen.measure.progress import RunProgress
 from loadgen.measure.runner import run_experiment
 from loadgen.records.run import Experiment, RunState
 from loadgen.records.store import read_one
-from loadgen.tune.best import CHOOSING_ROUNDS, choose, final_experiment, read_servers
+from loadgen.tune.best import choose, final_experiment, read_servers
 from loadgen.verdict.result import Result, analyse
 from tests.integration.loadgen.conftest import NO_MACHINE, descendants
 from tests.truth import tuned_server
@@ -40,13 +40,12 @@ def at_best(out: Path, arms: dict[str, str], **more: object) -> tuple[BestRecord
          "rounds": 8, **more}
     )  # fmt: skip
     planned = plan_experiment(settings).runs[0][1]
-    brief = plan_experiment(settings.model_copy(update={"rounds": CHOOSING_ROUNDS})).runs[0][1].workloads
 
     def run_stage(experiment: Experiment, folder: Path, prepared: Prepared) -> RunState:
         return run_experiment(experiment, folder, RunProgress(), abserve=ABSERVE, prepared=prepared)
 
     record = BestRecord(servers=read_servers(planned, ABSERVE))
-    record = choose(settings, planned, brief, record, out, run_stage, gpu=False)
+    record = choose(settings, planned, record, out, run_stage, gpu=False)
     state = run_experiment(final_experiment(planned, record), out, RunProgress(), abserve=ABSERVE)
     assert state.state == "finished", state.error
     assert descendants() <= before

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.cli.compare import plan_experiment
-from loadgen.experiment.settings import ExperimentSettings
 from loadgen.experiment.tuning import TuneSettings
 from loadgen.measure.progress import RunProgress
 from loadgen.measure.runner import run_experiment
@@ -20,7 +18,7 @@ from loadgen.records.run import Experiment, RunState
 from loadgen.records.tuning import Tuning, TuningRun
 from loadgen.tune.declared import read_spaces
 from loadgen.tune.files import read_tuning
-from loadgen.tune.race import TuningRace, RaceProgress
+from loadgen.tune.race import RaceProgress, TuningRace
 from loadgen.tune.search import RaceLead
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import descendants
@@ -55,15 +53,12 @@ def run(asked: TuneSettings, out: Path, progress: RaceProgress | None = None, re
     """A tuning as the command runs it, but without its reports. No process is left."""
     before = descendants()
 
-    def plan(comparison: ExperimentSettings) -> Experiment:
-        return plan_experiment(comparison).runs[0][1]
-
     def compare(experiment: Experiment, folder: Path) -> RunState | None:
         return run_experiment(experiment, folder, RunProgress(), abserve=ABSERVE)
 
     tuned = {name: values.split(",") for name, values in asked.tune.items()}
     spaces = read_spaces(asked.arms, {}, tune=tuned, fix=asked.fix, abserve=ABSERVE)
-    race = TuningRace(asked, spaces, out, progress or RaceProgress(), plan, compare, abserve=ABSERVE, resume=resume)
+    race = TuningRace(asked, spaces, out, progress or RaceProgress(), compare, abserve=ABSERVE, resume=resume)
     tuning = race.run()
     assert descendants() <= before
     assert read_tuning(out) == tuning

@@ -156,7 +156,6 @@ def main(folder: Path) -> dict[str, Any]:
     """What became of every toy, by what is added."""
     import numpy as np
 
-    from loadgen.cli.compare import check_reachable
     from loadgen.client.connection import Address
     from loadgen.client.endpoint import Signature, TensorSignature
     from loadgen.client.generation import prepare_prompts, stream_path
@@ -169,6 +168,7 @@ def main(folder: Path) -> dict[str, Any]:
     from loadgen.experiment.settings import ExperimentSettings
     from loadgen.findings.registry import probes
     from loadgen.launch.embedded import EmbeddedDeployment
+    from loadgen.measure.planning import check_reachable
     from loadgen.metrics.claims import place
     from loadgen.records.store import RunStore
     from loadgen.verdict.result import analyse

@@ -316,7 +316,8 @@ def test_no_analysis_imports_a_measurement() -> None:
 
 
 def test_the_run_needs_little_of_the_analysis() -> None:
-    """What both need is in `records` and `metrics`: besides the probes, a run reads stored noise floors alone."""
+    """What both need is in `records` and `metrics`: besides the probes, a run reads stored noise floors alone, and its
+    planning the conditions of `--fail-if`."""
     users = {
         (name, target)
         for name, targets in graph().items()
@@ -325,7 +326,7 @@ def test_the_run_needs_little_of_the_analysis() -> None:
         and not name.startswith("loadgen.measure.probes.")
         and load_generator_room(target) in ("checks", "verdict")
     }
-    assert {name for name, _ in users} == {"loadgen.measure.noise_floor"}
+    assert {name for name, _ in users} == {"loadgen.measure.noise_floor", "loadgen.measure.planning"}
 
 
 def test_pynvml_is_imported_in_one_place() -> None:

@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from loadgen.cli.compare import check_reachable
 from loadgen.experiment.plan import PlanError, plan_combinations
 from loadgen.experiment.settings import ExperimentSettings
+from loadgen.measure.planning import check_reachable
 from loadgen.records.payloads import base_name, implied_payload, variant_name
 from loadgen.records.run import ArmRequest
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.language import (
     check_language,
     choose_protocol,
@@ -18,6 +17,7 @@ from loadgen.experiment.language import (
 from loadgen.experiment.plan import PlanError, make_arms
 from loadgen.experiment.schedule import block_seconds
 from loadgen.experiment.settings import ExperimentSettings, read_limits
+from loadgen.measure.planning import plan_experiment
 from loadgen.records.payloads import implied_payload, served_name
 from loadgen.records.run import Experiment, TokenLimits, Workload
 from loadgen.records.targets import Kind

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.cli.compare import plan_experiment
 from loadgen.cli.output import default_out
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.launch.deployment import Deployment
+from loadgen.measure.planning import plan_experiment
 from loadgen.measure.preparation import model_name
 from loadgen.records.payloads import implied_payload, served_name
 from loadgen.records.run import MODEL_WEIGHTS, Experiment

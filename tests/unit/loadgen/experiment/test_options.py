@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from loadgen.base.documents import read_record
-from loadgen.cli.compare import plan_experiment
 from loadgen.entry import build
 from loadgen.experiment.options import effective_settings, setting_options, write_settings
 from loadgen.experiment.settings import ArmSettings, ExperimentSettings
+from loadgen.measure.planning import plan_experiment
 from loadgen.records.run import Experiment
 
 EXAMPLE = Path(__file__).resolve().parents[4] / "docs" / "examples" / "experiment.yaml"

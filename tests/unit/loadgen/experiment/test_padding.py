@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.plan import PlanError, decide_padding, default_sizes, held_back, padding_in_words
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.launch.deployment import RemoteDeployment
+from loadgen.measure.planning import plan_experiment
 from loadgen.records.model_config import pad_sizes, reported_padding
 from loadgen.records.run import Experiment
 

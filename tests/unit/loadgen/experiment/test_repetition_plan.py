@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from loadgen.cli.compare import plan_experiment
 from loadgen.cli.noise_floor import self_comparison
 from loadgen.entry import build
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.schedule import interleave, load_workloads
 from loadgen.experiment.settings import ExperimentSettings
+from loadgen.measure.planning import plan_experiment
 from loadgen.records.run import Experiment, Label, Workload
 
 

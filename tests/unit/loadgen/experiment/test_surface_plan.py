@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.options import effective_settings, write_settings
 from loadgen.experiment.plan import GPU_REQUESTS, GPU_WINDOW_S, MOST_POINTS, PlanError, make_workloads
 from loadgen.experiment.settings import ExperimentSettings
+from loadgen.measure.planning import plan_experiment
 from loadgen.records.run import Experiment
 
 

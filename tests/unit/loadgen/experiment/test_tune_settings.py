@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ArmSettings, read_limits
 from loadgen.experiment.tuning import LIMITED, TuneSettings, check_tuning, final_settings, screening_settings
+from loadgen.measure.planning import plan_experiment
 from tests.recording import write_traffic
 
 ARMS = {"anchor": ArmSettings(target="native"), "triton-0": ArmSettings(target="triton")}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.measure.context import GPU_CONTROL_SECONDS, RunContext
 from loadgen.measure.gpu_recording import GpuRecording
+from loadgen.measure.planning import plan_experiment
 from loadgen.measure.progress import RunProgress
 from loadgen.records.store import RunStore
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from loadgen.cli.compare import _resumed, plan_experiment
+from loadgen.cli.compare import _resumed
 from loadgen.experiment.plan import GPU_BLOCK_S, GPU_REQUESTS, GPU_WINDOW_S, PlanError
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.findings.best import BestRecord, Tried, TriedConfiguration, TriedServer
 from loadgen.measure.machine import read_environment
+from loadgen.measure.planning import plan_experiment
 from loadgen.records.run import Environment, Experiment, RunState
 from loadgen.records.store import write_record
 from loadgen.records.tuning import Space, TunableSetting
@@ -151,7 +152,7 @@ def test_servers_without_such_settings_are_compared_as_asked_for(tmp_path: Path)
 
     asked = BestRecord(servers=(server("a"), server("b")))
     settings = ExperimentSettings.model_validate({"best": True})
-    record = choose(settings, planned(), (), asked, tmp_path, no_stage, gpu=False)
+    record = choose(settings, planned(), asked, tmp_path, no_stage, gpu=False)
     assert record.problems == (NOTHING_TO_TRY,)
     final = final_experiment(planned(), record)
     assert final.labels == ("a", "b")

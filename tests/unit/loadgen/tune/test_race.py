@@ -10,8 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadgen.cli.compare import plan_experiment
-from loadgen.experiment.settings import ExperimentSettings
 from loadgen.experiment.tuning import TuneSettings
 from loadgen.records.run import Experiment, Label, RunState
 from loadgen.records.store import RunStore
@@ -19,7 +17,7 @@ from loadgen.records.tuning import ANCHOR, Contender, Score, Space, TunableSetti
 from loadgen.tune import race
 from loadgen.tune.files import read_tuning
 from loadgen.tune.progress import lead_in_words
-from loadgen.tune.race import TuningRace, RaceProgress, forecast, seconds_of
+from loadgen.tune.race import RaceProgress, TuningRace, forecast, seconds_of
 from loadgen.tune.search import RaceLead
 from tests.truth import tuned_server
 from tests.truth.tuned_server import right, time_ms
@@ -68,10 +66,6 @@ class Machine:
         self.now_s += 60.0 * (experiment.minutes or 0.0)
         return RunState(state=self.final_state, phase="finished")  # type: ignore[arg-type]
 
-    @staticmethod
-    def plan(settings: ExperimentSettings) -> Experiment:
-        return plan_experiment(settings).runs[0][1]
-
 
 def judged(
     scores: Iterable[Score], out: dict[Label, str], problem: str | None = None, load_seconds: float = 0.0
@@ -98,7 +92,7 @@ def run(
     spaces: tuple[Space, ...] = SPACES,
 ) -> Tuning:
     asked = asked or settings()
-    tuning = TuningRace(asked, spaces, folder, RaceProgress(), machine.plan, machine.compare, resume=resume).run()
+    tuning = TuningRace(asked, spaces, folder, RaceProgress(), machine.compare, resume=resume).run()
     assert read_tuning(folder) == tuning
     return tuning
 

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.cli.compare import plan_experiment
 from loadgen.entry import build
 from loadgen.experiment.plan import PlanError
 from loadgen.experiment.settings import ExperimentSettings
@@ -22,6 +21,7 @@ from loadgen.findings.ceiling import (
     sizes_to_measure,
     wants_ceilings,
 )
+from loadgen.measure.planning import plan_experiment
 from loadgen.measure.probes.ceiling import command_of, contradiction
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, Workload
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.cli.compare import plan_experiment
 from loadgen.experiment.settings import ExperimentSettings
+from loadgen.measure.planning import plan_experiment
 from loadgen.measure.preparation import make_deployment
 from loadgen.measure.probes.gpu import control_variant
 from loadgen.records.store import RunStore
