@@ -9,11 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
+SIDE = 32
+"""Pixels on each side of an image: what runs of fake servers claim does not depend on the size of their bodies."""
 
-def write_samples(folder: Path) -> None:
+
+def write_samples(folder: Path, side: int = SIDE) -> None:
     """Six images of noise."""
     folder.mkdir(parents=True)
-    np.save(folder / "pixel_values.fp32.npy", np.random.default_rng(1).standard_normal((6, 3, 224, 224), dtype="f4"))
+    np.save(folder / "pixel_values.fp32.npy", np.random.default_rng(1).standard_normal((6, 3, side, side), dtype="f4"))
     (folder / "samples.json").write_text('{"kind": "photographs"}')
 
 

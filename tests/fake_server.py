@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 # Beside this file: it is run as a program.
-from fake_commands import measure_engine, write_samples  # type: ignore[import-not-found]
+from fake_commands import SIDE, measure_engine, write_samples  # type: ignore[import-not-found]
 
 MODEL = "openclip_vit_b32"
 
@@ -39,6 +39,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--precision", help="taken, and not used")
     parser.add_argument("--pad-to", help="taken, and not used")
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--side", type=int, default=SIDE, help="pixels on each side of an image")
     parser.add_argument("--also", help="a second model that is listed, and is the first under another name")
     parser.add_argument("--print-launch", action="store_true")
     parser.add_argument("--startup-ms", type=float, default=0)
@@ -87,7 +88,7 @@ def options(argv: list[str]) -> argparse.Namespace:
 
 
 def embed(pixels: np.ndarray) -> np.ndarray:
-    coarse = pixels[:, :, ::32, ::32].reshape(len(pixels), -1)
+    coarse = pixels[:, :, ::4, ::4].reshape(len(pixels), -1)[:, :512]
     return np.ascontiguousarray(np.pad(coarse, ((0, 0), (0, 512 - coarse.shape[1]))), dtype="<f4")
 
 
@@ -161,14 +162,14 @@ class FakeServer:
             text, status, first_inference = self.lies[path]
             if self.inferences >= first_inference:
                 return status, {}, text.encode()
-        model = f"/v2/models/{self.settings.model}"
+        model, side = f"/v2/models/{self.settings.model}", self.settings.side
         documents = {
             "/v2": {"name": "fake", "version": "1.0", "extensions": ["binary_tensor_data", "statistics"]},
             model: {
                 "name": self.settings.model,
                 "versions": ["1"],
                 "platform": "fake",
-                "inputs": [{"name": "pixel_values", "datatype": "FP32", "shape": [-1, 3, 224, 224]}],
+                "inputs": [{"name": "pixel_values", "datatype": "FP32", "shape": [-1, 3, side, side]}],
                 "outputs": [{"name": "embedding", "datatype": "FP32", "shape": [-1, 512]}],
             },
             f"{model}/config": {

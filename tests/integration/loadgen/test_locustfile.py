@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from loadgen.launch.embedded import EmbeddedDeployment, PortReservation
+from tests.fake_commands import write_samples
 from tests.integration.loadgen.conftest import FAKE, await_true, regions_of_load
 
 LOCUSTFILE = Path(__file__).parents[3] / "loadgen" / "scenarios.py"
@@ -206,13 +207,14 @@ def test_the_options_of_the_docstring_are_those_of_the_web_page(monkeypatch: pyt
     assert all(variable == f"ABSERVE_LOAD{name[1:].replace('-', '_').upper()}" for name, variable in documented)
 
 
-def test_against_the_native_server(images: Path, tmp_path: Path) -> None:
+def test_against_the_native_server(tmp_path: Path) -> None:
+    write_samples(tmp_path / "images", side=224)
     server = EmbeddedDeployment("native", {"engine": "null"}, tmp_path / "native.log")
     server.start()
     try:
         server.wait_ready("openclip_vit_b32", 60)
         out = tmp_path / "raw"
-        options = ["-u", "8", "-r", "8", "--samples-dir", str(images), "--samples-out", str(out)]
+        options = ["-u", "8", "-r", "8", "--samples-dir", str(tmp_path / "images"), "--samples-out", str(out)]
         done = locust(server.url, *options)
         assert done.returncode == 0, done.stderr
         (path,) = out.glob("Concurrent-*.npy")

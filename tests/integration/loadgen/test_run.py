@@ -331,7 +331,7 @@ def test_remote_arms_need_no_statistics_and_an_unknown_model_gets_random_values_
 
 
 def test_the_users_own_inputs_are_sent_and_checked_against_the_metadata(tmp_path: Path) -> None:
-    pixels = np.random.default_rng(0).standard_normal((3, 3, 224, 224)).astype("<f4")
+    pixels = np.random.default_rng(0).standard_normal((3, 3, 32, 32)).astype("<f4")
     np.savez(tmp_path / "own.npz", pixel_values=pixels)
     out = tmp_path / "run"
     state = run(make_experiment(inputs=str(tmp_path / "own.npz")), out)
@@ -341,7 +341,7 @@ def test_the_users_own_inputs_are_sent_and_checked_against_the_metadata(tmp_path
     np.savez(tmp_path / "wrong.npz", pixel_values=pixels[:, :2])
     state = run(make_experiment(inputs=str(tmp_path / "wrong.npz")), tmp_path / "wrong")
     assert state.state == "failed"
-    assert "input pixel_values has items of shape [2, 224, 224], and the model takes [3, 224, 224]" in str(state.error)
+    assert "input pixel_values has items of shape [2, 32, 32], and the model takes [3, 32, 32]" in str(state.error)
 
 
 def test_nobody_at_the_url_is_one_sentence(tmp_path: Path, unused_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

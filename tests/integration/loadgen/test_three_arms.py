@@ -117,7 +117,7 @@ def test_parity_names_the_arm_that_answers_differently(tmp_path: Path, fault: st
 def test_an_arm_that_serves_another_model_is_named(tmp_path: Path) -> None:
     lies = tmp_path / "lies.json"
     tensor = {"name": "logits", "datatype": "FP32", "shape": [-1, 1000]}
-    inputs = [{"name": "pixel_values", "datatype": "FP32", "shape": [-1, 3, 224, 224]}]
+    inputs = [{"name": "pixel_values", "datatype": "FP32", "shape": [-1, 3, 32, 32]}]
     lies.write_text(json.dumps({MODEL: (json.dumps({"inputs": inputs, "outputs": [tensor]}), 200, 0)}))
     state = run(make_experiment(others=[native("c", lies=str(lies))]), tmp_path / "run")
     assert state.state == "failed"
