@@ -44,6 +44,7 @@ GROUPS = {
             "tests/integration/native/controlled_server.py", "tests/integration/native/echo_server.py",
             "tests.integration.native.health_probe", "tests/unit/loadgen/engines/fake_worker.py",
             "tests/truth/planted_reference.py", "tests/scripted_sampler.py", "tests/integration/loadgen/runner.py",
+            "servers.gpu.sampler",
         ],
     ),
     "abserve": (
@@ -74,6 +75,8 @@ _TITLE_BYTES = 8192
 _MESSAGE_BYTES = 131_072
 _execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _signature = inspect.signature(_execute)
+usual_environment = dict(os.environ)
+"""Of fork servers and most programs: without the variables of the test that happens to ask first."""
 off = False
 """Whether every program starts as usual."""
 above: ForkServer | None = None
@@ -98,7 +101,7 @@ class ForkServer:
     """The end of a fork server at which its parent asks for programs."""
 
     socket: socket.socket
-    environment: dict[str, str] = field(default_factory=lambda: read_at_start(os.environ))
+    environment: dict[str, str]
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, request: dict[str, object], descriptors: list[int]) -> int:
@@ -122,13 +125,13 @@ def fork_server(group: str) -> ForkServer:
     # The last argument is room for the arguments of the programs, which other processes read there.
     argv = [sys.executable, "-P", str(Path(__file__)), group, str(theirs.fileno()), "x" * _TITLE_BYTES]
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a thread would not survive the fork
-    environment = {**os.environ, **threads, "PYTHONPATH": str(TESTS.parent)}
+    environment = {**usual_environment, **threads, "PYTHONPATH": str(TESTS.parent)}
     null, kept = subprocess.DEVNULL, [theirs.fileno()]
     with theirs:
         process = subprocess.Popen(argv, pass_fds=kept, env=environment, stdin=null, stdout=null)
     atexit.register(process.wait)
     atexit.register(ours.close)  # first: it ends when it can get no more requests
-    return ForkServer(ours)
+    return ForkServer(ours, read_at_start(usual_environment))
 
 
 def _words_of(argv: list[str]) -> list[str]:
