@@ -15,13 +15,17 @@ from typing import TypeVar
 import msgspec
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from loadgen.checks import tokens
 from loadgen.client.endpoint import Endpoint
 from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import write_synthetic
 from loadgen.client.messages import Prepare
+from loadgen.entry import build
+from loadgen.measure import load_runner
 from loadgen.measure.machine_watch import read_processors
+from loadgen.measure.probes import fairness
 from loadgen.records.run import ArmRequest, BlockRecord, Experiment, Workload
 from tests import fork_server
 
@@ -119,6 +123,16 @@ def start_runner(experiment: Experiment, out: Path, patch: str = "") -> subproce
     process.stdin.write(msgspec.json.encode(experiment))
     process.stdin.close()
     return process
+
+
+def abserve(*arguments: str) -> tuple[int, str]:
+    """The exit status of a command and what it said, in one line: in this process, with the limits of
+    `UNWATCHED_ABSERVE`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_runner, "WARM_UP_SECONDS", 0.2)
+        patch.setattr(fairness, "GROUPS", 8)
+        done = CliRunner().invoke(build(), arguments, catch_exceptions=False)
+    return done.exit_code, " ".join(done.output.split())
 
 
 def descendants() -> set[str]:

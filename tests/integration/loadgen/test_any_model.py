@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import tritonclient.http
 from onnx import TensorProto, helper
 
-from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
+from tests.integration.loadgen.conftest import abserve
 from tests.recording import recorder
 from tests.tiny_bert import write_tiny_bert
 
@@ -48,10 +49,10 @@ torch.onnx.export(
 
 def compare(out: Path, *options: str) -> dict[str, Any]:
     """The result of a run that finished, with equal answers before and under load, and no error in any block."""
-    command = [*UNWATCHED_ABSERVE, "compare", "--out", str(out), *FEW, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False, cwd=out.parent)
-    assert done.returncode in (0, 1), done.stderr
-    assert json.loads((out / "run.json").read_bytes())["state"] == "finished", done.stderr
+    with contextlib.chdir(out.parent):
+        status, said = abserve("compare", "--out", str(out), *FEW, *options)
+    assert status in (0, 1), said
+    assert json.loads((out / "run.json").read_bytes())["state"] == "finished", said
     result: dict[str, Any] = json.loads((out / "result.json").read_bytes())
     assert result["parity"]["ok"], result["parity"]
     under_load = [check for check in result["checks"] if check["name"] == "answers_under_load"]
@@ -109,10 +110,10 @@ def test_a_users_onnx_file_against_the_module_that_it_was_exported_from(tmp_path
 
 def refused(folder: Path, *options: str) -> str:
     """What a comparison says that ends with status 2 before it writes anything."""
-    command = [*UNWATCHED_ABSERVE, "compare", "--out", str(folder / "run"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=folder)
-    assert (done.returncode, (folder / "run").exists()) == (2, False), done.stderr
-    return " ".join(done.stderr.split())
+    with contextlib.chdir(folder):
+        status, said = abserve("compare", "--out", str(folder / "run"), *options)
+    assert (status, (folder / "run").exists()) == (2, False), said
+    return said
 
 
 @pytest.mark.slow  # by default the inputs that are refused below

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from loadgen.records.tokens import ECHO_DIFFERS, read_tokens
-from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
+from tests.integration.loadgen.conftest import abserve
 from tests.recording import recorder
 from tests.toy_language_server import toy_process
 
@@ -43,9 +42,7 @@ def planted() -> Iterator[Callable[..., str]]:
 
 def compare(out: Path, *options: str) -> tuple[int, str]:
     """The exit status and the output of a comparison, in one line."""
-    command = [*UNWATCHED_ABSERVE, "compare", *SHORT, "--out", str(out), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.returncode, " ".join((done.stdout + done.stderr).split())
+    return abserve("compare", *SHORT, "--out", str(out), *options)
 
 
 def record(out: Path, name: str) -> Any:

@@ -29,6 +29,7 @@ from loadgen.measure.answers import ParityTarget, check_parity
 from loadgen.records.payloads import IMAGE_PAYLOADS, variant_name
 from loadgen.records.targets import TRANSPORTS, Transport
 from loadgen.stats.agreement import tolerance_of
+from tests.again import again
 from tests.integration.loadgen.conftest import await_true, regions_of_load
 from tests.recording import write_traffic
 
@@ -144,6 +145,7 @@ def test_an_open_loop_keeps_its_schedule_over_every_transport(
         for column, payload in enumerate(IMAGE_PAYLOADS)
     ],
 )
+@again
 def test_users_do_not_wait_for_each_other(
     server: EmbeddedDeployment, generator: GeneratorProcess, samples: Path, tmp_path: Path,
     transport: Transport, payload: str,
