@@ -17,8 +17,8 @@ from tests.truth.tables import RUNS
 from tests.truth.test_statistics_keep_their_promises import assert_at_most
 
 STRONGEST = LASTING[-1]
-QUICK = {"rounds": 300, "by time": 100, "until decided": 60}
-"""Trials that take a second."""
+QUICK = {"rounds": 150, "by time": 60, "until decided": 30}
+"""Trials that take half a second."""
 
 
 @pytest.mark.parametrize("ending", ENDINGS, ids=str)
@@ -48,7 +48,7 @@ PROMISED = [plan for plan in PLANS if plan not in FEW]
 @pytest.mark.parametrize("states", [JUMPS[-1], *ONE_OF_FIVE], ids=str)
 @pytest.mark.parametrize("plan", PROMISED, ids=str)
 def test_nor_do_arms_that_stay_fast_or_slow(plan: Plan, states: States) -> None:
-    trials = 40 if plan.until_decided or plan.arms > 2 else 200
+    trials = 20 if plan.until_decided or plan.arms > 2 else 100
     assert_at_most(false_winners(plan, states, trials))
 
 

@@ -43,7 +43,7 @@ def assert_covers(share: promises.Share, *, may_exceed: bool = False) -> None:
 
 
 @NOISES
-@trials(120, 1000)
+@trials(50, 1000)
 @pytest.mark.parametrize("pairs", [4, 12])
 def test_identical_arms_name_a_winner_in_at_most_one_run_in_twenty(noise: Noise, pairs: int, trials: int) -> None:
     """Seven workloads with four metrics each: one false name among 28 spoils the run."""
@@ -51,14 +51,14 @@ def test_identical_arms_name_a_winner_in_at_most_one_run_in_twenty(noise: Noise,
 
 
 @NOISES
-@trials(30, 1000)
+@trials(15, 1000)
 def test_nor_do_four_identical_arms(noise: Noise, trials: int) -> None:
     """Three of them beside the baseline, and for the ranking among themselves: 105 chances of a false name."""
     assert_at_most(promises.false_winners(trials, noise, 12, arms=4))
 
 
 @NOISES
-@trials(20, 1000)
+@trials(10, 1000)
 @pytest.mark.parametrize("lost", [0.0, 0.25, 0.5])
 def test_nor_where_others_have_half_of_the_machine(noise: Noise, lost: float, trials: int) -> None:
     """One of two cores is busy, whatever part of it B loses and A does not; a B that is 20 % faster never loses."""
@@ -69,7 +69,7 @@ def test_nor_where_others_have_half_of_the_machine(noise: Noise, lost: float, tr
     assert named.value > 0.95, "what others cannot have made is named"
 
 
-@trials(60, 600)
+@trials(25, 600)
 def test_four_arms_are_ranked_and_like_neighbours_not_told_apart(trials: int) -> None:
     right, wrong = promises.rankings(trials, plain, 12)
     assert right.value > 0.9
@@ -83,7 +83,7 @@ def test_nor_where_each_round_resembles_the_next(pairs: int, trials: int) -> Non
     assert_at_most(promises.false_winners(trials, plain, pairs, resemblance=0.5, margin=0.001))
 
 
-@trials(60, 500)
+@trials(30, 500)
 def test_and_a_large_difference_is_still_named(trials: int) -> None:
     """By the widened spread alone, whose few degrees of freedom make the interval boundless, 6 in 10 would be."""
     assert promises.named_in_resembling_rounds(trials, 2.0, 6, 0.8).value > 0.95
@@ -112,7 +112,7 @@ def test_unlike_request_times_of_equal_mean_are_no_difference_in_throughput(kind
         assert naive < -0.1, "the stopwatch charges the last requests to the server"
 
 
-@trials(40, 1000)
+@trials(25, 1000)
 @pytest.mark.parametrize(
     "slow", [0.012, *(pytest.param(slow, marks=pytest.mark.slow) for slow in (0.005, 0.009, 0.02))]
 )
@@ -124,7 +124,7 @@ def test_the_interval_of_a_p99_covers_it_also_at_a_jump(slow: float, pairs: int,
         assert by_blocks.value < 0.5, "the mean of the blocks' p99 is not the p99"
 
 
-@trials(150, 2000)
+@trials(100, 2000)
 def test_further_rounds_for_what_is_known_least_well_leave_the_promises_alone(trials: int) -> None:
     covered, _ = promises.two_stages(trials, 1.05)
     assert_covers(covered)
@@ -135,7 +135,7 @@ def test_further_rounds_for_what_is_known_least_well_leave_the_promises_alone(tr
 def test_rare_pauses_of_a_warm_server_are_no_missing_warm_up() -> None:
     """64 users meet a pause at once: one observation, not 64. At 0.1 % nearly no A/A run may say so."""
     rng, fired = np.random.default_rng(6), 0
-    for _ in range(60):
+    for _ in range(40):
         lost = slow_starts_of_pauses(rng, 64, 12)
         error = float(np.std(lost, ddof=1)) / math.sqrt(len(lost))
         fired += float(np.mean(lost)) > max(WARM_UP_LIMIT, critical_t(11, 2 * WARM_UP_SIGNIFICANCE) * error)
@@ -160,7 +160,7 @@ def test_the_interval_of_a_fixed_plan_does_not_survive_repeated_looks() -> None:
 
 
 @NOISES
-@trials(400, 2000)
+@trials(200, 2000)
 @pytest.mark.parametrize("pairs", [4, 12])
 def test_the_interval_covers_the_truth(noise: Noise, pairs: int, trials: int) -> None:
     """At least 92 % of single intervals: more, since the interval of few pairs allows for a correlation."""
@@ -177,7 +177,7 @@ def test_the_interval_over_the_pairs_of_restarts_would_not() -> None:
     assert promises.coverage_with_restarts(500, 0.03, 5, 4, as_pairs=True).value < 0.8
 
 
-@trials(400, 2000)
+@trials(200, 2000)
 @pytest.mark.parametrize("start", [0.0, 0.01, 0.05])
 def test_the_interval_of_an_arms_own_figure_holds_it_over_unlike_numbers_of_blocks(start: float, trials: int) -> None:
     """The final of a tuning: three starts of 23, 17 and 7 blocks."""
@@ -186,7 +186,7 @@ def test_the_interval_of_an_arms_own_figure_holds_it_over_unlike_numbers_of_bloc
     assert start < 0.05 or over_blocks.value < 0.5, "a t interval over all blocks does not"
 
 
-@trials(400, 2000)
+@trials(200, 2000)
 @pytest.mark.parametrize("correlation", [0.0, 0.5])
 @pytest.mark.parametrize("blocks", [4, 14])
 def test_and_within_one_start_whose_blocks_resemble_each_other(blocks: int, correlation: float, trials: int) -> None:
@@ -200,7 +200,7 @@ def test_the_interval_of_every_look_covers_the_truth_at_once() -> None:
 
 
 @NOISES
-@trials(60, 500)
+@trials(30, 500)
 @pytest.mark.parametrize("effect", [1.0, 1.02, 1.05])
 def test_the_interval_at_the_stop_covers_the_truth(noise: Noise, effect: float, trials: int) -> None:
     """However favourable the moment at which the run stops."""
@@ -219,7 +219,7 @@ def test_large_differences_and_equivalence_are_decided_in_few_pairs() -> None:
         assert pairs_needed.median <= 8
 
 
-@trials(60, 500)
+@trials(30, 500)
 @pytest.mark.parametrize(("pairs", "restarts"), [(4, 1), (8, 1), (16, 1), (20, 5)])
 def test_a_difference_of_the_stated_size_is_found_in_four_runs_of_five(pairs: int, restarts: int, trials: int) -> None:
     power = promises.power_at_the_stated_effect(trials, plain, pairs, restarts)
@@ -232,7 +232,7 @@ def test_the_noise_floor_stops_what_a_restart_would_make_a_winner_of() -> None:
     assert_at_most(promises.false_winners_beside_the_floor(1000, 0.02, floor=True))
 
 
-@trials(4, 400)
+@trials(3, 400)
 @pytest.mark.parametrize("truth", TRUTHS, ids=lambda truth: truth.name)
 def test_a_planted_truth_is_covered_and_gets_its_verdict(truth: Truth, trials: int) -> None:
     """Request by request, through the summaries too. The allowance for rounds that resemble each other, and what all

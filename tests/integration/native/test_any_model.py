@@ -69,22 +69,33 @@ def pad_to(server: Any) -> str:
     return shown
 
 
+LINEAR = """
+import torch
+from servers.models import Input, Output, UserModel
+
+def linear():
+    return UserModel(torch.nn.Linear(4, 4), [Input("x", "FP32", ("batch", 4))], [Output("y", "FP32", ("batch", 4))])
+"""
+"""Needs torch and no other library."""
+
+
 @pytest.mark.usefixtures("real_exec")  # torch reads how to wait when it is loaded
 @pytest.mark.parametrize(
     ("spinning", "fronts"), [("auto", 0), ("off", 0), pytest.param("off", 1, marks=pytest.mark.slow)]
 )
 def test_torchs_threads_wait_as_asked(
-    spinning: str, fronts: int, model: Path, native: Any, monkeypatch: pytest.MonkeyPatch
+    spinning: str, fronts: int, tmp_path: Path, native: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "mine.py").write_text(LINEAR)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")  # libgomp says what it read, when torch loads it
-    options = ("--model", str(model), "--engine", "torch", "--device", "cpu", "--threads", "2")
+    options = ("--model", f"{tmp_path / 'mine.py'}:linear", "--engine", "torch", "--device", "cpu", "--threads", "2")
     server = native(*options, "--spinning", spinning, "--fronts", str(fronts))
     server.wait_ready()
     spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", (server.folder / f"log-{server.port}").read_text())
     assert spins
     assert (int(spins[0]) == 0) == (spinning == "off")
-    config = json.loads(server.request("GET", "/v2/models/tiny/config").body)
+    config = json.loads(server.request("GET", "/v2/models/mine_linear/config").body)
     assert config["parameters"]["spinning"]["string_value"] == ("on" if spinning == "auto" else "off")
 
 

@@ -10,7 +10,7 @@ from tests.again import again
 from tests.integration.native.health_probe import probed, slowest_quiet_s
 from tests.integration.native.raw_client import MIB, check_well, connected, head, read_answer
 
-CLIENTS = 8
+CLIENTS = 4
 SIZE = 4 * MIB - 200
 
 
@@ -39,10 +39,16 @@ def server(request, tmp_path_factory, native_starter):
     return native_starter(folder, "--engine", "null", "--fronts", str(request.param))
 
 
-@pytest.mark.parametrize("kind", BODIES)
+SLOWEST = ("ragged lists", "strings", "lists of BYTES")
+"""Of numbers, of what is no number, and of BYTES."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in SLOWEST else pytest.mark.slow) for kind in BODIES]
+)
 @again
 def test_long_json_delays_nobody_else(server, kind) -> None:
-    """4 MiB of ragged lists with NaN held the interpreter for 0.8 s, those of eight clients for 1 s."""
+    """4 MiB of ragged lists with NaN held the interpreter for 0.8 s."""
     limit_s = 0.3 + 3 * slowest_quiet_s(server.port)
     request = head(f"Content-Length: {len(BODIES[kind])}") + BODIES[kind]
     with probed(server.port) as health, contextlib.ExitStack() as stack:

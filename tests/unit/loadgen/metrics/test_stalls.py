@@ -28,9 +28,9 @@ Row = tuple[float, float, int, int]
 
 def block(rows: Sequence[Row], index: int = 0, sizes: tuple[int, ...] = ()) -> StoredBlock:
     samples = np.zeros(len(rows), dtype=SAMPLE_DTYPE)
-    for sample, (start_ms, end_ms, user, body) in zip(samples, rows, strict=True):
-        sample["intended_ns"] = sample["send_ns"] = int(start_ms * 1e6)
-        sample["end_ns"], sample["user"], sample["body"] = int(end_ms * 1e6), user, body
+    start_ms, end_ms, samples["user"], samples["body"] = np.array(rows, float).reshape(-1, 4).T
+    samples["intended_ns"] = samples["send_ns"] = (start_ms * 1e6).astype(int)
+    samples["end_ns"] = (end_ms * 1e6).astype(int)
     samples["status"], samples["error"] = 200, -1
     record = BlockRecord(
         index=index, workload="concurrent", round=index, label="a", position=0, started_at="", window_start_ns=0,
