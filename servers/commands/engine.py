@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -37,9 +37,6 @@ from servers.measuring.request import resolved_device
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.options.command_line import checked, counted, fail, settings_of, takes_settings
-
-if TYPE_CHECKING:
-    from servers.measuring.profile import BatchProfile
 
 HELP_GROUP = "Explore"
 
@@ -120,7 +117,7 @@ def _measure(
     sizes: list[int],
     lengths: list[dict[str, int]],
     say: Callable[[str], None],
-) -> tuple[dict[str, Any], list[BatchProfile] | str | None]:
+) -> tuple[dict[str, Any], list[dict[str, Any]] | str | None]:
     """The document of all results, and the profile of a run that asks for one."""
     weights = specification.pinned(settings.weights)
     say(f"loading {specification.title} into {requested.kind}")
@@ -150,7 +147,7 @@ def _measure(
         profile = profile_engine(measured.engine, specification, times)  # last: it slows everything after it
     if isinstance(profile, str):
         return document | {"profile": [], "profile_missing": profile}, profile
-    return document | {"profile": [asdict(batch) for batch in profile]}, profile
+    return document | {"profile": profile}, profile
 
 
 def _write(path: Path, document: Mapping[str, object]) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -179,49 +179,6 @@ LABEL_WIDTH, CELL_WIDTH = 30, 18
 """Columns of the table of categories; a narrow terminal gets several tables."""
 
 
-@dataclass(frozen=True, slots=True)
-class CategoryTime:
-    """The time of one category; `share` is its share of the span."""
-
-    name: str
-    us: float
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class KernelTime:
-    """All launches of one kernel, or calls of one operator on a CPU; `label` is a short form of `name`."""
-
-    name: str
-    label: str
-    category: str
-    count: float
-    us: float
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class BatchProfile:
-    """One batch size, per execution.
-
-    The span is from the start of an execution's first kernel to the end of its last, on a CPU the execution by the
-    host's clock. `idle_us` is the rest of the span; it is also the last of the categories, whose shares add up to 1.
-    Time in which several kernels run is divided equally among them. `measured_us` was measured before, without a
-    profiler: the execution, or the call of an engine that does not measure executions. `with_copies`: the executions
-    include the copies from and to the host.
-    """
-
-    batch: int
-    executions: int
-    with_copies: bool
-    measured_us: float
-    span_us: float
-    idle_us: float
-    launches: float
-    categories: list[CategoryTime]
-    kernels: list[KernelTime]
-
-
 @dataclass(slots=True)
 class ProfileTotals:
     """The sums over all executions of one batch size, by kernel or by operator; `span_ns` adds up their spans."""
@@ -251,8 +208,16 @@ class ProfileTotals:
                 running.add(index)
 
 
-def summarised(part: ProfileTotals, batch: int, measured_us: float, *, on_device: bool) -> BatchProfile:
-    """The record of one batch size. Raises `EngineError` if its executions took no time."""
+def summarised(part: ProfileTotals, batch: int, measured_us: float, *, on_device: bool) -> dict[str, Any]:
+    """The entry of one batch size in the document of `abserve engine`, per execution. Raises `EngineError` if its
+    executions took no time.
+
+    The span is from the start of an execution's first kernel to the end of its last, on a CPU the execution by the
+    host's clock. `idle_us` is the rest of the span; it is also the last of the categories, whose shares add up to 1.
+    Time in which several kernels run is divided equally among them. A kernel counts for all its launches, on a CPU an
+    operator for all its calls. `measured_us` was measured before, without a profiler: the execution, or the call of an
+    engine that does not measure executions. `with_copies`: the executions include the copies from and to the host.
+    """
     executions = EXECUTIONS_ON_DEVICE if on_device else EXECUTIONS_ON_HOST
     idle_name = IDLE_ON_DEVICE if on_device else IDLE_ON_HOST
     busy_ns = sum(part.busy_ns.values())
@@ -264,30 +229,37 @@ def summarised(part: ProfileTotals, batch: int, measured_us: float, *, on_device
     for name, count in part.counts.items():
         of_kernel_ns = part.busy_ns.get(name, 0.0)
         category = kernel_category(name) if on_device else operator_category(name)
-        label = kernel_label(name) if on_device else name
         by_category[category] += of_kernel_ns
-        us = of_kernel_ns / executions / 1e3
-        kernels.append(KernelTime(name, label, category, count / executions, us, of_kernel_ns / span_ns))
+        kernels.append(
+            {
+                "name": name,
+                "label": kernel_label(name) if on_device else name,
+                "category": category,
+                "count": count / executions,
+                "us": of_kernel_ns / executions / 1e3,
+                "share": of_kernel_ns / span_ns,
+            }
+        )
     by_category[idle_name] = span_ns - busy_ns
-    return BatchProfile(
-        batch=batch,
-        executions=executions,
-        with_copies=part.with_copies,
-        measured_us=measured_us,
-        span_us=span_ns / executions / 1e3,
-        idle_us=(span_ns - busy_ns) / executions / 1e3,
-        launches=sum(kernel.count for kernel in kernels),
-        categories=[
-            CategoryTime(name, by_category[name] / executions / 1e3, by_category[name] / span_ns)
+    return {
+        "batch": batch,
+        "executions": executions,
+        "with_copies": part.with_copies,
+        "measured_us": measured_us,
+        "span_us": span_ns / executions / 1e3,
+        "idle_us": (span_ns - busy_ns) / executions / 1e3,
+        "launches": sum(kernel["count"] for kernel in kernels),
+        "categories": [
+            {"name": name, "us": by_category[name] / executions / 1e3, "share": by_category[name] / span_ns}
             for name in (*CATEGORIES, idle_name)
         ],
-        kernels=sorted(kernels, key=lambda kernel: -kernel.us),
-    )
+        "kernels": sorted(kernels, key=lambda kernel: -kernel["us"]),
+    }
 
 
 def profile_engine(
     engine: Engine, specification: ModelSpecification, measured: Sequence[EngineTimes]
-) -> list[BatchProfile] | str:
+) -> list[dict[str, Any]] | str:
     """Profile a loaded engine at every measured batch size, each measured once; measure nothing in this process later.
     The reason in its place for an engine that cannot be profiled, whose measurement is valid all the same."""
     batches = [(times.batch, times.reference.sizes) for times in measured]
@@ -446,49 +418,49 @@ def split(launches: Iterable[KernelLaunch], executions: int) -> list[list[Kernel
     return complete
 
 
-def show_profile(console: Console, profiles: Sequence[BatchProfile] | str) -> None:
+def show_profile(console: Console, profiles: Sequence[dict[str, Any]] | str) -> None:
     """Print µs per execution by category and batch, and the kernels of the first and the last batch; or why not."""
     if isinstance(profiles, str):
         console.print(f"no profile: {profiles}", markup=False)
         return
-    on_device = profiles[0].categories[-1].name == IDLE_ON_DEVICE
-    copies = ", copies from and to the host included" if any(batch.with_copies for batch in profiles) else ""
+    on_device = profiles[0]["categories"][-1]["name"] == IDLE_ON_DEVICE
+    copies = ", copies from and to the host included" if any(batch["with_copies"] for batch in profiles) else ""
     console.print(
-        f"profile: µs per execution (share of the span), means over {profiles[0].executions} executions under a "
+        f"profile: µs per execution (share of the span), means over {profiles[0]['executions']} executions under a "
         f"profiler, which slows them{copies}",
         markup=False,
     )
     columns = max(1, (console.width - LABEL_WIDTH) // CELL_WIDTH)
     for start in range(0, len(profiles), columns):
         console.print(_categories(profiles[start : start + columns], "launches" if on_device else "operators"))
-    for batch in {batch.batch: batch for batch in (profiles[0], profiles[-1])}.values():
+    for batch in {batch["batch"]: batch for batch in (profiles[0], profiles[-1])}.values():
         console.print(_kernels(batch, "kernel" if on_device else "operator"))
 
 
-def _categories(profiles: Sequence[BatchProfile], unit: str) -> Table:
+def _categories(profiles: Sequence[dict[str, Any]], unit: str) -> Table:
     table = Table(box=SIMPLE)
     table.add_column("batch", no_wrap=True)
     for profile in profiles:
-        table.add_column(str(profile.batch), justify="right", no_wrap=True)
-    for row, category in enumerate(profiles[0].categories):
-        times = [profile.categories[row] for profile in profiles]
-        table.add_row(category.name, *(f"{time.us:,.1f} ({time.share:.0%})" for time in times))
+        table.add_column(str(profile["batch"]), justify="right", no_wrap=True)
+    for row, category in enumerate(profiles[0]["categories"]):
+        times = [profile["categories"][row] for profile in profiles]
+        table.add_row(category["name"], *(f"{time['us']:,.1f} ({time['share']:.0%})" for time in times))
     table.add_section()
-    table.add_row("span under the profiler", *(f"{profile.span_us:,.1f}" for profile in profiles))
-    table.add_row("measured without it", *(f"{profile.measured_us:,.1f}" for profile in profiles))
-    table.add_row(unit, *(f"{profile.launches:g}" for profile in profiles))
+    table.add_row("span under the profiler", *(f"{profile['span_us']:,.1f}" for profile in profiles))
+    table.add_row("measured without it", *(f"{profile['measured_us']:,.1f}" for profile in profiles))
+    table.add_row(unit, *(f"{profile['launches']:g}" for profile in profiles))
     return table
 
 
-def _kernels(profile: BatchProfile, unit: str) -> Table:
+def _kernels(profile: dict[str, Any], unit: str) -> Table:
     merged: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for kernel in profile.kernels:
-        row = merged[kernel.label, kernel.category]
-        for place, value in enumerate((kernel.count, kernel.us, kernel.share)):
+    for kernel in profile["kernels"]:
+        row = merged[kernel["label"], kernel["category"]]
+        for place, value in enumerate((kernel["count"], kernel["us"], kernel["share"])):
             row[place] += value
     ranked = sorted(merged.items(), key=lambda item: -item[1][1])
     table = Table(box=SIMPLE)
-    table.add_column(f"batch {profile.batch}: {unit}", overflow="fold")
+    table.add_column(f"batch {profile['batch']}: {unit}", overflow="fold")
     table.add_column("category", no_wrap=True)
     for name in ("count", "µs", "share"):
         table.add_column(name, justify="right", no_wrap=True)

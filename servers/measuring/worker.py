@@ -296,8 +296,13 @@ def _profiled(
         return [[] for _ in times]
     return [
         [
-            {"name": kernel.label, "count": kernel.count, "seconds": kernel.us / 1e6, "share": kernel.share}
-            for kernel in batch.kernels[:TOP_KERNELS]
+            {
+                "name": kernel["label"],
+                "count": kernel["count"],
+                "seconds": kernel["us"] / 1e6,
+                "share": kernel["share"],
+            }
+            for kernel in batch["kernels"][:TOP_KERNELS]
         ]
         for batch in profiles
     ]
