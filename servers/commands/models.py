@@ -6,7 +6,6 @@ described by `servers.models.descriptions`, which keeps others, too. The names o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -163,13 +162,8 @@ def _tensor(specification: ModelSpecification, tensor: Any) -> dict[str, Any]:
 
 
 def _show_line(model: dict[str, Any]) -> None:
-    if _is_language(model):
-        vocabulary, longest = f"{model['vocabulary']:,}", f"{model['max_length']:,}"
-        _print(f"{model['reference']}: {model['title']}, {_size(model)}")
-        _print(f"    vocabulary of {vocabulary}, prompt and answer of up to {longest} tokens")
-        return
     _print(f"{model['reference']}: {model['title']}, {_size(model)}")
-    _print(f"    {_brief(model['inputs'])} → {_brief(model['outputs'])}")
+    _print(f"    {_in_words(model)[0]}")
 
 
 def _show_details(model: dict[str, Any]) -> None:
@@ -178,52 +172,48 @@ def _show_details(model: dict[str, Any]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _language_details(model) if _is_language(model) else _details(model):
+    named = {"Model": model["reference"], "Title": model["title"], "Name on servers": model["name"]}
+    for name, value in (named | _in_words(model)[1]).items():
         if value:
             table.add_row(name, value)
     Console(highlight=False, markup=False).print(table)
 
 
-def _is_language(model: dict[str, Any]) -> bool:
-    return model.get("kind") == "language"
+def _in_words(model: dict[str, Any]) -> tuple[str, dict[str, str | None]]:
+    """What a model takes and answers with, in short and in the lines of its details."""
+    return _tokens_in_words(model) if model.get("kind") == "language" else _tensors_in_words(model)
 
 
-def _language_details(model: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    return (
-        ("Model", model["reference"]),
-        ("Title", model["title"]),
-        ("Name on servers", model["name"]),
-        ("Architecture", model["architecture"]),
-        ("Vocabulary", f"{model['vocabulary']:,} token ids"),
-        ("Ids that end an answer", ", ".join(map(str, model["eos"]))),
-        ("Longest prompt and answer", f"{model['max_length']:,} tokens together"),
-        ("Size", _size(model)),
-        ("Default weights", model["weights"]),
-        ("Weights, SHA-256", model["weights_sha256"]),
-    )
+def _tokens_in_words(model: dict[str, Any]) -> tuple[str, dict[str, str | None]]:
+    vocabulary, longest = f"{model['vocabulary']:,}", f"{model['max_length']:,}"
+    return f"vocabulary of {vocabulary}, prompt and answer of up to {longest} tokens", {
+        "Architecture": model["architecture"],
+        "Vocabulary": f"{vocabulary} token ids",
+        "Ids that end an answer": ", ".join(map(str, model["eos"])),
+        "Longest prompt and answer": f"{longest} tokens together",
+        "Size": _size(model),
+        "Default weights": model["weights"],
+        "Weights, SHA-256": model["weights_sha256"],
+    }
 
 
-def _details(model: dict[str, Any]) -> Iterable[tuple[str, str | None]]:
-    tags = model["pretrained_tags"]
+def _tensors_in_words(model: dict[str, Any]) -> tuple[str, dict[str, str | None]]:
     axes = [
         f"{axis['name']}: {axis['default']} by default, at most {axis['largest']}, "
         f"{'padded' if axis['padding'] else 'not padded'}"
         for axis in model["axes"]
     ]
-    return (
-        ("Model", model["reference"]),
-        ("Title", model["title"]),
-        ("Name on servers", model["name"]),
-        ("Inputs", "\n".join(map(_line, model["inputs"]))),
-        ("Outputs", "\n".join(f"{_line(output)}, compared as {output['kind']}" for output in model["outputs"])),
-        ("Variable sizes", "\n".join(axes)),
-        ("Payloads", ", ".join(model["payloads"])),
-        ("Largest batch", str(model["max_batch_size"])),
-        ("Size", _size(model)),
-        ("Definition, SHA-256", model["definition_sha256"]),
-        ("Default weights", model["default_weights"]),
-        ("Weights by tag", ", ".join(tags)),
-    )
+    return f"{_brief(model['inputs'])} → {_brief(model['outputs'])}", {
+        "Inputs": "\n".join(map(_line, model["inputs"])),
+        "Outputs": "\n".join(f"{_line(output)}, compared as {output['kind']}" for output in model["outputs"]),
+        "Variable sizes": "\n".join(axes),
+        "Payloads": ", ".join(model["payloads"]),
+        "Largest batch": str(model["max_batch_size"]),
+        "Size": _size(model),
+        "Definition, SHA-256": model["definition_sha256"],
+        "Default weights": model["default_weights"],
+        "Weights by tag": ", ".join(model["pretrained_tags"]),
+    }
 
 
 def _brief(tensors: list[dict[str, Any]]) -> str:

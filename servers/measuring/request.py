@@ -133,15 +133,12 @@ def offers(device: str, *, generating: bool = False) -> dict[str, object]:
     """The device, the modes and the precisions by engine and kind of device, and this machine's GPUs; of the engines
     that generate tokens if `generating`. Raises `EngineError`."""
     EngineSettings(device=device).check_here()
-    kinds = {} if generating else {name: engine_kind(name) for name in engine_names()}
-    return {
-        "device": resolved_device(device),
-        "modes": GENERATING_MODES if generating else {name: kind.modes for name, kind in kinds.items()},
-        "precisions": dict.fromkeys(GENERATING_ENGINES, GENERATING_PRECISIONS)
-        if generating
-        else {name: kind.precisions for name, kind in kinds.items()},
-        "gpu": gpu_info(None),
-    }
+    modes, precisions = GENERATING_MODES, dict.fromkeys(GENERATING_ENGINES, GENERATING_PRECISIONS)
+    if not generating:
+        kinds = {name: engine_kind(name) for name in engine_names()}
+        modes = {name: kind.modes for name, kind in kinds.items()}
+        precisions = {name: dict(kind.precisions) for name, kind in kinds.items()}
+    return {"device": resolved_device(device), "modes": modes, "precisions": precisions, "gpu": gpu_info(None)}
 
 
 PROMPT_TOKENS = {"cpu": 32, "cuda": 128}
