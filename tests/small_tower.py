@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
+from servers.options.libraries import import_library
 from servers.protocol.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -16,16 +17,17 @@ if TYPE_CHECKING:
 LAYERS, WIDTH, EMBEDDING = 2, 128, 16
 
 
-def small_tower(activation: Callable[[], torch.nn.Module] | None = None, seed: int = 0) -> torch.nn.Module:
+def small_tower(*, quick_gelu: bool = False, seed: int = 0) -> torch.nn.Module:
     """With every bias and gain away from 0 and 1, where a forgotten one would not show."""
     import torch
-    from open_clip.transformer import VisionTransformer
 
+    import_library("open_clip")  # without what no tower needs
+    transformer = import_module("open_clip.transformer")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tower = VisionTransformer(
+        tower = transformer.VisionTransformer(
             image_size=224, patch_size=32, width=WIDTH, layers=LAYERS, heads=2, mlp_ratio=4, output_dim=EMBEDDING,
-            act_layer=activation or torch.nn.GELU,
+            act_layer=transformer.QuickGELU if quick_gelu else torch.nn.GELU,
         )  # fmt: skip
         with torch.no_grad():
             for parameter in tower.parameters():

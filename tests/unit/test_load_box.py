@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,37 +31,66 @@ main()
 """
 
 
+HELP = ("--help", "gpu-exporter --help", "results-exporter --help")
+NEEDY = (
+    "models torchvision:resnet18", "serve native", "serve triton", "engine", "samples --out /nowhere",
+    "export --model torchvision:resnet18", "tune",
+)  # fmt: skip
+TO_A_SERVER = "conformance http://127.0.0.1:9"
+ONE_AFTER_THE_OTHER = """
+import contextlib, io, json
+from loadgen.entry import main as command
+
+def main():
+    answers = {{}}
+    for words in {commands!r}:
+        sys.argv = ["abserve", *words.split()]
+        out, err = (io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2))
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = command() or 0
+            except SystemExit as exc:
+                status = exc.code or 0
+        answers[words] = status, *(stream.buffer.getvalue().decode() for stream in (out, err))
+    print(json.dumps(answers))
+"""
+
+
+@cache
+def answers() -> dict[str, tuple[int, str, str]]:
+    """By command the status and what it writes. One process executes all of them."""
+    done = run(start=ONE_AFTER_THE_OTHER.format(commands=(*HELP, *NEEDY, TO_A_SERVER)))
+    assert done.returncode == 0, done.stderr
+    by_command: dict[str, tuple[int, str, str]] = json.loads(done.stdout)
+    return by_command
+
+
 def run(*command: str, start: str = "from loadgen.entry import main") -> subprocess.CompletedProcess[str]:
     program = PROGRAM.format(absent=ABSENT, arguments=command, start=start)
     return subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False, cwd="/")
 
 
-@pytest.mark.parametrize("command", [["--help"], ["gpu-exporter", "--help"], ["results-exporter", "--help"]])
-def test_commands_answer_without_the_servers_packages(command: list[str]) -> None:
-    done = run(*command)
-    assert done.returncode == 0, done.stderr
-    assert "Usage" in done.stdout
+@pytest.mark.parametrize("command", HELP)
+def test_commands_answer_without_the_servers_packages(command: str) -> None:
+    status, output, errors = answers()[command]
+    assert status == 0, errors
+    assert "Usage" in output
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["models torchvision:resnet18", "serve native", "serve triton", "engine", "samples --out /nowhere",
-     "export --model torchvision:resnet18", "tune"],
-)  # fmt: skip
+@pytest.mark.parametrize("command", NEEDY)
 def test_commands_that_need_them_say_what_to_install(command: str) -> None:
-    done = run(*command.split())
-    assert done.returncode == 2, done.stderr
-    sentence = done.stderr.strip().splitlines()[-1]
+    status, _, errors = answers()[command]
+    assert status == 2, errors
+    sentence = errors.strip().splitlines()[-1]
     assert sentence.startswith("error: ")
     assert "not installed" in sentence
     assert sentence.endswith("pip install 'abserve[servers]'")
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize(("command", "extra"), [("conformance http://127.0.0.1:9", "conformance")])
-def test_the_extra_is_that_of_the_command(command: str, extra: str) -> None:
-    done = run(*command.split())
-    assert (done.returncode, done.stderr.splitlines()[-1].rpartition("pip install ")[2]) == (2, f"'abserve[{extra}]'")
+def test_the_extra_is_that_of_the_command() -> None:
+    status, _, errors = answers()[TO_A_SERVER]
+    assert (status, errors.splitlines()[-1].rpartition("pip install ")[2]) == (2, "'abserve[conformance]'")
 
 
 def test_a_server_that_needs_them_ends_with_what_to_install() -> None:

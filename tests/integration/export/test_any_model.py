@@ -10,7 +10,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-import transformers
 
 from servers.engines.factory import build_engine
 from servers.engines.interface import EngineError
@@ -25,7 +24,7 @@ from servers.export.artefacts import (
 )
 from servers.export.manifest import ExportError, FileForm, executed_form
 from servers.models.files import file_sha256
-from servers.models.registry import get_specification, get_variant
+from servers.models.registry import get_specification, payload_variants
 from servers.models.specification import Axis, ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
 from servers.protocol.tensors import Array, TensorSpec
@@ -36,6 +35,8 @@ LONGEST = 40
 
 def small_bert() -> ModelSpecification:
     """The specification of BERT with two small layers, whose mask is added as in the large one."""
+    import transformers
+
     config = transformers.BertConfig(
         vocab_size=200,
         hidden_size=32,
@@ -137,9 +138,18 @@ def test_a_mask_that_is_lost_is_noticed(tmp_path: Path) -> None:
         ensure_artefact(replace(bert, load_module=load), WEIGHTS, tmp_path)
 
 
-@pytest.mark.parametrize("payload", ["fp32", pytest.param("uint8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("payload", ["fp32", "uint8"])
 def test_a_classifier_is_compared_as_one(payload: str, tmp_path: Path) -> None:
-    made = ensure_artefact(get_variant("torchvision:resnet18", payload), WEIGHTS, tmp_path, form=FileForm("fp16"))
+    def load(_: WeightsSource) -> torch.nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layers = (torch.nn.Conv2d(3, 8, 32, 32), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(392, 1000))
+            return torch.nn.Sequential(*layers).eval().requires_grad_(False)
+
+    classifier = replace(get_specification("torchvision:resnet18"), load_module=load)
+    assert dict(classifier.kinds) == {"logits": "logits"}
+    variant = payload_variants(classifier)[payload == "uint8"]
+    made = ensure_artefact(variant, WEIGHTS, tmp_path, form=FileForm("fp16"))
     assert [measurement.batch for measurement in made.manifest.parity] == [1, 2, 7]
     assert all((measurement.relative_error or 1) < 0.01 for measurement in made.manifest.parity)
     assert made.path.name == {"fp32": "model_fp16.onnx", "uint8": "model_uint8_fp16.onnx"}[payload]

@@ -118,7 +118,7 @@ def test_the_config_tells_what_is_in_effect(triton: Any, client: Any, artefact: 
     }
 
 
-@pytest.mark.parametrize("rows", [1, 3, 32])
+@pytest.mark.parametrize("rows", [1, 5, pytest.param(32, marks=pytest.mark.slow)])
 def test_answers_equal_onnxruntime_in_process(client: Any, engine: Engine, rows: int) -> None:
     array = pixels(rows, seed=rows)
     answer = infer(client, array)

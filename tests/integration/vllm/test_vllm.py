@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from loadgen.records.model_config import read_vllm
@@ -97,6 +96,8 @@ def test_the_plan_is_a_fair_vllm(interpreter: Path, tmp_path: Path, monkeypatch:
 def test_the_folder_holds_the_same_model_and_a_tokenizer_of_ids(
     interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     plan = plan_of(monkeypatch, tmp_path, "--python", str(interpreter), "--device", "cpu")
     folder = Path(plan["argv"][5])
     assert folder.parent == tmp_path / ".artefacts" / "language"

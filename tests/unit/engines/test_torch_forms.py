@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import open_clip.transformer
 import pytest
 import torch
 
@@ -106,9 +105,11 @@ def test_a_tower_s_plan_is_chosen_once(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_a_model_that_is_no_plain_tower_runs_as_its_own_module(specification: ModelSpecification) -> None:
+    from open_clip.transformer import VisionTransformer
+
     for module in (
         torch.nn.Flatten(),
-        open_clip.transformer.VisionTransformer(
+        VisionTransformer(
             image_size=64, patch_size=32, width=64, layers=1, heads=1, mlp_ratio=4.0, output_dim=16, pool_type="avg"
         ).requires_grad_(False),
     ):

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import open_clip
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -23,6 +22,8 @@ SMALL = "ViT-S-32-alt"
 
 def clip_of(architecture: str) -> Any:
     """Without memory for its weights, which takes seconds to fill."""
+    import open_clip
+
     with torch.device("meta"):
         return open_clip.CLIP(**open_clip.get_model_config(architecture)).eval()
 
@@ -179,6 +180,8 @@ def test_an_unknown_tag_names_the_closest_or_all() -> None:
 
 
 def test_every_tag_of_open_clip_was_trained_with_our_preprocessing(specification: ModelSpecification) -> None:
+    import open_clip
+
     preprocessing = specification.preprocessing
     for tag in specification.pretrained_tags():
         config = open_clip.get_pretrained_cfg(ARCHITECTURE, tag)

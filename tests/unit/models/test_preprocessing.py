@@ -8,7 +8,6 @@ import tracemalloc
 from pathlib import Path
 
 import numpy as np
-import open_clip
 import pytest
 from PIL import Image
 
@@ -35,6 +34,8 @@ def gradient(width: int, height: int) -> Image.Image:
 
 
 def reference(data: bytes, specification: ModelSpecification) -> np.ndarray:
+    import open_clip
+
     preprocessing = specification.preprocessing
     transform = open_clip.image_transform(
         preprocessing.size, is_train=False, mean=preprocessing.mean, std=preprocessing.std, interpolation="bicubic"
