@@ -120,18 +120,17 @@ def graph_times_ms(
     cannot be captured has none; `note_failure` hears why."""
     import torch
 
-    from servers.engines.torch.copies import capture, captures
+    from servers.engines.torch.copies import capture
     from servers.engines.torch.device import event_pair
 
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    with captures():
-        for title, call in calls:
-            try:
-                graphs[title] = capture(call, device)
-            except Exception as exc:  # noqa: BLE001  Triton's errors share no base
-                note_failure(title, exc)
-            if title not in graphs:  # not in the handler, where the exception holds what failed
-                torch.cuda.empty_cache()
+    for title, call in calls:
+        try:
+            graphs[title] = capture(call, device)
+        except Exception as exc:  # noqa: BLE001  Triton's errors share no base
+            note_failure(title, exc)
+        if title not in graphs:  # not in the handler, where the exception holds what failed
+            torch.cuda.empty_cache()
     times: dict[str, list[float]] = {title: [] for title in graphs}
     for _ in range(TURNS):
         for title, graph in graphs.items():

@@ -23,7 +23,6 @@ from torch.nn import functional
 
 from servers.engines.choice import ChoiceCache, digest, machine_key, makes_choices
 from servers.engines.settings import EngineError
-from servers.engines.torch.copies import captures
 from servers.language import decoder_kernels as kernels
 from servers.language.decoder import Affine, DecoderWeights, LayerWeights
 from servers.language.forward import StepPlan, TensorSlots
@@ -210,7 +209,7 @@ class TritonForward(TensorSlots):
         key |= {"chunks": str((self._chunks, self._largest_chunk)), "length": str(self.max_length)}
         cache = ChoiceCache(machine_key(self.device, Path(__file__).parent) | key)
         chooses = self._graphs_wanted and makes_choices()
-        with cache.held() if chooses else nullcontext(), captures() if self._graphs_wanted else nullcontext():
+        with cache.held() if chooses else nullcontext():
             self._warm_up(cache if chooses else None)
         self._trouble = cache.trouble
 

@@ -11,7 +11,6 @@ The driver's functions are called without a wrapper: a call takes about 1 µs, a
 from __future__ import annotations
 
 import ctypes
-import gc
 import threading
 from array import array
 from bisect import bisect_right
@@ -333,18 +332,6 @@ class CudaCopies:
     def _unregister(self, address: int) -> None:
         with self.current():
             self._blocking("cuMemHostUnregister", address)
-
-
-@contextmanager
-def captures() -> Iterator[None]:
-    """Captures in this block take 0.1 s less each: torch looks for garbage before every one, but here not among what
-    was made before the block."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -> torch.cuda.CUDAGraph:

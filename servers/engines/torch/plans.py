@@ -191,8 +191,10 @@ class PlannedModule(ABC):
     def _form_of_choice(self, trouble: str) -> ModelForm:
         taken = {plan for plan, _ in self._chosen.values()}
         forms = {plan: form for plan in self._plans if plan in taken and (form := self._forms[plan]) is not None}
+        others = len(self._forms) > len(forms)
         self._forms.clear()
-        gc.collect()  # a model may be part of a cycle; once, because it takes 0.1 s
+        if others:
+            gc.collect()  # a model may be part of a cycle; once, because it takes 0.1 s
         self._release()
         # The description reads the parameters of the largest batch.
         largest = forms[self._chosen[max(self._chosen)][0]]

@@ -19,7 +19,7 @@ from torch import Tensor
 from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs, valid_inputs
 from servers.engines.interface import DeviceMemory, Engine, EngineError, Finish, HostMemory, Request, first_line
 from servers.engines.padding import Padding, divide, fill_rows, pad_to_text
-from servers.engines.torch.copies import CudaCopies, captures, cut_copy
+from servers.engines.torch.copies import CudaCopies, cut_copy
 from servers.engines.torch.device import event_pair, probe_kernels
 from servers.gpu.cuda_library import CudaError
 from servers.models.specification import Axis, ModelSpecification
@@ -217,9 +217,8 @@ class GraphRunner:
                 first = [Bucket(rows, size) for size in self._prepared or (None,) for rows in self.rows]
                 enqueue = {bucket: build(bucket) for bucket in first}
                 self._pool = torch.cuda.graph_pool_handle() if self._on_cuda else None
-                with captures():
-                    for bucket in reversed(first):  # the largest first: the others fit into its memory
-                        self._capture(bucket, enqueue[bucket])  # in the stream in which `build` prepared it
+                for bucket in reversed(first):  # the largest first: the others fit into its memory
+                    self._capture(bucket, enqueue[bucket])  # in the stream in which `build` prepared it
             if self._on_cuda:
                 torch.cuda.current_stream(device).synchronize()  # not the device: another model may capture a graph
                 self.copies.synchronise()
