@@ -5,14 +5,12 @@ Searches are checked like blocks, by the trials that decided their value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import numpy as np
 
 from loadgen.base.quantities import join, number, per_second, share
-from loadgen.checks.registry import Judgement, check, late_severity, per_load
+from loadgen.checks.registry import Judgement, check, late_severity, per_load, per_load_or_search
 from loadgen.findings.rate_search import BUSY, RatesFound, Trial
-from loadgen.metrics.facts import Facts, WorkloadFacts, workload_scope
+from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.metrics.registry import CHUNK_SIZE, OUTPUT_TOKENS
 from loadgen.metrics.summaries import BlockSummary, figure_of
 from loadgen.records.checks import Severity
@@ -45,43 +43,38 @@ WARM_UP_SIGNIFICANCE = 0.001
     not_known="The load generator's CPU use is not known",
     fault="overloaded load generator",
 )
-def generator_cpu(facts: Facts) -> Iterator[Judgement]:
-    for load in facts.loads:
+@per_load_or_search
+def generator_cpu(load: WorkloadFacts, facts: Facts) -> Judgement:
+    """Of a search judge the lowest rate that failed, which the server might have held."""
+    if load.workload.is_search:
+        shares, limited, where = _busy_in_search(facts, load.workload.name)
+    else:
         shares = [block.generator_cpu_share for block in load.blocks if block.generator_cpu_share is not None]
-        several = any(block.generator_processes > 1 for block in load.blocks)
-        yield _busy(
-            load.workload, shares, max(shares, default=0.0) > BUSY, "at most, in one process" if several else "at most"
-        )
-    for workload in facts.run.experiment.workloads:
-        if workload.is_search:
-            yield _busy_in_search(facts, workload)
-
-
-def _busy_in_search(facts: Facts, workload: Workload) -> Judgement:
-    """Judge the lowest rate that failed, which the server might have held."""
-    rates = [rate for rate in facts.of(RatesFound).rates if rate.workload == workload.name]
-    deciding = {(rate.round, rate.label): rate.failed_rate_per_s for rate in rates}
-    shares = [
-        trial.generator_cpu_share
-        for trial in facts.run.records_of(Trial)
-        if trial.workload == workload.name
-        and trial.generator_cpu_share is not None
-        and trial.rate_per_s == deciding.get((trial.round, trial.label))
-    ]
-    where = "at the lowest rate that failed"
-    if any(trial.generator_processes > 1 for trial in facts.run.records_of(Trial) if trial.workload == workload.name):
-        where += ", on average over its processes"
-    limited = any(rate.client_limited for rate in rates)
-    return _busy(workload, shares, limited, where)
-
-
-def _busy(workload: Workload, shares: Sequence[float], limited: bool, where: str) -> Judgement:
+        limited, where = max(shares, default=0.0) > BUSY, "at most"
+        if any(block.generator_processes > 1 for block in load.blocks):
+            where += ", in one process"
     if not shares:
-        return Judgement(None, "the CPU time of the load generator is unknown", scope=workload_scope(workload.name))
+        return Judgement(None, "the CPU time of the load generator is unknown")
     detail = f"the load generator used {share(max(shares))} of a core {where}"
     if limited:
         detail += ", so it may have limited the arms"
-    return Judgement(not limited, detail, max(shares), scope=workload_scope(workload.name))
+    return Judgement(not limited, detail, max(shares))
+
+
+def _busy_in_search(facts: Facts, workload: str) -> tuple[list[float], bool, str]:
+    """The generator's CPU shares in the trials at that rate, whether it limited the search, and where that was."""
+    rates = [rate for rate in facts.of(RatesFound).rates if rate.workload == workload]
+    trials = [trial for trial in facts.run.records_of(Trial) if trial.workload == workload]
+    deciding = {(rate.round, rate.label): rate.failed_rate_per_s for rate in rates}
+    shares = [
+        trial.generator_cpu_share
+        for trial in trials
+        if trial.generator_cpu_share is not None and trial.rate_per_s == deciding.get((trial.round, trial.label))
+    ]
+    where = "at the lowest rate that failed"
+    if any(trial.generator_processes > 1 for trial in trials):
+        where += ", on average over its processes"
+    return shares, any(rate.client_limited for rate in rates), where
 
 
 @check(
@@ -93,67 +86,51 @@ def _busy(workload: Workload, shares: Sequence[float], limited: bool, where: str
     threshold=CEILING_SHARE_LIMIT,
     fault="overloaded load generator",
 )
-def generator_ceiling(facts: Facts) -> Iterator[Judgement]:
-    """Compare with this machine's calibration; above half of the maximum the generator adds to the latencies. Beyond
-    the maximum for streamed tokens it merges chunks and stamps them late, so the run is invalid."""
-    searches = facts.of(RatesFound)
-    for load in facts.loads:
-        if load.workload.kind is Kind.TOKENS:
-            yield _token_ceiling(facts, load)
-            continue
-        yield _ceiling(facts, load.workload, [(summary.label, summary.throughput_per_s) for summary in load.summaries])
-    for workload in facts.run.experiment.workloads:
-        if workload.is_search:
-            rates = [(rate.label, rate.rate_per_s) for rate in searches.rates if rate.workload == workload.name]
-            yield _ceiling(facts, workload, rates)
-
-
-def _ceiling(facts: Facts, workload: Workload, speeds: Sequence[tuple[Label, float | None]]) -> Judgement:
-    names = facts.names
-    experiment, calibration, scope = facts.run.experiment, facts.run.calibration, workload_scope(workload.name)
+@per_load_or_search
+def generator_ceiling(load: WorkloadFacts, facts: Facts) -> Judgement:
+    """Compare with this machine's calibration; above half of the maximum the generator adds to the latencies. Of
+    streamed answers compare the chunks: one of several tokens costs about as much as one of a single token. Beyond the
+    maximum for them it merges chunks and stamps them late, so the run is invalid."""
+    experiment, calibration, workload = facts.run.experiment, facts.run.calibration, load.workload
     if calibration is None:
-        return Judgement(None, "this machine is not calibrated", scope=scope)
+        return Judgement(None, "this machine is not calibrated")
+    is_streamed = workload.kind is Kind.TOKENS and not workload.is_search
+    processes = max(1, min(experiment.processes, workload.concurrency))  # a user is not shared among several
     measured = []
-    for label, speed in speeds:
-        payload = experiment.payload_of(experiment.arm(label))
-        processes = max(1, min(experiment.processes, workload.concurrency))  # a user is not shared among several
-        ceiling = ceiling_images_per_s(calibration, experiment.transport, payload, workload.batch_size, processes)
+    for label, speed in _chunks_per_s(load) if is_streamed else _items_per_s(load, facts):
+        arm = experiment.arm(label)
+        ceiling = (
+            ceiling_tokens_per_s(calibration, experiment.transport_of(arm), processes)
+            if is_streamed
+            else ceiling_images_per_s(
+                calibration, experiment.transport, experiment.payload_of(arm), workload.batch_size, processes
+            )
+        )
         if speed and ceiling:
             measured.append((speed / ceiling, label, speed, ceiling))
     if not measured:
-        return Judgement(None, "the calibration does not cover this workload", scope=scope)
+        return Judgement(None, "the calibration does not cover this workload")
     used, label, speed, ceiling = max(measured)
-    unit = per_second(facts.item)
-    detail = (
-        f"{names[label]} reached {number(speed)} {unit}, {share(used)} of the {number(ceiling)}/s that the load "
-        "generator can send"
-    )
-    return Judgement(used <= CEILING_SHARE_LIMIT, detail, used, scope=scope)
+    reached = f"reached {number(speed)} {per_second(facts.item)}"
+    most = f"{share(used)} of the {number(ceiling)}/s that the load generator can "
+    if is_streamed:
+        reached, most = f"sent {number(speed)} chunks/s", f"{most}receive one by one"
+    else:
+        most += "send"
+    severity: Severity | None = "invalidates" if is_streamed and used > 1.0 else None
+    return Judgement(used <= CEILING_SHARE_LIMIT, f"{facts.names[label]} {reached}, {most}", used, severity=severity)
 
 
-def _token_ceiling(facts: Facts, load: WorkloadFacts) -> Judgement:
-    """Judge the chunks per second: a chunk of several tokens costs about as much as one of a single token."""
-    names = facts.names
-    experiment, calibration = facts.run.experiment, facts.run.calibration
-    if calibration is None:
-        return Judgement(None, "this machine is not calibrated", scope=load.scope)
-    processes = max(1, min(experiment.processes, load.workload.concurrency))
-    measured = []
-    for summary in load.summaries:
-        transport = experiment.transport_of(experiment.arm(summary.label))
-        ceiling = ceiling_tokens_per_s(calibration, transport, processes)
-        speed, size = figure_of(summary, OUTPUT_TOKENS), figure_of(summary, CHUNK_SIZE)
-        if ceiling and speed and size:
-            measured.append((speed / size / ceiling, summary.label, speed / size, ceiling))
-    if not measured:
-        return Judgement(None, "the calibration does not cover this workload", scope=load.scope)
-    used, label, speed, ceiling = max(measured)
-    detail = (
-        f"{names[label]} sent {number(speed)} chunks/s, {share(used)} of the {number(ceiling)}/s that the load "
-        "generator can receive one by one"
-    )
-    severity: Severity | None = "invalidates" if used > 1.0 else None
-    return Judgement(used <= CEILING_SHARE_LIMIT, detail, used, scope=load.scope, severity=severity)
+def _items_per_s(load: WorkloadFacts, facts: Facts) -> list[tuple[Label, float | None]]:
+    if load.workload.is_search:
+        rates = facts.of(RatesFound).rates
+        return [(rate.label, rate.rate_per_s) for rate in rates if rate.workload == load.workload.name]
+    return [(summary.label, summary.throughput_per_s) for summary in load.summaries]
+
+
+def _chunks_per_s(load: WorkloadFacts) -> list[tuple[Label, float | None]]:
+    figures = [(s.label, figure_of(s, OUTPUT_TOKENS), figure_of(s, CHUNK_SIZE)) for s in load.summaries]
+    return [(label, speed / size if speed and size else None) for label, speed, size in figures]
 
 
 @check(
@@ -227,38 +204,31 @@ def _own_lag(block: BlockSummary) -> tuple[float | None, float | None]:
     "Allow more --connections; if the arm cannot sustain the rate, no number of them suffices.",
     threshold=CONNECTION_WAIT_LIMIT,
 )
-def connections_free(facts: Facts) -> Iterator[Judgement]:
+@per_load_or_search
+def connections_free(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge the wait for a connection: a request that waits for one is missing from the server's queue."""
-    for load in facts.loads:
-        if load.workload.is_open:
-            yield _waits_in_load(load)
-    for workload in facts.run.experiment.workloads:
-        if workload.is_search:
-            yield _waits_in_search(facts, workload)
-
-
-def _waits_in_load(load: WorkloadFacts) -> Judgement:
+    if load.workload.is_search:
+        return _waits_in_search(load.workload, facts)
+    loops = [(block, block.open_loop) for block in load.blocks if block.open_loop is not None]
+    if not load.workload.is_open:
+        return None
     waits = [
         (loop.connection_wait_p99_ms, p99_ms)
         if loop.connection_wait_p99_ms is not None and (p99_ms := block.latency_ms("p99"))
         else (loop.connection_wait_max_ms, block.latency_ms("mean"))
-        for block in load.blocks
-        if (loop := block.open_loop) is not None
+        for block, loop in loops
     ]
     shares = [wait / latency for wait, latency in waits if wait is not None and latency]
     if not shares:
-        return Judgement(None, "no samples", scope=load.scope)
-    longest = max(block.open_loop.connection_wait_max_ms or 0.0 for block in load.blocks if block.open_loop is not None)
+        return Judgement(None, "no samples")
+    longest = max(loop.connection_wait_max_ms or 0.0 for _, loop in loops)
     detail = f"requests waited up to {number(longest)} ms for one of {load.workload.concurrency} connections"
-    return Judgement(max(shares) <= CONNECTION_WAIT_LIMIT, detail, max(shares), scope=load.scope)
+    return Judgement(max(shares) <= CONNECTION_WAIT_LIMIT, detail, max(shares))
 
 
-def _waits_in_search(facts: Facts, workload: Workload) -> Judgement:
+def _waits_in_search(workload: Workload, facts: Facts) -> Judgement:
     """Judge the wait at the rates found; the latency includes it in any case."""
-    scope, rates = (
-        workload_scope(workload.name),
-        {(r.round, r.label, r.rate_per_s) for r in facts.of(RatesFound).rates if r.workload == workload.name},
-    )
+    rates = {(r.round, r.label, r.rate_per_s) for r in facts.of(RatesFound).rates if r.workload == workload.name}
     lags = [
         trial.send_lag_p99_ms
         for trial in facts.run.records_of(Trial)
@@ -268,16 +238,16 @@ def _waits_in_search(facts: Facts, workload: Workload) -> Judgement:
         and trial.send_lag_p99_ms is not None
     ]
     if not lags:
-        return Judgement(None, "no trial has enough requests for a p99", None, SEARCH_WAIT_LIMIT, scope)
+        return Judgement(None, "no trial has enough requests for a p99", None, SEARCH_WAIT_LIMIT)
     bound_ms = workload.latency_bound_ms if workload.limits is None else workload.limits.ttft_ms
     if not bound_ms:
-        return Judgement(None, "the first token has no limit, which alone would include the wait", scope=scope)
+        return Judgement(None, "the first token has no limit, which alone would include the wait")
     longest, of_bound = max(lags), max(lags) / bound_ms
     detail = (
         f"at the rates found, the p99 of the wait for one of {workload.concurrency} connections was up to "
         f"{number(longest)} ms, {share(of_bound)} of the {bound_ms:g} ms that are allowed"
     )
-    return Judgement(of_bound <= SEARCH_WAIT_LIMIT, detail, of_bound, SEARCH_WAIT_LIMIT, scope)
+    return Judgement(of_bound <= SEARCH_WAIT_LIMIT, detail, of_bound, SEARCH_WAIT_LIMIT)
 
 
 @check(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from loadgen.base.quantities import counted, sentence
 from loadgen.metrics.barrier import attempt
@@ -49,6 +49,9 @@ class Judgement:
 
 
 Find = Callable[[Facts], Iterable[Judgement]]
+S = TypeVar("S")
+Judge = Callable[[S, Facts], Judgement | None]
+"""Judges one subject of a run, such as an arm; None if the check does not apply to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,40 +149,51 @@ of_tensors, of_tokens = partial(check, of=Kind.TENSORS), partial(check, of=Kind.
 tensor_fairness = partial(fairness, of=Kind.TENSORS)
 
 
-def per_arm(judge: Callable[[ArmRecord, Facts], Judgement]) -> Find:
-    """Declare a check that judges each arm by itself, with details that continue "A …"."""
+def _each(
+    subjects: Callable[[Facts], Iterable[S]], placed: Callable[[Judgement, S, Facts], Judgement]
+) -> Callable[[Judge[S]], Find]:
+    """The decorator of a check that judges each of these subjects by itself, whose outcome is then `placed`."""
 
-    @wraps(judge)
-    def find(facts: Facts) -> list[Judgement]:
-        judged = ((arm.label, judge(arm, facts)) for arm in facts.run.arms)
-        names = facts.names
-        return [replace(outcome, detail=f"{names[label]} {outcome.detail}", arms=(label,)) for label, outcome in judged]
+    def declare(judge: Judge[S]) -> Find:
+        @wraps(judge)
+        def find(facts: Facts) -> list[Judgement]:
+            judged = ((subject, judge(subject, facts)) for subject in subjects(facts))
+            return [placed(outcome, subject, facts) for subject, outcome in judged if outcome is not None]
 
-    return find
+        return find
 
-
-def per_load(judge: Callable[[WorkloadFacts, Facts], Judgement | None]) -> Find:
-    """Declare a check that judges each workload that has blocks; None if it does not apply."""
-
-    @wraps(judge)
-    def find(facts: Facts) -> list[Judgement]:
-        judged = ((load, judge(load, facts)) for load in facts.loads)
-        return [replace(outcome, scope=load.scope) for load, outcome in judged if outcome is not None]
-
-    return find
+    return declare
 
 
-def per_comparison(judge: Callable[[Sequence[Comparison], Facts], Judgement]) -> Find:
-    """Declare a check that judges each workload's leading comparisons: one with two arms, several with more."""
+def _of_arm(outcome: Judgement, arm: ArmRecord, facts: Facts) -> Judgement:
+    return replace(outcome, detail=f"{facts.names[arm.label]} {outcome.detail}", arms=(arm.label,))
 
-    @wraps(judge)
-    def find(facts: Facts) -> list[Judgement]:
-        leading: dict[str, list[Comparison]] = {}
-        for comparison in leading_comparisons(facts.comparisons):
-            leading.setdefault(comparison.workload, []).append(comparison)
-        return [replace(judge(comparisons, facts), scope=workload_scope(name)) for name, comparisons in leading.items()]
 
-    return find
+def _of_load(outcome: Judgement, load: WorkloadFacts, _: Facts) -> Judgement:
+    return replace(outcome, scope=load.scope)
+
+
+def _of_comparisons(outcome: Judgement, leading: Sequence[Comparison], _: Facts) -> Judgement:
+    return replace(outcome, scope=workload_scope(leading[0].workload))
+
+
+def _leading(facts: Facts) -> Iterable[Sequence[Comparison]]:
+    leading: dict[str, list[Comparison]] = {}
+    for comparison in leading_comparisons(facts.comparisons):
+        leading.setdefault(comparison.workload, []).append(comparison)
+    return leading.values()
+
+
+per_arm = _each(lambda facts: facts.run.arms, _of_arm)
+"""Of each arm, with details that continue "A …"."""
+per_load = _each(lambda facts: facts.loads, _of_load)
+"""Of each workload that has blocks."""
+per_load_or_search = _each(lambda facts: [*facts.loads, *facts.searches], _of_load)
+"""Of each workload that has blocks, and of each search."""
+per_workload = _each(lambda facts: facts.workloads, _of_load)
+"""Of each workload of the experiment."""
+per_comparison = _each(_leading, _of_comparisons)
+"""Of each workload's leading comparisons: one with two arms, several with more."""
 
 
 def late_severity(ok: bool | None, load: WorkloadFacts, facts: Facts) -> Severity | None:
@@ -188,13 +202,10 @@ def late_severity(ok: bool | None, load: WorkloadFacts, facts: Facts) -> Severit
     return "roughens" if ok is False and load.is_disturbed(facts.by_url) else None
 
 
-def make_checks(facts: Facts) -> tuple[Check, ...]:
-    return tuple(outcome for definition in CHECKS.values() for outcome in definition.checks(facts))
-
-
-def check_before_load(facts: Facts) -> list[Check]:
-    """The checks to show before the load begins; `make_checks` repeats them."""
-    return [outcome for definition in CHECKS.values() if definition.before_load for outcome in definition.checks(facts)]
+def make_checks(facts: Facts, *, before_load: bool = False) -> tuple[Check, ...]:
+    """The outcomes of all checks; with `before_load` of those to show then, which are made again after it."""
+    made = (definition for definition in CHECKS.values() if definition.before_load or not before_load)
+    return tuple(outcome for definition in made for outcome in definition.checks(facts))
 
 
 def reached(checks: Sequence[Check]) -> tuple[Check, ...]:

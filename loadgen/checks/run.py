@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 import numpy as np
 
 from loadgen.base.quantities import counted, join, number, share
-from loadgen.checks.registry import AGAIN, Judgement, check, of_tensors, of_tokens, per_comparison, per_load
+from loadgen.checks.registry import (
+    AGAIN,
+    Judgement,
+    check,
+    of_tensors,
+    of_tokens,
+    per_comparison,
+    per_load,
+    per_workload,
+)
 from loadgen.findings.rate_search import RatesFound, Trial
 from loadgen.metrics.comparisons import MIN_PAIRS, Comparison, leading_comparisons, side_by_side
-from loadgen.metrics.facts import PLAN, Facts, WorkloadFacts, workload_scope
+from loadgen.metrics.facts import PLAN, Facts, WorkloadFacts
 from loadgen.metrics.registry import GOODPUT, METRICS, TYPICAL_LATENCY, leading_metric
 from loadgen.metrics.summaries import figure_of
 from loadgen.records.checks import Severity
@@ -334,38 +342,29 @@ def same_encryption(facts: Facts) -> Iterator[Judgement]:
     not_known="No requests were sent",
     fault="failed requests",
 )
-def request_errors(facts: Facts) -> Iterator[Judgement]:
+@per_load
+def request_errors(load: WorkloadFacts, facts: Facts) -> Judgement:
     """Judge failed requests. A rate search counts a failed request as a late one instead, and goodput as one that is
     not good: there a server may refuse what it could not answer in time."""
-    names = facts.names
-    for load in facts.loads:
-        sent = {
-            label: sum(b.requests for b in load.blocks if b.label == label)
-            for label in facts.run.experiment.loaded(load.workload)
-        }
-        errors, silent = sum(block.errors for block in load.blocks), [names[arm] for arm, n in sent.items() if not n]
-        messages = (message for block in load.stored for message in block.record.error_messages)
-        judgement = _errors(load.workload, sum(sent.values()), errors, messages)
-        if errors and leading_metric(load.workload) is GOODPUT:
-            why = "; goodput counts them as not good, and times are those of the other answers"
-            judgement = replace(judgement, detail=judgement.detail + why, severity="warns")
-        failing = {block.label for block in load.blocks if block.errors}
-        judgement = replace(judgement, arms=tuple(label for label in sent if label in failing))
-        if silent:
-            detail = f"no request was sent to {join(silent)}" + (f"; {judgement.detail}" if errors else "")
-            whys = [block.note for block in load.blocks if block.note and not sent[block.label]]
-            detail += "".join(f": {why}" for why in whys[:1])
-            judgement = Judgement(False if errors else None, detail, judgement.value, scope=load.scope)
-        yield judgement
-
-
-def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[str]) -> Judgement:
-    if not requests:
-        return Judgement(None, "no request was sent", scope=workload_scope(workload.name))
+    sent = {
+        label: sum(b.requests for b in load.blocks if b.label == label)
+        for label in facts.run.experiment.loaded(load.workload)
+    }
+    requests, errors = sum(sent.values()), sum(block.errors for block in load.blocks)
+    value = errors / requests if requests else None
+    messages = [message for block in load.stored for message in block.record.error_messages]
     detail = f"{errors:,} of {counted(requests, 'request')} failed"
-    if first := next(iter(messages), None):
-        detail += f"; first message: {first}"
-    return Judgement(not errors, detail, errors / requests, scope=workload_scope(workload.name))
+    detail += "".join(f"; first message: {message}" for message in messages[:1])
+    is_counted = bool(errors) and leading_metric(load.workload) is GOODPUT
+    if is_counted:
+        detail += "; goodput counts them as not good, and times are those of the other answers"
+    if silent := [facts.names[label] for label, count in sent.items() if not count]:
+        detail = f"no request was sent to {join(silent)}" + (f"; {detail}" if errors else "")
+        whys = [block.note for block in load.blocks if block.note and not sent[block.label]]
+        return Judgement(False if errors else None, detail + "".join(f": {why}" for why in whys[:1]), value)
+    failing = {block.label for block in load.blocks if block.errors}
+    blamed = tuple(label for label in sent if label in failing)
+    return Judgement(not errors, detail, value, severity="warns" if is_counted else None, arms=blamed)
 
 
 @of_tensors(
@@ -378,13 +377,14 @@ def _errors(workload: Workload, requests: int, errors: int, messages: Iterable[s
     not_known="Answers under load were not compared",
     fault="wrong answers",
 )
-def answers_under_load(facts: Facts) -> Iterator[Judgement]:
+@per_workload
+def answers_under_load(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge the answers under load. Skipped for runs stored before answers under load were compared."""
-    run = facts.run
-    for workload in run.experiment.workloads if run.has_records_of(AnswersCompared) else ():
-        if loaded := loaded_arms(run, workload):
-            compared = [record for record in run.records_of(AnswersCompared) if record.workload == workload.name]
-            yield _answers(facts, workload, compared, loaded)
+    run, name = facts.run, load.workload.name
+    loaded = loaded_arms(run, load.workload)
+    if not loaded or not run.has_records_of(AnswersCompared):
+        return None
+    return _answers(facts, [record for record in run.records_of(AnswersCompared) if record.workload == name], loaded)
 
 
 def loaded_arms(run: StoredRun, workload: Workload) -> set[tuple[Label, int]]:
@@ -395,9 +395,7 @@ def loaded_arms(run: StoredRun, workload: Workload) -> set[tuple[Label, int]]:
     return blocks | {(trial.label, trial.restart) for trial in run.records_of(Trial) if trial.workload == workload.name}
 
 
-def _answers(
-    facts: Facts, workload: Workload, compared: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]
-) -> Judgement:
+def _answers(facts: Facts, compared: Sequence[AnswersCompared], loaded: set[tuple[Label, int]]) -> Judgement:
     wrong = [part for part in compared if part.wrong]
     errors = [part.error for part in compared if part.error]
     silent = {label for label, _ in loaded - {(part.label, part.restart) for part in compared}}
@@ -432,7 +430,7 @@ def _answers(
     ok = False if wrong else True if is_complete else None
     value = sum(part.wrong for part in compared) if is_complete else None
     blamed = tuple(dict.fromkeys(part.label for part in wrong))
-    return Judgement(ok, detail, value, scope=workload_scope(workload.name), arms=blamed)
+    return Judgement(ok, detail, value, arms=blamed)
 
 
 @check(
@@ -507,23 +505,24 @@ def _groups(probe: CacheProbe) -> list[tuple[int, tuple[int, ...]]]:
     not_known="No block was measured",
     fault="incomplete run",
 )
-def blocks_complete(facts: Facts) -> Iterator[Judgement]:
-    for load in facts.planned:
-        planned = len(facts.run.experiment.loaded(load.workload)) * load.workload.rounds
-        lost = sum(facts.run.partial_blocks.values())
-        unfinished = f"; {lost:,} requests of an unfinished block are not compared" if lost else ""
-        if not load.blocks:
-            yield Judgement(None, f"none of {planned} blocks was measured{unfinished}", 0, planned, load.scope)
-            continue
-        complete = [block for block in load.blocks if block.complete]
-        notes = [f"block {block.index}: {block.note}" for block in load.blocks if not block.complete and block.note]
-        detail = f"{len(complete)} of {planned} blocks are complete"
-        if notes:
-            detail += f"; {notes[0]}"
-        elif len(complete) < planned:
-            detail += unfinished
-        ok = len(complete) >= planned and len(complete) == len(load.blocks)
-        yield Judgement(ok, detail, len(complete), planned, load.scope)
+@per_workload
+def blocks_complete(load: WorkloadFacts, facts: Facts) -> Judgement | None:
+    if not load.workload.has_blocks:
+        return None
+    planned = len(facts.run.experiment.loaded(load.workload)) * load.workload.rounds
+    lost = sum(facts.run.partial_blocks.values())
+    unfinished = f"; {lost:,} requests of an unfinished block are not compared" if lost else ""
+    if not load.blocks:
+        return Judgement(None, f"none of {planned} blocks was measured{unfinished}", 0, planned)
+    complete = [block for block in load.blocks if block.complete]
+    notes = [f"block {block.index}: {block.note}" for block in load.blocks if not block.complete and block.note]
+    detail = f"{len(complete)} of {planned} blocks are complete"
+    if notes:
+        detail += f"; {notes[0]}"
+    elif len(complete) < planned:
+        detail += unfinished
+    ok = len(complete) >= planned and len(complete) == len(load.blocks)
+    return Judgement(ok, detail, len(complete), planned)
 
 
 @check(
@@ -535,28 +534,26 @@ def blocks_complete(facts: Facts) -> Iterator[Judgement]:
     not_known="A search was not measured",
     fault="incomplete run",
 )
-def searches_ended(facts: Facts) -> Iterator[Judgement]:
+@per_workload
+def searches_ended(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge each search. If no rate holds the bound, or every rate does, there is no rate to compare."""
-    names = facts.names
-    searches = facts.of(RatesFound)
-    for workload in facts.run.experiment.workloads:
-        if not workload.is_search:
-            continue
-        rates = [rate for rate in searches.rates if rate.workload == workload.name]
-        done = sum(rate.ended == "found" for rate in rates)
-        notes = [
-            f"{names[rate.label]} misses the bound even at {number(rate.failed_rate_per_s or 0.0)}/s, the lowest rate"
-            if rate.ended == "none"
-            else f"{names[rate.label]} holds the bound even at {number(rate.rate_per_s or 0.0)}/s, the highest rate"
-            for rate in rates
-            if rate.ended in ("none", "highest")
-        ]
-        planned = len(facts.run.experiment.arms) * workload.rounds
-        detail = "; ".join([f"{done} of {planned} searches found a rate", *notes[:1]])
-        if not any(trial.workload == workload.name for trial in facts.run.records_of(Trial)):
-            yield Judgement(None, f"none of {planned} was measured", done, planned, workload_scope(workload.name))
-            continue
-        yield Judgement(done >= planned, detail, done, planned, workload_scope(workload.name))
+    if not load.workload.is_search:
+        return None
+    names, workload = facts.names, load.workload.name
+    planned = len(facts.run.experiment.arms) * load.workload.rounds
+    rates = [rate for rate in facts.of(RatesFound).rates if rate.workload == workload]
+    done = sum(rate.ended == "found" for rate in rates)
+    if not any(trial.workload == workload for trial in facts.run.records_of(Trial)):
+        return Judgement(None, f"none of {planned} was measured", done, planned)
+    notes = [
+        f"{names[rate.label]} misses the bound even at {number(rate.failed_rate_per_s or 0.0)}/s, the lowest rate"
+        if rate.ended == "none"
+        else f"{names[rate.label]} holds the bound even at {number(rate.rate_per_s or 0.0)}/s, the highest rate"
+        for rate in rates
+        if rate.ended in ("none", "highest")
+    ]
+    detail = "; ".join([f"{done} of {planned} searches found a rate", *notes[:1]])
+    return Judgement(done >= planned, detail, done, planned)
 
 
 @check(
@@ -585,18 +582,18 @@ def samples_complete(load: WorkloadFacts, _: Facts) -> Judgement:
     not_known="No cold start was measured",
     fault="incomplete run",
 )
-def cold_starts_succeeded(facts: Facts) -> Iterator[Judgement]:
+@per_workload
+def cold_starts_succeeded(load: WorkloadFacts, facts: Facts) -> Judgement | None:
+    if load.workload.scenario != "cold-start":
+        return None
     starts = [start for start in facts.run.records_of(ServerStart) if start.compared]
-    for workload in facts.run.experiment.workloads:
-        if workload.scenario == "cold-start":
-            planned = len(facts.run.experiment.arms) * workload.rounds
-            if not starts:
-                yield Judgement(None, f"none of {planned} was measured", 0, planned, workload_scope(workload.name))
-                continue
-            good = sum(start.error is None and start.first_answer_ns is not None for start in starts)
-            errors = [start.error for start in starts if start.error]
-            detail = f"{good} of {planned} cold starts succeeded" + (f"; first error: {errors[0]}" if errors else "")
-            yield Judgement(good >= planned and not errors, detail, good, planned, workload_scope(workload.name))
+    planned = len(facts.run.experiment.arms) * load.workload.rounds
+    if not starts:
+        return Judgement(None, f"none of {planned} was measured", 0, planned)
+    good = sum(start.error is None and start.first_answer_ns is not None for start in starts)
+    errors = [start.error for start in starts if start.error]
+    detail = f"{good} of {planned} cold starts succeeded" + (f"; first error: {errors[0]}" if errors else "")
+    return Judgement(good >= planned and not errors, detail, good, planned)
 
 
 @check(

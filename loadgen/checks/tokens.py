@@ -73,25 +73,16 @@ def per_totals(judge: Callable[[Sequence[TokenTotals], Names], Judgement | None]
     return find
 
 
-def _where(
+def _found(
     names: Names,
     totals: Sequence[TokenTotals],
     count: Callable[[TokenTotals], int],
     of: Callable[[TokenTotals], int] = lambda total: total.answers,
-) -> str:
-    """ "12 of 300 answers of B" for each arm that has any."""
-    return join(
-        [
-            f"{count(total):,} of {counted(of(total), 'answer')} of {names[total.label]}"
-            for total in totals
-            if count(total)
-        ]
-    )
-
-
-def _having(totals: Sequence[TokenTotals], count: Callable[[TokenTotals], int]) -> tuple[Label, ...]:
-    """The arms that have any."""
-    return tuple(total.label for total in totals if count(total))
+) -> tuple[int, str, tuple[Label, ...]]:
+    """The answers of all arms that are counted, "12 of 300 answers of B" for each arm that has any, and these arms."""
+    having = [total for total in totals if count(total)]
+    texts = [f"{count(total):,} of {counted(of(total), 'answer')} of {names[total.label]}" for total in having]
+    return sum(map(count, having)), join(texts), tuple(total.label for total in having)
 
 
 def _share(count: int, of: int) -> float:
@@ -124,14 +115,13 @@ def time_for_all(facts: Facts) -> Iterator[Judgement]:
 )
 @per_totals
 def answer_lengths(totals: Sequence[TokenTotals], names: Names) -> Judgement:
-    wrong = sum(total.short + total.long for total in totals)
-    short, long = _where(names, totals, lambda total: total.short), _where(names, totals, lambda total: total.long)
+    wrong, _, arms = _found(names, totals, lambda total: total.short + total.long)
+    _, short, _ = _found(names, totals, lambda total: total.short)
+    _, long, _ = _found(names, totals, lambda total: total.long)
     texts = [f"{short} are too short" if short else "", f"{long} are too long" if long else ""]
     answers = sum(total.answers for total in totals)
     detail = "; ".join(filter(None, texts)) or f"all {answers:,} answers have the length that was asked for"
-    return Judgement(
-        not wrong, detail, _share(wrong, answers), arms=_having(totals, lambda total: total.short + total.long)
-    )
+    return Judgement(not wrong, detail, _share(wrong, answers), arms=arms)
 
 
 @of_tokens(
@@ -144,8 +134,9 @@ def answer_lengths(totals: Sequence[TokenTotals], names: Names) -> Judgement:
 @per_totals
 def finish_reasons(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     """A stream that is cut is a failed request besides, and an early end a short answer."""
-    wrong = sum(total.cut + total.stopped for total in totals)
-    cut, stopped = _where(names, totals, lambda total: total.cut), _where(names, totals, lambda total: total.stopped)
+    cuts, cut, _ = _found(names, totals, lambda total: total.cut)
+    stops, stopped, _ = _found(names, totals, lambda total: total.stopped)
+    wrong = cuts + stops
     texts = [f"{cut} have no end" if cut else "", f"{stopped} did not end by their length" if stopped else ""]
     if not wrong and (silent := [names[total.label] for total in totals if total.end_unknown]):
         return Judgement(None, f"{do_not(silent, 'report')} why an answer ends")
@@ -166,11 +157,9 @@ def finish_reasons(totals: Sequence[TokenTotals], names: Names) -> Judgement:
 @per_totals
 def prompts_received(totals: Sequence[TokenTotals], names: Names) -> Judgement:
     """Judge the prompt's ids that the server sent back, or else its count of them."""
-    wrong = sum(total.prompts_differ for total in totals)
+    wrong, where, arms = _found(names, totals, lambda total: total.prompts_differ, lambda total: total.prompts_known)
     if wrong:
-        where = _where(names, totals, lambda total: total.prompts_differ, lambda total: total.prompts_known)
-        detail = f"{where} are answers to another prompt, or to a part of it"
-        return Judgement(False, detail, wrong, arms=_having(totals, lambda total: total.prompts_differ))
+        return Judgement(False, f"{where} are answers to another prompt, or to a part of it", wrong, arms=arms)
     if silent := [names[total.label] for total in totals if total.good and not total.prompts_known]:
         reason = "; a server that reads text makes its own tokens of a prompt, so their number proves nothing"
         return Judgement(None, f"{do_not(silent, 'report')} the ids of the prompt, or their number{reason}")
@@ -189,11 +178,10 @@ def prompts_received(totals: Sequence[TokenTotals], names: Names) -> Judgement:
 )
 @per_totals
 def token_counts(totals: Sequence[TokenTotals], names: Names) -> Judgement:
-    wrong = sum(total.counts_differ for total in totals)
+    wrong, where, arms = _found(names, totals, lambda total: total.counts_differ, lambda total: total.counts_known)
     if wrong:
-        where = _where(names, totals, lambda total: total.counts_differ, lambda total: total.counts_known)
         detail = f"the server's usage of {where} differs from the tokens that arrived"
-        return Judgement(False, detail, wrong, arms=_having(totals, lambda total: total.counts_differ))
+        return Judgement(False, detail, wrong, arms=arms)
     if silent := [total for total in totals if total.without_ids]:
         how = "; ".join(f"those of {names[total.label]} by {total.counted_by}" for total in silent)
         return Judgement(None, f"tokens without ids are counted by the server's own word: {how}", severity="warns")

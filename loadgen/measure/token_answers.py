@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from secrets import token_hex
-from time import monotonic
 from typing import Annotated, Any, Self
 
 import msgspec
@@ -45,9 +43,6 @@ PROBE_TOKENS = 16
 """The longest answer to a prompt of the probe; the load's are shorter at most."""
 FIRST_PROMPTS = 16
 """More prompts of the probe, as short as those that settle a connection: only how their answers begin matters."""
-PROBE_PROMPT_TOKENS = 512
-"""The longest prompt that is sent again to find a cache: long enough to show one, and not so long that sixty of them
-take minutes on a CPU."""
 PROBE = "probe"
 """The workload of the probe's answers in the records."""
 MOST_JUDGED_TOKENS = 300_000
@@ -381,27 +376,3 @@ def equal_answers(answers: Sequence[PromptedAnswer], names: Mapping[Label, str])
     equal = sum(len(outputs) == 1 for outputs in by_prompt.values())
     words = f"{equal} of {len(by_prompt)} probe answers have the same ids on every arm"
     return words + (f"; {' and '.join(silent)} sent no ids" if silent else "")
-
-
-def probe_prompt_cache(
-    arm: Arm, plan: PromptPlan, *, groups: int, repeats: int, least_groups: int, most_s: float
-) -> tuple[list[int], list[int]]:
-    """Times to the first token of new prompts and of repeated ones among them, in ns. Long prompts are sent, since a
-    cache saves most of them, each time with another salt, as in the load. Raises `AnswerError`, `ConnectionRefused`,
-    `AddressError`."""
-    longest = min(PROBE_PROMPT_TOKENS, max(shape.prompt_tokens for shape in plan.shapes))
-    prompts = probe_prompts(plan, PromptShape(longest, 2), repeats + groups)
-    fresh: list[int] = []
-    repeated: list[int] = []
-    began = monotonic()
-    for group in range(repeats + groups):
-        for number in range(max(0, group - repeats), group + 1):
-            answer = ask_tokens(
-                arm.target, plan, prompts[number], 2, timeout_s=arm.request_timeout_s, salt=token_hex(8)
-            )
-            first_ns = answer.chunks[0].at_ns - answer.sent_ns
-            if group >= repeats:  # the first groups warm the server up
-                (fresh if number == group else repeated).append(first_ns)
-        if len(fresh) >= least_groups and monotonic() - began > most_s:
-            break
-    return fresh, repeated

@@ -34,7 +34,7 @@ def workload_scope(workload: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadFacts:
-    """One workload whose blocks were planned, with those that ran."""
+    """One workload with its blocks that ran; a search has none."""
 
     workload: Workload
     stored: Sequence[StoredBlock]
@@ -118,8 +118,8 @@ class Facts:
         return [figure for finding in self.findings.values() for figure in finding.figures()]
 
     @cached_property
-    def planned(self) -> list[WorkloadFacts]:
-        """Every workload that was planned to have blocks."""
+    def workloads(self) -> list[WorkloadFacts]:
+        """Every workload of the experiment."""
         return [
             WorkloadFacts(
                 workload,
@@ -129,8 +129,17 @@ class Facts:
                 [breakdown for breakdown in self.breakdowns if breakdown.workload == workload.name],
             )
             for workload in self.run.experiment.workloads
-            if workload.has_blocks
         ]
+
+    @property
+    def planned(self) -> list[WorkloadFacts]:
+        """Every workload that was planned to have blocks."""
+        return [load for load in self.workloads if load.workload.has_blocks]
+
+    @property
+    def searches(self) -> list[WorkloadFacts]:
+        """Every search for the highest rate."""
+        return [load for load in self.workloads if load.workload.is_search]
 
     @property
     def loads(self) -> list[WorkloadFacts]:

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import SystemRandom
+from secrets import token_hex
 from statistics import median
 from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from loadgen.checks.registry import check_before_load
+from loadgen.checks.registry import make_checks
+from loadgen.experiment.prompts import PromptPlan, PromptShape
 from loadgen.experiment.schedule import sends_load
 from loadgen.findings.registry import Probe
 from loadgen.measure.machine import utc_now
@@ -36,8 +39,6 @@ if TYPE_CHECKING:
     from loadgen.client.connection import Address
     from loadgen.client.endpoint import Signature
     from loadgen.client.inputs import SampleInputs
-    from loadgen.client.transports import InferenceTarget
-    from loadgen.experiment.prompts import PromptPlan
     from loadgen.measure.arms import Arm
     from loadgen.measure.context import RunContext
 
@@ -50,6 +51,9 @@ GROUPS = 24
 REPEATS = 5
 _MOST_SECONDS, _MOST_SECONDS_OF_SMOKE = 30.0, 5.0
 _LEAST_GROUPS = 6
+PROMPT_TOKENS = 512
+"""The longest prompt that is sent again: long enough to show a cache, and not so long that sixty of them take minutes
+on a CPU."""
 
 
 def measure(context: RunContext) -> None:
@@ -59,17 +63,12 @@ def measure(context: RunContext) -> None:
     context.enter("checking fairness")
     context.progress.now("nothing is sent while the machine is checked")
     context.store.write(read_conditions(context.arms, context.records))
-    context.progress.fairness_checked(check_before_load(Facts(read_run(context.store.directory))))
+    context.progress.fairness_checked(make_checks(Facts(read_run(context.store.directory)), before_load=True))
     if context.care.few_inputs:  # no input comes twice under load, so that a cache cannot win a choice
         return
     context.progress.now("new and repeated requests to every server, to find caches")
     most_s = _MOST_SECONDS_OF_SMOKE if context.experiment.preset == "smoke" else _MOST_SECONDS
-    timed = [
-        probe_cache(arm, context.inputs[arm.payload], context.signatures[label], most_s)
-        if context.prompts is None
-        else probe_prompts_again(arm, context.prompts, most_s)
-        for label, arm in context.arms.items()
-    ]
+    timed = [probe_cache(context, label, arm, most_s) for label, arm in context.arms.items()]
     context.store.write_all(CacheProbe, timed)
 
 
@@ -165,40 +164,62 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def probe_cache(arm: Arm, inputs: SampleInputs, signature: Signature, most_s: float = _MOST_SECONDS) -> CacheProbe:
-    """Send one item per request over HTTP, whatever the transport of the load: a cache serves all of them. After
-    `most_s` no more than six groups are sent. A failure is in the record, not raised."""
-    from loadgen.client.connection import ConnectionRefused
-    from loadgen.client.inputs import InputError
-
-    try:
-        fresh, repeated = _probe_times(
-            replace(arm.target, transport="http"), inputs, signature, arm.request_timeout_s, most_s
-        )
-    except (ConnectionRefused, InputError) as exc:
-        return CacheProbe(label=arm.request.label, fresh_ns=(), repeated_ns=(), error=str(exc))
-    return CacheProbe(label=arm.request.label, fresh_ns=tuple(fresh), repeated_ns=tuple(repeated))
-
-
-def probe_prompts_again(arm: Arm, plan: PromptPlan, most_s: float) -> CacheProbe:
-    """Send new and repeated prompts to a language model. A failure is in the record, not raised."""
+def probe_cache(context: RunContext, label: Label, arm: Arm, most_s: float) -> CacheProbe:
+    """Time new and repeated requests, or prompts of a language model. After `most_s` no more than six groups are sent.
+    A failure is in the record, not raised."""
     from loadgen.client.connection import AddressError, ConnectionRefused
+    from loadgen.client.inputs import InputError
     from loadgen.client.outputs import AnswerError
-    from loadgen.measure.token_answers import probe_prompt_cache
 
     try:
-        fresh, repeated = probe_prompt_cache(
-            arm, plan, groups=GROUPS, repeats=REPEATS, least_groups=_LEAST_GROUPS, most_s=most_s
-        )
-    except (AddressError, AnswerError, ConnectionRefused) as exc:
-        return CacheProbe(label=arm.request.label, fresh_ns=(), repeated_ns=(), error=str(exc))
-    return CacheProbe(label=arm.request.label, fresh_ns=tuple(fresh), repeated_ns=tuple(repeated))
+        with (
+            _items(arm, context.inputs[arm.payload], context.signatures[label])
+            if context.prompts is None
+            else nullcontext(_prompts(arm, context.prompts))
+        ) as ask:
+            fresh, repeated = _send_in_groups(ask, most_s)
+    except (AddressError, AnswerError, ConnectionRefused, InputError) as exc:
+        return CacheProbe(label=label, fresh_ns=(), repeated_ns=(), error=str(exc))
+    return CacheProbe(label=label, fresh_ns=tuple(fresh), repeated_ns=tuple(repeated))
 
 
-def _probe_times(
-    target: InferenceTarget, inputs: SampleInputs, signature: Signature, timeout_s: float, most_s: float
-) -> tuple[list[int], list[int]]:
-    """The times of new and of repeated requests in ns. Raises `ConnectionRefused`, `InputError`."""
+def _send_in_groups(ask: Callable[[int], int], most_s: float) -> tuple[list[int], list[int]]:
+    """The times in ns of new and of repeated requests; `ask` sends the one of this number and returns its time."""
+    fresh: list[int] = []
+    repeated: list[int] = []
+    random, began = SystemRandom(), perf_counter()
+    for group in range(REPEATS + GROUPS):
+        numbers = list(range(max(0, group - REPEATS), group + 1))
+        random.shuffle(numbers)
+        for number in numbers:
+            took_ns = ask(number)
+            if group >= REPEATS:  # the first groups warm the server up
+                (fresh if number == group else repeated).append(took_ns)
+        if len(fresh) >= _LEAST_GROUPS and perf_counter() - began > most_s:
+            break
+    return fresh, repeated
+
+
+def _prompts(arm: Arm, plan: PromptPlan) -> Callable[[int], int]:
+    """The time to the first token of a prompt. Long ones are sent, since a cache saves most of them, each time with
+    another salt, as in the load. Raises `AnswerError`, `ConnectionRefused`, `AddressError`."""
+    from loadgen.client.token_traffic import ask_tokens
+    from loadgen.measure.language import probe_prompts
+
+    longest = min(PROMPT_TOKENS, max(shape.prompt_tokens for shape in plan.shapes))
+    prompts = probe_prompts(plan, PromptShape(longest, 2), REPEATS + GROUPS)
+
+    def ask(number: int) -> int:
+        answer = ask_tokens(arm.target, plan, prompts[number], 2, timeout_s=arm.request_timeout_s, salt=token_hex(8))
+        return answer.chunks[0].at_ns - answer.sent_ns
+
+    return ask
+
+
+@contextmanager
+def _items(arm: Arm, inputs: SampleInputs, signature: Signature) -> Iterator[Callable[[int], int]]:
+    """The time of a request of one item over HTTP, whatever the transport of the load: a cache serves all of them.
+    Raises `ConnectionRefused`, `InputError`."""
     from loadgen.client.bodies import DIGITS, find_variation
     from loadgen.client.connection import failure_message
     from loadgen.client.inputs import InputError
@@ -207,34 +228,26 @@ def _probe_times(
     variation = find_variation(inputs, signature)
     if variation is None or variation.capacity < GROUPS + REPEATS:
         raise InputError(f"the inputs of {signature.model} are too small to make new ones")
-    count = min(inputs.count, GROUPS)
+    target, count = replace(arm.target, transport="http"), min(inputs.count, GROUPS)
     requests = [target.sendable(prepare("http", inputs, signature, (item,), variation)) for item in range(count)]
-    random = SystemRandom()
-    first = random.getrandbits(8 * DIGITS)
-    fresh: list[int] = []
-    repeated: list[int] = []
-    connection = target.connection((), timeout_s=timeout_s)
-    began = perf_counter()
+    first = SystemRandom().getrandbits(8 * DIGITS)
+    connection = target.connection((), timeout_s=arm.request_timeout_s)
+
+    def ask(number: int) -> int:
+        item = number % count
+        patch = variation.patch(item, first + number)
+        start_ns = perf_counter_ns()
+        exchange = connection.send(requests[item], (patch,))
+        took_ns = perf_counter_ns() - start_ns
+        if not exchange.good:
+            raise InputError(failure_message(exchange))
+        return took_ns
+
     try:
         connection.connect()
-        for group in range(REPEATS + GROUPS):
-            numbers = list(range(max(0, group - REPEATS), group + 1))
-            random.shuffle(numbers)
-            for number in numbers:
-                item = number % count
-                patch = variation.patch(item, first + number)
-                start_ns = perf_counter_ns()
-                exchange = connection.send(requests[item], (patch,))
-                took_ns = perf_counter_ns() - start_ns
-                if not exchange.good:
-                    raise InputError(failure_message(exchange))
-                if group >= REPEATS:  # the first groups warm the server up
-                    (fresh if number == group else repeated).append(took_ns)
-            if len(fresh) >= _LEAST_GROUPS and perf_counter() - began > most_s:
-                break
+        yield ask
     finally:
         connection.close()
-    return fresh, repeated
 
 
-PROBE = Probe(wanted=sends_load, measure=measure, records=(Conditions, CacheProbe))
+PROBE = Probe(wanted=sends_load, measure=measure)

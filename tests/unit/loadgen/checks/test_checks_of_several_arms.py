@@ -11,7 +11,7 @@ import pytest
 
 from loadgen.checks.gpu import gpu_present
 from loadgen.checks.noise_floor import is_self_comparison
-from loadgen.checks.registry import check_before_load
+from loadgen.checks.registry import make_checks
 from loadgen.metrics.facts import Facts
 from loadgen.records.checks import Check
 from loadgen.records.probes import ArmConditions, Conditions
@@ -59,7 +59,9 @@ def checks(result: Result, name: str, workload: str | None = None) -> list[Check
 
 
 def before(run: StoredRun, name: str) -> list[tuple[bool | None, str, str]]:
-    return [(made.ok, made.severity, made.detail) for made in check_before_load(Facts(run)) if made.name == name]
+    return [
+        (made.ok, made.severity, made.detail) for made in make_checks(Facts(run), before_load=True) if made.name == name
+    ]
 
 
 @pytest.mark.parametrize(

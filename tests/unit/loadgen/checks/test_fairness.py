@@ -11,7 +11,7 @@ import pytest
 
 from loadgen.checks.arms import captured_sizes
 from loadgen.checks.interpretation import native_backend
-from loadgen.checks.registry import CHECKS, check_before_load
+from loadgen.checks.registry import CHECKS, make_checks
 from loadgen.client.connection import Address
 from loadgen.experiment.plan import make_workloads
 from loadgen.experiment.settings import ExperimentSettings
@@ -100,7 +100,7 @@ def made(*arms: ArmRecord, conditions: Conditions | None = None) -> list[Check]:
     machine = Environment(started_at="", command="", git_commit=None, host={"cpu_count": 2}, packages={}, gpu={})
     readings = None if conditions is None else (conditions,)
     run = StoredRun(Path(), EXPERIMENT, machine, arms, records={Conditions: readings})
-    return check_before_load(Facts(run))
+    return list(make_checks(Facts(run), before_load=True))
 
 
 def of_settings(record: ArmRecord) -> list[Check]:

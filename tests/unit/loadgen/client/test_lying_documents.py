@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loadgen.base.documents import read_record
-from loadgen.checks.registry import check_before_load
+from loadgen.checks.registry import make_checks
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.findings.gpu.decision import judge_placement
 from loadgen.findings.gpu.records import DEFAULT_THRESHOLDS
@@ -133,7 +133,7 @@ def test_any_description_of_an_arm(
     )
     kept(taken, Conditions)
     stored = StoredRun(directory=Path(), experiment=EXPERIMENT, arms=tuple(records), records={Conditions: (taken,)})
-    checks = check_before_load(Facts(stored))
+    checks = list(make_checks(Facts(stored), before_load=True))
     assert all(check.detail.isprintable() for check in checks)
     kept(checks, list[type(checks[0])])  # type: ignore[misc]
     judge_placement(document, records[0].model_config, DEFAULT_THRESHOLDS)
