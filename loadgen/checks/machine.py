@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from functools import partial, wraps
 from itertools import chain, pairwise
@@ -291,14 +290,7 @@ def machine_steady(facts: Facts) -> Iterator[Judgement]:
 )
 @per_load
 def cpu_steal(load: WorkloadFacts, facts: Facts) -> Judgement | None:
-    return judge_steal(*found, facts.names) if (found := _readings(load, facts)) else None
-
-
-def judge_steal(
-    readings: Readings, pairings: Sequence[tuple[Label, Label]], margin: float, names: Mapping[Label, str]
-) -> Judgement:
-    """Of what was measured in turn, also engines without a server, by pairs that must have had the same machine."""
-    return _judge_taken(readings, pairings, margin, names, "the hypervisor", lambda machine: machine.steal_ns)
+    return judge_taken(*found, facts.names, by_programs=False) if (found := _readings(load, facts)) else None
 
 
 @check(
@@ -312,18 +304,7 @@ def judge_steal(
 )
 @per_load
 def other_processes(load: WorkloadFacts, facts: Facts) -> Judgement | None:
-    return judge_others(*found, facts.names) if (found := _readings(load, facts)) else None
-
-
-def judge_others(
-    readings: Readings, pairings: Sequence[tuple[Label, Label]], margin: float, names: Mapping[Label, str]
-) -> Judgement:
-    """`judge_steal` for the CPU time of other programs, which are named."""
-    judgement = _judge_taken(readings, pairings, margin, names, "other programs", lambda machine: machine.others_ns)
-    if judgement.ok is not False:
-        return judgement
-    worst = max(chain.from_iterable(readings.values()), key=lambda machine: machine.others_ns or 0)
-    return replace(judgement, detail=f"{judgement.detail}; in the worst block: {programs_in_words(worst.others)}")
+    return judge_taken(*found, facts.names, by_programs=True) if (found := _readings(load, facts)) else None
 
 
 @check(
@@ -360,18 +341,24 @@ def _readings(load: WorkloadFacts, facts: Facts) -> tuple[Readings, Sequence[tup
     return (readings, experiment.pairings_in(load.workload), experiment.equivalence_margin) if records else None
 
 
-def _judge_taken(
+def judge_taken(
     readings: Readings,
     pairings: Sequence[tuple[Label, Label]],
     margin: float,
     names: Mapping[Label, str],
-    taker: str,
-    taken_ns: Callable[[MachineLoad], int | None],
+    *,
+    by_programs: bool,
 ) -> Judgement:
-    """Judge the CPU time taken from the cores. An arm's blocks are judged together, since the kernel counts in coarse
-    steps. It warns, and makes the run rough if the arms had unequal shares of the machine or all had little of it."""
+    """Judge the CPU time taken from the cores by the hypervisor or `by_programs`, which are named. It may be of engines
+    without a server, too, by `pairings` that must have had the same machine. An arm's blocks are judged together, since
+    the kernel counts in coarse steps. It warns, and makes the run rough if the arms had unequal shares of the machine
+    or all had little of it."""
     taken = {
-        label: [(ns, machine.total_ns) for machine in of_arm if (ns := taken_ns(machine)) is not None]
+        label: [
+            (ns, machine.total_ns)
+            for machine in of_arm
+            if (ns := machine.others_ns if by_programs else machine.steal_ns) is not None
+        ]
         for label, of_arm in readings.items()
     }
     if not all(taken.values()):
@@ -386,7 +373,7 @@ def _judge_taken(
     (first, of_first), *rest = pooled.items() if len(pooled) <= MOST_NAMED else (ordered[0], ordered[-1])
     of_arms = [f"{share(of_first)} of the CPU's time in the blocks of {names[first]}"]
     of_arms += [f"{share(of_arm)} in those of {names[label]}" for label, of_arm in rest]
-    detail = f"{join(of_arms)} went to {taker}"
+    detail = f"{join(of_arms)} went to {'other programs' if by_programs else 'the hypervisor'}"
     if most <= TAKEN_LIMIT:
         return Judgement(True, detail, most)
     detail += f" ({sum(shares > TAKEN_LIMIT)} of {len(shares)} blocks above {share(TAKEN_LIMIT)})"
@@ -402,6 +389,9 @@ def _judge_taken(
         detail += ", so the arms did not have the same machine"
     elif much:
         detail += f", over {share(MOST_TAKEN)} in the median block"
+    if by_programs:
+        worst = max(chain.from_iterable(readings.values()), key=lambda machine: machine.others_ns or 0)
+        detail += f"; in the worst block: {programs_in_words(worst.others)}"
     return Judgement(False, detail, most, severity="roughens" if much or apart else None)
 
 

@@ -43,31 +43,19 @@ def server_of(arm: ArmRequest) -> str:
     return "" if host in _LOCAL else host
 
 
-def floor_entries(paired_metrics: Sequence[PairedMetric]) -> tuple[FloorEntry, ...]:
-    """The floor of every metric that an A/A run measured."""
+def floor_entries(paired_metrics: Sequence[PairedMetric], comparisons: Sequence[Comparison]) -> tuple[FloorEntry, ...]:
+    """The floor of every metric that an A/A run measured; of percentiles of all rounds together the far end of their
+    interval."""
+    floors = [(p.workload.name, p.metric.name, floor_of(p.by_restart()), len(p.pairs)) for p in paired_metrics]
+    floors += [
+        (c.workload, c.metric, _far_end(c.ci95), c.pairs)
+        for c in comparisons
+        if c.ci95 is not None and "order statistics" in c.method
+    ]
     return tuple(
-        FloorEntry(
-            workload=paired.workload.name,
-            metric=paired.metric.name,
-            difference=math.expm1(floor),
-            pairs=len(paired.pairs),
-        )
-        for paired in paired_metrics
-        if (floor := floor_of(paired.by_restart())) is not None
-    )
-
-
-def tail_floors(comparisons: Sequence[Comparison]) -> tuple[FloorEntry, ...]:
-    """The floors of percentiles of all rounds together: the far end of their interval."""
-    return tuple(
-        FloorEntry(
-            workload=comparison.workload,
-            metric=comparison.metric,
-            difference=math.expm1(_far_end(comparison.ci95)),
-            pairs=comparison.pairs,
-        )
-        for comparison in comparisons
-        if comparison.ci95 is not None and "order statistics" in comparison.method
+        FloorEntry(workload=workload, metric=metric, difference=math.expm1(floor), pairs=pairs)
+        for workload, metric, floor, pairs in floors
+        if floor is not None
     )
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from loadgen.base.quantities import number
-from loadgen.checks.machine import cpu_steal, judge_others, judge_steal, other_processes
+from loadgen.checks.machine import cpu_steal, judge_taken, other_processes
 from loadgen.checks.registry import gravest
 from loadgen.findings.tokens import fault_text, proves_nothing, wrong_answers
 from loadgen.records.checks import Check
@@ -163,8 +163,8 @@ def machine_checks(plan: MatrixPlan, visits: Sequence[Visit]) -> tuple[Check, ..
     pairings = [(one, other) for one, other in combinations(readings, 2) if scopes[one] == scopes[other]]
     strict, names = bool(plan.settings.get("strict")), {label: label for label in readings}
     return (
-        cpu_steal.stated(judge_steal(readings, pairings, MARGIN, names), strict=strict),
-        other_processes.stated(judge_others(readings, pairings, MARGIN, names), strict=strict),
+        cpu_steal.stated(judge_taken(readings, pairings, MARGIN, names, by_programs=False), strict=strict),
+        other_processes.stated(judge_taken(readings, pairings, MARGIN, names, by_programs=True), strict=strict),
     )
 
 

@@ -15,7 +15,6 @@ from loadgen.checks.noise_floor import (
     gpu_of,
     is_self_comparison,
     server_of,
-    tail_floors,
 )
 from loadgen.measure.machine import MachineRecordError, cache_path, fingerprint, store_record, utc_now
 from loadgen.metrics.comparisons import pair_metrics
@@ -57,8 +56,7 @@ def make_floor(result: Result) -> NoiseFloor:
     if not result.valid or result.environment is None:
         raise MachineRecordError(f"the run is not valid ({result.verdict.sentence}); fix that and run: {COMMAND}")
     figures = [figure for finding in result.studies.values() for figure in finding.figures()]
-    entries = floor_entries(pair_metrics(experiment, result.blocks, figures))
-    entries += tail_floors(result.comparisons)
+    entries = floor_entries(pair_metrics(experiment, result.blocks, figures), result.comparisons)
     if not entries:
         raise MachineRecordError(f"the run measured no pairs of blocks; raise --rounds and run: {COMMAND}")
     return msgspec.structs.replace(
