@@ -29,7 +29,7 @@ import numpy as np
 from loadgen.base.quantities import number, signed_ms
 from loadgen.metrics.breakdown import LatencyBreakdown
 from loadgen.metrics.claims import place
-from loadgen.metrics.comparisons import Comparison, side_by_side
+from loadgen.metrics.comparisons import Comparison, leading_comparisons, side_by_side
 from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import BlockSummary, summarise_blocks
 from loadgen.records.probes import Variant
@@ -298,8 +298,8 @@ def rank_causes(
     breakdown: LatencyBreakdown | None,
     names: Mapping[Label, str] | None = None,
 ) -> WorkloadCauses | None:
-    """Rank the causes. `pairs`: mean request times of both arms per round, the baseline's first; None without pairs.
-    `names` replaces labels."""
+    """Rank the causes, without the sentence, which needs the verdicts. `pairs`: mean request times of both arms per
+    round, the baseline's first; None without pairs. `names` replaces labels."""
     names = names or {label: shown(label) for label in pairing}
     gap = difference(pairs)
     if gap is None or gap.mean_ms == 0.0:
@@ -322,7 +322,7 @@ def rank_causes(
     baseline_ms, arm_ms = np.mean(pairs, axis=0).tolist()
     ratio = max(baseline_ms, arm_ms) / min(baseline_ms, arm_ms)
     rest_share = rest.mean_ms / gap.mean_ms if gap.seen else None
-    causes_found = WorkloadCauses(
+    return WorkloadCauses(
         workload=workload.name,
         baseline=pairing.baseline,
         arm=pairing.arm,
@@ -341,9 +341,6 @@ def rank_causes(
             *_notes(causes, pairing, names),
             *_drifts(causes, {pairing.baseline: baseline_ms, pairing.arm: arm_ms}, names),
         ),
-    )
-    return msgspec.structs.replace(
-        causes_found, sentence=_sentence(causes_found, workload, None, names, comparable=True)
     )
 
 
@@ -523,6 +520,11 @@ class CausesFound(Found, frozen=True, kw_only=True):
     """Workloads to explain; None if no ablation was requested or the run ended before."""
     left_out: tuple[str, ...] = ()
     """Workloads for which the time was too short."""
+
+
+def conclude(finding: CausesFound, facts: Facts) -> CausesFound:
+    """The causes with their sentences."""
+    return with_verdicts(finding, facts.run.experiment, leading_comparisons(facts.comparisons), facts.names)
 
 
 def analyse(facts: Facts) -> CausesFound:

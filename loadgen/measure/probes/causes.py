@@ -19,11 +19,9 @@ import msgspec
 
 from loadgen.base.quantities import counted
 from loadgen.experiment.schedule import has_load
-from loadgen.findings.causes import AS_IS, WITHOUT, Ablation, CausesFound, Explanation, Untested, analyse, with_verdicts
+from loadgen.findings.causes import AS_IS, WITHOUT, Ablation, CausesFound, Explanation, Untested, analyse, conclude
 from loadgen.findings.registry import Probe
 from loadgen.measure.probes.causes_plan import fit_into, plan_ablations, seconds_needed, workloads_worth_explaining
-from loadgen.metrics.comparisons import leading_comparisons
-from loadgen.metrics.facts import Facts
 from loadgen.metrics.summaries import summarise_blocks
 from loadgen.records.run import Experiment
 from loadgen.records.store import RunStore, read_run
@@ -35,11 +33,6 @@ if TYPE_CHECKING:
 def wanted(experiment: Experiment) -> bool:
     """Whether ablations are requested, and there is load to explain."""
     return experiment.explain and has_load(experiment)
-
-
-def conclude(finding: CausesFound, facts: Facts) -> CausesFound:
-    """The causes with sentences that follow the verdicts of the leading comparisons."""
-    return with_verdicts(finding, facts.run.experiment, leading_comparisons(facts.comparisons), facts.names)
 
 
 def measure(context: RunContext) -> None:
@@ -122,7 +115,6 @@ def _means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
 PROBE = Probe(
     wanted=wanted,
     measure=measure,
-    records=(Explanation,),
     finding=CausesFound,
     analyse=analyse,
     conclude=conclude,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,7 +26,7 @@ from loadgen.records.model_config import whole
 from loadgen.records.payloads import BACKEND_ENDINGS
 from loadgen.records.probes import Variant
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, Label, Workload, asked_for, setting_key
-from loadgen.records.targets import ROUTES, TARGETS, Kind, TokenTransport
+from loadgen.records.targets import ROUTES, TARGETS, Kind, TokenTransport, Transport
 
 MIN_PAIRS, MAX_PAIRS = 3, 6
 """Pairs of blocks per ablation and workload: as many as the workload has, within these limits."""
@@ -37,38 +36,29 @@ BETWEEN_BLOCKS_SECONDS = 0.5
 
 
 def plan_ablations(
-    experiment: Experiment, arms: Mapping[Label, ArmRecord], payload_bytes: Mapping[Label, float]
+    experiment: Experiment, records: Mapping[Label, ArmRecord], payload_bytes: Mapping[Label, float]
 ) -> tuple[list[Ablation], list[Untested]]:
     """Every cause of all arms, without workloads yet. `payload_bytes`: mean size of a request's tensors, by arm."""
-    causes = (
-        _token_causes(experiment, arms)
-        if experiment.kind is Kind.TOKENS
-        else _tensor_causes(experiment, arms, payload_bytes)
-    )
+    arms = [_Arm(experiment, request, records[request.label].in_effect) for request in experiment.arms]
+    causes = _token_causes(arms) if experiment.kind is Kind.TOKENS else _tensor_causes(arms, payload_bytes)
     plan = [cause for cause in causes if isinstance(cause, Ablation)]
     numbered = [msgspec.structs.replace(ablation, number=place) for place, ablation in enumerate(plan)]
     return numbered, [cause for cause in causes if isinstance(cause, Untested)]
 
 
-def _tensor_causes(
-    experiment: Experiment, arms: Mapping[Label, ArmRecord], payload_bytes: Mapping[Label, float]
-) -> list[Ablation | Untested]:
-    requests = experiment.arms
-    payloads = {request.label: experiment.payload_of(request) for request in requests}
-    common = dict(payloads)
+def _tensor_causes(arms: Sequence[_Arm], payload_bytes: Mapping[Label, float]) -> list[Ablation | Untested]:
+    common: str | None = None
     causes: list[Ablation | Untested] = []
-    if len(set(payloads.values())) > 1:
-        smallest = payloads[min(requests, key=lambda request: payload_bytes.get(request.label, 0.0)).label]
-        why = "as the other arm is sent" if len(requests) == 2 else "the smallest payload of all arms"
-        larger = [request for request in requests if payloads[request.label] != smallest]
-        causes += [_payload(experiment, request, smallest, why) for request in larger]
-        common = dict.fromkeys(payloads, smallest)
-    elif experiment.payload_of(experiment.baseline) == "jpeg":  # the cost of decoding for each arm
-        causes += [_payload(experiment, request, "uint8", "decoded beforehand") for request in requests]
-        common = dict.fromkeys(payloads, "uint8")
-    causes += [_queue_delay(experiment, request, arms[request.label]) for request in requests]
-    causes += [_transfer(experiment, request, common[request.label]) for request in requests]
-    causes += [_compute(experiment, request, arms[request.label]) for request in requests]
+    if len({arm.payload for arm in arms}) > 1:
+        common = min(arms, key=lambda arm: payload_bytes.get(arm.request.label, 0.0)).payload
+        why = "as the other arm is sent" if len(arms) == 2 else "the smallest payload of all arms"
+        causes += [_payload(arm, common, why) for arm in arms if arm.payload != common]
+    elif arms[0].payload == "jpeg":  # the cost of decoding for each arm
+        common = "uint8"
+        causes += [_payload(arm, common, "decoded beforehand") for arm in arms]
+    causes += [_queue_delay(arm) for arm in arms]
+    causes += [_transfer(arm, common or arm.payload) for arm in arms]
+    causes += [_compute(arm) for arm in arms]
     return causes
 
 
@@ -129,105 +119,43 @@ def rounds_of(workload: Workload) -> int:
     return max(MIN_PAIRS, min(MAX_PAIRS, workload.rounds))
 
 
-def _ablation(
-    experiment: Experiment,
-    request: ArmRequest,
-    cause: CauseName,
-    changed: str,
-    *,
-    from_payload: str | None = None,
-    **removed: Any,
-) -> Ablation:
-    """`removed`: fields of `Variant` that remove the cause."""
-    payload = from_payload or experiment.payload_of(request)
-    as_is = Variant(payload=payload, transport=experiment.transport_of(request), settings={})
-    without = msgspec.structs.replace(as_is, **removed)
-    return Ablation(
-        number=0, cause=cause, label=request.label, changed=changed, as_is=as_is, without=without, workloads=()
-    )
-
-
-def _fixed_settings(experiment: Experiment, request: ArmRequest) -> str | None:
-    """Why an arm's settings cannot be changed; None where they can."""
-    if not request.embedded:
-        return f"it is at {request.target}, and abserve did not start that server"
-    if experiment.deployment == "compose":
-        return "it runs in the compose stack, which sets its own options"
-    if request.own_repository:
-        return "it serves your own repository, which sets its own options"
-    return None
-
-
-def _payload(experiment: Experiment, request: ArmRequest, other: str, why: str) -> Ablation | Untested:
-    if experiment.deployment == "compose" and request.embedded:
-        reason = f"{_fixed_settings(experiment, request)}; start the stack with {other} among its payloads"
-        return Untested(cause="payload", label=request.label, reason=reason)
-    changed = f"{experiment.payload_of(request)} → {other}, {why}"
-    return _ablation(experiment, request, "payload", changed, payload=other)
-
-
-def _queue_delay(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Ablation | Untested:
-    untested = partial(Untested, cause="queue_delay", label=arm.label)
-    delay = arm.in_effect.get("max_queue_delay_us")
-    if delay == 0:
-        return untested(reason="its queue delay is 0 already", moot=True)
-    if delay is None and arm.in_effect.get("dynamic_batching") is False:
-        return untested(reason="it has no dynamic batcher", moot=True)
-    if (reason := _fixed_settings(experiment, request)) is not None:
-        return untested(reason=reason)
-    before = asked_for(request.settings, "max_queue_delay_us") or "unknown" if delay is None else str(delay)
-    changed = f"max-queue-delay-us {before} → 0"
-    return _ablation(experiment, request, "queue_delay", changed, settings={"max-queue-delay-us": "0"})
-
-
-def _transfer(experiment: Experiment, request: ArmRequest, payload: str) -> Ablation | Untested:
-    from loadgen.client.connection import Address
-
-    untested = partial(Untested, cause="transfer", label=request.label)
-    if ROUTES[experiment.transport].shares_memory:
-        return untested(reason="its tensors go through shared memory already", moot=True)
-    if request.embedded and "shm" not in TARGETS[request.target].transports:
-        return untested(reason=f"the {request.target} server takes tensors over HTTP only")
-    if experiment.deployment == "compose" and request.embedded:
-        return untested(reason="it runs in a container, which does not share this machine's memory")
-    if not request.embedded and not Address.parse(request.target).is_local:
-        return untested(reason=f"{request.target} is on another machine, so it cannot share this one's memory")
-    changed = f"{payload} over {experiment.transport} → through shared memory"
-    return _ablation(experiment, request, "transfer", changed, from_payload=payload, transport="shm")
-
-
-def _compute(experiment: Experiment, request: ArmRequest, arm: ArmRecord) -> Ablation | Untested:
-    untested = partial(Untested, cause="compute", label=arm.label)
-    engine = str(arm.in_effect.get("engine") or asked_for(request.settings, "engine") or "unknown engine")
-    if engine == "null":
-        return untested(reason="its engine, null, computes nothing", moot=True)
-    if (reason := _fixed_settings(experiment, request)) is not None:
-        return untested(reason=reason)
-    if request.embedded and TARGETS[request.target].is_plain:
-        return untested(reason=f"the {request.target} server cannot leave it out")
-    if (backend := arm.in_effect.get("backend")) in BACKEND_ENDINGS:
-        return untested(reason=f"Triton's {backend} backend cannot leave it out")
-    null = {"engine": "null", "device": "", "mode": "", "precision": "", "spinning": ""}
-    if (fronts := arm.in_effect.get("fronts")) is not None:  # its default is another one without a GPU
-        null["fronts"] = str(fronts)
-    changed = f"engine {engine} → null, which computes nothing"
-    return _ablation(experiment, request, "compute", changed, settings=null)
-
-
-# The parts of a server of tokens
-
-
 @dataclass(frozen=True, slots=True)
-class _TokenArm:
-    """One arm of a language model, as asked for and in effect."""
+class _Arm:
+    """One arm, as asked for and in effect."""
 
     experiment: Experiment
     request: ArmRequest
     in_effect: Mapping[str, object]
 
     @property
+    def payload(self) -> str:
+        """What it is sent."""
+        return self.experiment.payload_of(self.request)
+
+    @property
+    def transport(self) -> Transport:
+        """How it is sent."""
+        return self.experiment.transport_of(self.request)
+
+    @property
+    def is_in_stack(self) -> bool:
+        """Whether its server is a container that abserve does not configure."""
+        return self.experiment.deployment == "compose" and self.request.embedded
+
+    @property
+    def fixed(self) -> str | None:
+        """Why its settings cannot be changed; None where they can."""
+        if not self.request.embedded:
+            return f"it is at {self.request.target}, and abserve did not start that server"
+        if self.is_in_stack:
+            return "it runs in the compose stack, which sets its own options"
+        if self.request.own_repository:
+            return "it serves your own repository, which sets its own options"
+        return None
+
+    @property
     def engine(self) -> str:
-        """One of abserve's engines, or what else generates its tokens."""
+        """One of abserve's engines, or what else executes its model."""
         return str(self.in_effect.get("engine") or asked_for(self.request.settings, "engine") or "unknown")
 
     @property
@@ -251,11 +179,17 @@ class _TokenArm:
         off = asked_for(settings, "no_graphs") is not None or asked_for(settings, "graphs") == "false"
         return self.engine in ("slots", "continuous") and not off
 
-    def ablation(self, cause: CauseName, changed: str, **removed: Any) -> Ablation | Untested:
-        """`removed`: fields of `Variant` that remove the cause."""
-        if (reason := _fixed_settings(self.experiment, self.request)) is not None:
-            return Untested(cause=cause, label=self.request.label, reason=reason)
-        return _ablation(self.experiment, self.request, cause, changed, **removed)
+    def ablation(
+        self, cause: CauseName, changed: str, *, from_payload: str | None = None, **removed: Any
+    ) -> Ablation | Untested:
+        """`removed`: fields of `Variant` that remove the cause, from the arm with that payload."""
+        if removed.keys() & {"target", "settings"} and self.fixed is not None:
+            return self.untested(cause, self.fixed)
+        as_is = Variant(payload=from_payload or self.payload, transport=self.transport, settings={})
+        return Ablation(
+            number=0, cause=cause, label=self.request.label, changed=changed, as_is=as_is,
+            without=msgspec.structs.replace(as_is, **removed), workloads=(),
+        )  # fmt: skip
 
     def untested(self, cause: CauseName, reason: str) -> Untested:
         return Untested(cause=cause, label=self.request.label, reason=reason)
@@ -270,10 +204,59 @@ class _TokenArm:
         return foreign | {"engine": engine}
 
 
-def _token_causes(experiment: Experiment, records: Mapping[Label, ArmRecord]) -> list[Ablation | Untested]:
+def _payload(arm: _Arm, other: str, why: str) -> Ablation | Untested:
+    if arm.is_in_stack:
+        return arm.untested("payload", f"{arm.fixed}; start the stack with {other} among its payloads")
+    return arm.ablation("payload", f"{arm.payload} → {other}, {why}", payload=other)
+
+
+def _queue_delay(arm: _Arm) -> Ablation | Untested:
+    delay = arm.in_effect.get("max_queue_delay_us")
+    if delay == 0:
+        return arm.without("queue_delay", "its queue delay is 0 already")
+    if delay is None and arm.in_effect.get("dynamic_batching") is False:
+        return arm.without("queue_delay", "it has no dynamic batcher")
+    before = asked_for(arm.request.settings, "max_queue_delay_us") or "unknown" if delay is None else str(delay)
+    return arm.ablation("queue_delay", f"max-queue-delay-us {before} → 0", settings={"max-queue-delay-us": "0"})
+
+
+def _transfer(arm: _Arm, payload: str) -> Ablation | Untested:
+    from loadgen.client.connection import Address
+
+    target = arm.request.target
+    if ROUTES[arm.experiment.transport].shares_memory:
+        return arm.without("transfer", "its tensors go through shared memory already")
+    if arm.request.embedded and "shm" not in TARGETS[target].transports:
+        return arm.untested("transfer", f"the {target} server takes tensors over HTTP only")
+    if arm.is_in_stack:
+        return arm.untested("transfer", "it runs in a container, which does not share this machine's memory")
+    if not arm.request.embedded and not Address.parse(target).is_local:
+        return arm.untested("transfer", f"{target} is on another machine, so it cannot share this one's memory")
+    changed = f"{payload} over {arm.experiment.transport} → through shared memory"
+    return arm.ablation("transfer", changed, from_payload=payload, transport="shm")
+
+
+def _compute(arm: _Arm) -> Ablation | Untested:
+    if arm.engine == "null":
+        return arm.without("compute", "its engine, null, computes nothing")
+    if arm.fixed is not None:
+        return arm.untested("compute", arm.fixed)
+    if TARGETS[arm.request.target].is_plain:
+        return arm.untested("compute", f"the {arm.request.target} server cannot leave it out")
+    if (backend := arm.in_effect.get("backend")) in BACKEND_ENDINGS:
+        return arm.untested("compute", f"Triton's {backend} backend cannot leave it out")
+    null = {"engine": "null", "device": "", "mode": "", "precision": "", "spinning": ""}
+    if (fronts := arm.in_effect.get("fronts")) is not None:  # its default is another one without a GPU
+        null["fronts"] = str(fronts)
+    return arm.ablation("compute", f"engine {arm.engine} → null, which computes nothing", settings=null)
+
+
+# The parts of a server of tokens
+
+
+def _token_causes(arms: Sequence[_Arm]) -> list[Ablation | Untested]:
     """What is to be tested of every part, in their order; no part that all arms have alike, and none that can be taken
     from no arm, but the engine: that it was not tested is worth knowing."""
-    arms = [_TokenArm(experiment, request, records[request.label].in_effect) for request in experiment.arms]
     causes: list[Ablation | Untested] = []
     for alike, make in _OF_TOKENS:
         if len({alike(arm) for arm in arms}) == 1:
@@ -284,8 +267,8 @@ def _token_causes(experiment: Experiment, records: Mapping[Label, ArmRecord]) ->
     return causes
 
 
-def _protocol(arm: _TokenArm, _: Sequence[_TokenArm]) -> Ablation | Untested:
-    transport = arm.experiment.transport_of(arm.request)
+def _protocol(arm: _Arm, _: Sequence[_Arm]) -> Ablation | Untested:
+    transport = arm.transport
     if transport == SHORTEST[0]:
         return arm.without("protocol", "its protocol has the shortest events already")
     if not arm.request.embedded:
@@ -293,10 +276,10 @@ def _protocol(arm: _TokenArm, _: Sequence[_TokenArm]) -> Ablation | Untested:
     shortest = next((protocol for protocol in SHORTEST if protocol in TARGETS[arm.request.target].protocols), transport)
     if shortest == transport:
         return arm.untested("protocol", f"{arm.request.target} speaks {transport} only")
-    return _ablation(arm.experiment, arm.request, "protocol", f"{transport} → {shortest}", transport=shortest)
+    return arm.ablation("protocol", f"{transport} → {shortest}", transport=shortest)
 
 
-def _server(arm: _TokenArm, _: Sequence[_TokenArm]) -> Ablation | Untested:
+def _server(arm: _Arm, _: Sequence[_Arm]) -> Ablation | Untested:
     target = arm.request.target
     if target == "native":
         return arm.without("server", "it is the native server")
@@ -306,7 +289,7 @@ def _server(arm: _TokenArm, _: Sequence[_TokenArm]) -> Ablation | Untested:
     return arm.ablation("server", changed, target="native", settings=arm.on_native(arm.engine))
 
 
-def _engine(arm: _TokenArm, arms: Sequence[_TokenArm]) -> Ablation | Untested:
+def _engine(arm: _Arm, arms: Sequence[_Arm]) -> Ablation | Untested:
     """The baseline's engine takes the place of the others, or the default one if abserve has no such engine."""
     chosen = arms[0].engine if arms[0].has_own_engine else DEFAULT_ENGINE
     if arm.has_own_engine and arm.engine == chosen:
@@ -319,7 +302,7 @@ def _engine(arm: _TokenArm, arms: Sequence[_TokenArm]) -> Ablation | Untested:
     return arm.ablation("engine", changed, target="native", settings=arm.on_native(chosen))
 
 
-def _front_ends(arm: _TokenArm, _: Sequence[_TokenArm]) -> Ablation | Untested:
+def _front_ends(arm: _Arm, _: Sequence[_Arm]) -> Ablation | Untested:
     fronts, least = whole(arm.in_effect.get("fronts")), 1 if arm.request.target == "vllm" else 0
     if arm.request.embedded and (arm.request.target not in ("native", "vllm") or fronts == least):
         return arm.without("front_ends", "its server has no such processes")
@@ -327,7 +310,7 @@ def _front_ends(arm: _TokenArm, _: Sequence[_TokenArm]) -> Ablation | Untested:
     return arm.ablation("front_ends", f"fronts {before} → {least}", settings={"fronts": str(least)})
 
 
-def _prompt_pieces(arm: _TokenArm, arms: Sequence[_TokenArm]) -> Ablation | Untested:
+def _prompt_pieces(arm: _Arm, arms: Sequence[_Arm]) -> Ablation | Untested:
     longest = max((load.prompt_tokens or 0 for load in arm.experiment.workloads), default=0)
     if not arm.has_own_engine and arm.request.embedded:
         if arm.piece is None or arm.piece >= longest:
@@ -341,13 +324,13 @@ def _prompt_pieces(arm: _TokenArm, arms: Sequence[_TokenArm]) -> Ablation | Unte
     return arm.ablation("prompt_pieces", changed, settings={"prefill-chunk": str(longest)})
 
 
-def _graphs(arm: _TokenArm, _: Sequence[_TokenArm]) -> Ablation | Untested:
+def _graphs(arm: _Arm, _: Sequence[_Arm]) -> Ablation | Untested:
     if arm.request.embedded and not arm.has_graphs:
         return arm.without("graphs", "it replays none, or the engine alone decides")
     return arm.ablation("graphs", "CUDA graphs → none", settings={"no-graphs": "true"})
 
 
-def _engine_title(arm: _TokenArm) -> str:
+def _engine_title(arm: _Arm) -> str:
     return "generate()" if arm.engine == "generate" else arm.engine
 
 
@@ -359,10 +342,8 @@ _OF_ENGINES = (
     "no_graphs",
 )  # fmt: skip
 """Settings of any server that say what its engine does, and how."""
-_OF_TOKENS: Sequence[
-    tuple[Callable[[_TokenArm], object], Callable[[_TokenArm, Sequence[_TokenArm]], Ablation | Untested]]
-] = (
-    (lambda arm: (arm.request.target, arm.experiment.transport_of(arm.request)), _protocol),
+_OF_TOKENS: Sequence[tuple[Callable[[_Arm], object], Callable[[_Arm, Sequence[_Arm]], Ablation | Untested]]] = (
+    (lambda arm: (arm.request.target, arm.transport), _protocol),
     (lambda arm: arm.request.target, _server),
     (lambda arm: arm.engine if arm.request.embedded else arm.request.target, _engine),
     (lambda arm: (arm.request.target, arm.in_effect.get("fronts")), _front_ends),

@@ -24,7 +24,7 @@ from loadgen.findings.causes import (
     with_verdicts,
 )
 from loadgen.metrics.breakdown import ArmStages, LatencyBreakdown, StageDifference
-from loadgen.metrics.comparisons import Outcome
+from loadgen.metrics.comparisons import Comparison, Outcome
 from loadgen.records.probes import Variant
 from loadgen.records.run import ArmRequest, Experiment, Label, Pairing, Workload
 from tests.truth.simulated_runs import block
@@ -71,14 +71,17 @@ def ranked(
     assert causes is not None
     verdict = verdict or ("baseline_better" if causes.slower == pairing.arm else "arm_better")
     comparison = msgspec.structs.replace(compared(*pairing, 0.5, verdict), workload=WORKLOAD.name, reason="a reason")
-    payloads = {label: None if comparable else f"payload of {label}" for label in pairing}
+    return judged(causes, [comparison], comparable=comparable)
+
+
+def judged(causes: WorkloadCauses, leading: list[Comparison], *, comparable: bool = True) -> WorkloadCauses:
+    payloads = {label: None if comparable else f"payload of {label}" for label in causes.pairing}
     experiment = Experiment(
         arms=tuple(ArmRequest(label=label, target="native", payload=payload) for label, payload in payloads.items()),
         model="m", weights="random:0", payload="fp32", transport="http", workloads=(WORKLOAD,), preset="quick", seed=0,
         equivalence_margin=0.03, threads=1,
     )  # fmt: skip
-    (judged,) = with_verdicts(CausesFound(workloads=(causes,)), experiment, [comparison]).workloads
-    return judged
+    return with_verdicts(CausesFound(workloads=(causes,)), experiment, leading).workloads[0]
 
 
 def test_the_sentence_of_a_difference_with_three_causes() -> None:
@@ -121,7 +124,7 @@ def test_no_arm_is_called_faster_that_the_verdict_does_not_name(verdict: Outcome
 def test_without_a_comparison_there_is_no_verdict() -> None:
     causes = rank_causes(WORKLOAD, AB, gap(10.0, 20.0), [], [], None)
     assert causes is not None
-    assert causes.sentence.startswith("No verdict at batch 32")
+    assert judged(causes, []).sentence.startswith("No verdict at batch 32")
 
 
 def test_the_faster_arm_is_the_subject() -> None:
