@@ -188,8 +188,8 @@ def search_from(workload: Workload, start: float) -> RateSearch:
 
 def analyse(facts: Facts) -> RatesFound:
     """The stored trials and their results."""
-    workloads, trials = facts.run.workloads, facts.run.records_of(Trial)
-    return RatesFound(trials=trials, rates=find_rates(workloads, trials))
+    trials = facts.run.records_of(Trial)
+    return RatesFound(trials=trials, rates=find_rates(facts.run.experiment.workloads, trials))
 
 
 def find_rates(workloads: Sequence[Workload], trials: Sequence[Trial]) -> tuple[RateFound, ...]:

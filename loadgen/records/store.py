@@ -46,7 +46,6 @@ from loadgen.records.tokens import (
 )
 
 LOCK_NAME = ".running"
-_ADDED = "workloads.json"
 _BLOCK_BYTES = 4096
 """What the smallest file has on the disk."""
 R = TypeVar("R", bound=Record)
@@ -86,7 +85,6 @@ class RunStore(RecordFolder):
     def __init__(self, directory: Path) -> None:
         """Raises `StorageError` if the folder already holds a run or cannot be created."""
         super().__init__(directory)
-        self._added: list[Workload] = []
         try:
             str(directory.absolute()).encode()
         except UnicodeEncodeError:  # paths travel to the generator in JSON
@@ -123,12 +121,6 @@ class RunStore(RecordFolder):
     def write_all(self, kind: type[Record], records: Sequence[Record]) -> None:
         """Write all records so far of a kind that shares a file."""
         self._write(kind.FILE, list(records))
-
-    def add_workload(self, workload: Workload) -> None:
-        """Store a workload that the experiment does not name, before the first load of it."""
-        if workload not in self._added:
-            self._added.append(workload)
-            self._write(_ADDED, self._added)
 
     def block(self, record: BlockRecord) -> None:
         """Write one block, after its samples."""
@@ -256,19 +248,12 @@ class StoredRun:
     """Whether a process of this machine ran it when the records were read."""
     calibration: Calibration | None = None
     """Calibration of the load generator on the machine of the run, if there is one."""
-    added_workloads: tuple[Workload, ...] = ()
-    """Workloads that ran and that the experiment does not name, such as those of a search for settings."""
     noise_floors: tuple[NoiseFloor, ...] = ()
     """Noise floors of the machine, as known when the run began."""
     records: dict[type[Record], tuple[Record, ...] | None] = field(default_factory=dict)
     """The probes' records that have been read, by type; None: there is no file of them."""
     problems: tuple[str, ...] = ()
     """The files of the run that cannot be read, each with the reason; the rest of the run is read all the same."""
-
-    @property
-    def workloads(self) -> tuple[Workload, ...]:
-        """All workloads, also those that the experiment does not name."""
-        return self.experiment.workloads + self.added_workloads
 
     def record_of(self, kind: type[R]) -> R | None:
         """The record of a type that has one per run. Raises `StoredRunError` if it cannot be read."""
@@ -316,8 +301,7 @@ def read_run(directory: Path) -> StoredRun:
             problems.append(str(exc))
             return None
 
-    added = cast("tuple[Workload, ...]", readable(_read, _ADDED, tuple[Workload, ...]) or ())
-    named = {workload.name: workload for workload in experiment.workloads + added}
+    named = {workload.name: workload for workload in experiment.workloads}
     names = [name for name in readable(_files, "blocks") or () if name.endswith(".json")]
     records = [record for name in names if (record := readable(_read, name, BlockRecord)) is not None]
     ran = sorted(cast("list[BlockRecord]", records), key=lambda record: record.index)
@@ -343,7 +327,6 @@ def read_run(directory: Path) -> StoredRun:
         state=state,
         running=is_running(directory),
         calibration=readable(read_one, Calibration),
-        added_workloads=added,
         noise_floors=readable(_read_all, NoiseFloor) or (),
         problems=tuple(problems),
     )

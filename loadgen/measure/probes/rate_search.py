@@ -64,14 +64,7 @@ def measure(context: RunContext) -> None:
         context.load_runner().warm_up([closed_loop(users, 1, max_seconds=workload.max_seconds, of=workload)])
         for entry in entries:
             key = workload.name, entry.label
-            rate = search_rate(
-                context,
-                context.arms[entry.label],
-                workload,
-                round_number=entry.round,
-                position=entry.position,
-                earlier_rate=rates.get(key),
-            )
+            rate = search_rate(context, entry, rates.get(key))
             if rate is not None:
                 rates[key] = rate
         to_come.remove(workload)
@@ -81,34 +74,24 @@ def measure(context: RunContext) -> None:
         context.progress.plan(context.forecast.remaining_s())
 
 
-def search_rate(
-    context: RunContext,
-    arm: Arm,
-    workload: Workload,
-    *,
-    round_number: int = 0,
-    position: int = 0,
-    earlier_rate: float | None = None,
-) -> float | None:
+def search_rate(context: RunContext, entry: ScheduledBlock, earlier_rate: float | None) -> float | None:
     """Search for the highest rate that holds the workload's bound on an arm that is up and warm; every trial is stored.
-    Returns the rate in requests per second, None if none held. `position` is 0 if this arm comes first in its round.
-    `earlier_rate`: the rate that an earlier search found on this arm. Raises `RunError`, `StorageError`."""
-    if workload not in context.experiment.workloads:
-        context.store.add_workload(workload)
-    entry = ScheduledBlock(0, workload, round_number, arm.request.label, position, context.restart)
-    random = Random(f"{context.experiment.seed} {workload.name} {entry.round} {entry.label}")
+    Returns the rate in requests per second, None if none held. `earlier_rate`: the rate that an earlier search found on
+    this arm. Raises `RunError`, `StorageError`."""
+    random = Random(f"{context.experiment.seed} {entry.workload.name} {entry.round} {entry.label}")
     # Start below a rate already found, so that it can fail again; else around the rate of one user.
-    guess = _pilot(context, arm, entry) if earlier_rate is None else earlier_rate / 2.0**0.5
-    search = search_from(workload, guess * 2.0 ** (random.random() - 0.5))
+    guess = _pilot(context, entry) if earlier_rate is None else earlier_rate / 2.0**0.5
+    search = search_from(entry.workload, guess * 2.0 ** (random.random() - 0.5))
     for step in count():
         if search.next_rate is None:
             break
-        search.record(_rate_trial(context, arm, entry, step, search.next_rate))
+        search.record(_rate_trial(context, entry, step, search.next_rate))
     return search.held
 
 
-def _pilot(context: RunContext, arm: Arm, entry: ScheduledBlock) -> float:
+def _pilot(context: RunContext, entry: ScheduledBlock) -> float:
     """Measure the requests per second of one user; not stored."""
+    arm = context.arms[entry.label]
     load = arm.load(closed_loop(1, _PILOT_REQUESTS, seconds=_PILOT_SECONDS, max_seconds=30.0, of=entry.workload), None)
     index, _ = context.store.next_numbered(Trial)
     outcome = context.load_runner(watched=False).load(arm, entry, load, index, "trial")
@@ -121,10 +104,10 @@ def _pilot(context: RunContext, arm: Arm, entry: ScheduledBlock) -> float:
     return rate
 
 
-def _rate_trial(context: RunContext, arm: Arm, entry: ScheduledBlock, step: int, rate: float) -> bool:
+def _rate_trial(context: RunContext, entry: ScheduledBlock, step: int, rate: float) -> bool:
     """One trial of a search, stored: enough requests for the bound at this rate, ended when it cannot hold. Returns
     whether it held."""
-    workload = entry.workload
+    workload, arm = entry.workload, context.arms[entry.label]
     quantile = 0.99 if workload.limits is None else GOOD_SHARE
     needed_s = max(workload.seconds, workload.requests / rate)
     longest_s = 2.0 * needed_s
@@ -143,7 +126,7 @@ def _rate_trial(context: RunContext, arm: Arm, entry: ScheduledBlock, step: int,
             f"{needed}"
         )
     context.progress.now(f"{arm.name} at {number(rate)}/s: {planned:,} requests, of which {allowed} may be late")
-    return _run_trial(context, arm, entry, step, load, seed, planned, allowed).held
+    return _run_trial(context, entry, step, load, seed, planned, allowed).held
 
 
 def _replayed(arm: Arm, load: Workload, seed: int) -> tuple[Workload, int]:
@@ -162,18 +145,11 @@ def _replayed(arm: Arm, load: Workload, seed: int) -> tuple[Workload, int]:
 
 
 def _run_trial(
-    context: RunContext,
-    arm: Arm,
-    entry: ScheduledBlock,
-    step: int,
-    load: Workload,
-    seed: int,
-    planned: int,
-    allowed: int,
+    context: RunContext, entry: ScheduledBlock, step: int, load: Workload, seed: int, planned: int, allowed: int
 ) -> Trial:
     """Run and store one trial of `planned` requests, of which `allowed` may be late. Raises `StorageError`, and
     `RunError` if anything but late answers cut it short."""
-    index, path = context.store.next_numbered(Trial)
+    arm, (index, path) = context.arms[entry.label], context.store.next_numbered(Trial)
     command = arm.load(load, path, arrivals_seed=seed, late_allowed=allowed)
     runner = context.load_runner(watched=False)
     started_at = utc_now()
@@ -218,7 +194,6 @@ def _bad(samples: Samples, path: Path, load: Workload) -> int:
 PROBE = Probe(
     wanted=wanted,
     measure=measure,
-    records=(Trial,),
     finding=RatesFound,
     analyse=analyse,
     sections="loadgen.report.sections.rate_search",

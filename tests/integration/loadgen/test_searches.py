@@ -6,14 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.findings import registry
 from loadgen.findings.rate_search import RatesFound
-from loadgen.measure.context import RunContext
-from loadgen.measure.probes.rate_search import search_rate
 from loadgen.measure.progress import RunProgress
 from loadgen.measure.runner import run_experiment
 from loadgen.records.run import ArmRequest, Workload
-from loadgen.records.store import read_run
 from loadgen.report.files import published
 from loadgen.verdict.result import Result, analyse
 from tests.integration.loadgen.conftest import FAKE_ABSERVE, make_experiment
@@ -55,33 +51,3 @@ def test_a_search_finds_half_the_rate_on_half_the_server(tmp_path: Path) -> None
     assert "The highest rate within the bound" in (tmp_path / "run" / "summary.md").read_text()
     page = (tmp_path / "run" / "report.html").read_text()
     assert 'id="slo-trials"' in page
-
-
-SEARCHED = Workload(
-    scenario="slo", batch_size=1, concurrency=32, requests=459, seconds=0.2, max_seconds=30.0, rounds=1,
-    arrivals="poisson", latency_bound_ms=300.0,
-)  # fmt: skip
-
-
-def test_a_run_may_search_with_a_workload_that_its_experiment_does_not_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a search for settings would: one arm by itself."""
-    rates: list[float | None] = []
-
-    def measure(context: RunContext) -> None:
-        rates.append(search_rate(context, context.arms["b"], SEARCHED))
-
-    tuner = registry.Probe(wanted=lambda _: True, measure=measure)
-    known = registry.probes()
-    monkeypatch.setattr(registry, "probes", lambda: [*known, tuner])
-    single = Workload(
-        scenario="single", batch_size=1, concurrency=1, requests=20, seconds=0.2, max_seconds=9.0, rounds=2
-    )
-    result = run(tmp_path / "run", single, 10, 4, 4)
-    (rate,) = rates
-    assert rate is not None
-    assert read_run(tmp_path / "run").added_workloads == (SEARCHED,)
-    (found,) = result.of(RatesFound).rates
-    assert (found.workload, found.label, found.rate_per_s) == (SEARCHED.name, "b", rate)
-    assert {comparison.workload for comparison in result.comparisons} == {"single"}
