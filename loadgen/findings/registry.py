@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from loadgen.records.run import Experiment, Found, Record
+from loadgen.records.run import Experiment, Found
 from loadgen.records.targets import Kind
 
 MODULES = tuple(
@@ -47,10 +47,8 @@ class Probe:
     wanted: Callable[[Experiment], bool]
     """Whether an experiment measures it."""
     measure: Callable[[Any], None]
-    """Measures and stores, given the run's context: at every start of the servers, when they are up and warm and give
-    the same answers, or once after they are stopped."""
-    records: tuple[type[Record], ...] = ()
-    """The types that it stores, whose `FILE` names the place in the run's folder; no two probes share one."""
+    """Measures and stores records, whose `FILE` names the place in the run's folder, given the run's context: at every
+    start of the servers, when they are up and warm and give the same answers, or once after they are stopped."""
     of: Kind | None = None
     """The kind of model whose experiments alone have it."""
     after_servers: bool = False

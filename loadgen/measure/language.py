@@ -29,17 +29,10 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=MOST_ID)]
 
 
 class LanguageModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What `abserve language-info` prints. Other fields in it are ignored."""
+    """What is read of the print of `abserve language-info`."""
 
-    name: str
-    vocabulary: Annotated[int, msgspec.Meta(ge=2, le=MOST_ID)]
-    eos: tuple[TokenId, ...]
     max_length: Annotated[int, msgspec.Meta(ge=2, le=MOST_TOKENS)]
     """The most tokens of a prompt and its answer together."""
-    architecture: str
-    parameters: Annotated[int, msgspec.Meta(ge=1)]
-    weights: str
-    weights_sha256: str = ""
     prompt_ids: tuple[TokenId, TokenId]
     """The smallest and the largest id of a prompt, without the special ones."""
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from loadgen.experiment.schedule import sends_load
 from loadgen.findings.registry import Probe
-from loadgen.records.probes import AnswersCompared
 from loadgen.records.targets import Kind
 
 if TYPE_CHECKING:
@@ -23,4 +22,4 @@ def measure(context: RunContext) -> None:
     context.answers.compare(context.arms, context.signatures, context.inputs, context.restart)
 
 
-PROBE = Probe(wanted=sends_load, measure=measure, records=(AnswersCompared,), of=Kind.TENSORS)
+PROBE = Probe(wanted=sends_load, measure=measure, of=Kind.TENSORS)

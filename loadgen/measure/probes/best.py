@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from loadgen.findings.best import BestFound, BestRecord, analyse, conclude
+from loadgen.findings.best import BestFound, analyse, conclude
 from loadgen.findings.registry import Probe
 
 PROBE = Probe(
     wanted=lambda _: False,  # its record is written before the run begins
     measure=lambda _: None,
-    records=(BestRecord,),
     finding=BestFound,
     analyse=analyse,
     conclude=conclude,

@@ -106,7 +106,6 @@ def contradiction(run: EngineRun, engine: Mapping[str, object]) -> str | None:
 PROBE = Probe(
     wanted=wants_ceilings,
     measure=measure,
-    records=(Ceilings,),
     after_servers=True,
     finding=CeilingsFound,
     analyse=analyse,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from loadgen.findings.cold_start import SCENARIO, ColdStartsFound, analyse
 from loadgen.findings.registry import Probe
-from loadgen.records.probes import ContainerStart, ServerStart
 from loadgen.records.run import Experiment
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ def repetitions_of(experiment: Experiment) -> int:
 PROBE = Probe(
     wanted=lambda experiment: repetitions_of(experiment) > 0,
     measure=measure,
-    records=(ServerStart, ContainerStart),
     after_servers=True,
     finding=ColdStartsFound,
     analyse=analyse,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from loadgen.experiment.prompts import SETTLING
 from loadgen.experiment.schedule import ScheduledBlock, has_load
 from loadgen.findings.gpu.analysis import ControlRun, GpuFound, analyse, assess_run
-from loadgen.findings.gpu.records import EvidenceFile, ReadingsError
+from loadgen.findings.gpu.records import ReadingsError
 from loadgen.findings.registry import Probe
 from loadgen.records.probes import Variant
 from loadgen.records.run import ArmRequest, Experiment, Label, Workload
@@ -131,7 +131,6 @@ def control_workload(experiment: Experiment) -> Workload:
 PROBE = Probe(
     wanted=has_load,
     measure=measure,
-    records=(EvidenceFile,),
     finding=GpuFound,
     analyse=analyse,
     sections="loadgen.report.sections.gpu",

@@ -8,7 +8,7 @@ reason, and the run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from time import monotonic
@@ -60,12 +60,25 @@ def measure(context: RunContext) -> None:
     if context.restart:
         return
     context.enter("comparing each arm with its server's defaults")
-    record = HandicapRecord(arms=tuple(_tuning(context, label) for label in context.arms))
-    context.store.write(record)
+    arms = {label: _tuning(context, label) for label in context.arms}
+    pairs: list[HandicapPair] = []
+
+    def store(*more: HandicapPair) -> None:
+        pairs.extend(more)
+        context.store.write(HandicapRecord(arms=tuple(arms.values()), probes=tuple(pairs)))
+
+    store()
     loads = probe_loads(load_workloads(context.experiment.workloads))
-    for arm in record.arms:
-        if arm.settings and arm.reason is None:
-            record = _measure_arm(context, arm, loads, record)
+    for label, tuning in tuple(arms.items()):
+        if not tuning.settings or tuning.reason is not None:
+            continue
+        failure = context.attempt(partial(_measure_arm, context, tuning, loads, pairs, store))
+        if failure is not None:
+            reason = f"could not be compared with its plain server: {failure}"
+            context.progress.now(f"{context.arms[label].name} {reason}")
+            if not any(pair.label == label for pair in pairs):
+                arms[label] = msgspec.structs.replace(tuning, reason=reason)
+                store()
 
 
 def _tuning(context: RunContext, label: Label) -> ArmTuning:
@@ -95,49 +108,31 @@ def probe_loads(workloads: Sequence[Workload]) -> tuple[Workload, ...]:
 
 
 def _measure_arm(
-    context: RunContext, tuning: ArmTuning, loads: Sequence[Workload], record: HandicapRecord
-) -> HandicapRecord:
-    """The record with the pairs of one arm: with all of its settings, then with single ones if those cost."""
-    label, what = tuning.label, ", ".join(tuning.settings)
-    name = context.arms[label].name
-
-    def measure_pairs() -> None:
-        nonlocal record
-        with _server(context, label, "none", "plain") as plain:
-            pair = HandicapPair(number=len(record.probes), label=label, setting=None, loads=tuple(loads))
-            context.progress.now(f"{name} beside the same server without {what}")
-            slow = _load_pair(context, pair, context.arms[label], plain, LOAD_SECONDS)
-            record = _stored(context, record, pair)
-            if not slow or len(tuning.settings) < 2:
-                return
-            for setting in list(tuning.settings)[:MOST_SETTINGS]:
-                context.progress.now(f"{name} with {setting} alone beside the plain server")
-                pair = HandicapPair(number=len(record.probes), label=label, setting=setting, loads=tuple(slow))
-                failure = context.attempt(partial(measure_single, pair, plain))
-                if failure is not None:
-                    context.progress.now(f"{name} with {setting} alone could not be measured: {failure}")
-                record = _stored(context, record, msgspec.structs.replace(pair, reason=failure))
-
-    def measure_single(pair: HandicapPair, plain: Arm) -> None:
-        with _server(context, label, str(pair.setting), "single") as single:
-            _load_pair(context, pair, single, plain, LOAD_SECONDS / 2)
-
-    failure = context.attempt(measure_pairs)
-    if failure is not None:
-        reason = f"could not be compared with its plain server: {failure}"
-        context.progress.now(f"{name} {reason}")
-        if not any(pair.label == label for pair in record.probes):
-            failed = msgspec.structs.replace(tuning, reason=reason)
-            arms = tuple(failed if arm.label == label else arm for arm in record.arms)
-            record = msgspec.structs.replace(record, arms=arms)
-            context.store.write(record)
-    return record
+    context: RunContext,
+    tuning: ArmTuning,
+    loads: Sequence[Workload],
+    pairs: Sequence[HandicapPair],
+    store: Callable[[HandicapPair], None],
+) -> None:
+    """Load an arm with all of its settings, then with single ones if those cost. `pairs` are those so far."""
+    arm = context.arms[tuning.label]
+    with _server(context, arm, "none", "plain") as plain:
+        pair = HandicapPair(number=len(pairs), label=tuning.label, setting=None, loads=tuple(loads))
+        context.progress.now(f"{arm.name} beside the same server without {', '.join(tuning.settings)}")
+        slow = _load_pair(context, pair, arm, plain, LOAD_SECONDS)
+        store(pair)
+        for setting in list(tuning.settings)[:MOST_SETTINGS] if slow and len(tuning.settings) > 1 else ():
+            context.progress.now(f"{arm.name} with {setting} alone beside the plain server")
+            pair = HandicapPair(number=len(pairs), label=tuning.label, setting=setting, loads=tuple(slow))
+            failure = context.attempt(partial(_load_single, context, pair, arm, plain))
+            if failure is not None:
+                context.progress.now(f"{arm.name} with {setting} alone could not be measured: {failure}")
+            store(msgspec.structs.replace(pair, reason=failure))
 
 
-def _stored(context: RunContext, record: HandicapRecord, pair: HandicapPair) -> HandicapRecord:
-    record = msgspec.structs.replace(record, probes=(*record.probes, pair))
-    context.store.write(record)
-    return record
+def _load_single(context: RunContext, pair: HandicapPair, arm: Arm, plain: Arm) -> None:
+    with _server(context, arm, str(pair.setting), "single") as single:
+        _load_pair(context, pair, single, plain, LOAD_SECONDS / 2)
 
 
 def _load_pair(context: RunContext, pair: HandicapPair, tuned: Arm, plain: Arm, seconds: float) -> list[Workload]:
@@ -164,11 +159,11 @@ def _load_pair(context: RunContext, pair: HandicapPair, tuned: Arm, plain: Arm, 
     return slow
 
 
-def _server(context: RunContext, label: Label, tuning: str, name: str) -> AbstractContextManager[Arm]:
+def _server(context: RunContext, arm: Arm, tuning: str, name: str) -> AbstractContextManager[Arm]:
     """A second server of an arm with this tuning, while the arm's own stays up without load."""
-    arm, store = context.arms[label], RunStore(context.store.directory / "handicap" / name)
+    label, store = arm.request.label, RunStore(context.store.directory / "handicap" / name)
     variant = Variant(payload=arm.payload, transport=arm.transport, settings={"tuning": tuning})
     return context.varied(label, variant, store, f"handicap-{label}")  # with a log apart from the arm's own
 
 
-PROBE = Probe(wanted=wanted, measure=measure, records=(HandicapRecord,), finding=HandicapsFound, analyse=analyse)
+PROBE = Probe(wanted=wanted, measure=measure, finding=HandicapsFound, analyse=analyse)

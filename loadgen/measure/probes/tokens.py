@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from loadgen.experiment.schedule import sends_load
 from loadgen.findings.registry import Probe
 from loadgen.findings.tokens import TokensFound, analyse
-from loadgen.records.probes import TokensCompared
 from loadgen.records.targets import Kind
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ def measure(context: RunContext) -> None:
 PROBE = Probe(
     wanted=sends_load,
     measure=measure,
-    records=(TokensCompared,),
     finding=TokensFound,
     analyse=analyse,
     after_servers=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from loadgen.findings.registry import Probe
-from loadgen.findings.traffic import NEAR_S, ReplayedTraffic, TrafficFound, analyse, describe
+from loadgen.findings.traffic import NEAR_S, TrafficFound, analyse, describe
 from loadgen.measure.arms import replay_of
 from loadgen.measure.errors import RunError
 from loadgen.records.run import Experiment
@@ -34,7 +34,6 @@ def measure(context: RunContext) -> None:
 PROBE = Probe(
     wanted=wanted,
     measure=measure,
-    records=(ReplayedTraffic,),
     finding=TrafficFound,
     analyse=analyse,
     sections="loadgen.report.sections.traffic",

@@ -57,7 +57,7 @@ def answer(label: str, request: int, output: list[int], prompt: int = 2) -> Prom
 def test_a_model_is_described_by_a_process(tmp_path: Path) -> None:
     abserve = command(tmp_path, f"print('loading'); print('''{json.dumps(INFO)}''')")
     info = describe_model("language:demo", None, abserve)
-    assert (info.name, info.max_length, info.prompt_ids) == ("demo", 4096, (1, 4095))
+    assert (info.max_length, info.prompt_ids) == (4096, (1, 4095))
 
 
 def test_what_cannot_be_described_is_refused_in_the_words_of_the_command(tmp_path: Path) -> None:

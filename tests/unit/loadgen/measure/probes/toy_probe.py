@@ -46,7 +46,6 @@ SECTIONS = {"Detail": (temperature,)}
 PROBE = Probe(
     wanted=lambda experiment: experiment.preset == "quick",
     measure=measure,
-    records=(Temperature,),
     finding=TemperatureFound,
     analyse=analyse,
     sections=__name__,
