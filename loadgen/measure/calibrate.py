@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from time import perf_counter_ns
@@ -120,7 +121,7 @@ def calibrate(
         generator = GeneratorProcess(folder / "generator.log")
         resources.callback(generator.stop)
         for transport, payload in product(transports, payloads):
-            measurement = _Measurement(generator, sinks, folder, transport, payload)
+            measurement = _Measurement(generator, sinks, folder / "block.npy", transport, payload)
             try:
                 measurement.prepare(samples, batch_sizes)
                 for batch_size in batch_sizes:
@@ -132,7 +133,7 @@ def calibrate(
         tokens: list[TokenCeiling] = []
         for token_transport in (name for name in TOKEN_TRANSPORTS if not ROUTES[name].is_text):
             say(f"{token_transport}, streamed tokens")
-            measurement = _Measurement(generator, sinks, folder, token_transport, "tokens")
+            measurement = _Measurement(generator, sinks, folder / "block.npy", token_transport, "tokens")
             try:
                 tokens.append(measurement.measure_tokens(concurrency, seconds))
             except GeneratorError as exc:
@@ -155,39 +156,37 @@ def calibrate(
     )
 
 
+@dataclass(frozen=True, slots=True)
 class _Measurement:
-    """One transport and payload."""
+    """One transport and payload; `samples` is the file of a block."""
 
-    def __init__(
-        self, generator: GeneratorProcess, sinks: SinkProcesses, folder: Path, transport: Transport, payload: str
-    ) -> None:
-        self._generator = generator
-        self._sinks = sinks
-        self._samples = folder / "block.npy"
-        self._transport: Transport = transport
-        self._payload = payload
+    generator: GeneratorProcess
+    sinks: SinkProcesses
+    samples: Path
+    transport: Transport
+    payload: str
 
     def prepare(self, samples: Path, batch_sizes: Sequence[int]) -> None:
         """Replace the generator's bodies. Raises `GeneratorError`."""
-        self._generator.prepare(
+        self.generator.prepare(
             Prepare(
                 samples_directory=str(samples),
-                payload=self._payload,
-                signature=signature(self._payload),
+                payload=self.payload,
+                signature=signature(self.payload),
                 batch_sizes=tuple(batch_sizes),
                 seed=0,
-                transport=self._transport,
+                transport=self.transport,
             )
         )
 
     def measure(self, batch_size: int, users: int, seconds: float) -> CalibrationWorkload:
         """The ceiling at one batch size, and at batch size 1 the timing error. Raises `GeneratorError`."""
-        self._sinks.delay(0.0)
+        self.sinks.delay(0.0)
         self._run(batch_size, users, 2 * users, seconds / 10)
-        before_ns, began_ns = self._sinks.cpu_ns(), perf_counter_ns()
+        before_ns, began_ns = self.sinks.cpu_ns(), perf_counter_ns()
         outcome = self._run(batch_size, users, 1, seconds)
-        after_ns, ended_ns = self._sinks.cpu_ns(), perf_counter_ns()
-        rate = (throughput_per_s(read_samples(self._samples)) or 0.0) / batch_size
+        after_ns, ended_ns = self.sinks.cpu_ns(), perf_counter_ns()
+        rate = (throughput_per_s(read_samples(self.samples)) or 0.0) / batch_size
         share = outcome.cpu_ns / (outcome.window_end_ns - outcome.window_start_ns)
         sink_cores = None
         if before_ns is not None and after_ns is not None:
@@ -199,8 +198,8 @@ class _Measurement:
                 self._time(users, _LOADED_DELAY * 1000.0 * users / rate, rate, seconds),
             )
         return CalibrationWorkload(
-            transport=self._transport,
-            payload=self._payload,
+            transport=self.transport,
+            payload=self.payload,
             batch_size=batch_size,
             payload_bytes=round(float(np.mean(outcome.body_payload_bytes))),
             concurrency=users,
@@ -216,20 +215,20 @@ class _Measurement:
     def measure_tokens(self, users: int, seconds: float) -> TokenCeiling:
         """The ceiling in streamed tokens. Raises `GeneratorError`."""
         plan = PromptPlan(low=1, high=4095, seed=0, shapes=(_TOKEN_SHAPE,))
-        self._generator.prepare(
+        self.generator.prepare(
             Prepare(
-                samples_directory="", payload=self._payload, signature=Signature(MODEL, (), ()), batch_sizes=(1,),
-                seed=0, transport=self._transport, prompts=plan,
+                samples_directory="", payload=self.payload, signature=Signature(MODEL, (), ()), batch_sizes=(1,),
+                seed=0, transport=self.transport, prompts=plan,
             )
         )  # fmt: skip
-        self._sinks.delay(0.0)
+        self.sinks.delay(0.0)
         self._run(1, users, 2 * users, seconds / 10, _TOKEN_SHAPE)
         outcome = self._run(1, users, 1, seconds, _TOKEN_SHAPE)
-        alone = float(np.mean(read_tokens(self._samples).events["events"] == 1))
+        alone = float(np.mean(read_tokens(self.samples).events["events"] == 1))
         tokens = alone * (outcome.requests + outcome.cool_down) * _TOKEN_SHAPE.output_tokens
         cpu_us = outcome.cpu_ns / tokens / 1000.0
         return TokenCeiling(
-            transport=self._transport,
+            transport=self.transport,
             concurrency=users,
             measured_tokens_per_s=tokens / ((outcome.window_end_ns - outcome.window_start_ns) / 1e9),
             cpu_us_per_token=cpu_us,
@@ -239,11 +238,11 @@ class _Measurement:
     def _time(self, users: int, delay_ms: float, ceiling: float, seconds: float) -> TimingError:
         """The latency that the generator reports, minus the time for which the sink kept the request. The delay decides
         the rate: a closed loop sends at most users / delay requests per second."""
-        self._sinks.delay(delay_ms)
+        self.sinks.delay(delay_ms)
         self._run(1, users, _TIMING_REQUESTS, seconds / 2)
-        reported_us = latencies_ms(good(read_samples(self._samples))) * 1000.0
-        held_us = np.array(self._sinks.held_ns()) / 1000.0
-        rate = throughput_per_s(read_samples(self._samples)) or 0.0
+        reported_us = latencies_ms(good(read_samples(self.samples))) * 1000.0
+        held_us = np.array(self.sinks.held_ns()) / 1000.0
+        rate = throughput_per_s(read_samples(self.samples)) or 0.0
         return TimingError(
             concurrency=users,
             delay_ms=delay_ms,
@@ -258,10 +257,10 @@ class _Measurement:
         self, batch_size: int, users: int, requests: int, seconds: float, shape: PromptShape | None = None
     ) -> BlockOutcome:
         """Run one block; afterwards the sinks hold only the times of its requests. Raises `GeneratorError`."""
-        self._samples.unlink(missing_ok=True)
+        self.samples.unlink(missing_ok=True)
         command = Open(
-            url=self._sinks.url,
-            grpc_address=self._sinks.grpc_address,
+            url=self.sinks.url,
+            grpc_address=self.sinks.grpc_address,
             batch_size=batch_size,
             shape=shape,
             concurrency=users,
@@ -269,11 +268,11 @@ class _Measurement:
             seconds=seconds,
             max_seconds=max(10.0, seconds),
             timeout_s=_TIMEOUT_S,
-            samples_path=str(self._samples),
+            samples_path=str(self.samples),
         )
-        self._generator.open(command)
-        self._sinks.held_ns()  # forget the settling request of this block and everything before
-        outcome = self._generator.go(command)
+        self.generator.open(command)
+        self.sinks.held_ns()  # forget the settling request of this block and everything before
+        outcome = self.generator.go(command)
         if outcome.errors or outcome.storage_error is not None or outcome.cut_reason is not None:
             message = outcome.storage_error or next(iter(outcome.error_messages), outcome.cut_reason)
             raise GeneratorError(f"{outcome.errors} of {outcome.requests} requests failed ({message})")

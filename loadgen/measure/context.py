@@ -154,22 +154,10 @@ class RunContext:
             self.sent.prepare_bodies(arm, batch_sizes)
 
     @contextmanager
-    def second_server(self, arm: Arm, experiment: Experiment, store: RunStore, work: Path) -> Iterator[Arm]:
-        """Start a server for the arm's request beside the run's own servers, and stop it at the end. `store` gets its
-        log, `work` is its folder. Raises `AddressError`, `DeploymentError`, `ProcessError`."""
-        deployment = make_deployment(arm.request, experiment, store, work, self.abserve)
-        try:
-            deployment.start()
-            started = replace(arm, deployment=deployment, model=deployment.model or arm.model)
-            deployment.wait_ready(started.model, READY_SECONDS)
-            yield started
-        finally:
-            deployment.stop()
-
-    @contextmanager
     def varied(self, label: Label, variant: Variant, store: RunStore, name: str) -> Iterator[Arm]:
         """One of the run's arms, changed: on its running server if nothing but the protocol or the payload differs and
-        the server takes that, else on a second one."""
+        the server takes that, else on a second one beside it, which is stopped at the end and whose log `store` gets.
+        Raises `AddressError`, `DeploymentError`, `ProcessError`."""
         running, experiment = self.arms[label], self.experiment
         same_server = variant.target is None and not variant.settings
         if same_server and (variant.payload, variant.transport) == (running.payload, running.transport):
@@ -190,8 +178,14 @@ class RunContext:
             arm.deployment.wait_ready(arm.model, 5.0)
             yield arm
             return
-        with self.second_server(arm, varied, store, self.work / store.directory.name / name) as started:
+        deployment = make_deployment(request, varied, store, self.work / store.directory.name / name, self.abserve)
+        try:
+            deployment.start()
+            started = replace(arm, deployment=deployment, model=deployment.model or arm.model)
+            deployment.wait_ready(started.model, READY_SECONDS)
             yield started
+        finally:
+            deployment.stop()
 
     def beside(
         self, arms: Mapping[Label, Arm], store: RunStore, loads: Sequence[Workload], number: int

@@ -111,11 +111,6 @@ class LiveRatios:
         """Of the workloads that a percentile leads."""
 
     @property
-    def until_decided(self) -> bool:
-        """Whether these intervals determine when the run ends."""
-        return self.experiment.until_decided
-
-    @property
     def latest(self) -> tuple[LiveRatio, ...]:
         """Every workload and arm with a complete pair, in the order of the experiment."""
         loads = self._workloads.items()
@@ -222,8 +217,7 @@ class Forecast:
     def block_took(self, block: ScheduledBlock, seconds: float) -> None:
         """One block is done."""
         self._took.setdefault((block.workload.name, block.label), []).append(seconds)
-        if block in self.blocks:
-            self.blocks.remove(block)
+        self.leave_out(block)
 
     def leave_out(self, block: ScheduledBlock) -> None:
         """One block will not be run."""

@@ -40,19 +40,6 @@ from loadgen.stats.distributions import binomial_cdf
 from loadgen.stats.estimates import SIGNIFICANCE
 from loadgen.stats.percentiles import Pool, Values
 
-STAGES = (
-    "send_delay",
-    "receive",
-    "decode",
-    "queue",
-    "compute_input",
-    "compute_infer",
-    "compute_output",
-    "encode",
-    "read_answer",
-    "unattributed",
-)
-CLIENT_STAGES = ("send_delay", "read_answer")
 STAGE_TITLES = {
     "send_delay": "waiting to be sent",
     "receive": "receiving the request",
@@ -65,6 +52,8 @@ STAGE_TITLES = {
     "read_answer": "reading the response",
     "unattributed": "network and client",
 }
+STAGES = tuple(STAGE_TITLES)
+CLIENT_STAGES = ("send_delay", "read_answer")
 OVERLAP_LIMIT = 0.02
 """Share of a request by which the stages may exceed the client's time, since both clocks are read in software."""
 COUNT_LIMIT = 0.01

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, pairwise
 from operator import itemgetter
+from typing import get_args
 
 import msgspec
 
@@ -19,7 +20,7 @@ from loadgen.metrics.registry import ACHIEVED_RATE, METRICS, SERVED
 from loadgen.records.run import Label, Pairing, Record, Workload, shown
 from loadgen.records.scenarios import SCENARIOS
 
-ORDER: tuple[Outcome, ...] = ("arm_better", "baseline_better", "no_difference", "inconclusive", "invalid")
+ORDER: tuple[Outcome, ...] = get_args(Outcome)
 """The order in which outcomes are listed."""
 
 

@@ -528,7 +528,7 @@ OUTPUT_TOKENS = register(
         is_of_all_time=True,
     )
 )
-ANSWER_TIME = register(
+register(
     Metric(
         "answer_time",
         "time per answer",

@@ -24,7 +24,7 @@ from typing import Literal
 
 from loadgen.base.quantities import join
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons, log_lead
-from loadgen.records.run import Experiment, Label, Record, Workload, shown
+from loadgen.records.run import Experiment, Label, Record, Workload
 from loadgen.records.targets import Kind
 
 Across = Literal["batch", "length", "prompt"]
@@ -258,11 +258,9 @@ def crossing_in_words(surface: Surface, crossing: Crossing, names: Mapping[Label
     return f"{above} overtakes {below} at {crossing.words}, {surface.at(crossing.size)}"
 
 
-def rows_in_words(surface: Surface, names: Mapping[Label, str] | None = None) -> list[str]:
+def rows_in_words(surface: Surface, names: Mapping[Label, str]) -> list[str]:
     """A clause per size: its crossings, or who wins where."""
-    labels = [label for point in surface.points for label in (point.best, point.runner_up) if label is not None]
-    called = {label: (names or {}).get(label, shown(label)) for label in labels}
-    return [_row_in_words(surface, size, row, called) for size, row in surface.rows.items()]
+    return [_row_in_words(surface, size, row, names) for size, row in surface.rows.items()]
 
 
 def _row_in_words(surface: Surface, size: int, row: Sequence[SurfacePoint], names: Mapping[Label, str]) -> str:

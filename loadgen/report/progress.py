@@ -35,7 +35,7 @@ from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, Label, Pairing, ParityRecord, shown
 from loadgen.records.store import StoredBlock
 from loadgen.report.sections.checks import fairness_lines, fairness_summary
-from loadgen.report.sections.comparisons import better_of
+from loadgen.report.sections.comparisons import LEAST_SPAN, better_of, reach
 
 FIXED = "These intervals do not stop the run; the verdict follows after the checks."
 OPEN = "Pairs are added where the winner is uncertain; these intervals stay valid when checked after every pair."
@@ -44,7 +44,6 @@ WITHIN = "within one pair"
 LOG_SECONDS = 10.0
 """A log gets a line of the ratios at the end of every round, and within a longer one not more often than this."""
 MIN_TRACK, MAX_TRACK = 10, 40
-_MIN_SPAN = math.log(1.05)
 _HIGHER_IS_BETTER = {metric.title: metric.higher_is_better for metric in METRICS.values()}
 
 
@@ -229,7 +228,7 @@ class RichProgress(MovingLine, RunProgress):
             return self._spinner
         room = max(1, self._console.height - 5)
         latest = self._ratios.latest[-room:]  # a table higher than the terminal would hide the moving line
-        note = OPEN if self._ratios.until_decided else FIXED
+        note = OPEN if self._ratios.experiment.until_decided else FIXED
         table = ratio_table(latest, self._console.width)
         return Group(table, Text(f"last: {self._last_block}", style="dim"), Text(note, style="dim"), self._spinner)
 
@@ -304,7 +303,7 @@ def ratio_table(ratios: Sequence[LiveRatio], width: int) -> Table:
     several = len(arms) > 1
     used = 66 + labels + (2 + max(map(len, arms)) if several else 0)
     track = min(MAX_TRACK, max(MIN_TRACK, width - used))
-    span = max((_reach(ratio) for ratio in ratios), default=_MIN_SPAN)
+    span = max((reach(ratio.ratio or 1.0, ratio.ci95 or ratio.within) for ratio in ratios), default=LEAST_SPAN)
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("workload", no_wrap=True)
     table.add_column("pairs", justify="right", no_wrap=True)
@@ -346,10 +345,3 @@ def track_of(ratio: LiveRatio, track: int, span: float) -> Text:
         marks[column(ratio.ratio)] = "●"
     style = "bold" if excludes_one(ratio.ci95) else ""
     return Text("".join(marks), style=style)
-
-
-def _reach(ratio: LiveRatio) -> float:
-    """How far a row extends from 1; the wide interval of few pairs does not squeeze the others."""
-    bounds = [abs(math.log(bound)) for bound in ratio.ci95 or ratio.within or ()]
-    centre = abs(math.log(ratio.ratio)) if ratio.ratio else 0.0
-    return max(_MIN_SPAN, centre * 1.1, min(max(bounds, default=0.0), 3.0 * max(centre, _MIN_SPAN)))

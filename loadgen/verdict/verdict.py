@@ -116,14 +116,13 @@ def reach_verdict(facts: Facts, checks: Sequence[Check]) -> Verdict:
     apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
     slowed = complaints([check for check in checks if check.name == handicap.name])
     surface = surface_of(experiment, facts.comparisons)
-    text = _sentence(facts, rankings, surface, failed, slowed)
+    decided = main_comparison(facts.comparisons, rankings, _by_name(facts))
+    cause = "" if decided is None else explain_lead(facts, decided)
+    text = _sentence(facts, rankings, surface, failed, slowed, decided, cause)
     if disturbed and not failed:
         text = f"Rough: {text} {NOT_TO_BE_CITED}"
     usable = {s.workload for s in scenarios if s.outcome != "invalid"} or {s.workload for s in scenarios}
     main = max((workload for workload in experiment.workloads if workload.name in usable), key=weight, default=None)
-    workloads = _by_name(facts)
-    decided = main_comparison(facts.comparisons, rankings, workloads)
-    cause = "" if decided is None else explain_lead(facts, decided)
     return Verdict(
         valid=not failed and not disturbed,
         headline=headline(experiment, facts.run.arms, facts.comparisons, rankings, checks, cause),
@@ -184,8 +183,11 @@ def _sentence(
     surface: Surface | None,
     failed: Sequence[str],
     slowed: Sequence[str],
+    decided: Comparison | None,
+    cause: str,
 ) -> str:
-    """`slowed` are those of the `failed` checks that name an arm which its own settings make slow: they come first."""
+    """`slowed` are those of the `failed` checks that name an arm which its own settings make slow: they come first.
+    `cause` explains the lead of `decided`, the headline's comparison."""
     leading = leading_comparisons(facts.comparisons)
     usable = [c for c in leading if c.verdict != "invalid"]
     if not leading:
@@ -204,23 +206,20 @@ def _sentence(
     if surface is not None:
         text = "; ".join(rows_in_words(surface, names)) + "."
     else:
-        text = _two_arms(facts, usable) if two else _many_arms(facts, usable, rankings)
+        text = _two_arms(facts, usable, decided, cause) if two else _many_arms(facts, usable, rankings)
     return before + text if before or text.startswith(tuple(names.values())) else sentence(text)
 
 
-def _two_arms(facts: Facts, usable: Sequence[Comparison]) -> str:
-    """The decided comparison with the most load, then the other workloads by outcome, then the other metrics."""
+def _two_arms(facts: Facts, usable: Sequence[Comparison], main: Comparison | None, cause: str) -> str:
+    """The headline's comparison, then the other workloads by outcome, then the other metrics."""
     workloads, margin, names = _by_name(facts), facts.run.experiment.equivalence_margin, facts.names
-    loads = [c for c in usable if c.metric in SERVED] or usable
-    decided = [c for c in loads if c.winner] or [c for c in usable if c.winner]
     besides = other_decided_metrics(facts.comparisons, workloads, names)
-    if not decided:
+    if main is None:
         metrics = dict.fromkeys(METRICS[c.metric].title for c in usable) if besides else ()
         what = f" in {join(list(metrics))}" if metrics else ""
         parts = [*groups(usable, workloads, margin, names), *besides]
         return f"no winner{what} between {' and '.join(names.values())}: {'; '.join(parts)}."
-    main = max(decided, key=lambda c: weight(workloads[c.workload]))
-    first = claim(main, names, place(workloads[main.workload])) + explain_lead(facts, main)
+    first = claim(main, names, place(workloads[main.workload])) + cause
     rest = groups([c for c in usable if c is not main], workloads, margin, names)
     return "; ".join([first, *rest, *besides]) + "."
 

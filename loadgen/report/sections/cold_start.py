@@ -21,20 +21,10 @@ PHASES = (
 """Field, title and opacity of its bar."""
 
 
-STAGES = {
-    "command": "command",
-    "describe": "describe",
-    "import": "import",
-    "build": "build",
-    "load": "load",
-    "choose": "choose",
-    "verify": "verify",
-    "warm_up": "warm-up",
-    "capture": "capture",
-    "rest": "rest",
-    "ready": "ready",
-    "answer": "first answer",
-}
+STAGES = (
+    "command", "describe", "import", "build", "load", "choose", "verify", "warm-up", "capture", "rest", "ready",
+    "first answer",
+)  # fmt: skip
 """Rows of the table of stages."""
 STAGES_NOTE = (
     "Seconds by each server's log; – means that it does not say, or has no such stage. Command: abserve plans the "
@@ -126,13 +116,10 @@ def start_stages(result: Result, starts: Sequence[ServerStart]) -> Iterator[doc.
     if not any(start.stages_s or start.command_ns for start in starts):
         return
     known = set[str]().union(*kinds.values())
-    rows = [*(name for name in STAGES if name in known), *sorted(known - STAGES.keys())]
+    rows = [*(name for name in STAGES if name in known), *sorted(known.difference(STAGES))]
     yield doc.Table(
         (*doc.names("stage"), *doc.numbers(*kinds)),
-        [
-            (STAGES.get(name, name), *("–" if name not in k else f"{k[name]:.2f} s" for k in kinds.values()))
-            for name in rows
-        ],
+        [(name, *("–" if name not in k else f"{k[name]:.2f} s" for k in kinds.values())) for name in rows],
         title="Where a start's seconds go",
         caption=STAGES_NOTE,
         on=doc.READ,
@@ -142,8 +129,8 @@ def start_stages(result: Result, starts: Sequence[ServerStart]) -> Iterator[doc.
 
 def _stages(start: ServerStart) -> dict[str, float]:
     """The seconds of each row of the table that are known."""
-    known = dict(start.stages_s)
-    moments = {"command": start.command_ns, "ready": start.ready_ns, "answer": start.first_answer_ns}
+    known = {name.replace("_", "-"): seconds for name, seconds in start.stages_s.items()}
+    moments = {"command": start.command_ns, "ready": start.ready_ns, "first answer": start.first_answer_ns}
     known |= {name: ns / 1e9 for name, ns in moments.items() if ns is not None}
     if start.stages_s and start.ready_ns is not None:
         known["rest"] = max(0.0, start.ready_ns / 1e9 - sum(start.stages_s.values()))

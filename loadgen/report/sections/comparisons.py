@@ -59,7 +59,7 @@ def comparison_table(
     values = [doc.Column(others[0], "number", roomy=True)]
     if several(result):
         values = [doc.Column("arm"), doc.Column("its value", "number", "value", roomy=True)]
-    span = max((_reach(comparison) for comparison in made), default=LEAST_SPAN)
+    span = max((reach(*_arm_factor(comparison)) for comparison in made), default=LEAST_SPAN)
     arm = "arm" if several(result) else others[0]
     columns = (
         *doc.names("scenario", "metric"),
@@ -121,9 +121,9 @@ def _arm_factor(comparison: Comparison) -> tuple[float, Interval | None]:
     return (value, comparison.ci95) if comparison.higher_is_better else (1.0 / value, inverse(comparison.ci95))
 
 
-def _reach(comparison: Comparison) -> float:
-    """How far from 1 the axis must go, as a logarithm; a very wide interval is cut rather than squeezing the others."""
-    value, interval = _arm_factor(comparison)
+def reach(value: float, interval: Interval | None) -> float:
+    """How far from 1 an axis must go for a ratio, as a logarithm; a very wide interval is cut rather than squeezing the
+    others."""
     centre = abs(math.log(value))
     widest = max((abs(math.log(bound)) for bound in interval or ()), default=0.0)
     return max(LEAST_SPAN, centre * 1.15, min(widest * 1.05, 3.0 * max(centre, LEAST_SPAN)))

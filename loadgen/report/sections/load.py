@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
@@ -71,13 +71,20 @@ def batch_sizes(result: Result) -> doc.Section | None:
     data = _speeds(result, sizes)
     if not data:
         return None
+    left, right = ([y for trace in data if trace["yaxis"] == panel for y in trace["y"]] for panel in ("y", "y2"))
     chart = doc.Chart(
         "batch-sizes",
         "Throughput and latency against batch size",
         f"One request at a time with this many {several} in it. Bars are 95 % intervals over the blocks of one arm; "
         "unlike the paired ratios, they include the machine's drift.",
         data,
-        _speed_panels(result, f"{several} per request", sizes.values(), data),
+        charts.two_panels(
+            charts.tall(result, 380),
+            f"{several} per request",
+            charts.value_axis(charts.rate_unit(result), left),
+            charts.value_axis("p50 latency, ms", right),
+            charts.doubling(sizes.values()),
+        ),
     )
     return doc.section("Batch sizes", chart)
 
@@ -106,17 +113,6 @@ def _speeds(result: Result, sizes: Mapping[str, int]) -> list[doc.Figure]:
                     )
                 )
     return data
-
-
-def _speed_panels(result: Result, across: str, places: Iterable[int], data: Sequence[doc.Figure]) -> doc.Figure:
-    left, right = ([y for trace in data if trace["yaxis"] == panel for y in trace["y"]] for panel in ("y", "y2"))
-    return charts.two_panels(
-        charts.tall(result, 380),
-        across,
-        charts.value_axis(charts.rate_unit(result), left),
-        charts.value_axis("p50 latency, ms", right),
-        charts.doubling(places),
-    )
 
 
 def measurements(result: Result) -> doc.Section | None:
