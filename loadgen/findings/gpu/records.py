@@ -326,6 +326,8 @@ class HeaderLine(msgspec.Struct, frozen=True, tag="header", tag_field="type"):
 
     schema: str
     status: str
+    boot_id: str | None = None
+    error: str | None = None
     driver_version: str | None = None
     devices: tuple[GpuDevice, ...] = ()
     device_count: int | None = None
@@ -365,6 +367,7 @@ class EventLine(msgspec.Struct, frozen=True, tag="event", tag_field="type"):
     at_ns: int
     event: str
     uuid: str | None = None
+    code: str | None = None
 
 
 class EndLine(msgspec.Struct, frozen=True, tag="end", tag_field="type"):
