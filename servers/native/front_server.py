@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib
 import os
 import signal
 import socket
@@ -145,14 +144,16 @@ class FrontServer(uvicorn.Server, ABC):
         return connect() if self._tls is None else self._tls.grpc(connect)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and open the gRPC front end, whose imports take a good part of a second."""
+        """Connect to the engines: then health checks can be answered. Listen, and open the gRPC front end."""
+        await self.connect()
         if self._keys is not None or self._tls is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload_access)
             self._reload_access()  # a signal may have come between the fork and now
         await super().startup(sockets)
         self._on_listening()
         if self._settings.grpc_port:
-            self.grpc = await self.make_grpc()
+            # Its imports take a good part of a second: in a thread, so that the loop goes on answering HTTP.
+            self.grpc = await asyncio.to_thread(self.make_grpc)
             self.grpc.on_close = self.http.on_close
             self.grpc.keys = self._keys
             if self._grpc_listener is not None:
@@ -163,8 +164,11 @@ class FrontServer(uvicorn.Server, ABC):
         if self._supervised is not None:
             self._supervised.open()
 
+    async def connect(self) -> None:
+        """Connect to the engines, if they are in other processes."""
+
     @abstractmethod
-    async def make_grpc(self) -> GrpcConnections:
+    def make_grpc(self) -> GrpcConnections:
         """The gRPC front end."""
 
     async def accept(self, connection: socket.socket, *, grpc: bool) -> None:
@@ -256,11 +260,10 @@ class NativeServer(FrontServer):
         else:
             self.regions.close(operation.names)
 
-    async def make_grpc(self) -> GrpcConnections:
-        # Imported in a thread: the loop goes on answering HTTP, and a cold start does not wait for the import.
-        module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc.inference")
-        front_end: GrpcConnections = module.GrpcFrontEnd(self.models, self.regions, self._settings, self._memory)
-        return front_end
+    def make_grpc(self) -> GrpcConnections:
+        from servers.native.grpc.inference import GrpcFrontEnd
+
+        return GrpcFrontEnd(self.models, self.regions, self._settings, self._memory)
 
 
 def _end_at_the_latest_in(seconds: float) -> None:
@@ -394,10 +397,8 @@ class FrontProcessServer(NativeServer):
         else:
             await self._link.open(engines, execute)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Connect to the engines' processes first: then health checks can be answered."""
+    async def connect(self) -> None:
         await self._connect_engines(self._engines)
-        await super().startup(sockets)
 
     def _opened(self) -> None:
         self._begin(self._link.control(FrontEndOpened()))

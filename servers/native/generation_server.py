@@ -6,8 +6,6 @@ socket between them as two processes have.
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -47,16 +45,13 @@ class GenerationServer(FrontServer):
         http = GenerationFrontEnd(create_language_app(self.models), self.models, service.settings, memory)
         super().__init__(service.settings, http, on_listening, service.link.opened, grpc_listener, supervisor)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Connect to the engine first: then health checks can be answered."""
+    async def connect(self) -> None:
         await self._link.open(self._engine)
-        await super().startup(sockets)
 
-    async def make_grpc(self) -> GrpcConnections:
-        # Imported in a thread: the loop goes on answering HTTP.
-        module = await asyncio.to_thread(importlib.import_module, "servers.native.grpc.generation")
-        front_end: GrpcConnections = module.GenerationGrpcFrontEnd(self.models, self._settings, self._memory)
-        return front_end
+    def make_grpc(self) -> GrpcConnections:
+        from servers.native.grpc.generation import GenerationGrpcFrontEnd
+
+        return GenerationGrpcFrontEnd(self.models, self._settings, self._memory)
 
 
 def serve_language(

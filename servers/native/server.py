@@ -25,7 +25,7 @@ from servers.models.weights import WeightsError, WeightsSource
 from servers.native.shared.errors import NOT_RELOADED
 from servers.native.shared.keys import Keys
 from servers.native.shared.memory import Arena, RequestMemory
-from servers.native.shared.recording import RecordingProcess
+from servers.native.shared.recording import recording
 from servers.native.shared.settings import NativeSettings, artefact_field, watched_files
 from servers.native.shared.statistics import Statistics
 from servers.native.shared.tls import Certificate
@@ -149,9 +149,7 @@ def serve_by(
         url = f"http{secure}://{host_in_url(host)}:{port}"
         log.info("listening", url=url, model=",".join(children.models))
 
-    recording = RecordingProcess.of(settings)
-    shown = None if recording is None else recording.shown
-    try:
+    with recording(settings) as shown:
         if settings.fronts:
             return Supervisor(settings, children, listener, grpc_listener, on_listening, shown).run()
         server, engine = alone(on_listening)
@@ -162,9 +160,6 @@ def serve_by(
         finished = engine.stop(max(0.0, min(settings.shutdown_timeout_s, server.stop_by - time.monotonic())))
         log.info("stopped", accepted_work_finished=finished)
         return 1 if failed else exit_status(received)
-    finally:
-        if recording is not None:
-            recording.end()
 
 
 def imported_first(engine: str, specification: ModelSpecification) -> tuple[str, ...]:

@@ -7,15 +7,14 @@ answers held the event loop for seconds. The text before a value never changes, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib.metadata import version as package_version
 from itertools import accumulate, chain
 
-from servers.engines.padding import pad_to_text
 from servers.engines.processors import cuda_index
 from servers.native.front.generation import GenerationService
-from servers.native.front.inference import InferenceService, ModelService
+from servers.native.front.inference import ModelService
 from servers.native.front.region_table import RegionTable
 from servers.native.shared.interface import ModelState
 from servers.native.shared.statistics import Histogram
@@ -88,22 +87,9 @@ def model_config(service: ModelService) -> Document:
     if description is None:
         service.check_ready()
         raise AssertionError("a ready service has a description")
-    signature, settings = service.signature, service.settings
+    signature = service.signature
     devices = description.device.split(",")
     gpus = [index for device in devices if (index := cuda_index(device)) is not None]
-    queue_policy: Document = {"max_queue_size": settings.queue_size, "timeout_action": "REJECT"}
-    if settings.queue_timeout_us:
-        queue_policy["default_timeout_microseconds"] = settings.queue_timeout_us
-    batching: Document = {"model_transaction_policy": {"decoupled": True}}
-    if isinstance(service, InferenceService):
-        batching = {
-            "dynamic_batching": {
-                "preferred_batch_size": [],
-                "max_queue_delay_microseconds": settings.max_queue_delay_us,
-                "preserve_ordering": True,
-                "default_queue_policy": {**queue_policy, "allow_timeout_override": True},
-            }
-        }
     return {
         "name": signature.name,
         "platform": "",
@@ -112,7 +98,7 @@ def model_config(service: ModelService) -> Document:
         "max_batch_size": signature.max_batch_size,
         "input": [_config_tensor(spec, signature) for spec in signature.inputs],
         "output": [_config_tensor(spec, signature) for spec in signature.outputs],
-        **batching,
+        **service.batching(),
         "instance_group": [
             {
                 "name": f"{signature.name}_0",
@@ -128,54 +114,7 @@ def model_config(service: ModelService) -> Document:
 
 def parameters_in_effect(service: ModelService) -> dict[str, str]:
     """The engine's settings in effect as text, without those that do not apply to it."""
-    description = service.description
-    if description is None:
-        return {}
-    if isinstance(service, GenerationService):
-        return service.parameters(description)
-    assert isinstance(service, InferenceService)
-    parameters = {
-        "engine": description.kind,
-        "engine_version": description.version,
-        "precision": description.precision,
-        "mode": description.mode,
-        "device": description.device,
-        "weights": description.weights,
-        "model": service.specification.label,
-        "payload": service.specification.payload,
-        "lone_requests_wait": "false",  # unlike Triton's batcher, for the whole queue delay
-    }
-    if service.specification.padded_axis is not None:
-        parameters["pad_to"] = pad_to_text(service.settings.pad_sizes)
-    if description.threads is not None:
-        parameters["threads"] = str(description.threads)
-        if (kernels := description.details.get("kernels")) is not None:
-            parameters["kernels"] = str(kernels)
-    if (flights := description.details.get("batches_in_flight")) is not None:
-        parameters["batches_in_flight"] = str(flights)
-    if plans := description.details.get("plans"):
-        assert isinstance(plans, Mapping)
-        parameters["plans"] = _by_plan(plans)
-    if (choices := description.details.get("choices")) is not None:
-        parameters["choices"] = str(choices)
-    if description.spinning is not None:
-        parameters["spinning"] = description.spinning
-    if service.decoding is not None:
-        parameters["decode_threads"] = str(service.decoding.thread_count)
-        parameters["max_image_pixels"] = str(service.decoding.max_pixels)
-    if service.settings.fronts is not None:
-        parameters["fronts"] = str(service.settings.fronts)
-    if service.settings.added_delay_ms:
-        parameters["added_delay_ms"] = f"{service.settings.added_delay_ms:g}"
-    return parameters
-
-
-def _by_plan(plans: Mapping[str, str]) -> str:
-    """Plans by batch size as text, each plan once."""
-    sizes: dict[str, list[str]] = {}
-    for size, plan in plans.items():
-        sizes.setdefault(plan, []).append(size)
-    return "; ".join(f"{', '.join(listed)}: {plan}" for plan, listed in sizes.items())
+    return {} if service.description is None else service.parameters(service.description)
 
 
 def repository_index(services: Iterable[ModelService], ready_only: bool) -> list[Document]:
@@ -276,7 +215,7 @@ def _add_service(families: dict[str, list[str]], service: ModelService) -> None:
     add_histogram("request_duration_seconds", "From the request's head to its answer.", duration, 1e9)
     add_histogram("queue_duration_seconds", "Waiting for the engine and for other requests to join.", queue, 1e9)
     add_histogram("compute_duration_seconds", "Execution of one batch, copies included.", compute, 1e9)
-    if isinstance(service, GenerationService):
+    if service.generates:
         add("counter", "prompt_tokens_total", "Tokens of prompts that got a slot.", counters.prompt_tokens)
         add("counter", "output_tokens_total", "Tokens generated.", counters.output_tokens)
         add("gauge", "slots_in_use", "Requests being generated.", counters.slots_in_use)

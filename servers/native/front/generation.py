@@ -150,6 +150,8 @@ class GenerationLink(EngineSocket):
 class GenerationService(ModelService):
     """One language model, whose engine is at the other end of `link`."""
 
+    generates = True
+
     def __init__(
         self, name: str, label: str, settings: NativeSettings, statistics: Statistics, link_number: int
     ) -> None:
@@ -175,10 +177,12 @@ class GenerationService(ModelService):
         return min(self.settings.max_body_bytes, BODY_BYTES + BODY_BYTES_PER_TOKEN * self.max_length)
 
     def parameters(self, description: EngineDescription) -> dict[str, str]:
-        """The settings in effect as text: the engine's, and the server's own."""
         details = {name: value for name, value in description.details.items() if not isinstance(value, dict)}
         own = {"spinning": description.spinning, "model": self.label, "fronts": self.settings.fronts}
         return {name: text for name, value in (details | own).items() if (text := _as_text(value))}
+
+    def batching(self) -> dict[str, object]:
+        return {"model_transaction_policy": {"decoupled": True}}
 
     def _apply(self, status: ModelStatus) -> None:
         if status.description is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -16,7 +17,7 @@ from math import prod
 from typing import Generic, TypeVar
 
 from servers.engines.interface import EngineDescription
-from servers.engines.padding import batch_key, padding_of
+from servers.engines.padding import batch_key, pad_to_text, padding_of
 from servers.models.images import Decoding, DecodingSettings, ImageDecoder
 from servers.models.specification import ModelSpecification
 from servers.native.shared.errors import FailureLog, RefusedError, expired
@@ -131,7 +132,7 @@ class RequestDecoder:
         self._decoder.close()
 
 
-class ModelService:
+class ModelService(ABC):
     """One served model as a front end has it. Belongs to one event loop; any thread may read.
 
     The engine's side says what its `state` and its engine's `description` are, which is None unless one is loaded.
@@ -144,10 +145,21 @@ class ModelService:
         self.description: EngineDescription | None = None
         self.state = ModelState.LOADING
 
+    generates = False
+    """Whether its answers are tokens, one after the other."""
+
     @property
     def ready(self) -> bool:
         """Loaded, warmed up and not shutting down."""
         return self.state is ModelState.READY
+
+    @abstractmethod
+    def parameters(self, description: EngineDescription) -> dict[str, str]:
+        """The settings in effect as text, of the engine and of the server, without those that do not apply."""
+
+    @abstractmethod
+    def batching(self) -> dict[str, object]:
+        """How requests are executed together, in Triton's configuration."""
 
     async def apply(self, status: ModelStatus) -> None:
         """What the engine's side says; returns when the engine has got every request that was accepted before."""
@@ -211,6 +223,56 @@ class InferenceService(ModelService):
         """Whether a checked request needs only the queue, so that `enqueue` can replace `infer`."""
         self.successor: InferenceService | None = None
         """The same model on another link, in another version: requests that are not queued yet are for it."""
+
+    def parameters(self, description: EngineDescription) -> dict[str, str]:
+        parameters = {
+            "engine": description.kind,
+            "engine_version": description.version,
+            "precision": description.precision,
+            "mode": description.mode,
+            "device": description.device,
+            "weights": description.weights,
+            "model": self.specification.label,
+            "payload": self.specification.payload,
+            "lone_requests_wait": "false",  # unlike Triton's batcher, for the whole queue delay
+        }
+        if self.specification.padded_axis is not None:
+            parameters["pad_to"] = pad_to_text(self.settings.pad_sizes)
+        if description.threads is not None:
+            parameters["threads"] = str(description.threads)
+            if (kernels := description.details.get("kernels")) is not None:
+                parameters["kernels"] = str(kernels)
+        if (flights := description.details.get("batches_in_flight")) is not None:
+            parameters["batches_in_flight"] = str(flights)
+        if plans := description.details.get("plans"):
+            assert isinstance(plans, Mapping)
+            parameters["plans"] = _by_plan(plans)
+        if (choices := description.details.get("choices")) is not None:
+            parameters["choices"] = str(choices)
+        if description.spinning is not None:
+            parameters["spinning"] = description.spinning
+        if self.decoding is not None:
+            parameters["decode_threads"] = str(self.decoding.thread_count)
+            parameters["max_image_pixels"] = str(self.decoding.max_pixels)
+        if self.settings.fronts is not None:
+            parameters["fronts"] = str(self.settings.fronts)
+        if self.settings.added_delay_ms:
+            parameters["added_delay_ms"] = f"{self.settings.added_delay_ms:g}"
+        return parameters
+
+    def batching(self) -> dict[str, object]:
+        settings = self.settings
+        queue_policy: dict[str, object] = {"max_queue_size": settings.queue_size, "timeout_action": "REJECT"}
+        if settings.queue_timeout_us:
+            queue_policy["default_timeout_microseconds"] = settings.queue_timeout_us
+        return {
+            "dynamic_batching": {
+                "preferred_batch_size": [],
+                "max_queue_delay_microseconds": settings.max_queue_delay_us,
+                "preserve_ordering": True,
+                "default_queue_policy": {**queue_policy, "allow_timeout_override": True},
+            }
+        }
 
     def on(self, link: EngineLink) -> InferenceService:
         """The same model on another link, not ready until `apply` says so; see `ServedModels.replace`."""
@@ -371,6 +433,14 @@ def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping
             reference = write_output(window, data)
         tensors.append(OutputTensor(output.name, datatypes[output.name], data, output.binary, reference))
     return InferResponse(signature.name, signature.version, request.id, tuple(tensors))
+
+
+def _by_plan(plans: Mapping[str, str]) -> str:
+    """Plans by batch size as text, each plan once."""
+    sizes: dict[str, list[str]] = {}
+    for size, plan in plans.items():
+        sizes.setdefault(plan, []).append(size)
+    return "; ".join(f"{', '.join(listed)}: {plan}" for plan, listed in sizes.items())
 
 
 def check_version(response: InferResponse, version: str | None) -> None:

@@ -415,16 +415,9 @@ _END = b"\xff"
 """Neither a tag nor such a length."""
 
 
-class _ResponseParts(NamedTuple):
-    """The bytes of a response around its id and its outputs."""
-
-    lead: bytes
-    rest: Sequence[bytes]
-    """Before each output; the first piece follows the id."""
-    size: int
-    """Of the whole response without an id."""
-    whole: Sequence[bytes]
-    """Before each output, all bytes of a response without an id."""
+_ResponseParts = tuple[bytes, Sequence[bytes], int, Sequence[bytes]]
+"""The bytes of a response around its id and its outputs: those before the id, those before each output, of which the
+first follow the id, the size of the whole response without an id, and before each output all bytes of that."""
 
 
 class MessageTemplate(Template):
@@ -443,12 +436,9 @@ class MessageTemplate(Template):
         if between is None:
             between = self._between(outputs, [len(piece) for piece in data], streamed=streamed)
             self.keep_answer(shapes, between)
-        before = between.whole
+        lead, rest, size, before = between
         if request_id:
-            before = [
-                _head(between.lead, request_id, between.size, streamed=streamed) + between.rest[0],
-                *between.rest[1:],
-            ]
+            before = [_head(lead, request_id, size, streamed=streamed) + rest[0], *rest[1:]]
         return [piece for pair in zip(before, data, strict=True) for piece in pair]
 
     def _between(self, outputs: Mapping[str, Array], sizes: Sequence[int], *, streamed: bool) -> _ResponseParts:
@@ -467,7 +457,7 @@ class MessageTemplate(Template):
         rest[-1] = content[len(lead) : end] + rest[-1]
         rest.reverse()
         whole = [_head(lead, b"", len(content), streamed=streamed) + rest[0], *rest[1:]]
-        return _ResponseParts(lead, rest, len(content), whole)
+        return lead, rest, len(content), whole
 
 
 def _head(lead: bytes, request_id: bytes, size: int, *, streamed: bool) -> bytes:

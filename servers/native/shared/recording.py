@@ -15,8 +15,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any, Protocol, cast
 
@@ -47,41 +47,39 @@ LAST_S = 2.0
 """How long the end of the server waits for the recorder."""
 
 
-class RecordingProcess:
-    """`abserve record`, which reads what the front ends show."""
-
-    def __init__(self, settings: NativeSettings) -> None:
-        self.shown, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        """Has whole messages, so that all processes of the server can write to the same socket."""
-        self.shown.setblocking(False)
-        self.shown.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
-        given = {"minutes": settings.record_minutes, "requests": settings.record_requests,
-                 "max-bytes": settings.record_max_bytes, "share": settings.record_share}  # fmt: skip
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "abserve", "record", "--out", str(settings.record)),
-                *("--shown", str(theirs.fileno())),
-                *(f"--{name}={value}" for name, value in given.items() if value is not None),
-                "--contents" if settings.record_contents else "--no-contents",
-                "--answers" if settings.record_answers else "--no-answers",
-            ],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            start_new_session=True,  # Ctrl-C is for the server, whose end it waits for
-        )
-        theirs.close()
-
-    @classmethod
-    def of(cls, settings: NativeSettings) -> RecordingProcess | None:
-        """The recorder of the settings, if they have one."""
-        return None if settings.record is None else cls(settings)
-
-    def end(self) -> None:
-        """Wait until it has written what it was shown; a disk that hangs is not waited for."""
-        self.shown.close()
+@contextmanager
+def recording(settings: NativeSettings) -> Iterator[socket.socket | None]:
+    """Run `abserve record` in the block, if the settings say so: the socket to it, on which front ends show what comes.
+    At the end it has written what it was shown; a disk that hangs is not waited for."""
+    if settings.record is None:
+        yield None
+        return
+    # Whole messages, so that all processes of the server can write to the same socket.
+    shown, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    shown.setblocking(False)
+    shown.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+    given = {"minutes": settings.record_minutes, "requests": settings.record_requests,
+             "max-bytes": settings.record_max_bytes, "share": settings.record_share}  # fmt: skip
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-m", "abserve", "record", "--out", str(settings.record)),
+            *("--shown", str(theirs.fileno())),
+            *(f"--{name}={value}" for name, value in given.items() if value is not None),
+            "--contents" if settings.record_contents else "--no-contents",
+            "--answers" if settings.record_answers else "--no-answers",
+        ],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        start_new_session=True,  # Ctrl-C is for the server, whose end it waits for
+    )
+    theirs.close()
+    try:
+        yield shown
+    finally:
+        shown.close()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(LAST_S)
+            process.wait(LAST_S)
 
 
 def check_recording(settings: NativeSettings) -> None:
