@@ -8,12 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from servers.native.grpc import http2
 from servers.native.grpc.http2 import TRAILERS_OK, CallHead, CallStatus, status_of
 from servers.native.shared.errors import HOLDS_ENOUGH, OverLimitError, RefusedError, failure_reason, shutting_down
-from servers.native.shared.memory import ALIGNMENT, ArenaSlot, Receiver, RequestMemory
+from servers.native.shared.memory import ArrivingBytes
 from servers.native.shared.settings import NativeSettings
 from servers.protocol.errors import ContractError, InvalidRequestError, TooLargeError, UnavailableError
 
@@ -188,20 +186,17 @@ class Call:
             if len(self._prefix) == PREFIX_BYTES:
                 self._begin()
             return place + taken
-        taken = min(message.space, end - place)
-        if taken > 0:
-            view = memoryview(data)
-            message.room[message.filled : message.filled + taken] = view[place : place + taken]
-            view.release()
-            self.received(taken)
-        return place + taken
+        used = message.feed(data, place, end)
+        if message.arrived == message.size:
+            self._complete(message)
+        return used
 
     def received(self, count: int) -> None:
         """`count` bytes have been written into the message."""
         message = self.message
         assert message is not None
         message.received(count)
-        if message.filled == message.size:
+        if message.arrived == message.size:
             self._complete(message)
 
     @property
@@ -418,7 +413,7 @@ class Call:
     def late(self, now: float) -> bool:
         """Whether the message arrives more slowly than it must."""
         settings = self._server.settings
-        arrived = 0 if self.message is None else self.message.filled
+        arrived = 0 if self.message is None else self.message.arrived
         return arrived < (now - self._begun) * settings.min_body_bytes_per_s
 
     def make_way(self) -> None:
@@ -445,7 +440,7 @@ class Call:
             self._stop_answering("expired")
             self.finish(CallStatus("DEADLINE_EXCEEDED", "the call's deadline passed"))
         elif self.arriving:
-            arrived = 0 if self.message is None else self.message.filled
+            arrived = 0 if self.message is None else self.message.arrived
             longest_s = settings.read_timeout_s + arrived / settings.min_body_bytes_per_s
             if pressed:
                 longest_s = min(longest_s, PRESSED_S, settings.read_timeout_s)
@@ -629,73 +624,17 @@ def _widened(window: int, increment: int) -> int:
     return window
 
 
-_NOTHING = memoryview(b"")
 _JOINED_BYTES = 2**20
 """A message with more leaves in its pieces."""
 
 
-class GrpcMessage:
-    """One gRPC message in a slot, while it arrives and until its answer is sent.
+class GrpcMessage(ArrivingBytes):
+    """One gRPC message, while it arrives and until its answer is sent; what receives it sets these."""
 
-    Its bytes count as held from their arrival until `release`, and until nothing else refers to them.
-    """
+    __slots__ = ("compressed", "receive_ns", "start_ns")
 
-    __slots__ = ("_budget", "_memory", "_slot", "compressed", "filled", "receive_ns", "room", "size", "start_ns")
-
-    def __init__(
-        self, memory: RequestMemory, receiver: Receiver, size: int, *, compressed: bool, aligned_at: int, spare: int
-    ) -> None:
-        """The byte at `aligned_at` is on a 64-byte boundary; `spare` bytes of `room` follow those of the message.
-
-        Raises `MemoryError` when no slot is left for it.
-        """
-        room_bytes = size + spare + ALIGNMENT
-        slot = memory.take_for(receiver, room_bytes) if size else memory.take(room_bytes)
-        if slot is None:
-            raise MemoryError
-        start = -(slot.offset + aligned_at) % ALIGNMENT
-        self._memory = memory
-        self._budget = memory.budget
-        self._slot: ArenaSlot | None = slot
-        self.size = size
-        self.compressed = compressed
-        self.filled = 0
-        self.start_ns = 0
-        """When it began to arrive, and how long that took: for whoever receives it to set."""
-        self.receive_ns = 0
-        self.room = np.asarray(slot)[start : start + size + spare].data
-
-    @property
-    def held(self) -> int:
-        """How many of its bytes count as held."""
-        return 0 if self._slot is None else self._slot.charged
-
-    @property
-    def content(self) -> memoryview:
-        """All bytes of the message, until `release`."""
-        return self.room[: self.size]
-
-    @property
-    def space(self) -> int:
-        """How many bytes may be written behind the others now."""
-        return min(self.size - self.filled, self._budget.left)
-
-    def received(self, count: int) -> None:
-        """`count` bytes, at most `space`, have been written behind the others."""
-        self.filled += count
-        self.hold(count)
-        if self.filled == self.size and self._slot is not None:
-            self._memory.arrived(self._slot)
-
-    def hold(self, count: int) -> bool:
-        """Let `count` bytes more count as held until `release`; False if they would be too many."""
-        slot = self._slot
-        if slot is None or not self._budget.hold(count):
-            return False
-        slot.charged += count
-        return True
-
-    def release(self) -> None:
-        """Give the memory back, unless the engine still reads it; idempotent."""
-        self.room = _NOTHING
-        self._slot = None
+    compressed: bool
+    start_ns: int
+    """When it began to arrive."""
+    receive_ns: int
+    """How long that took."""

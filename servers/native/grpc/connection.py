@@ -43,7 +43,7 @@ from servers.native.shared.limits import (
     InflatingThread,
     Uptake,
 )
-from servers.native.shared.memory import ALIGNMENT, RequestMemory, UnreadAnswers
+from servers.native.shared.memory import RequestMemory, UnreadAnswers
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes, Statistics
 from servers.protocol.errors import ContractError, UnavailableError
@@ -141,7 +141,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
             count = min(self._left, message.space)
             if count > 0:
                 self._direct = count
-                return message.room[message.filled : message.filled + count + http2.HEAD_BYTES]
+                return message.room[message.arrived : message.arrived + count + http2.HEAD_BYTES]
         self._direct = 0
         return self._connections.room
 
@@ -260,7 +260,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         message = call.message
         assert message is not None
         # Copied before the message is complete: nobody may look into its memory afterwards.
-        head = bytes(message.room[message.filled + count : message.filled + nbytes]) if nbytes > count else b""
+        head = bytes(message.room[message.arrived + count : message.arrived + nbytes]) if nbytes > count else b""
         self._left -= count
         call.received(count)
         if not self._left and not self._padding:
@@ -726,11 +726,11 @@ class GrpcConnections(FrontConnections):
             return None
         offset = 0 if compressed else self.templates.tensor_offset(size)
         try:
-            return GrpcMessage(
-                self.memory, call, size, compressed=compressed, aligned_at=offset % ALIGNMENT, spare=http2.HEAD_BYTES
-            )
+            message = GrpcMessage(self.memory, call, size, aligned_at=offset, spare=http2.HEAD_BYTES)
         except MemoryError:
             return None
+        message.compressed = compressed
+        return message
 
     def _arriving_bytes(self, size: int) -> int:
         if size <= self.budget.left:  # nearly always

@@ -4,10 +4,10 @@
 two servers read one stream differently. `RequestParser` finds heads and bodies in a connection's bytes and returns
 whole requests. Both raise `HttpError` for what exceeds the limits.
 
-The transport receives a `FixedBody` straight into the slot that the engine reads; only the bytes that came in one read
-with the head, at most 64 KiB, are copied once. A slot costs nothing before the bytes arrive, and each byte is charged
-when it does. A `ChunkedBody` is copied once, out of its framing. A `DroppedBody` belongs to a request that is refused
-already: its bytes are read and dropped, so that the connection can go on.
+The transport receives a body of known size (`ArrivingBytes`) straight into the slot that the engine reads; only the
+bytes that came in one read with the head, at most 64 KiB, are copied once. A slot costs nothing before the bytes
+arrive, and each byte is charged when it does. A `ChunkedBody` is copied once, out of its framing. A `DroppedBody`
+belongs to a request that is refused already: its bytes are read and dropped, so that the connection can go on.
 
 Every body has `arrived`, the number of bytes so far, and `feed`, which takes the body's bytes of `data[start:end]` and
 returns where they end. Pass unconsumed bytes again: with more data if none was consumed, else in the next turn.
@@ -31,7 +31,7 @@ import numpy as np
 from servers.native.shared.errors import HOLDS_ENOUGH, HttpError, OverLimitError, http_status, unread
 from servers.native.shared.keys import KeyLimit, Keys
 from servers.native.shared.limits import CONTROL_BODY_BYTES
-from servers.native.shared.memory import ALIGNMENT, ArenaSlot, Receiver, RequestMemory
+from servers.native.shared.memory import ArenaSlot, ArrivingBytes, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.traces import trace_headers
 from servers.protocol.codec import HEADER_LENGTH
@@ -44,43 +44,6 @@ MIN_MEAN_CHUNK_BYTES = 64
 STEPS_PER_FEED = 128
 """A chunk takes two or three steps. The rest is read after the other connections had their turn."""
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\r\n\x00]*)?\r\n")
-
-
-class FixedBody:
-    """A body of known size, in a slot where its first binary tensor, after `json_bytes`, is aligned to 64 bytes."""
-
-    __slots__ = ("complete", "filled", "size", "slot", "view")
-
-    def __init__(self, slot: ArenaSlot, size: int, json_bytes: int) -> None:
-        """The slot has room for `size` + `ALIGNMENT` bytes."""
-        memory = np.asarray(slot)
-        offset = -(slot.offset + json_bytes) % ALIGNMENT
-        self.slot = slot
-        self.view = memory[offset : offset + size].data
-        self.size = size
-        self.filled = 0
-        self.complete = size == 0
-
-    @classmethod
-    def take(cls, memory: RequestMemory, receiver: Receiver, size: int, json_bytes: int) -> FixedBody | None:
-        """An empty body; None when no slot is left for it."""
-        slot = memory.take_for(receiver, size + ALIGNMENT)
-        return None if slot is None else cls(slot, size, json_bytes)
-
-    @property
-    def arrived(self) -> int:
-        return self.filled
-
-    def feed(self, data: bytearray, start: int, end: int) -> int:
-        taken = min(end - start, self.size - self.filled)
-        self.view[self.filled : self.filled + taken] = memoryview(data)[start : start + taken]
-        self.received(taken)
-        return start + taken
-
-    def received(self, count: int) -> None:
-        """`count` bytes have been written behind the others."""
-        self.filled += count
-        self.complete = self.filled == self.size
 
 
 class DroppedBody:
@@ -125,7 +88,7 @@ class ChunkedBody:
         self._trailers = -1  # bytes of them so far; -1 until the last chunk
 
     @property
-    def view(self) -> memoryview:
+    def content(self) -> memoryview:
         return self._memory[: self.arrived]
 
     def feed(self, data: bytearray, start: int, end: int) -> int:
@@ -405,12 +368,12 @@ class HttpRequest:
     start_ns: int
     """The moment when its head was complete."""
     refusal: ContractError | None
-    _body: FixedBody | ChunkedBody | None
+    _body: ArrivingBytes | ChunkedBody | None
 
     @property
     def body(self) -> memoryview:
         """All bytes of the body, until `release`."""
-        return _EMPTY if self._body is None else self._body.view
+        return _EMPTY if self._body is None else self._body.content
 
     def release(self) -> None:
         """Give the memory back, unless the engine still reads it; idempotent."""
@@ -435,7 +398,7 @@ class RequestParser:
         self._memory = memory
         self._budget = memory.budget
         self._check = check
-        self._body: FixedBody | ChunkedBody | DroppedBody | None = None
+        self._body: ArrivingBytes | ChunkedBody | DroppedBody | None = None
         self._body_began = 0.0
         self._refusal: ContractError | None = None
         self._skipped_line = False  # the one empty line that may come before a request
@@ -457,7 +420,7 @@ class RequestParser:
     @property
     def starved(self) -> bool:
         """Whether the budget has no room for the next byte of the body."""
-        return isinstance(self._body, FixedBody) and self._budget.left <= 0
+        return isinstance(self._body, ArrivingBytes) and self._budget.left <= 0
 
     def parse(self, data: bytearray, start: int, end: int) -> tuple[int, HttpRequest | RequestHead | None]:
         """Parse the next piece of `data[start:end]`. Returns where it ends (`start`: more is needed), and a request.
@@ -471,23 +434,22 @@ class RequestParser:
     def space(self) -> memoryview | None:
         """Memory for the transport's next bytes: never more than the body lacks or the budget has room for."""
         body = self._body
-        if not isinstance(body, FixedBody):
+        if not isinstance(body, ArrivingBytes):
             return None
-        left = self._budget.left
-        return body.view[body.filled : body.filled + left] if left > 0 else None
+        space = body.space
+        return body.room[body.arrived : body.arrived + space] if space > 0 else None
 
     def received(self, count: int) -> HttpRequest | None:
         """`count` bytes have been written to `space`. Returns the request if it is complete."""
         body = self._body
-        assert isinstance(body, FixedBody)
+        assert isinstance(body, ArrivingBytes)
         body.received(count)
-        self._hold(body, count)
         return self._completed() if body.complete else None
 
     def drop_body(self, refusal: ContractError) -> None:
         """Refuse the request whose body is arriving: give its memory back and drop the bytes that still come."""
-        assert isinstance(self._body, FixedBody)
-        left = self._body.size - self._body.filled
+        assert isinstance(self._body, ArrivingBytes)
+        left = self._body.size - self._body.arrived
         self.give_up()
         self._refusal = refusal
         self._body = DroppedBody(left)
@@ -515,7 +477,7 @@ class RequestParser:
 
     def make_way(self) -> None:
         """Others need the memory of the body that is arriving."""
-        if isinstance(self._body, FixedBody):
+        if isinstance(self._body, ArrivingBytes):
             self.drop_body(UnavailableError(HOLDS_ENOUGH))
         else:  # its end is not known before it comes, so it is not read
             self._body = DroppedBody(None)
@@ -548,7 +510,7 @@ class RequestParser:
             raise unread(self._refusal)
         return head_end, request or head
 
-    def _choose_body(self, head: RequestHead) -> FixedBody | ChunkedBody | DroppedBody | None:
+    def _choose_body(self, head: RequestHead) -> ArrivingBytes | ChunkedBody | DroppedBody | None:
         """Choose the body's memory. Raises `HttpError` for a body that is not read at all."""
         size = head.length or 0
         limit = self._settings.max_body_bytes if head.target is not None else CONTROL_BODY_BYTES
@@ -574,36 +536,32 @@ class RequestParser:
         if size == 0:
             return None
         if self._refusal is None:
-            body = FixedBody.take(self._memory, self, size, head.json_bytes) if size <= self._budget.left else None
-            if body is not None:
-                return body
+            if size <= self._budget.left:
+                try:
+                    return ArrivingBytes(self._memory, self, size, head.json_bytes)
+                except MemoryError:
+                    pass
             self._refusal = UnavailableError(HOLDS_ENOUGH)
         return DroppedBody(size)
 
     def _feed(
-        self, body: FixedBody | ChunkedBody | DroppedBody, data: bytearray, start: int, end: int
+        self, body: ArrivingBytes | ChunkedBody | DroppedBody, data: bytearray, start: int, end: int
     ) -> tuple[int, HttpRequest | None]:
-        if isinstance(body, FixedBody):
-            used = body.feed(data, start, min(end, start + self._budget.left))
-            self._hold(body, used - start)
-        else:
-            used = body.feed(data, start, end)
-            if isinstance(body, ChunkedBody) and not self._hold(body, body.arrived - body.slot.charged):
+        used = body.feed(data, start, end)
+        if isinstance(body, ChunkedBody):
+            count = body.arrived - body.slot.charged
+            if not self._budget.hold(count):
                 raise unread(UnavailableError(HOLDS_ENOUGH))
+            body.slot.charged += count
         return used, self._completed() if body.complete else None
 
     def _completed(self) -> HttpRequest:
         head, body, refusal = self.head, self._body, self._refusal
         assert head is not None
-        if isinstance(body, FixedBody | ChunkedBody):
+        if isinstance(body, ChunkedBody):
             self._memory.arrived(body.slot)
         self._body = None
-        return HttpRequest(head, self.start_ns, refusal, body if isinstance(body, FixedBody | ChunkedBody) else None)
-
-    def _hold(self, body: FixedBody | ChunkedBody, size: int) -> bool:
-        held = self._budget.hold(size)
-        body.slot.charged += size if held else 0
-        return held
+        return HttpRequest(head, self.start_ns, refusal, None if isinstance(body, DroppedBody) else body)
 
 
 @dataclass(frozen=True, slots=True)

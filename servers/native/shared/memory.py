@@ -52,6 +52,9 @@ SLACK_BYTES = 128 * 1024
 """Room in the largest slots beside the largest body: for what surrounds the tensors of a gRPC message."""
 
 
+_NOTHING = memoryview(b"")
+
+
 class ByteBudget:
     """Bytes of requests that have arrived, wait in the queue or are executed, and of answers that are not read yet.
 
@@ -351,3 +354,79 @@ class RequestMemory:
             if not warm:
                 self.arena.remove(slot.offset, slots.size)
             heappush(self._free[slot.kind], slot.index)
+
+
+class ArrivingBytes:
+    """Bytes of known size on their way from a client into a slot, and there until they are answered.
+
+    They count as held from their arrival until `release`, and until nothing else refers to them.
+    """
+
+    __slots__ = ("_budget", "_memory", "arrived", "complete", "room", "size", "slot")
+
+    def __init__(
+        self, memory: RequestMemory, receiver: Receiver, size: int, aligned_at: int = 0, spare: int = 0
+    ) -> None:
+        """The byte at `aligned_at` is on a 64-byte boundary; `spare` bytes of `room` follow the others. Raises
+        `MemoryError` when no slot is left."""
+        room_bytes = size + spare + ALIGNMENT
+        slot = memory.take_for(receiver, room_bytes) if size else memory.take(room_bytes)
+        if slot is None:
+            raise MemoryError
+        start = -(slot.offset + aligned_at) % ALIGNMENT
+        self._memory = memory
+        self._budget = memory.budget
+        self.slot: ArenaSlot | None = slot
+        """Until `release`."""
+        self.size = size
+        self.arrived = 0
+        self.complete = not size
+        self.room = np.asarray(slot)[start : start + size + spare].data
+
+    @property
+    def held(self) -> int:
+        """How many of them count as held."""
+        return 0 if self.slot is None else self.slot.charged
+
+    @property
+    def content(self) -> memoryview:
+        """All of them, until `release`."""
+        return self.room[: self.size]
+
+    @property
+    def space(self) -> int:
+        """How many may be written behind the others now: no more than the budget has room for."""
+        return min(self.size - self.arrived, self._budget.left)
+
+    def feed(self, data: bytes | bytearray, start: int, end: int) -> int:
+        """Take bytes of `data[start:end]` and return where they end; if no byte is taken, there is no room for them."""
+        taken = min(end - start, self.size - self.arrived, self._budget.left)
+        if taken <= 0:
+            return start
+        view = memoryview(data)
+        self.room[self.arrived : self.arrived + taken] = view[start : start + taken]
+        view.release()
+        self.received(taken)
+        return start + taken
+
+    def received(self, count: int) -> None:
+        """`count` bytes, at most `space`, have been written behind the others."""
+        self.arrived += count
+        self.hold(count)
+        if self.arrived == self.size:
+            self.complete = True
+            if self.slot is not None:
+                self._memory.arrived(self.slot)
+
+    def hold(self, count: int) -> bool:
+        """Let `count` bytes more count as held until `release`; False if they would be too many."""
+        slot = self.slot
+        if slot is None or not self._budget.hold(count):
+            return False
+        slot.charged += count
+        return True
+
+    def release(self) -> None:
+        """Give the memory back, unless the engine still reads it; idempotent."""
+        self.room = _NOTHING
+        self.slot = None

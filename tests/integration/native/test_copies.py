@@ -15,8 +15,7 @@ import uvloop
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
 from servers.native.front.connections import READ_BYTES
-from servers.native.http.parser import FixedBody
-from servers.native.shared.memory import ALIGNMENT
+from servers.native.shared.memory import ALIGNMENT, ArrivingBytes
 from servers.native.shared.settings import NativeSettings
 from servers.protocol.tensors import Array
 from tests.unit.native.conftest import served, specification_of
@@ -44,22 +43,22 @@ class WatchedBodies:
     """Notes every body, so that none of their memory is used again, and how much came through the shared buffer."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.bodies: list[FixedBody] = []
+        self.bodies: list[ArrivingBytes] = []
         self.copied: list[int] = []
-        create, feed = FixedBody.__init__, FixedBody.feed
+        create, feed = ArrivingBytes.__init__, ArrivingBytes.feed
 
-        def created(body: FixedBody, *arguments: Any) -> None:
-            create(body, *arguments)
+        def created(body: ArrivingBytes, *arguments: Any, **options: Any) -> None:
+            create(body, *arguments, **options)
             self.bodies.append(body)
             self.copied.append(0)
 
-        def fed(body: FixedBody, data: bytearray, start: int, end: int) -> int:
+        def fed(body: ArrivingBytes, data: bytes | bytearray, start: int, end: int) -> int:
             taken = feed(body, data, start, end)
             self.copied[self.bodies.index(body)] += taken - start
             return taken
 
-        patch.setattr(FixedBody, "__init__", created)
-        patch.setattr(FixedBody, "feed", fed)
+        patch.setattr(ArrivingBytes, "__init__", created)
+        patch.setattr(ArrivingBytes, "feed", fed)
 
 
 def request(rows: int) -> bytes:
@@ -113,7 +112,7 @@ def test_a_request_alone_reaches_the_engine_in_the_slot_it_was_received_in(rows:
     assert np.shares_memory(seen, np.asarray(body.slot))
     assert address(seen) % ALIGNMENT == 0
     assert bodies.copied[0] <= READ_BYTES  # what came in one read with the head; the rest was received in place
-    assert body.filled == body.size
+    assert body.arrived == body.size
     np.testing.assert_array_equal(seen.reshape(-1), np.arange(rows * VALUES, dtype="<f4"))
 
 
@@ -131,5 +130,5 @@ def test_merged_requests_are_gathered_once() -> None:
 def test_requests_of_one_size_lie_side_by_side_in_the_order_in_which_they_came() -> None:
     """So that an engine can copy them to its device in one piece."""
     _, bodies = uvloop.run(exchange([request(1)] * 4))
-    offsets = sorted(body.slot.offset for body in bodies.bodies)
+    offsets = sorted(body.slot.offset for body in bodies.bodies if body.slot is not None)
     assert [offset - offsets[0] for offset in offsets] == [2**20 * number for number in range(4)]

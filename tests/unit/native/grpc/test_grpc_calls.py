@@ -108,7 +108,9 @@ class Answered:
         self.sent: list[str] = []
 
     def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage:
-        return GrpcMessage(self._memory, call, size, compressed=compressed, aligned_at=0, spare=9)
+        message = GrpcMessage(self._memory, call, size, aligned_at=0, spare=9)
+        message.compressed = compressed
+        return message
 
     def answering(self, call: Call, message: GrpcMessage) -> Answering:
         message.release()

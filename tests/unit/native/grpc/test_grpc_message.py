@@ -32,7 +32,7 @@ class Announced:
 
 
 def message(memory: RequestMemory, size: int, aligned_at: int = 0) -> GrpcMessage:
-    return GrpcMessage(memory, Announced(), size, compressed=False, aligned_at=aligned_at, spare=9)
+    return GrpcMessage(memory, Announced(), size, aligned_at=aligned_at, spare=9)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4000, 150_528, 3 * MIB])

@@ -16,10 +16,9 @@ from servers.native.http.parser import (
     STEPS_PER_FEED,
     ChunkedBody,
     DroppedBody,
-    FixedBody,
 )
 from servers.native.shared.errors import HttpError
-from servers.native.shared.memory import ALIGNMENT, Arena, ByteBudget, RequestMemory
+from servers.native.shared.memory import ALIGNMENT, Arena, ArrivingBytes, ByteBudget, RequestMemory
 
 LARGE_BYTES = 2**20
 MEMORY = RequestMemory(Arena(1, 64 * LARGE_BYTES, 2 * LARGE_BYTES), ByteBudget(64 * LARGE_BYTES))
@@ -43,10 +42,8 @@ class Receiving:
         raise AssertionError("it is not late")
 
 
-def fixed(size: int, json_bytes: int = 0) -> FixedBody:
-    body = FixedBody.take(MEMORY, Receiving(), size, json_bytes)
-    assert body is not None
-    return body
+def fixed(size: int, json_bytes: int = 0) -> ArrivingBytes:
+    return ArrivingBytes(MEMORY, Receiving(), size, aligned_at=json_bytes)
 
 
 def feed_in_cuts(body: ChunkedBody, stream: bytes, cuts: list[int]) -> bytes:
@@ -75,7 +72,7 @@ def test_chunks_are_joined_however_the_stream_is_cut(
     body = chunked(1000, 10)
     left = feed_in_cuts(body, stream + after, cuts)
     assert body.complete
-    assert bytes(body.view) == b"".join(chunks)
+    assert bytes(body.content) == b"".join(chunks)
     assert left == after
 
 
@@ -113,7 +110,7 @@ def test_one_feed_takes_a_bounded_number_of_chunks() -> None:
     stream = bytearray(b"1\r\n \r\n" * 10_000)
     body = chunked(100_000, 100_000)
     assert 0 < body.feed(stream, 0, len(stream)) <= 6 * STEPS_PER_FEED
-    assert 0 < len(body.view) <= STEPS_PER_FEED
+    assert 0 < len(body.content) <= STEPS_PER_FEED
 
 
 @pytest.mark.parametrize(("size", "refused"), [(MIN_MEAN_CHUNK_BYTES, False), (MIN_MEAN_CHUNK_BYTES - 1, True)])
@@ -121,7 +118,7 @@ def test_many_tiny_chunks_are_refused_and_few_are_not(size: int, refused: bool) 
     chunk = b"%x\r\n" % size + b"x" * size + b"\r\n"
     body = chunked(2**20, 65_536)
     feed_in_cuts(body, chunk * FREE_CHUNKS, [])
-    assert len(body.view) == size * FREE_CHUNKS
+    assert len(body.content) == size * FREE_CHUNKS
     if refused:
         with pytest.raises(HttpError, match="less than 64 bytes on average"):
             feed_in_cuts(body, chunk * (FREE_CHUNKS + 10), [])
@@ -133,9 +130,9 @@ def test_many_tiny_chunks_are_refused_and_few_are_not(size: int, refused: bool) 
 @given(st.integers(1, 5000), st.integers(0, 5000))
 def test_the_first_tensor_is_aligned(size: int, json_bytes: int) -> None:
     body = fixed(size, json_bytes)
-    address = np.frombuffer(body.view, np.uint8).__array_interface__["data"][0]
+    address = np.frombuffer(body.content, np.uint8).__array_interface__["data"][0]
     assert (address + json_bytes) % ALIGNMENT == 0
-    assert body.view.nbytes == size
+    assert body.content.nbytes == size
 
 
 def test_a_fixed_body_takes_what_is_its_own() -> None:
@@ -147,11 +144,12 @@ def test_a_fixed_body_takes_what_is_its_own() -> None:
         assert body.complete
     kept = fixed(5)
     kept.feed(bytearray(b"abcdefg"), 0, 7)
-    assert bytes(kept.view) == b"abcde"
+    assert bytes(kept.content) == b"abcde"
 
 
 def test_a_body_for_which_no_slot_is_left_is_none() -> None:
-    assert FixedBody.take(MEMORY, Receiving(), 4 * LARGE_BYTES, 0) is None
+    with pytest.raises(MemoryError):
+        fixed(4 * LARGE_BYTES)
 
 
 def test_a_large_body_takes_no_memory_before_it_arrives_and_none_afterwards() -> None:
@@ -162,7 +160,7 @@ def test_a_large_body_takes_no_memory_before_it_arrives_and_none_afterwards() ->
         body.feed(bytearray(b"x"), 0, 1)
     assert resident_bytes() - before < 16 * LARGE_BYTES
     for body in bodies:
-        body.view[:] = bytes(LARGE_BYTES)
+        body.content[:] = bytes(LARGE_BYTES)
     assert resident_bytes() - before > 48 * LARGE_BYTES
     bodies.clear()
     del body

@@ -116,6 +116,8 @@ def test_a_successor_goes_on_in_the_row_of_its_predecessor_and_nothing_of_it_wai
 class Service:
     """As much of a service as the metrics read."""
 
+    generates = False
+
     def __init__(self) -> None:
         self.statistics = Statistics(8)
         self.description = None
