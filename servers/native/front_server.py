@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -27,7 +27,7 @@ from servers.native.front.engine_link import DRAIN_POLL_S, BusyPolling, EngineCl
 from servers.native.front.inference import InferenceService, ServedModels
 from servers.native.front.region_table import RegionTable
 from servers.native.http.app import create_app
-from servers.native.http.connection import HttpFrontEnd, connection_factory
+from servers.native.http.connection import HttpFrontEnd
 from servers.native.http.inference import InferenceFrontEnd
 from servers.native.shared.interface import (
     ApplyStatus,
@@ -39,6 +39,7 @@ from servers.native.shared.interface import (
 )
 from servers.native.shared.ipc import CLOSED, ENGINE, GRPC, SWITCHED
 from servers.native.shared.keys import Keys
+from servers.native.shared.limits import start_task
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.recording import ShownConnections
 from servers.native.shared.settings import NativeSettings
@@ -90,7 +91,6 @@ class FrontServer(uvicorn.Server, ABC):
         if supervisor is not None:
             self._supervised = Supervised(supervisor, self)
             self.http.on_close = self._supervised.on_close
-        self._connect = connection_factory(self.http)
         super().__init__(
             uvicorn.Config(
                 http.application,
@@ -131,7 +131,7 @@ class FrontServer(uvicorn.Server, ABC):
                 self.grpc.forget_heads()
 
     def _http(self, *arguments: Any, **configuration: Any) -> asyncio.BaseProtocol:
-        connect: Callable[[], Any] = partial(self._connect, *arguments, **configuration)
+        connect: Callable[[], Any] = partial(self.http.connect, *arguments, **configuration)
         if self._shown is not None:
             connect = partial(self._shown.http, connect)
         return connect() if self._tls is None else self._tls.http(connect)
@@ -288,7 +288,7 @@ class Supervised:
     def __init__(self, supervisor: socket.socket, server: FrontServer) -> None:
         self._supervisor = supervisor
         self._server = server
-        self._opening: set[asyncio.Task[None]] = set()
+        self._opening: set[asyncio.Task[Any]] = set()
         self._unreported = b""  # what the supervisor does not know yet: `CLOSED` and `SWITCHED`
 
     def open(self) -> None:
@@ -331,7 +331,7 @@ class Supervised:
                     if kind == ENGINE:
                         self._server.take_engine(socket.socket(fileno=descriptor))
                     else:
-                        self._open(socket.socket(fileno=descriptor), grpc=kind == GRPC)
+                        start_task(self._accept(socket.socket(fileno=descriptor), grpc=kind == GRPC), self._opening)
                 for _ in data[len(descriptors) :]:  # no descriptor was left for these: they are closed
                     self.on_close()
                 if not data:
@@ -339,13 +339,8 @@ class Supervised:
                     self.close()
                     return
 
-    def _open(self, connection: socket.socket, *, grpc: bool) -> None:
-        connection.setblocking(False)
-        task = asyncio.get_running_loop().create_task(self._accept(connection, grpc=grpc))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
-
     async def _accept(self, connection: socket.socket, *, grpc: bool) -> None:
+        connection.setblocking(False)
         try:
             await self._server.accept(connection, grpc=grpc)
         except OSError:  # the client has left already
@@ -369,7 +364,7 @@ class FrontProcessServer(NativeServer):
         self._polling = BusyPolling(settings.busy_poll_us / 1e6) if settings.busy_poll_us else None
         self._engines = engines
         self._new_engines: list[socket.socket] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._link = self._link_to(settings, memory, lambda: served.fail())
         super().__init__(
             settings,
@@ -401,19 +396,14 @@ class FrontProcessServer(NativeServer):
         await self._connect_engines(self._engines)
 
     def _opened(self) -> None:
-        self._begin(self._link.control(FrontEndOpened()))
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        start_task(self._link.control(FrontEndOpened()), self._tasks)
 
     def take_engine(self, engine: socket.socket) -> None:
         """See `FrontServer`; with the last of them their version is served."""
         self._new_engines.append(engine)
         if len(self._new_engines) == len(self._settings.devices):
             engines, self._new_engines = self._new_engines, []
-            self._begin(self._switch(engines))
+            start_task(self._switch(engines), self._tasks)
 
     async def _switch(self, engines: Sequence[socket.socket]) -> None:
         """Queue requests at these engines from now on, and tell the supervisor when those before have answered all.

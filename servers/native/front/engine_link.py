@@ -55,6 +55,7 @@ from servers.native.shared.ipc import (
     submit_message,
     unusable_of,
 )
+from servers.native.shared.limits import start_task
 from servers.native.shared.memory import RequestMemory
 from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, UnavailableError
 from servers.protocol.records import ModelSignature, shown
@@ -174,7 +175,7 @@ class EngineClient(EngineSocket):
         self._controls: dict[int, asyncio.Future[None]] = {}
         self._execute: Execute | None = None
         self._groups: dict[int, Submit] = {}  # by form: the last of those outgoing that others may join
-        self._executing: set[asyncio.Task[None]] = set()
+        self._executing: set[asyncio.Task[Any]] = set()
         self.models: Sequence[ModelStatus] = ()
         """As the engine said last; kept by `EnginePool`."""
 
@@ -253,9 +254,7 @@ class EngineClient(EngineSocket):
         if isinstance(message, Done):
             self._complete(message)
         elif isinstance(message, Control):
-            task = asyncio.get_running_loop().create_task(self._execute_control(message))
-            self._executing.add(task)
-            task.add_done_callback(self._executing.discard)
+            start_task(self._execute_control(message), self._executing)
         elif isinstance(message, UnusableMessage):
             self._fail(message, sent=False)
 

@@ -45,7 +45,7 @@ from servers.native.shared.errors import (
     failure_reason,
     shutting_down,
 )
-from servers.native.shared.limits import KEYLESS_LINGER_BYTES, STREAM_UNREAD_BYTES, Uptake
+from servers.native.shared.limits import KEYLESS_LINGER_BYTES, STREAM_UNREAD_BYTES, Uptake, start_task
 from servers.native.shared.memory import UNCOUNTED_BYTES, RequestMemory, UnreadAnswers
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
@@ -170,10 +170,13 @@ class HttpFrontEnd(FrontConnections, Generic[S]):
         del head
         return refusal(error)
 
-    def open(self, server_state: ServerState, loop: asyncio.AbstractEventLoop) -> None:
-        """Called for each client: only then does uvicorn pass its state and its loop."""
-        self._state = server_state
-        self._loop = loop
+    def connect(
+        self, server_state: ServerState, _loop: asyncio.AbstractEventLoop | None = None, **_configuration: object
+    ) -> HttpServerConnection:
+        """A protocol for a new client: uvicorn calls this as it would a protocol class, and passes its state and loop
+        only then."""
+        self._state, self._loop = server_state, _loop or asyncio.get_running_loop()
+        return HttpServerConnection(self)
 
     @property
     def connections(self) -> set[HttpServerConnection]:
@@ -192,9 +195,7 @@ class HttpFrontEnd(FrontConnections, Generic[S]):
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a task that uvicorn waits for when the server stops."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._state.tasks.add(task)
-        task.add_done_callback(self._state.tasks.discard)
+        start_task(work, self._state.tasks)
 
     def call(self, callback: Callable[..., object], *arguments: object) -> None:
         """Call back in the event loop, unless it has ended; any thread."""
@@ -223,18 +224,6 @@ class HttpFrontEnd(FrontConnections, Generic[S]):
         """Count an inference request that was refused before it was complete."""
         if head is not None and head.infers:
             self.service(head).statistics.record_failure(failure_reason(error), RequestTimes(start_ns))
-
-
-def connection_factory(front_end: HttpFrontEnd[Any]) -> Callable[..., HttpServerConnection]:
-    """The value for `uvicorn.Config(http=…)`, which calls it for each client as it would a protocol class."""
-
-    def connect(
-        server_state: ServerState, _loop: asyncio.AbstractEventLoop | None = None, **_configuration: object
-    ) -> HttpServerConnection:
-        front_end.open(server_state, _loop or asyncio.get_running_loop())
-        return HttpServerConnection(front_end)
-
-    return connect
 
 
 class HttpServerConnection(asyncio.BufferedProtocol):

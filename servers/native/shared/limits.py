@@ -9,11 +9,11 @@ import termios
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fcntl import ioctl
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from servers.protocol.errors import InvalidRequestError, TooLargeError, UnavailableError
 
@@ -100,6 +100,13 @@ class Turns:
                 break
         if self._waiting:
             self._schedule()
+
+
+def start_task(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[Any]]) -> None:
+    """Run a task, which is one of `tasks` until it has ended: a loop alone would not keep it."""
+    task = asyncio.get_running_loop().create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 async def in_thread(threads: ThreadPoolExecutor, work: Callable[..., R], *arguments: object) -> R:

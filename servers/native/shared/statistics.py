@@ -13,7 +13,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from servers.native.shared.errors import FAILURE_REASONS
@@ -124,14 +124,9 @@ class Counters:
         }
 
 
-_SCALARS = (
-    *("last_inference_ms", "inference_count", "executed_rows", "receive_ns"),
-    *("decode_ns", "encode_ns", "failed_ns", "disconnects", "decoding", "queued"),
-    *("prompt_tokens", "output_tokens", "slots_in_use", "unrecorded_bytes"),
-)
-_LAST_MS, _INFERENCES, _EXECUTED, _RECEIVE_NS = range(4)
-_DECODE_NS, _ENCODE_NS, _FAILED_NS, _DISCONNECTS, _DECODING, _QUEUED = range(4, 10)
-_PROMPT_TOKENS, _OUTPUT_TOKENS, _SLOTS_IN_USE, _UNRECORDED_BYTES = range(10, 14)
+_SCALARS = tuple(field.name for field in fields(Counters) if field.type == "int" and field.name != "max_batch_size")
+_LAST_MS, _INFERENCES, _EXECUTED, _RECEIVE_NS, _DECODE_NS, _ENCODE_NS, _FAILED_NS = range(7)
+_DISCONNECTS, _DECODING, _QUEUED, _PROMPT_TOKENS, _OUTPUT_TOKENS, _SLOTS_IN_USE, _UNRECORDED_BYTES = range(7, 14)
 _FAILURES = len(_SCALARS)
 _HISTOGRAMS = _FAILURES + len(FAILURE_REASONS)
 _HISTOGRAM_WIDTH = len(DURATION_BOUNDS_NS) + 2  # its buckets, then the sum of its values

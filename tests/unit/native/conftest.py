@@ -20,7 +20,6 @@ from servers.native.engine.batcher import Batcher
 from servers.native.engine.model_host import BuildEngine
 from servers.native.engine.process import EngineSide
 from servers.native.front_server import NativeServer
-from servers.native.http.connection import connection_factory
 from servers.native.local_link import LocalLink
 from servers.native.shared.interface import QueuedRequest
 from servers.native.shared.memory import RequestMemory
@@ -74,8 +73,8 @@ async def served(
     opened.set()
     link.open(server.execute)
     side.start(lambda: None, opened)
-    loop, connect = asyncio.get_running_loop(), connection_factory(server.http)
-    listener = await loop.create_server(lambda: connect(server.server_state, loop), "127.0.0.1", 0)
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_server(lambda: server.http.connect(server.server_state, loop), "127.0.0.1", 0)
     async with asyncio.timeout(20):
         while not server.models.ready:
             await asyncio.sleep(0.001)
