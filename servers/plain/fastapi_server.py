@@ -8,14 +8,13 @@ import asyncio
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from servers.options.stages import stage, start_line
+from servers.options.stages import stage
 
 with stage("import"):
     import numpy as np
@@ -27,7 +26,7 @@ with stage("import"):
 
 from servers.gpu.info import Runtime
 from servers.models.specification import ModelSpecification
-from servers.plain.report import DTYPES, check_input, check_values, documents, module_of, read_runtime
+from servers.plain.report import DTYPES, check_input, check_values, documents, log_start, module_of, read_runtime
 from servers.plain.settings import PlainSettings, of_process
 from servers.protocol.tensors import Array
 
@@ -46,7 +45,7 @@ class PlainModel:
             for rows in (*settings.warm_rows(), 1):
                 shapes = {tensor: (rows, *self.spec.item_shape(tensor)) for tensor in self.spec.inputs}
                 self.infer([[np.zeros(shape, tensor.dtype) for tensor, shape in shapes.items()]])
-        sys.stderr.write(f"{start_line()}\n")
+        log_start()
 
     @torch.inference_mode()
     def infer(self, requests: Sequence[list[Array]]) -> list[list[Array]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from servers.gpu.info import Runtime, gpu_info
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import executed_module, to_precision
 from servers.models.weights import parse_weights
-from servers.options.stages import stage
+from servers.options.stages import stage, start_line
 from servers.plain.settings import PlainSettings
 from servers.protocol.tensors import Array, TensorSpec
 
@@ -34,6 +35,11 @@ def module_of(settings: PlainSettings) -> torch.nn.Module:
     with stage("build"):
         module = specification.load_module(parse_weights(settings.weights, specification.default_weights))
         return to_precision(executed_module(specification, module), DTYPES[settings.precision])
+
+
+def log_start() -> None:
+    """Say where the seconds of the start went."""
+    sys.stderr.write(f"{start_line()}\n")
 
 
 def check_input(spec: ModelSpecification, name: str, datatype: str, shape: Sequence[int]) -> TensorSpec:
