@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loadgen.entry import build
-from tests.integration.loadgen.conftest import await_true, regions_of_load
+from tests.integration.loadgen.conftest import abserve, await_true, regions_of_load
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
@@ -21,17 +21,16 @@ COMPARE = [sys.executable, "-P", "-m", "loadgen.entry", "compare", "--scenarios"
 NATIVE = ["--a", "native", "--b", "native", "--a-option", "engine=null", "--b-option", "engine=null"]
 
 
-def compare(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [*COMPARE, "--out", str(out), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
+def compare(out: Path, *options: str) -> tuple[int, str]:
+    return abserve("compare", "--scenarios", "single", "--out", str(out), *options)
 
 
 def test_arms_with_different_payloads_are_measured_and_no_winner_is_named(tmp_path: Path) -> None:
     """The null engine answers with the first pixels, which are the same in an image's bytes and in its JPEG file."""
-    done = compare(
+    status, said = compare(
         tmp_path / "run", *NATIVE, "--rounds", "1", "--no-handicap-check", "--a-payload", "uint8", "--b-payload", "jpeg"
     )
-    assert done.returncode == 1, done.stderr
+    assert status == 1, said
     result = json.loads((tmp_path / "run" / "result.json").read_bytes())
     assert result["parity"]["ok"], result["parity"]
     assert not result["valid"]
@@ -45,7 +44,7 @@ def test_arms_with_different_payloads_are_measured_and_no_winner_is_named(tmp_pa
     assert models == {"a": "openclip_vit_b32_uint8", "b": "openclip_vit_b32_jpeg"}
     sentence = "No winner: the arms got different payloads (native with uint8 payloads and native with jpeg payloads)"
     assert sentence in result["verdict"]["sentence"]
-    assert "different payloads" in " ".join(done.stdout.split())
+    assert "different payloads" in said
     for name in ("summary.md", "report.html"):
         assert sentence in (tmp_path / "run" / name).read_text()
 
@@ -54,14 +53,14 @@ def test_arms_with_different_payloads_are_measured_and_no_winner_is_named(tmp_pa
 @pytest.mark.triton
 def test_a_matrix_on_both_real_servers(tmp_path: Path) -> None:
     options = ("--a-option", "engine=null", "--b-option", "engine=null", "--rounds", "1")
-    done = compare(tmp_path / "m", *options, "--transport", "http,grpc,shm", "--payload", "uint8")
+    _, said = compare(tmp_path / "m", *options, "--transport", "http,grpc,shm", "--payload", "uint8")
     index = (tmp_path / "m" / "summary.md").read_text()
     page = (tmp_path / "m" / "index.html").read_text()
     for transport in ("http", "grpc", "shm"):
         out = tmp_path / "m" / f"{transport}-uint8"
         result = json.loads((out / "result.json").read_bytes())
         assert result["experiment"]["transport"] == transport
-        assert result["parity"]["ok"], done.stdout
+        assert result["parity"]["ok"], said
         assert {arm["label"]: arm["target"] for arm in result["arms"]} == {"a": "native", "b": "triton"}
         for path in (out / "blocks").glob("*.json"):
             block = json.loads(path.read_bytes())

@@ -359,11 +359,19 @@ def ask_in_turn(port: int, temperature: float | None, path: str, form: dict[str,
     assert {status for status, _ in ask(port, bodies, path)} == {200}
 
 
+OTHER_WEIGHTS = "--seed 1", 0, False
+CERTAINTIES = (OTHER_WEIGHTS, ("", 0, True), ("--usage end --first-tokens 3", 0, True), ("--seed 1", 0.7, True))
+
+
+# By default all of the first form, and of the others what tells that their texts are read.
 @pytest.mark.parametrize(
-    ("flags", "temperature", "ok"),
-    [("", 0, True), ("--usage end --first-tokens 3", 0, True), ("--seed 1", 0, False), ("--seed 1", 0.7, True)],
-)  # fmt: skip
-@pytest.mark.parametrize(("path", "form"), FORMS)
+    ("path", "form", "flags", "temperature", "ok"),
+    [
+        pytest.param(*form, *case, marks=() if case == OTHER_WEIGHTS or form == FORMS[0] else pytest.mark.slow)
+        for form in FORMS
+        for case in CERTAINTIES
+    ],
+)
 def test_texts_are_compared_where_they_are_certain(
     path: str, form: dict[str, object], flags: str, temperature: float, ok: bool, tmp_path: Path
 ) -> None:
