@@ -17,9 +17,9 @@ CONFIG = {
 }
 
 
-def write_tiny_bert(parent: Path) -> Path:
+def write_tiny_bert(parent: Path, **changes: int) -> Path:
     """The new folder `tiny`."""
     folder = parent / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     return folder

@@ -277,7 +277,7 @@ Times = dict[str, float]
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> ModelSpecification:
     pytest.importorskip("transformers")
-    return get_specification(str(write_tiny_bert(tmp_path_factory.mktemp("model"))))
+    return get_specification(str(write_tiny_bert(tmp_path_factory.mktemp("model"), num_hidden_layers=1)))
 
 
 @pytest.fixture
