@@ -9,7 +9,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,15 +36,15 @@ def commit_sources(commit: str) -> Iterator[tuple[str, str]]:
             yield name, shown.stdout
 
 
-def class_names(tree: ast.AST) -> list[str]:
-    return [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+def class_names(nodes: Sequence[ast.AST]) -> list[str]:
+    return [node.name for node in nodes if isinstance(node, ast.ClassDef)]
 
 
-def empty_names(tree: ast.AST) -> int:
+def empty_names(nodes: Sequence[ast.AST]) -> int:
     """How often a variable or an argument is given one of `EMPTY_NAMES`."""
     bound = (
         node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else getattr(node, "arg", None)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Name | ast.arg)
     )
     return sum(name in EMPTY_NAMES for name in bound)
@@ -55,11 +55,11 @@ def count(sources: Iterator[tuple[str, str]]) -> dict[str, int]:
     classes: Counter[str] = Counter()
     packages = set()
     for name, text in sources:
-        tree = ast.parse(text)
+        nodes = list(ast.walk(ast.parse(text)))
         figures["files"] += 1
         figures["lines"] += len(text.splitlines())
-        figures["empty names"] += empty_names(tree)
-        classes.update(class_names(tree))
+        figures["empty names"] += empty_names(nodes)
+        classes.update(class_names(nodes))
         parts = name.split("/")
         if parts[0] == "loadgen" and len(parts) > 2:
             packages.add(parts[1])

@@ -28,14 +28,14 @@ COUNT = counting()
 @cache  # not when the tests are collected, which every worker does
 def facts() -> dict[str, tuple[list[str], int, bool]]:
     """By file its classes, empty names and whether it has a `shown`. No tree is kept: collections would search it."""
-    trees = ((name, ast.parse(text)) for name, text in COUNT.tree_sources())
+    files = ((name, list(ast.walk(ast.parse(text)))) for name, text in COUNT.tree_sources())
     return {
         name: (
-            COUNT.class_names(tree),
-            COUNT.empty_names(tree),
-            any(isinstance(node, ast.Name) and node.id == "shown" for node in ast.walk(tree)),
+            COUNT.class_names(nodes),
+            COUNT.empty_names(nodes),
+            any(isinstance(node, ast.Name) and node.id == "shown" for node in nodes),
         )
-        for name, tree in trees
+        for name, nodes in files
     }
 
 
@@ -56,8 +56,9 @@ def test_what_is_counted() -> None:
     tree = ast.parse(
         "class A:\n    class B: ...\ndef f(one, found=1, *own):\n    x = [one for one in found]\n    own.one = 2"
     )
-    assert COUNT.class_names(tree) == ["A", "B"]
-    assert COUNT.empty_names(tree) == 4
+    nodes = list(ast.walk(tree))
+    assert COUNT.class_names(nodes) == ["A", "B"]
+    assert COUNT.empty_names(nodes) == 4
 
 
 def test_sentences_call_arms_by_their_names() -> None:
