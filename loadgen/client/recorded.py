@@ -40,7 +40,7 @@ class RecordedBodies:
     """The items in each of them."""
     first: int = 0
 
-    def window(self, first: int, count: int) -> RecordedBodies:
+    def window(self, first: int, count: int, _seed: int = 0) -> RecordedBodies:
         """The requests of one block."""
         block = slice(first, first + count)
         return replace(self, requests=self.requests[block], sizes=self.sizes[block], first=first)

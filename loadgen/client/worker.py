@@ -21,6 +21,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns, process_time_ns
+from typing import Any
 
 import gevent
 import msgspec
@@ -61,7 +62,8 @@ _FLUSH_SECONDS = 0.5
 BodyShape = tuple[int, int | None] | PromptShape | Trace | tuple[str, str]
 """The batch size of a body, and the length of all its items; None: of any. Of a language model the shape of a prompt,
 or a trace. Or the source of a replay's recorded requests."""
-Prepared = Mapping[BodyShape, PreparedBodies | PreparedPrompts | RecordedBodies]
+AnyBodies = PreparedBodies | PreparedPrompts | RecordedBodies
+Prepared = Mapping[BodyShape, AnyBodies]
 
 _ALIVE_SECONDS = 1.0
 
@@ -88,7 +90,7 @@ class Block:
         )  # fmt: skip
         self._path = None if command.samples_path is None else Path(command.samples_path)
         self._users = range(command.first_user, command.first_user + command.concurrency)
-        self._settling = target.sendable(bodies[SETTLING if command.streamed else (1, None)].requests[0])
+        self._settling = target.sendable(bodies[SETTLING].requests[0])
         """The request that every user has answered before the window."""
         with ExitStack() as undo:  # what was opened before something cannot be
             self._pacer = None if self._offsets_ns is None else Pacer(self.window)
@@ -97,37 +99,20 @@ class Block:
             self._writer = SampleWriter(self._path)
             undo.callback(self._writer.abandon)
             answers, others = KeptAnswers(command.keep_answers, command.keep_seed), (self._settling,)
-            chosen = bodies[_key(command)]
-            if isinstance(chosen, RecordedPrompts):
-                assert command.replay is not None
-                first, window = command.replay.window(command.arrivals_seed)
-                self._traffic: Traffic = TokenTraffic(
-                    target, chosen.window(first, len(window), command.arrivals_seed), self._writer, self._path,
-                    timeout_s=command.timeout_s, others=others, answers=answers, first_body=command.part,
-                    body_step=command.parts,
-                )  # fmt: skip
-            elif isinstance(chosen, PreparedPrompts):
-                replayed = command.trace is not None
-                self._traffic = TokenTraffic(
-                    target, chosen.replay(command.arrivals_seed) if replayed else chosen, self._writer, self._path,
-                    timeout_s=command.timeout_s, others=others, answers=answers,
-                    first_body=command.part if replayed else command.first_body,
-                    body_step=command.parts if replayed else 1,
-                )  # fmt: skip
+            chosen = _of_block(bodies[_key(command)], command)
+            in_order = command.replay is not None or command.trace is not None
+            shared: dict[str, Any] = {
+                "timeout_s": command.timeout_s, "others": others, "answers": answers,
+                "first_body": command.part if in_order else command.first_body,
+                "body_step": command.parts if in_order else 1,
+            }  # fmt: skip
+            if isinstance(chosen, PreparedPrompts):
+                self._traffic: Traffic = TokenTraffic(target, chosen, self._writer, self._path, **shared)
             elif isinstance(chosen, RecordedBodies):
-                assert command.replay is not None
-                first, window = command.replay.window(command.arrivals_seed)
-                recorded = chosen.window(first, len(window))
-                self._traffic = Traffic(
-                    target, recorded, 1, self._writer, timeout_s=command.timeout_s, others=others, answers=answers,
-                    first_body=command.part, body_step=command.parts, sizes=recorded.sizes,
-                )  # fmt: skip
+                self._traffic = Traffic(target, chosen, 1, self._writer, sizes=chosen.sizes, **shared)
             else:
-                self._traffic = Traffic(
-                    target, chosen, command.batch_size, self._writer, timeout_s=command.timeout_s, others=others,
-                    expected=ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size),
-                    answers=answers, first_body=command.first_body,
-                )  # fmt: skip
+                expected = ExpectedOutputs(prepared.transport, prepared.signature, command.batch_size)
+                self._traffic = Traffic(target, chosen, command.batch_size, self._writer, expected=expected, **shared)
             undo.pop_all()
         self._go = Event()
         """Set when all users start."""
@@ -330,6 +315,17 @@ def _key(command: Open) -> BodyShape:
     return command.trace or command.shape or (command.batch_size, command.length)
 
 
+def _of_block(bodies: AnyBodies, command: Open) -> AnyBodies:
+    """What a block sends of the prepared bodies: of a replay its window, of a trace all with the replay's number."""
+    if isinstance(bodies, RecordedBodies | RecordedPrompts):
+        assert command.replay is not None
+        first, window = command.replay.window(command.arrivals_seed)
+        return bodies.window(first, len(window), command.arrivals_seed)
+    if isinstance(bodies, PreparedPrompts) and command.trace is not None:
+        return bodies.replay(command.arrivals_seed)
+    return bodies
+
+
 class BlockRunner:
     """Carries out the commands: holds the prepared bodies and the block, if one is open."""
 
@@ -380,7 +376,7 @@ class BlockRunner:
                 f"prompts cannot be sent over {transport}; choose one of {', '.join(TOKEN_TRANSPORTS)}"
             )
         model = command.signature.model
-        bodies: dict[BodyShape, PreparedBodies | PreparedPrompts | RecordedBodies] = {
+        bodies: dict[BodyShape, AnyBodies] = {
             shape: prepare_prompts(transport, model, plan, shape, self._numbers, command.body)
             for shape in {SETTLING, *plan.shapes}
         }
@@ -393,10 +389,11 @@ class BlockRunner:
     def _bodies(self, command: Prepare) -> Prepared:
         inputs, signature = read_inputs(Path(command.samples_directory), command.payload), command.signature
         variation = find_variation(inputs, signature)
-        bodies: dict[BodyShape, PreparedBodies | PreparedPrompts | RecordedBodies] = {}
+        bodies: dict[BodyShape, AnyBodies] = {}
         for shape in product(sorted({1, *command.batch_sizes}), (None, *command.lengths)):
             chosen = choose_items(inputs, shape[0], command.seed, length=shape[1])
             bodies[shape] = prepare_bodies(command.transport, inputs, signature, variation, chosen, self._numbers)
+        bodies[SETTLING] = bodies[1, None]
         for source, replay in {replay.source: replay for replay in command.replays}.items():
             bodies[source] = prepare_recorded(replay, signature)
         return bodies

@@ -276,18 +276,18 @@ def baseline_cell(
 
 def _generation(cell: CellRounds, judged: JudgedCell | None, *, kept: bool) -> GenerationResult | None:
     generated = [(measured.generated, round_) for round_, measured in cell.rounds.items() if measured.generated]
-    prompts = estimate([float(median(part.prompts_ns)) for part, _ in generated], kept=kept)
+    firsts = estimate([float(median(part.prompts_ns)) for part, _ in generated], kept=kept)
     shares = estimate(
         [part.step_bytes / cell.latencies_ns[round_] * 1e9 / part.copy_bytes_per_s for part, round_ in generated],
         kept=kept,
     )
-    if prompts is None or shares is None:
+    if firsts is None or shares is None:
         return None
     answers = [] if judged is None else [answer for answer in judged.answers if answer.mean is not None]
     tokens = sum(answer.tokens for answer in answers)
     return GenerationResult(
-        prompt_tokens_per_second=prompts.inverted(cell.batch * (cell.length or 0) * 1e9),
-        first_token_ns=prompts,
+        prompt_tokens_per_second=firsts.inverted(cell.batch * (cell.length or 0) * 1e9),
+        first_token_ns=firsts,
         context=sum(part.context for part, _ in generated) / len(generated),
         bandwidth_share=shares,
         answers=len(answers),

@@ -18,11 +18,16 @@ from loadgen.base.quantities import join, significant
 from loadgen.experiment.plan import (
     PRESETS,
     SPAN,
+    Combination,
     PlanError,
     base_workload,
     cold_start,
+    expects_gpu,
     is_trace_of,
+    make_workloads,
+    measurable_scenarios,
     of_replay,
+    plan_combinations,
     replays_of,
     search_of_replay,
     surface_base,
@@ -41,6 +46,7 @@ from loadgen.experiment.settings import (
     read_limits,
 )
 from loadgen.records.names import names_of
+from loadgen.records.payloads import TOKENS
 from loadgen.records.run import ArmRequest, Experiment, Label, TokenLimits, Workload, option_of
 from loadgen.records.scenarios import Scenario, scenarios_of
 from loadgen.records.targets import ROUTES, TARGETS, TOKEN_TRANSPORTS, Kind, TokenTransport
@@ -77,12 +83,20 @@ _MEANT_FOR_TENSORS = (
 )
 
 
-def check_language(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> None:
-    """Raises `PlanError` for settings without effect on language models, and for what cannot be measured of them; for
-    other models for those of language models."""
-    if settings.kind is Kind.TENSORS:
-        _check_tensors(settings)
-        return
+def check_kind(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> None:
+    """Raises `PlanError` for settings without effect on models of this kind, and for what cannot be measured of
+    them."""
+    _CHECKS[settings.kind](settings, arms)
+
+
+def plan_loads(
+    settings: ExperimentSettings, arms: Sequence[ArmRequest]
+) -> tuple[tuple[Combination, ...], tuple[ArmRequest, ...], tuple[Workload, ...]]:
+    """The transports with their payloads, the arms with their own protocol, and the workloads. Raises `PlanError`."""
+    return _LOADS[settings.kind](settings, arms)
+
+
+def _check_tokens(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> None:
     for name, reason in _MEANT_FOR_TENSORS:
         usual = None, (), False, BATCH_SIZES, SMOKE_BATCH_SIZES, SURFACE_BATCH_SIZES
         if name in settings.model_fields_set and getattr(settings, name) not in usual:
@@ -95,8 +109,8 @@ def check_language(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> 
         raise PlanError(f"the scenario {other} is not for language models; choose from {', '.join(able)}")
     if "cold-start" in settings.scenarios and not all(arm.embedded for arm in arms):
         raise PlanError("cold starts need servers that abserve starts; leave cold-start out of --scenarios with a URL")
-    asked = settings.transport or TOKEN_TRANSPORTS[:1]
-    if len(asked) > 1 or asked[0] not in TOKEN_TRANSPORTS:
+    asked = settings.transport or ()
+    if len(asked) > 1 or not {*asked} <= {*TOKEN_TRANSPORTS}:
         raise PlanError(
             f"--transport {','.join(asked)}: a language model is reached over one of {', '.join(TOKEN_TRANSPORTS)}; "
             "give one of them"
@@ -106,7 +120,7 @@ def check_language(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> 
             raise PlanError(f"{option_of(label, 'payload')} has no effect on a language model; leave it out")
 
 
-def _check_tensors(settings: ExperimentSettings) -> None:
+def _check_tensors(settings: ExperimentSettings, _: Sequence[ArmRequest]) -> None:
     of_speed = settings.traffic is not None and set(read_limits(settings.limits or "p99=1ms")) == {"p99"}
     if settings.traffic is not None and settings.limits and not of_speed:
         raise PlanError(f"--limits {settings.limits} is for prompts; of recorded tensors give p99, as in p99=50ms")
@@ -397,6 +411,25 @@ def _with_time(load: Workload, request_seconds: Mapping[Label, float]) -> Worklo
         return load
     needed_s = (math.ceil(load.requests / load.concurrency) + 1) * request_s
     return msgspec.structs.replace(load, max_seconds=max(load.max_seconds, needed_s))
+
+
+def _tensor_loads(
+    settings: ExperimentSettings, arms: Sequence[ArmRequest]
+) -> tuple[tuple[Combination, ...], tuple[ArmRequest, ...], tuple[Workload, ...]]:
+    combinations = plan_combinations(arms, settings)
+    workloads = make_workloads(settings, measurable_scenarios(settings, arms), gpu=expects_gpu(*arms))
+    return combinations, tuple(arms), workloads
+
+
+def _token_loads(
+    settings: ExperimentSettings, arms: Sequence[ArmRequest]
+) -> tuple[tuple[Combination, ...], tuple[ArmRequest, ...], tuple[Workload, ...]]:
+    transport, with_own = choose_protocol(settings, arms)
+    return (Combination(transport, TOKENS),), with_own, token_workloads(settings, gpu=expects_gpu(*with_own))
+
+
+_CHECKS = {Kind.TENSORS: _check_tensors, Kind.TOKENS: _check_tokens}
+_LOADS = {Kind.TENSORS: _tensor_loads, Kind.TOKENS: _token_loads}
 
 
 def longest_answer(workloads: Sequence[Workload]) -> int:

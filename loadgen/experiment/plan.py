@@ -631,7 +631,7 @@ def surface_users(settings: ExperimentSettings) -> tuple[int, ...]:
 
 def surface_points(settings: ExperimentSettings) -> int:
     """The number of loads of a surface."""
-    across = settings.prompt_tokens or (1,) if settings.kind is Kind.TOKENS else settings.batch_sizes
+    across = {Kind.TENSORS: settings.batch_sizes, Kind.TOKENS: settings.prompt_tokens or (1,)}[settings.kind]
     return len(surface_users(settings)) * len(across) * len(sweep(settings) or (1,))
 
 

@@ -16,7 +16,7 @@ from loadgen.base.quantities import join
 from loadgen.experiment.prompts import MOST_ID, MOST_TOKENS, PromptShape
 from loadgen.experiment.schedule import Offsets
 from loadgen.records.imported import read_traffic
-from loadgen.records.targets import TOKEN_TRANSPORTS, TokenTransport, Transport, is_token_transport
+from loadgen.records.targets import ROUTES, TOKEN_TRANSPORTS, Kind, TokenTransport, Transport, is_token_transport
 from loadgen.records.traffic import MOST_CONTENT_BYTES, STRETCH_S, RecordedRequest, RecordedTraffic, TrafficError
 
 INFER = re.compile(r"/v2/models/[^/]+(?:/versions/[^/]+)?/infer$")
@@ -239,7 +239,7 @@ def _replayable(folder: str, transport: Transport) -> tuple[RecordedRequest, ...
     if any(request.content is None for request in requests):
         raise TrafficError(f"{folder} has no contents; record it again without --no-contents")
     if len(requests) < 2 or requests[0].at_ns == requests[-1].at_ns:
-        what = "prompts" if is_token_transport(transport) else "inferences of tensors"
+        what = {Kind.TENSORS: "inferences of tensors", Kind.TOKENS: "prompts"}[ROUTES[transport].kind]
         raise TrafficError(
             f"{folder} has fewer than two {what} over {transport} and has {_held(folder)}; choose another --transport, "
             "or a model that takes them"

@@ -184,6 +184,7 @@ class TuneSettings(Settings):
         return self.at_once or (AT_ONCE_ON_GPU[self.kind] if gpu else AT_ONCE)
 
 
+_NO_LIMITS: Mapping[Kind, tuple[str, ...]] = {Kind.TENSORS: TOKEN_LIMITS, Kind.TOKENS: ()}
 ROUNDS = 4
 """Rounds of a screening: the scatter is estimated from all its arms together."""
 OPEN_SECONDS, LEAST_ARRIVALS = 5.0, 64
@@ -244,6 +245,6 @@ def check_tuning(settings: TuneSettings, *, gpu: bool) -> None:
         raise PlanError("--goal energy needs an NVIDIA GPU, and this machine has none; use --goal throughput")
     if settings.sequence_length is not None and "," in settings.sequence_length:
         raise PlanError("--sequence-length: a tuning has one load; give one length, or text")
-    for name in TOKEN_LIMITS if settings.kind is Kind.TENSORS else ():
+    for name in _NO_LIMITS[settings.kind]:
         if LIMITED[name] in settings.limits:
             raise PlanError(f"--limit {name} is for language models, and {settings.model} is not one; use p99")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from loadgen.base.quantities import number
 from loadgen.metrics.claims import place
 from loadgen.metrics.facts import Facts
+from loadgen.metrics.registry import has_whole_answers
 from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary
 from loadgen.records.run import Found, Label, Record, Workload
-from loadgen.records.targets import Kind
 
 
 class ExecutedBatches(Record, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ def analyse(facts: Facts) -> LoadFound:
     loads = {
         workload.name: workload
         for workload in facts.run.experiment.workloads
-        if workload.has_blocks and workload.kind is Kind.TENSORS  # its executions are steps of many requests each
+        if has_whole_answers(workload)  # else executions are steps of many requests each
     }
     return LoadFound(
         executed_batches=tuple(

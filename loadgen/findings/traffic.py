@@ -1,7 +1,7 @@
 """Recorded traffic: how it arrives, and where each arm lost time on it, in its bursts or in quiet.
 
 A request is in a burst if more than `BURST_FACTOR` times as many others as on average, and more than one, fall due
-within `NEAR_S` of it.
+within `Company.near_s` of it.
 
     DIR/replayed_traffic.json   ReplayedTraffic   the traffic, as it was when the run began
 """
@@ -9,14 +9,16 @@ within `NEAR_S` of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from loadgen.experiment.replay import Replay
 from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.facts import Facts, WorkloadFacts
+from loadgen.metrics.registry import has_whole_answers
 from loadgen.metrics.tokens import samples_of
 from loadgen.records.run import Found, Label, Record
 from loadgen.records.samples import NS_PER_S, Samples, latencies_ms
@@ -24,8 +26,21 @@ from loadgen.records.targets import Kind
 from loadgen.stats.percentiles import percentile
 from loadgen.stats.ratios import estimate_ratio, lone_correlation
 
-NEAR_S: Mapping[Kind, float] = {Kind.TENSORS: 0.05, Kind.TOKENS: 0.5}
-"""As long as a request may still be waiting for those before it."""
+
+class Company(NamedTuple):
+    """How requests of a kind are put beside those that are due at about their time."""
+
+    near_s: float
+    """As long as a request may still be waiting for those before it."""
+    title: str
+    """What is shown of them."""
+    times_ms: Callable[[Samples], Array]
+
+
+COMPANY: Mapping[Kind, Company] = {
+    Kind.TENSORS: Company(0.05, "Latencies", latencies_ms),
+    Kind.TOKENS: Company(0.5, "Times to the first token", itemgetter("ttft_ms")),
+}
 BURST_FACTOR = 2.0
 LEAST_REQUESTS = 3
 """Of a block, for a median that is compared."""
@@ -155,9 +170,8 @@ def analyse(facts: Facts) -> TrafficFound:
 
 def _latencies(facts: Facts, load: WorkloadFacts, traffic: ReplayedTraffic) -> Iterator[BurstLatency]:
     """The arms with blocks in a workload, the baseline first."""
-    near_s = NEAR_S[load.workload.kind]
+    near_s, _, times_of = COMPANY[load.workload.kind]
     most_quiet = max(1.0, BURST_FACTOR * 2.0 * near_s * traffic.rate_per_s * load.workload.speed)
-    of_tokens = load.workload.kind is Kind.TOKENS
     medians: dict[bool, dict[Label, dict[int, float]]] = {True: {}, False: {}}
     for label in facts.run.experiment.labels:
         parts: list[Array] = []
@@ -166,11 +180,12 @@ def _latencies(facts: Facts, load: WorkloadFacts, traffic: ReplayedTraffic) -> I
             record, samples = block.record, samples_of(block)
             if record.label != label or not record.complete or samples is None or not len(samples):
                 continue
-            times_ms = samples["ttft_ms"] if of_tokens else latencies_ms(samples)
+            times_ms = times_of(samples)
             is_good = (samples["error"] < 0) & np.isfinite(times_ms)
             times_ms = times_ms[is_good]
             crowd, under_way = _company(samples, near_s)
-            stages = None if of_tokens or contradictions_in(block) else record.stages  # those of tokens are steps
+            is_counted = has_whole_answers(load.workload) and not contradictions_in(block)
+            stages = record.stages if is_counted else None
             if stages is not None and stages.executed_items and stages.executions:
                 counted.append((float(np.mean(crowd > most_quiet)), stages.executed_items, stages.executions))
             crowd, under_way = crowd[is_good], under_way[is_good]

@@ -50,7 +50,7 @@ from loadgen.records.run import (
     shown,
 )
 from loadgen.records.samples import NS_PER_MS
-from loadgen.records.targets import ROUTES, Transport, is_token_transport
+from loadgen.records.targets import ROUTES, Transport
 
 OWN_STAGES = "abserve_stages"
 """The native server's own object in its statistics: receive, decode, queue, compute, encode."""
@@ -427,10 +427,8 @@ def replay_of(workload: Workload, transport: Transport) -> Replay | None:
     """The replay of recorded traffic that a workload is, if it is one."""
     if workload.traffic is None:
         return None
-    over: Transport = "grpc" if ROUTES[transport].is_grpc else "http"
-    return Replay(
-        workload.traffic, transport if is_token_transport(transport) else over, workload.seconds, workload.speed
-    )
+    over: Transport = "http" if ROUTES[transport].shares_memory else transport
+    return Replay(workload.traffic, over, workload.seconds, workload.speed)
 
 
 def prompt_shape(workload: Workload) -> PromptShape | None:

@@ -18,7 +18,7 @@ from loadgen.client.endpoint import EndpointError
 from loadgen.client.grpc import parse_grpc_address
 from loadgen.client.inputs import InputError, image_folder
 from loadgen.client.tls import TlsError, tls_context
-from loadgen.experiment.language import check_language, choose_protocol, token_workloads
+from loadgen.experiment.language import check_kind, plan_loads
 from loadgen.experiment.plan import (
     AS_SERVED,
     Combination,
@@ -34,10 +34,7 @@ from loadgen.experiment.plan import (
     expects_gpu,
     ignored_settings,
     make_arms,
-    make_workloads,
-    measurable_scenarios,
     minutes_of,
-    plan_combinations,
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, ExperimentSettings, defaults_of
 from loadgen.findings.ceiling import has_own_engines
@@ -157,16 +154,10 @@ class ExperimentPlan:
 def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     """What to run. Raises `PlanError` for options that contradict each other or cannot be measured."""
     arms = make_arms(settings)
-    check_language(settings, arms)
+    check_kind(settings, arms)
     check_best(settings)
     check_surface(settings)
-    if settings.kind is Kind.TOKENS:
-        transport, arms = choose_protocol(settings, arms)
-        combinations: tuple[Combination, ...] = (Combination(transport, TOKENS),)
-        workloads = token_workloads(settings, gpu=expects_gpu(*arms))
-    else:
-        combinations = plan_combinations(arms, settings)
-        workloads = make_workloads(settings, measurable_scenarios(settings, arms), gpu=expects_gpu(*arms))
+    combinations, arms, workloads = plan_loads(settings, arms)
     for arm, combination in product(arms, combinations):
         check_reachable(arm, combination.transport)
     check_stack(settings, arms, combinations)

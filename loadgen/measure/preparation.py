@@ -84,10 +84,9 @@ def _deployment(
     arm: ArmRequest, experiment: Experiment, store: RunStore, work: Path, abserve: Sequence[str]
 ) -> Deployment:
     if not arm.embedded:
-        if experiment.kind is Kind.TOKENS:
-            return RemoteLanguageDeployment(arm.target, None, arm.access, model_option=option_of(arm.label, "model"))
         grpc = arm.grpc if ROUTES[experiment.transport].is_grpc else None
-        return RemoteDeployment(arm.target, grpc, arm.access, model_option=option_of(arm.label, "model"))
+        remote = {Kind.TENSORS: RemoteDeployment, Kind.TOKENS: RemoteLanguageDeployment}[experiment.kind]
+        return remote(arm.target, grpc, arm.access, model_option=option_of(arm.label, "model"))
     if experiment.deployment == "compose":
         return ComposeDeployment(arm.target, experiment.compose_project or PROJECT, asked_for(arm.settings, "backend"))
     log_path = store.log_path(f"{arm.label}-{arm.target}")

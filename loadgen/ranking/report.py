@@ -257,12 +257,15 @@ def _costs(group: RankedGroup, currency: str, ranking: RankResult) -> Iterator[d
     priced = [(option, cost) for option in group.options for cost in option.costs if cost.price.currency == currency]
     priced.sort(key=lambda pair: (pair[1].rank, pair[0].name, pair[0].machine))
     names = [(option.name, option.machine) for option, _ in priced]
-    of_tokens = group.work.item == TOKEN
-    bound = "goodput" if of_tokens else "SLO"
+    bound = "goodput" if group.work.item == TOKEN else "SLO"
 
     def per_thousand(cost: Estimate | None) -> str:
         return "" if cost is None else number(cost.value / 1000)
 
+    thousands = (
+        doc.Column("per 1,000 at 100 %", "number", short="per 1,000"),
+        doc.Column(f"per 1,000 at the {bound} rate", "number", short=f"per 1,000 at {bound}"),
+    )[: 2 if group.work.item == TOKEN else 0]
     columns = (
         *doc.numbers("#"), *doc.names("option", "machine"),
         doc.Column("price", "text", on=doc.PAGES),
@@ -270,14 +273,7 @@ def _costs(group: RankedGroup, currency: str, ranking: RankResult) -> Iterator[d
         doc.Column("at 100 %", "number"), *doc.numbers("95 % interval"),
         doc.Column(f"at the {bound} rate", "number", short=f"at {bound}"),
         doc.Column(f"95 % interval at the {bound} rate", "number", on=doc.PAGES),
-        *(
-            (
-                doc.Column("per 1,000 at 100 %", "number", short="per 1,000"),
-                doc.Column(f"per 1,000 at the {bound} rate", "number", short=f"per 1,000 at {bound}"),
-            )
-            if of_tokens
-            else ()
-        ),
+        *thousands,
         doc.Column(f"{_FRONT} front", "text", short=_FRONT),
     )  # fmt: skip
     rows: list[tuple[doc.Value, ...]] = [
@@ -285,7 +281,7 @@ def _costs(group: RankedGroup, currency: str, ranking: RankResult) -> Iterator[d
             cost.rank, _titled(option, names), option.machine,
             f"{cost.price.provider}, {cost.price.machine}, {cost.price.date}", f"{cost.price.price_per_hour:g}",
             *_with_interval(cost.full), *_with_interval(cost.slo),
-            *((per_thousand(cost.full), per_thousand(cost.slo)) if of_tokens else ()),
+            *(per_thousand(of_cost) for of_cost, _ in zip((cost.full, cost.slo), thousands, strict=False)),
             doc.Cell(", ".join(option.points[place].name for place in cost.front), short=_FRONT if cost.front else " "),
         )
         for option, cost in priced

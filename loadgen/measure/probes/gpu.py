@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from loadgen.experiment.prompts import SETTLING
 from loadgen.experiment.schedule import ScheduledBlock, has_load
 from loadgen.findings.gpu.analysis import ControlRun, GpuFound, analyse, assess_run
@@ -115,9 +117,9 @@ def control_workload(experiment: Experiment) -> Workload:
     """The smallest request of the run, sent one after the other; for a language model, which may be slow on a CPU, the
     small prompt that is also sent before each block."""
     batch_size = min(workload.batch_size for workload in experiment.workloads if workload.has_blocks)
-    return Workload(
-        prompt_tokens=SETTLING.prompt_tokens if experiment.kind is Kind.TOKENS else None,
-        output_tokens=SETTLING.output_tokens if experiment.kind is Kind.TOKENS else None,
+    prompts = {"prompt_tokens": SETTLING.prompt_tokens, "output_tokens": SETTLING.output_tokens}
+    lengths: Mapping[Kind, dict[str, int]] = {Kind.TENSORS: {}, Kind.TOKENS: prompts}
+    load = Workload(
         scenario="single" if batch_size == 1 else "batched",
         batch_size=batch_size,
         concurrency=1,
@@ -126,6 +128,7 @@ def control_workload(experiment: Experiment) -> Workload:
         max_seconds=2 * CONTROL_SECONDS,
         rounds=1,
     )
+    return msgspec.structs.replace(load, **lengths[experiment.kind])
 
 
 PROBE = Probe(

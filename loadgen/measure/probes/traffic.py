@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from loadgen.findings.registry import Probe
-from loadgen.findings.traffic import NEAR_S, TrafficFound, analyse, describe
+from loadgen.findings.traffic import COMPANY, TrafficFound, analyse, describe
 from loadgen.measure.arms import replay_of
 from loadgen.measure.errors import RunError
 from loadgen.records.run import Experiment
@@ -26,7 +26,7 @@ def measure(context: RunContext) -> None:
     replay = next(filter(None, (replay_of(load, arm.transport) for load in context.experiment.workloads)))
     if context.restart == 0:
         try:
-            context.store.write(describe(replay, NEAR_S[context.experiment.kind]))
+            context.store.write(describe(replay, COMPANY[context.experiment.kind].near_s))
         except TrafficError as exc:
             raise RunError(str(exc)) from exc
 

@@ -30,6 +30,7 @@ GOODPUT_CAPTION = _RATE_CAPTION.format(
     "0 of 44, 2 of 81, 10 of 197, so that at least 90 % are good",
     ". Late are the answers that are not good: failed, short, or outside a limit",
 )
+CAPTIONS = {Kind.TENSORS: LATENCY_CAPTION, Kind.TOKENS: GOODPUT_CAPTION}
 
 
 def rate_search(result: Result) -> doc.Section | None:
@@ -75,7 +76,7 @@ def rate_search(result: Result) -> doc.Section | None:
         doc.Table(
             results,
             rows,
-            caption=GOODPUT_CAPTION if result.experiment.kind is Kind.TOKENS else LATENCY_CAPTION,
+            caption=CAPTIONS[result.experiment.kind],
             grouped=True,
         ),
         doc.Fold(

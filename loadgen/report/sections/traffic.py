@@ -5,9 +5,8 @@ from __future__ import annotations
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.base.quantities import measured, number, share
-from loadgen.findings.traffic import BURST_FACTOR, NEAR_S, PartOfTraffic, ReplayedTraffic, TrafficFound
+from loadgen.findings.traffic import BURST_FACTOR, COMPANY, PartOfTraffic, ReplayedTraffic, TrafficFound
 from loadgen.records.run import shown
-from loadgen.records.targets import Kind
 from loadgen.verdict.result import Result
 
 
@@ -103,8 +102,8 @@ def bursts(result: Result) -> doc.Section | None:
             *(["executed batch"] if has_batches else []),
         ),
     )
-    what = "Times to the first token" if kind is Kind.TOKENS else "Latencies"
-    near = f"{1000 * NEAR_S[kind]:g} ms"
+    near_s, what, _ = COMPANY[kind]
+    near = f"{1000 * near_s:g} ms"
     caption = (
         f"{what} from the moment a request was due. In a burst: more than {BURST_FACTOR:g} times as many others as on "
         f"average, and more than one, were due within {near}. Under way: requests without an answer when one was sent, "

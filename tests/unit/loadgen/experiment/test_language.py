@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.experiment.language import (
-    check_language,
+    check_kind,
     choose_protocol,
     fitted,
     protocol_in_words,
@@ -254,7 +254,7 @@ def test_the_experiment_says_that_it_is_about_tokens() -> None:
 def test_other_models_are_planned_as_before() -> None:
     """The hash of the default settings, as it was before there were language models."""
     settings = ExperimentSettings.model_validate({})
-    check_language(settings, make_arms(settings))
+    check_kind(settings, make_arms(settings))
     assert settings.sha256() == "f6eefc9f68824fa66e43b6f512cb19282467dd2e817b58bab30d78201c814fa3"
     experiment = plan_experiment(settings).runs[0][1]
     assert experiment.kind is Kind.TENSORS
