@@ -457,9 +457,11 @@ def repeated_requests(facts: Facts) -> Iterator[Judgement]:
             parts[0] += f", so {join([names[label] for label in cached])} answers from a cache"
     errors = [f"{names[probe.label]} did not answer the probe: {probe.error}" for probe in probes if probe.error]
     ok = False if cached else None if errors else True
-    remedy = "Turn off the prefix cache of that server." if facts.run.experiment.kind is Kind.TOKENS else None
+    remedies = {Kind.TENSORS: None, Kind.TOKENS: "Turn off the prefix cache of that server."}
     worst = min(shares.values(), default=None)
-    yield Judgement(ok, "; ".join(parts + errors), worst, remedy=remedy, arms=tuple(cached))
+    yield Judgement(
+        ok, "; ".join(parts + errors), worst, remedy=remedies[facts.run.experiment.kind], arms=tuple(cached)
+    )
 
 
 def shortened_to(probe: CacheProbe) -> float | None:

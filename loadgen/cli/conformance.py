@@ -11,6 +11,7 @@ import typer
 
 from loadgen.cli.output import announce, check_files, console_for, fail, print_report, write_json
 from loadgen.records.payloads import DEFAULT_NAME
+from loadgen.records.targets import Kind
 
 if TYPE_CHECKING:
     from loadgen.conformance.servers import Session
@@ -102,7 +103,7 @@ def conformance(
         except (SubjectError, SkippedError) as exc:
             fail(str(exc))
         try:
-            generates = session.subject(DEFAULTS).model.generates
+            generates = session.subject(DEFAULTS).model.kind is Kind.TOKENS
             cases = list(select(only, language_model=generates))
             if not generates:
                 cases += [*([fuzz_case(fuzz, seed)] if fuzz else []), *([growth_case()] if growth else [])]

@@ -39,7 +39,7 @@ from loadgen.client.shared_memory import sweep
 from loadgen.client.traffic import counts_bytes
 from loadgen.records.run import WorkerRecord
 from loadgen.records.samples import SAMPLE_DTYPE, Samples, part_path, read_samples, store_samples, with_errors_of
-from loadgen.records.tokens import TokenRows, join_tokens, read_tokens, remove_tokens, store_tokens
+from loadgen.records.tokens import join_tokens, read_tokens, remove_tokens, store_tokens
 
 LOST_MESSAGE = "failed in a load worker that was lost before it could say why"
 
@@ -49,6 +49,7 @@ _PREPARE_SECONDS = 300.0
 _ABORT_SECONDS = 10.0
 _LEAD_NS = 150_000_000
 """Time from the command to the common start of several processes, which must have read it by then."""
+_SUMMED = ("cpu_ns", "spin_ns", "reconnects", "late", "cool_down", "cool_down_ns", "cool_down_tokens")
 _DECODER = msgspec.json.Decoder(Reply | None)
 
 
@@ -290,9 +291,6 @@ def merge(command: Open, parts: Sequence[Contribution]) -> BlockOutcome:
         requests=sum(worker.requests for worker in workers) if samples is None else len(samples),
         errors=sum(outcome.errors for outcome in outcomes) if samples is None else int((samples["error"] >= 0).sum()),
         error_messages=tuple(messages),
-        cpu_ns=sum(worker.cpu_ns for worker in workers),
-        spin_ns=sum(worker.spin_ns for worker in workers),
-        reconnects=sum(outcome.reconnects for outcome in outcomes),
         cut_reason=next(iter(cut_reasons), None),
         storage_error=next(iter(storage_errors), None),
         transport=next((outcome.transport for outcome in outcomes), "http"),
@@ -300,10 +298,7 @@ def merge(command: Open, parts: Sequence[Contribution]) -> BlockOutcome:
         offered=None if offsets is None else len(offsets),
         due_span_ns=None if offsets is None else int(offsets[-1]),
         workers=workers,
-        late=sum(outcome.late for outcome in outcomes),
-        cool_down=sum(outcome.cool_down for outcome in outcomes),
-        cool_down_ns=sum(outcome.cool_down_ns for outcome in outcomes),
-        cool_down_tokens=sum(outcome.cool_down_tokens for outcome in outcomes),
+        **{name: sum(getattr(outcome, name) for outcome in outcomes) for name in _SUMMED},
         first_answer_ns=max(first_answers, default=None),
         answers=tuple(answer for outcome in outcomes for answer in outcome.answers),
         generator_waited_ns=max(waits, default=None),
@@ -313,17 +308,12 @@ def merge(command: Open, parts: Sequence[Contribution]) -> BlockOutcome:
 def _store(command: Open, parts: Sequence[Contribution], messages: list[str]) -> Samples:
     """Store all samples in the order in which they were sent, their errors numbered by `messages`, which grows by one
     for the failures of a lost process. A lost process has no streamed answers."""
-    path, streamed = Path(command.samples_path or ""), command.streamed
-    pieces = []
-    rows: list[TokenRows] = []
-    for part in parts:
+    path, pieces = Path(command.samples_path or ""), []
+    kept = [part for part in parts if part.outcome is not None or not command.streamed]
+    for part in kept:
         if part.outcome is not None:
-            if streamed:
-                rows.append(read_tokens(part.samples_path))
             piece = read_samples(part.samples_path)
             pieces.append(with_errors_of(piece, part.outcome.error_messages, messages))
-        elif streamed:
-            continue
         elif part.samples_path.exists() or part_path(part.samples_path).exists():  # else lost before it opened its file
             piece = read_samples(part.samples_path)
             if (piece["error"] >= 0).any() and LOST_MESSAGE not in messages:
@@ -332,8 +322,8 @@ def _store(command: Open, parts: Sequence[Contribution], messages: list[str]) ->
     merged = np.concatenate(pieces) if pieces else np.empty(0, dtype=SAMPLE_DTYPE)
     order = np.argsort(merged["send_ns"], kind="stable")
     merged = merged[order]
-    if streamed:
-        store_tokens(path, join_tokens(rows, order))
+    if command.streamed:
+        store_tokens(path, join_tokens([read_tokens(part.samples_path) for part in kept], order))
     store_samples(path, [merged])
     for part in parts:
         remove_tokens(part.samples_path)

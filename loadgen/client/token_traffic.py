@@ -195,8 +195,7 @@ def ask_tokens(
     `AnswerError` with a sentence when it is not an answer of `max_tokens`, or `of_any_length`, `ConnectionRefused` and
     `AddressError`."""
     transport = target.transport
-    if not is_token_transport(transport):
-        raise AnswerError(f"no prompt can be sent over {transport}")
+    assert is_token_transport(transport)
     plan = in_form_of(transport, plan)
     encoded = plan.encode(np.array(prompt, dtype=np.int32))
     request = prompt_request(transport, target.model, (encoded, b"", b""), max_tokens, salt=salt, body=target.body)

@@ -17,6 +17,7 @@ from loadgen.client.connection import model_path
 from loadgen.client.endpoint import TensorSignature
 from loadgen.client.inputs import NUMPY_TYPES
 from loadgen.conformance.records import NotApplicableError
+from loadgen.records.targets import Kind
 
 Array = npt.NDArray[Any]
 
@@ -67,6 +68,9 @@ class InferenceRequest:
         return Body(headers, text + b"".join(self.blobs))
 
 
+_ROUTES = {Kind.TENSORS: "infer", Kind.TOKENS: "generate_stream"}
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """The model that requests are made for. `max_batch_size` is None if the server does not report it, 0 without
@@ -82,12 +86,12 @@ class ServedModel:
     @property
     def path(self) -> str:
         """The route of inference."""
-        return f"{model_path(self.name)}/{'generate_stream' if self.generates else 'infer'}"
+        return f"{model_path(self.name)}/{_ROUTES[self.kind]}"
 
     @property
-    def generates(self) -> bool:
-        """Whether it is a language model: token ids in, token ids out."""
-        return any(tensor.name == "token_ids" for tensor in self.outputs)
+    def kind(self) -> Kind:
+        """What it gives; of a language model token ids go in, and token ids come out."""
+        return Kind.TOKENS if any(tensor.name == "token_ids" for tensor in self.outputs) else Kind.TENSORS
 
     @property
     def batches(self) -> bool:
@@ -145,7 +149,7 @@ class ServedModel:
 
     def binary(self, rows: int = 1, seed: int = 0) -> Body:
         """The body of a valid request."""
-        if self.generates:
+        if self.kind is Kind.TOKENS:
             return json_body({"input_ids": GOLDEN_PROMPT, "max_tokens": 8, "ignore_eos": True})
         return self.request(rows, seed).body()
 

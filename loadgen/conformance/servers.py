@@ -31,6 +31,7 @@ from loadgen.conformance.wire import GrpcClient, RawConnection, request_head
 from loadgen.launch.deployment import DeploymentError, RemoteDeployment
 from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.records.payloads import DEFAULT_NAME
+from loadgen.records.targets import Kind
 
 GOLDEN_TOLERANCE = 1e-5
 RESPONSE_SECONDS = 20.0
@@ -138,7 +139,7 @@ class Subject:
         response = self.ask_golden()
         if response.status != "200":
             return f"the golden inference got {response.status}"
-        if self.model.generates:
+        if self.model.kind is Kind.TOKENS:
             same = generated_ids(self.golden.body) == generated_ids(response.body)
             return None if same else "the golden prompt is answered with other tokens"
         return output_difference(self.golden, response, GOLDEN_TOLERANCE)

@@ -311,9 +311,8 @@ def _cell_result(
     sustained = estimate([float(m.sustained_ns) for m in energies if m.sustained_ns], kept=kept)
     waited = sustained is not None and sustained.value > MOST_WAITING * latency.value
     flops = next((m.flops_per_item for m in measured if m.flops_per_item is not None), None)
-    fault = next(
-        (m.fault for m in measured if m.fault is not None), cell.excluded if plan.kind is Kind.TOKENS else None
-    )
+    judged_fault = {Kind.TENSORS: None, Kind.TOKENS: cell.excluded}[plan.kind]
+    fault = next((m.fault for m in measured if m.fault is not None), judged_fault)
     p99_ns = percentile([sample for m in measured for sample in samples_ns(m, device)], 0.99)
     first_calls = [m.first_call_ns for m in measured]
     # A kept process has a first call in its first round only.

@@ -202,21 +202,22 @@ def final_settings(
 ) -> ExperimentSettings:
     """The comparison whose verdict is the answer, which takes so many minutes and starts its servers so often. Raises
     `PlanError`."""
-    price = {"price": settings.price} if settings.kind is Kind.TOKENS and settings.price is not None else {}
     rounded = max(0.1, math.floor(minutes * 10.0) / 10.0)
     more = {"minutes": rounded, "restarts": restarts, "gpu_control": settings.gpu_control}
-    return _experiment(settings, arms, **more, **price)
+    return _experiment(settings, arms, **more)
 
 
-_COMMON = (
+_COMMON: tuple[str, ...] = (
     "model", "inputs", "sequence_length", "output_tokens", "arrivals", "connections", "processes", "weights",
     "precision", "tritonserver", "pad_to", "request_timeout", "seed", "margin",
     "strict",
 )  # fmt: skip
+_OF_KIND: Mapping[Kind, tuple[str, ...]] = {Kind.TENSORS: (), Kind.TOKENS: ("price",)}
 
 
 def _experiment(settings: TuneSettings, arms: Mapping[Label, ArmSettings], **more: Any) -> ExperimentSettings:
-    content: dict[str, Any] = {name: getattr(settings, name) for name in _COMMON if name in settings.model_fields_set}
+    names = settings.model_fields_set.intersection(_COMMON + _OF_KIND[settings.kind])
+    content: dict[str, Any] = {name: getattr(settings, name) for name in names}
     content["model"] = settings.model
     for name in ("transport", "payload", "prompt_tokens"):
         if (value := getattr(settings, name)) is not None:

@@ -18,7 +18,6 @@ import numpy as np
 from loadgen.experiment.replay import Replay
 from loadgen.metrics.breakdown import contradictions_in
 from loadgen.metrics.facts import Facts, WorkloadFacts
-from loadgen.metrics.registry import has_whole_answers
 from loadgen.metrics.tokens import samples_of
 from loadgen.records.run import Found, Label, Record
 from loadgen.records.samples import NS_PER_S, Samples, latencies_ms
@@ -35,11 +34,13 @@ class Company(NamedTuple):
     title: str
     """What is shown of them."""
     times_ms: Callable[[Samples], Array]
+    has_batches: bool
+    """Whether executions are batches of whole requests; those of tokens are steps."""
 
 
 COMPANY: Mapping[Kind, Company] = {
-    Kind.TENSORS: Company(0.05, "Latencies", latencies_ms),
-    Kind.TOKENS: Company(0.5, "Times to the first token", itemgetter("ttft_ms")),
+    Kind.TENSORS: Company(0.05, "Latencies", latencies_ms, has_batches=True),
+    Kind.TOKENS: Company(0.5, "Times to the first token", itemgetter("ttft_ms"), has_batches=False),
 }
 BURST_FACTOR = 2.0
 LEAST_REQUESTS = 3
@@ -170,7 +171,8 @@ def analyse(facts: Facts) -> TrafficFound:
 
 def _latencies(facts: Facts, load: WorkloadFacts, traffic: ReplayedTraffic) -> Iterator[BurstLatency]:
     """The arms with blocks in a workload, the baseline first."""
-    near_s, _, times_of = COMPANY[load.workload.kind]
+    company = COMPANY[load.workload.kind]
+    near_s = company.near_s
     most_quiet = max(1.0, BURST_FACTOR * 2.0 * near_s * traffic.rate_per_s * load.workload.speed)
     medians: dict[bool, dict[Label, dict[int, float]]] = {True: {}, False: {}}
     for label in facts.run.experiment.labels:
@@ -180,12 +182,11 @@ def _latencies(facts: Facts, load: WorkloadFacts, traffic: ReplayedTraffic) -> I
             record, samples = block.record, samples_of(block)
             if record.label != label or not record.complete or samples is None or not len(samples):
                 continue
-            times_ms = times_of(samples)
+            times_ms = company.times_ms(samples)
             is_good = (samples["error"] < 0) & np.isfinite(times_ms)
             times_ms = times_ms[is_good]
             crowd, under_way = _company(samples, near_s)
-            is_counted = has_whole_answers(load.workload) and not contradictions_in(block)
-            stages = record.stages if is_counted else None
+            stages = record.stages if company.has_batches and not contradictions_in(block) else None
             if stages is not None and stages.executed_items and stages.executions:
                 counted.append((float(np.mean(crowd > most_quiet)), stages.executed_items, stages.executions))
             crowd, under_way = crowd[is_good], under_way[is_good]

@@ -39,7 +39,6 @@ from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_im
 from loadgen.records.probes import Variant
 from loadgen.records.run import ArmRecord, Experiment, Label, RunState, Workload
 from loadgen.records.store import RunStore, StoredBlock
-from loadgen.records.targets import Kind
 
 OBSTACLES = (
     AddressError, DeploymentError, EndpointError, GeneratorError, InputError, ProcessError, RunError,
@@ -172,8 +171,7 @@ class RunContext:
             transport=variant.transport,
             payload=variant.payload,
         )
-        # A server of tokens speaks all of its protocols at once.
-        speaks_all = same_server and experiment.kind is Kind.TOKENS
+        speaks_all = same_server and self.sent.speaks_all
         if not request.embedded or experiment.deployment == "compose" or speaks_all:
             arm.deployment.wait_ready(arm.model, 5.0)
             yield arm

@@ -154,10 +154,11 @@ class LoadRunner:
                         took.setdefault((shape, users), {})[label] = expected_s
                         continue
                 self.progress.now(f"{arm.name}: {shape.words}, concurrency {users}")
-                requests = each * users if shape.batch_size > 1 or users > 1 else 5
-                load = closed_loop(users, requests, max_seconds=60.0, of=workload)
-                if workload.kind is Kind.TOKENS:  # one answer per user of a slow server may take longer than the others
-                    load = closed_loop(users, users, seconds=WARM_UP_SECONDS, max_seconds=60.0, of=workload)
+                several = each * users if shape.batch_size > 1 or users > 1 else 5
+                # One answer of tokens per user of a slow server may take longer than the others.
+                enough = {Kind.TENSORS: (several, 0.0), Kind.TOKENS: (users, WARM_UP_SECONDS)}
+                requests, seconds = enough[workload.kind]
+                load = closed_loop(users, requests, seconds=seconds, max_seconds=60.0, of=workload)
                 try:
                     outcome = self.unstored(f"warm-up of {arm.name}", label, load)
                 except RunError as exc:

@@ -102,6 +102,18 @@ def _deployment(
     return deployment
 
 
+def _room_for_tokens(experiment: Experiment) -> dict[str, str]:
+    most = max((load.concurrency for load in experiment.workloads), default=1)
+    return {"max-length": str(longest_answer(experiment.workloads)), "slots": str(most)}
+
+
+_ROOM: Mapping[Kind, Callable[[Experiment], dict[str, str]]] = {
+    Kind.TENSORS: lambda _: {},
+    Kind.TOKENS: _room_for_tokens,
+}
+"""The options that say how much is served at once."""
+
+
 def serve_options(arm: ArmRequest, experiment: Experiment) -> dict[str, str]:
     """The options of `abserve serve` that follow from the experiment; the arm's settings replace them."""
     options = {"model": reference(experiment.reference_of(arm), experiment.inputs)}
@@ -112,9 +124,7 @@ def serve_options(arm: ArmRequest, experiment: Experiment) -> dict[str, str]:
         options["weights"] = experiment.weights
     if experiment.precision is not None:
         options["precision"] = experiment.precision
-    if experiment.kind is Kind.TOKENS:
-        options["max-length"] = str(longest_answer(experiment.workloads))
-        options["slots"] = str(max((load.concurrency for load in experiment.workloads), default=1))
+    options |= _ROOM[experiment.kind](experiment)
     if experiment.payload_of(arm) not in OWN_TENSORS:
         options["payloads"] = experiment.payload_of(arm)
     if experiment.pad_to and not TARGETS[arm.target].is_plain and asked_for(arm.settings, "pad_to") is None:

@@ -46,6 +46,9 @@ REFERENCE_START_S, REFERENCE_SHARE = 16.0, 0.2
 class SentTensors:
     """A run of tensors. `context` gets the inputs and the signatures."""
 
+    speaks_all = False
+    """Whether a server speaks all of its protocols at once."""
+
     def __init__(self, context: RunContext) -> None:
         self.context = context
 
@@ -116,6 +119,7 @@ class SentTensors:
 class SentPrompts(SentTensors):
     """A run of a language model: answers are judged by a reference, and no server says what prompts it takes."""
 
+    speaks_all = True
     plan: PromptPlan
 
     def prepare(self) -> None:

@@ -93,15 +93,16 @@ class Surface(Record, frozen=True, kw_only=True):
         return f"{size}-token prompts" if self.across == "prompt" else f"{self.across} {size}"
 
 
+_ACROSS: Mapping[Kind, Across] = {Kind.TENSORS: "batch", Kind.TOKENS: "prompt"}
+
+
 def surface_of(experiment: Experiment, comparisons: Sequence[Comparison]) -> Surface | None:
     """The surface by these comparisons; None of an experiment without one."""
     workloads = [workload for workload in experiment.workloads if workload.scenario == "surface"]
     if not workloads:
         return None
-    across: Across = "batch"
-    if workloads[0].kind is Kind.TOKENS:
-        across = "prompt"
-    elif len({workload.sequence_length for workload in workloads}) > 1:
+    across = _ACROSS[workloads[0].kind]
+    if len({workload.sequence_length for workload in workloads}) > 1:
         across = "length"
     leading: dict[str, dict[frozenset[Label], Comparison]] = {}
     for comparison in leading_comparisons(comparisons):

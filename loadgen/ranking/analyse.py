@@ -237,7 +237,7 @@ def from_result(name: str, result: Result) -> RankInput:
                 payload=result.experiment.payload_of(request),
                 transport=result.experiment.transport_of(request),
                 length=length,
-                item=TOKEN if result.experiment.kind is Kind.TOKENS else item_of(result.environment),
+                item={Kind.TENSORS: item_of(result.environment), Kind.TOKENS: TOKEN}[result.experiment.kind],
             )
             option = _arm_name(arm)
             candidates.append(Candidate(work=work, name=option, machine=machine, result=name, points=tuple(points)))

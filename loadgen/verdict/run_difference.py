@@ -25,22 +25,23 @@ from loadgen.metrics.comparisons import Comparison, Outcome
 from loadgen.metrics.registry import METRICS
 from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.run import Experiment, Label, Pairing, Record, Workload, shown
+from loadgen.records.targets import Kind
 from loadgen.stats.distributions import root, student_tail
 from loadgen.stats.estimates import SIGNIFICANCE, critical_t, t_estimate
 from loadgen.stats.ratios import adjust_holm
 from loadgen.verdict.result import Result
 
 LEAST_P, MOST_P = 1e-12, 0.999
-Kind = Literal["machine", "gpu", "software", "load", "arm"]
+PropertyKind = Literal["machine", "gpu", "software", "load", "arm"]
 HOST = ("cpu_model", "cpu_count", "kernel", "architecture", "glibc", "os", "virtualisation", "python")
-BINDING: frozenset[Kind] = frozenset(("machine", "gpu", "software", "load"))
+BINDING: frozenset[PropertyKind] = frozenset(("machine", "gpu", "software", "load"))
 """Differences that prevent a comparison of two runs. Differences between arms are the subject of the comparison."""
 
 
 class PropertyDifference(Record, frozen=True, kw_only=True):
     """One thing that differs between the runs; None if a run does not report it."""
 
-    kind: Kind
+    kind: PropertyKind
     name: str
     old: str | None
     new: str | None
@@ -48,7 +49,7 @@ class PropertyDifference(Record, frozen=True, kw_only=True):
 
 def differences(old: Result, new: Result) -> tuple[PropertyDifference, ...]:
     """List all differences: machine, GPU, software and load first, then the arms."""
-    kinds: tuple[Kind, ...] = ("machine", "gpu", "software", "load", "arm")
+    kinds: tuple[PropertyKind, ...] = ("machine", "gpu", "software", "load", "arm")
     before, after = _described(old, new.experiment), _described(new, old.experiment)
     if old.environment is None or new.environment is None:
         for run, described in ((old, before), (new, after)):
@@ -67,7 +68,7 @@ def differences(old: Result, new: Result) -> tuple[PropertyDifference, ...]:
     )
 
 
-def _described(result: Result, other: Experiment) -> dict[Kind, dict[str, object]]:
+def _described(result: Result, other: Experiment) -> dict[PropertyKind, dict[str, object]]:
     """The compared properties, by kind and name; `other` is the other run's experiment."""
     environment, experiment = result.environment, result.experiment
     host: Mapping[str, object] = environment.host if environment else {}
@@ -329,6 +330,5 @@ def _caveats(old: Result, new: Result, binding: Sequence[PropertyDifference]) ->
 def _block_of(workload: Workload) -> str:
     """What a block holds by the plan. Its length is that of a few answers of the slower arm, which differs by the run,
     so of streamed answers only their tokens count."""
-    if workload.output_tokens is not None:
-        return f"{workload.prompt_tokens} → {workload.output_tokens} tokens"
-    return f"{number(workload.seconds)} s"
+    tokens = f"{workload.prompt_tokens} → {workload.output_tokens} tokens"
+    return {Kind.TENSORS: f"{number(workload.seconds)} s", Kind.TOKENS: tokens}[workload.kind]

@@ -141,6 +141,9 @@ def _what(result: Result) -> str:
     return result.experiment.kind.value
 
 
+_PER_TOKEN = {Kind.TENSORS: "", Kind.TOKENS: " Per token: that time divided by the answer's tokens."}
+
+
 def causes_note(result: Result) -> str:
     """How the causes were found, or what the stages cannot tell without them. Never empty."""
     causes = result.of(CausesFound)
@@ -151,8 +154,7 @@ def causes_note(result: Result) -> str:
             f"Times are means per {_what(result)}. A cause contributes its cost to {arm} minus its cost to {base}. It "
             "counts if its interval excludes 0."
         )
-        if result.experiment.kind is Kind.TOKENS:
-            note += " Per token: that time divided by the answer's tokens."
+        note += _PER_TOKEN[result.experiment.kind]
         if result.state is None or result.state.state != "finished":
             note += " The run ended before all ablations were done."
         if causes.left_out:

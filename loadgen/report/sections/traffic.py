@@ -102,10 +102,10 @@ def bursts(result: Result) -> doc.Section | None:
             *(["executed batch"] if has_batches else []),
         ),
     )
-    near_s, what, _ = COMPANY[kind]
-    near = f"{1000 * near_s:g} ms"
+    company = COMPANY[kind]
+    near = f"{1000 * company.near_s:g} ms"
     caption = (
-        f"{what} from the moment a request was due. In a burst: more than {BURST_FACTOR:g} times as many others as on "
+        f"{company.title} from the moment a request was due. In a burst: more than {BURST_FACTOR:g} times as many others as on "
         f"average, and more than one, were due within {near}. Under way: requests without an answer when one was sent, "
         "on average. The ratio is the mean over the rounds, with its 95 % interval, which is not corrected for several "
         "comparisons."
