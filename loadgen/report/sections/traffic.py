@@ -105,10 +105,10 @@ def bursts(result: Result) -> doc.Section | None:
     company = COMPANY[kind]
     near = f"{1000 * company.near_s:g} ms"
     caption = (
-        f"{company.title} from the moment a request was due. In a burst: more than {BURST_FACTOR:g} times as many others as on "
-        f"average, and more than one, were due within {near}. Under way: requests without an answer when one was sent, "
-        "on average. The ratio is the mean over the rounds, with its 95 % interval, which is not corrected for several "
-        "comparisons."
+        f"{company.title} from the moment a request was due. In a burst: more than {BURST_FACTOR:g} times as many "
+        f"others as on average, and more than one, were due within {near}. Under way: requests without an answer when "
+        "one was sent, on average. The ratio is the mean over the rounds, with its 95 % interval, which is not "
+        "corrected for several comparisons."
     )
     if has_batches:
         caption += (
