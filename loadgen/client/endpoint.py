@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 
@@ -67,20 +67,14 @@ class IndexRow(msgspec.Struct, frozen=True):
     """READY, or another word of the server's; None where it does not say."""
     reason: str | None = None
     """Why it is not ready."""
+    parent: Any = None
+    """Of a language model the one that it adapts, if it is an adapter."""
+    root: Any = None
+    """Of a language model what is served under its name, where the server says so."""
 
     @property
     def ready(self) -> bool:
         return self.state == "READY"
-
-
-class ModelCard(NamedTuple):
-    """One entry of a server's list of its language models."""
-
-    name: str
-    parent: str | None = None
-    """The model that it adapts, if it is an adapter."""
-    root: str | None = None
-    """What is served under the name, where the server says so."""
 
 
 def answer_text(exchange: Exchange) -> str:
@@ -92,6 +86,8 @@ class Endpoint:
     """A server's answers about itself, each on a new connection; not for measurements."""
 
     most_bytes = MOST_BYTES
+    live_path = "/v2/health/live"
+    """The path whose answer shows whether the server is live."""
 
     def __init__(self, url: str, *, timeout_s: float = 10.0, access: Access = DEFAULT_ACCESS) -> None:
         """Raises `AddressError`."""
@@ -138,15 +134,13 @@ class Endpoint:
 
     def live(self) -> bool:
         """Whether the process answers, and not with the page that some servers send for every path."""
-        exchange = self.get("/v2/health/live")
+        exchange = self.get(self.live_path)
         return exchange.status == 200 and "text/html" not in (exchange.header("content-type") or "")
 
     def why_not_live(self) -> str:
         """Why the server is not live, from another request, for a message."""
-        return self._why_not("/v2/health/live", self.get("/v2/health/live"))
-
-    def _why_not(self, path: str, exchange: Exchange) -> str:
-        return exchange.failure or f"GET {self.address.base_path}{path} answers {answer_text(exchange)}"
+        exchange = self.get(self.live_path)
+        return exchange.failure or f"GET {self.address.base_path}{self.live_path} answers {answer_text(exchange)}"
 
     def ready(self, model: str) -> bool:
         """Whether the model is ready."""
@@ -260,16 +254,15 @@ class CompletionsEndpoint(Endpoint):
     most_bytes = 2**24
     """A gateway describes each of its hundreds of models."""
 
+    @property
+    def live_path(self) -> str:  # type: ignore[override]  # the version of OpenAI's API may stand in the URL
+        return self.address.openai_path("models")
+
     def live(self) -> bool:
         """Whether the server answers, with its list of models or without one. A server that still loads its model does
         not, or with an error of its own."""
-        status = self.status(self.address.openai_path("models"))
+        status = self.status(self.live_path)
         return status is not None and (status < 500 or status == 501)
-
-    def why_not_live(self) -> str:
-        """Why the server is not live, from another request, for a message."""
-        path = self.address.openai_path("models")
-        return self._why_not(path, self.get(path))
 
     def ready(self, model: str) -> bool:  # noqa: ARG002 (a server need not list all its models)
         """Whether the server answers; discovery has sent a prompt to its model."""
@@ -284,9 +277,9 @@ class CompletionsEndpoint(Endpoint):
                 return None
             raise
 
-    def list_models(self) -> tuple[tuple[ModelCard, ...] | None, Exchange]:
+    def list_models(self) -> tuple[tuple[IndexRow, ...] | None, Exchange]:
         """The language models that the server lists, and its answer; None if that is no list of them."""
-        exchange = self.get(self.address.openai_path("models"))
+        exchange = self.get(self.live_path)
         if exchange.failure is not None or exchange.status != 200:
             return None, exchange
         try:
@@ -298,12 +291,12 @@ class CompletionsEndpoint(Endpoint):
             return None, exchange
         named = [entry for entry in _objects(entries) if _text(entry.get("id"))]
         return tuple(
-            ModelCard(card["id"], _text(card.get("parent")), _text(card.get("root"))) for card in named
+            IndexRow(card["id"], state="READY", parent=_text(card.get("parent")), root=_text(card.get("root")))
+            for card in named
         ), exchange
 
     def _listed_models(self) -> tuple[IndexRow, ...] | None:
-        cards, _ = self.list_models()
-        return None if cards is None else tuple(IndexRow(card.name, state="READY") for card in cards)
+        return self.list_models()[0]
 
 
 def _text(value: object) -> str | None:

@@ -147,14 +147,9 @@ def prompt_request(
     return PreparedRequest(b"", b"".join(pieces), sum(map(len, prompt)), pieces, max_tokens)
 
 
-def stream_path(transport: TokenTransport, address: Address, model: str) -> str:
-    """The route to which prompts go."""
-    return PROMPT_FORMS[transport].path(address, model)
-
-
 def for_stream(request: PreparedRequest, transport: TokenTransport, address: Address, model: str) -> PreparedRequest:
     """The request with the head for one server; the body is shared."""
-    path = stream_path(transport, address, model)
+    path = PROMPT_FORMS[transport].path(address, model)
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
     return replace(request, head=request_head("POST", path, address, content_length=len(request.body), headers=headers))
 

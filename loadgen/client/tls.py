@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -25,9 +25,18 @@ _NOT_TLS = {
     "PACKET_LENGTH_TOO_LONG",
     "UNKNOWN_PROTOCOL",
 }
-_EXPIRED, _NOT_YET_VALID, _OTHER_HOST = {10}, {9}, {62, 64}
-_UNKNOWN_AUTHORITY = {2, 18, 19, 20, 21}
-"""OpenSSL's X509_V_ERR_… codes."""
+_OTHER_HOST = "is not for {host}; give a host name that it is for, or do not verify it (option insecure)"
+_UNKNOWN_AUTHORITY = (
+    "is signed by an unknown authority; give that authority's certificate (option ca), or do not verify it (option "
+    "insecure)"
+)
+_UNVERIFIED: Mapping[int, str] = {
+    9: "is not valid yet; correct the clock, or do not verify it (option insecure)",
+    10: "has expired; renew it, or do not verify it (option insecure)",
+    **dict.fromkeys((62, 64), _OTHER_HOST),
+    **dict.fromkeys((2, 18, 19, 20, 21), _UNKNOWN_AUTHORITY),
+}
+"""Why a certificate is not accepted, by OpenSSL's codes X509_V_ERR_…"""
 
 
 class TlsError(OSError):
@@ -136,22 +145,8 @@ def speaks_tls(host: str, port: int, timeout_s: float) -> bool:
 def failure_reason(exc: Exception, host: str = "the server") -> str:
     """Why a connection failed, in a few words; for failures of TLS with the remedy."""
     if isinstance(exc, ssl.SSLCertVerificationError):
-        code = exc.verify_code
-        if code in _EXPIRED:
-            return "the server's certificate has expired; renew it, or do not verify it (option insecure)"
-        if code in _NOT_YET_VALID:
-            return "the server's certificate is not valid yet; correct the clock, or do not verify it (option insecure)"
-        if code in _OTHER_HOST:
-            return (
-                f"the server's certificate is not for {host}; give a host name that it is for, or do not verify it "
-                "(option insecure)"
-            )
-        if code in _UNKNOWN_AUTHORITY:
-            return (
-                "the server's certificate is signed by an unknown authority; give that authority's certificate (option "
-                "ca), or do not verify it (option insecure)"
-            )
-        return f"the server's certificate cannot be verified: {exc.verify_message}"
+        words = _UNVERIFIED.get(exc.verify_code, f"cannot be verified: {exc.verify_message}")
+        return f"the server's certificate {words.replace('{host}', host)}"
     if not isinstance(exc, ssl.SSLError):
         return (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
     ssl_reason = exc.reason or ""

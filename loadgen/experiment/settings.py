@@ -77,7 +77,7 @@ def _separated(value: object) -> object:
     return value
 
 
-def _text_of(value: object) -> object:
+def text_of(value: object) -> object:
     """YAML's true, 0 and 0.5 as `abserve serve` takes them."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -181,7 +181,7 @@ class ArmSettings(Settings):
     """One arm; in a file its target is enough. On the command line --a, --a-option, --a-payload and so on."""
 
     target: str = Field(description=f"Server of arm {{arm}}: {TARGET_NAMES} or the URL of a running server.")
-    options: dict[str, Annotated[str, BeforeValidator(_text_of)]] = Field(
+    options: dict[str, Annotated[str, BeforeValidator(text_of)]] = Field(
         default={}, description="Set an option of `abserve serve` for arm {arm}; repeatable."
     )
     payload: Payload | None = Field(None, description="Send arm {arm} another payload; then no winner is named.")
@@ -199,7 +199,7 @@ class ArmSettings(Settings):
     model: str | None = Field(
         None, min_length=1, description="Another model for arm {arm}, or its name on the server at a URL."
     )
-    version: Annotated[str, BeforeValidator(_text_of), Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = (
+    version: Annotated[str, BeforeValidator(text_of), Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = (
         Field(None, description="Model version on arm {arm}, if its target is a URL.")
     )
     header: Headers = Field(

@@ -28,6 +28,7 @@ from loadgen.experiment.settings import (
     limits_of,
     read_limits,
     shared,
+    text_of,
 )
 from loadgen.records.payloads import Payload, kind_of_model
 from loadgen.records.run import Label
@@ -59,14 +60,8 @@ def _values(value: object) -> object:
     """A file may hold a number, a truth value or a list in place of a text with commas."""
     if not isinstance(value, dict):
         return value
-    return {
-        str(name): ",".join(map(_text, given)) if isinstance(given, list) else _text(given)
-        for name, given in value.items()
-    }
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    several = {str(name): given if isinstance(given, list) else [given] for name, given in value.items()}
+    return {name: ",".join(str(text_of(each)) for each in given) for name, given in several.items()}
 
 
 Targets = Annotated[tuple[TargetName, ...], BeforeValidator(_targets), Field(min_length=1)]

@@ -295,7 +295,7 @@ class RemoteDeployment(Deployment):
         """Raises `DeploymentError` for what would fail on every request, without waiting for the server."""
         self.check_tls()
         endpoint = Endpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access)
-        status = endpoint.status("/v2/health/live")
+        status = endpoint.status(endpoint.live_path)
         if status in REFUSED_ACCESS:
             header = self._model_option.replace("model", "header")
             raise DeploymentError(

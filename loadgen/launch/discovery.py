@@ -21,14 +21,13 @@ from loadgen.client.endpoint import (
     Endpoint,
     EndpointError,
     IndexRow,
-    ModelCard,
     answer_text,
     model_names,
     nothing_ready,
     ready_models,
     unmeasurable,
 )
-from loadgen.client.generation import RequestBody, request_fields, stream_path, takes_salt
+from loadgen.client.generation import PROMPT_FORMS, RequestBody, request_fields, takes_salt
 from loadgen.client.outputs import AnswerError
 from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.transports import InferenceTarget
@@ -45,7 +44,6 @@ from loadgen.records.run import TOKENS_PLACE, ArmRequest, Label, body_in_words, 
 from loadgen.records.targets import TokenTransport
 
 _MOST_COMMANDS = 8
-_LIVE = "/v2/health/live"
 _MOST_MODELS = 8
 """Most models of a server that are asked whether they stream."""
 _PROMPT_SECONDS = 120.0
@@ -136,7 +134,7 @@ class AskedServer:
 
     arm: ArmRequest
     said: list[tuple[str, str]] = field(default_factory=list)
-    cards: tuple[ModelCard, ...] | None = None
+    cards: tuple[IndexRow, ...] | None = None
     """The language models that it lists as OpenAI's API does; None if it has no such list."""
     decoupled: tuple[str, ...] = ()
     """Its models of the Open Inference Protocol that stream."""
@@ -193,7 +191,7 @@ class AskedServer:
         except DeploymentError as exc:
             raise DeploymentError(f"{self.place}: {exc}") from exc
         self.cards, exchange = completions.list_models()
-        question = f"GET {completions.address.base_path}{completions.address.openai_path('models')}"
+        question = f"GET {completions.address.base_path}{completions.live_path}"
         listed = f"200 ({model_names([card.name for card in self.cards or ()]) or 'no models'})"
         self.refusal = Refusal(exchange.status, f"{question} answers {self._clean(answer_text(exchange))}")
         self.said = [(question, self._clean(answer_text(exchange)) if self.cards is None else listed)]
@@ -205,8 +203,10 @@ class AskedServer:
         names = endpoint.served_models() or () if self.speaks_v2 else ()
         self.decoupled = tuple(name for name in names[:_MOST_MODELS] if _is_decoupled(endpoint, name))
         models = f"200 ({model_names(names) or 'no models'}; {model_names(self.decoupled) or 'none'} decoupled)"
-        question = f"GET {endpoint.address.base_path}{_LIVE}"
-        self.said.append((question, models if self.speaks_v2 else self._clean(answer_text(endpoint.get(_LIVE)))))
+        question = f"GET {endpoint.address.base_path}{endpoint.live_path}"
+        self.said.append(
+            (question, models if self.speaks_v2 else self._clean(answer_text(endpoint.get(endpoint.live_path))))
+        )
 
     def fault(self) -> DeploymentError:
         """Why it has no language model as far as it says, and what to do."""
@@ -300,7 +300,7 @@ class AskedServer:
         address = Address.parse(self.arm.target, self.arm.access)
         refusal: Refusal | None = None
         form = {"completions": " (ids)", "text": " (text)"}.get(transport, "")
-        question = f"POST {address.base_path}{stream_path(transport, address, model)}{form}"
+        question = f"POST {address.base_path}{PROMPT_FORMS[transport].path(address, model)}{form}"
         prompt = range(UNKNOWN_IDS[0], UNKNOWN_IDS[0] + SETTLING.prompt_tokens)
         try:
             answer = ask_tokens(

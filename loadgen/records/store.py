@@ -281,7 +281,11 @@ class StoredRun:
     def blocks_in(self, folder: str, workloads: Sequence[Workload]) -> tuple[StoredBlock, ...]:
         """Read the blocks that a probe stored below a folder, in the order in which they ran. Raises
         `StoredRunError`."""
-        return _read_blocks(self.directory, folder, workloads)
+        named = {workload.name: workload for workload in workloads}
+        records = sorted(
+            read_numbered(self.directory, f"{folder}/blocks", BlockRecord), key=lambda record: record.index
+        )
+        return tuple(read_block(self.directory, record, named, folder) for record in records)
 
 
 def read_run(directory: Path) -> StoredRun:
@@ -330,13 +334,6 @@ def read_run(directory: Path) -> StoredRun:
         noise_floors=readable(_read_all, NoiseFloor) or (),
         problems=tuple(problems),
     )
-
-
-def _read_blocks(directory: Path, folder: str, workloads: Sequence[Workload]) -> tuple[StoredBlock, ...]:
-    """Read the blocks of a folder in `directory`, in the order in which they ran."""
-    named = {workload.name: workload for workload in workloads}
-    records = sorted(read_numbered(directory, f"{folder}/blocks", BlockRecord), key=lambda record: record.index)
-    return tuple(read_block(directory, record, named, folder) for record in records)
 
 
 def read_one(directory: Path, kind: type[R]) -> R | None:

@@ -158,7 +158,7 @@ def main(folder: Path) -> dict[str, Any]:
 
     from loadgen.client.connection import Address
     from loadgen.client.endpoint import Signature, TensorSignature
-    from loadgen.client.generation import prepare_prompts, stream_path
+    from loadgen.client.generation import PROMPT_FORMS, prepare_prompts
     from loadgen.client.inputs import SampleInputs
     from loadgen.client.outputs import HEADER_LENGTH
     from loadgen.client.transports import InferenceTarget, prepare, read_answer
@@ -231,7 +231,7 @@ def main(folder: Path) -> dict[str, Any]:
         "a transport of prompts": [
             [load.name for load in loads],
             json.loads(prompts.requests[0].body)["dear"] != "",
-            stream_path(letter, Address("127.0.0.1", 1), "m"),
+            PROMPT_FORMS[letter].path(Address("127.0.0.1", 1), "m"),
             "over letters" in page_of_tokens,
         ],
         "a kind of arm": [arms[1].embedded, refusal, server.model],
