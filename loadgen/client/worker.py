@@ -55,7 +55,7 @@ from loadgen.client.traffic import Counts, KeptAnswers, LoadWindow, Traffic, sha
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
 from loadgen.experiment.prompts import SETTLING, PromptShape, Trace
 from loadgen.records.samples import NS_PER_S, SampleWriter
-from loadgen.records.targets import is_token_transport
+from loadgen.records.targets import TOKEN_TRANSPORTS, is_token_transport
 
 _FLUSH_SECONDS = 0.5
 
@@ -371,7 +371,10 @@ class BlockRunner:
         plan, transport = command.prompts, command.transport
         if plan is None:
             return {}
-        assert is_token_transport(transport)
+        if not is_token_transport(transport):
+            raise GeneratorError(
+                f"prompts cannot be sent over {transport}; choose one of {', '.join(TOKEN_TRANSPORTS)}"
+            )
         model = command.signature.model
         bodies: dict[BodyShape, AnyBodies] = {
             shape: prepare_prompts(transport, model, plan, shape, self._numbers, command.body)
