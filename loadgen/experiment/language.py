@@ -69,6 +69,8 @@ BLOCK_FACTOR = 3.0
 """The shortest block lasts so many times the preset's, since an answer of many tokens takes long."""
 SMOKE = (32, 32)
 """Lengths with the preset smoke, which must end within its minute also where a server is slow."""
+PlannedLoads = tuple[tuple[Combination, ...], tuple[ArmRequest, ...], tuple[Workload, ...]]
+"""The transports with their payloads, the arms with their own protocol, and the workloads."""
 _MEANT_FOR_TENSORS = (
     ("payload", "a language model gets prompts as token ids"),
     ("inputs", "abserve makes the prompts; set their length with --prompt-tokens"),
@@ -89,10 +91,8 @@ def check_kind(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> None
     _CHECKS[settings.kind](settings, arms)
 
 
-def plan_loads(
-    settings: ExperimentSettings, arms: Sequence[ArmRequest]
-) -> tuple[tuple[Combination, ...], tuple[ArmRequest, ...], tuple[Workload, ...]]:
-    """The transports with their payloads, the arms with their own protocol, and the workloads. Raises `PlanError`."""
+def plan_loads(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> PlannedLoads:
+    """What the arms are sent. Raises `PlanError`."""
     return _LOADS[settings.kind](settings, arms)
 
 
@@ -413,17 +413,13 @@ def _with_time(load: Workload, request_seconds: Mapping[Label, float]) -> Worklo
     return msgspec.structs.replace(load, max_seconds=max(load.max_seconds, needed_s))
 
 
-def _tensor_loads(
-    settings: ExperimentSettings, arms: Sequence[ArmRequest]
-) -> tuple[tuple[Combination, ...], tuple[ArmRequest, ...], tuple[Workload, ...]]:
+def _tensor_loads(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> PlannedLoads:
     combinations = plan_combinations(arms, settings)
     workloads = make_workloads(settings, measurable_scenarios(settings, arms), gpu=expects_gpu(*arms))
     return combinations, tuple(arms), workloads
 
 
-def _token_loads(
-    settings: ExperimentSettings, arms: Sequence[ArmRequest]
-) -> tuple[tuple[Combination, ...], tuple[ArmRequest, ...], tuple[Workload, ...]]:
+def _token_loads(settings: ExperimentSettings, arms: Sequence[ArmRequest]) -> PlannedLoads:
     transport, with_own = choose_protocol(settings, arms)
     return (Combination(transport, TOKENS),), with_own, token_workloads(settings, gpu=expects_gpu(*with_own))
 
