@@ -232,7 +232,8 @@ def test_stalled_handshakes_hold_nobody_up(begin: Begin, authority: Authority, c
     server = begin()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    before, first = server.memory_bytes, hello()
+    with probed(server.port, 20, authority.file) as quiet:
+        before, first = server.memory_bytes, hello()
     with contextlib.ExitStack() as stack, contextlib.closing(server.connect()) as kept:
         with probed(server.port, 20, authority.file) as health:
             for number in range(count):
@@ -246,7 +247,7 @@ def test_stalled_handshakes_hold_nobody_up(begin: Begin, authority: Authority, c
         assert server.memory_bytes - before < 2**27
         server.process.terminate()
         assert server.process.wait(60) == 0
-    assert health.slowest_s < 0.1, str(health)
+    assert health.slowest_s < 0.1 + 3 * quiet.slowest_s, f"{health}; before: {quiet}"
 
 
 def test_the_certificate_changes_under_load_and_no_request_is_lost(
