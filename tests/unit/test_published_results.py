@@ -112,6 +112,16 @@ def test_the_starts_and_towers_on_a_gpu_are_those_of_the_stored_ones() -> None:
         ]
         later = [f"{statistics.median(of[1:]):.1f}, {min(of[1:]):.1f} to {max(of[1:]):.1f}" for of in arms]
         assert f"| {title} | {' | '.join([*later, *(f'{of[0]:.1f}' for of in arms)])} |" in page
+    loads = json.loads((folder / "attention.json").read_text())[2:]  # later ones; in turn with cuDNN's and without
+    times = [load["median_us"] for load in loads]
+    ratios = [
+        without[shape] / cudnn[shape] for cudnn, without in zip(times[::2], times[1::2], strict=True) for shape in cudnn
+    ]
+    seconds = [sorted(load["load_s"] for load in loads[first::2]) for first in (1, 0)]
+    (low, high), (cudnn_low, cudnn_high) = seconds
+    words = " ".join(page.split())
+    assert f"loads in {low:.1f} to {high:.1f} s in place of {cudnn_low:.1f} to {cudnn_high:.1f}" in words
+    assert f"its batches take {min(ratios):.1f} to {max(ratios):.1f} times as long" in words
     towers = json.loads((folder / "towers.json").read_text())
     for model in ("ViT-B-32", "ViT-B-16"):
         one, eight, many = (f"{towers[f'open_clip:{model} {rows}']['ratio']:.2f}" for rows in (1, 8, 32))
