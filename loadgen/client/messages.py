@@ -119,13 +119,13 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
     def answer_limit_s(self) -> float:
         """Most seconds of any request of the block, also of the small one before it. Raises `PromptError` for a trace
         that cannot be read."""
-        if not self.streamed:
-            return self.timeout_s
-        shapes = [SETTLING] if self.shape is None else [SETTLING, self.shape]
+        shapes = [] if self.shape is None else [self.shape]
         if self.trace is not None:
             shapes += [request.shape for request in self.trace.requests()]
         shapes += [] if self.replay is None else self.replay.shapes()
-        return answer_limit_s(self.timeout_s, max(shape.output_tokens for shape in shapes))
+        if not shapes:  # of tensors
+            return self.timeout_s
+        return answer_limit_s(self.timeout_s, max(shape.output_tokens for shape in (SETTLING, *shapes)))
 
     def settling_users(self, alone_s: float) -> int:
         """How many users may have their settling requests under way at the same time, so that each answer comes within
