@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 from torch.autograd.profiler import profile
@@ -69,18 +67,6 @@ def device_details(device: torch.device) -> dict[str, object]:
             "memory_allocated_bytes": torch.cuda.memory_allocated(device),
         }
     return details
-
-
-def read_triton() -> None:
-    """Let a thread hash Triton's own files, which the first kernel of a process waits for: 0.4 s."""
-
-    def read() -> None:
-        with suppress(Exception):  # another version or none: who needs a kernel says so
-            from triton.runtime.cache import triton_key  # type: ignore[import-untyped]
-
-            triton_key()
-
-    threading.Thread(target=read, name="triton's files", daemon=True).start()
 
 
 def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:

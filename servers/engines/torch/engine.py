@@ -29,7 +29,7 @@ from servers.engines.choice import ChoiceCache, cache_key, digest, makes_choices
 from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
 from servers.engines.processors import openmp_spinning, thread_count
 from servers.engines.settings import PARAMETER_TYPES
-from servers.engines.torch.device import device_details, fp32_products, read_triton, resolve_device, set_fp32_products
+from servers.engines.torch.device import device_details, fp32_products, resolve_device, set_fp32_products
 from servers.engines.torch.forms import (
     FAILURES,
     ModelForm,
@@ -105,8 +105,6 @@ class TorchEngine(RunnerEngine):
     def _prepare(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Build what this mode executes from the FP32 module on the CPU, and compare it with that module."""
         specification, mode, largest = self._specification, self._mode, self._settings.max_batch_size
-        if mode in GRAPH_MODES:
-            read_triton()  # beside what the CPU computes here
         # What executes in its own form is compared with its description, and shows that padding changes no answer.
         own = mode in OWN_MODES and device.type == "cpu"
         fewest, tunes = 1 if specification.padded_axis is None else 2, mode == "tuned" and makes_choices()
