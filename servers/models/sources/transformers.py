@@ -97,7 +97,7 @@ def _for_inference() -> Iterator[None]:
     import transformers
 
     places = (transformers.utils, transformers.utils.import_utils)
-    asked = [(place, name, getattr(place, name)) for place in places for name in _NOT_FOR_INFERENCE]
+    asked = [(place, name, vars(place)[name]) for place in places for name in _NOT_FOR_INFERENCE if name in vars(place)]
     try:
         for place, name, _ in asked:
             setattr(place, name, lambda: False)

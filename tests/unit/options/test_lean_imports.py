@@ -6,7 +6,7 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
-from servers.models.sources.transformers import _import_class
+from servers.models.sources.transformers import _import_class, specify
 from servers.options.libraries import stand_ins
 
 STEPS = """
@@ -89,3 +89,10 @@ def test_a_library_that_needs_more_than_stand_ins_gets_the_real_modules() -> Non
     _import_class(SimpleNamespace(_model_mapping=Mapping()), None)
     assert len(asked) == 2
     assert sys.modules.pop("transformers.half_imported", None) is not None
+
+
+def test_a_transformers_that_asks_for_less_is_imported_all_the_same(monkeypatch) -> None:
+    import transformers
+
+    monkeypatch.delattr(transformers.utils, "is_torch_flex_attn_available")
+    assert specify("bert-base-uncased") is not None
