@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from importlib import import_module, metadata
 from importlib.util import find_spec, module_from_spec
@@ -82,22 +82,31 @@ def defer(*packages: str) -> None:
 
 
 @contextmanager
-def absent(*names: str) -> Iterator[None]:
-    """Import others as where these optional libraries are not installed."""
-    hidden = [name for name in names if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+def _in_place(modules: Mapping[str, ModuleType | None]) -> Iterator[None]:
+    """Import others with these in place of the modules of their names, none of which is imported yet."""
+    sys.modules.update(modules)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        for name in hidden:
+        _remove(modules)
+
+
+def _remove(modules: Mapping[str, ModuleType | None]) -> None:
+    """Take away those that are still in place of the real ones."""
+    for name, module in modules.items():
+        if name in sys.modules and sys.modules[name] is module:
             del sys.modules[name]
+
+
+def absent(*names: str) -> AbstractContextManager[None]:
+    """Import others as where these optional libraries are not installed."""
+    return _in_place(dict.fromkeys(name for name in names if name not in sys.modules))
 
 
 COMPILER = ("torch._dynamo", "torch._dynamo.utils", "torch._dynamo._trace_wrapped_higher_order_op")
 """Modules of torch's compiler that libraries import for a few functions."""
 CALLED_LATER = ("is_compile_supported", "TransformGetItemToIndex")
 """What they take of it and call when they execute, if at all."""
-
 MARKS = ("allow_in_graph", "assume_constant_result")
 """What they tell the compiler of functions for FP8 experts."""
 
@@ -112,13 +121,8 @@ def without_compiler() -> Iterator[None]:
         return
     placeholders = {name: ModuleType(name) for name in COMPILER}
 
-    def remove() -> None:
-        for name, placeholder in placeholders.items():
-            if sys.modules.get(name) is placeholder:
-                del sys.modules[name]
-
     def real(name: str) -> ModuleType:
-        remove()
+        _remove(placeholders)
         return import_module(name)
 
     for name, placeholder in placeholders.items():
@@ -135,11 +139,8 @@ def without_compiler() -> Iterator[None]:
             return getattr(real(name), attribute)
 
         vars(placeholder)["__getattr__"] = imported
-    sys.modules.update(placeholders)
-    try:
+    with _in_place(placeholders):
         yield
-    finally:
-        remove()
 
 
 class _StandIn:
@@ -147,28 +148,24 @@ class _StandIn:
         """Take whatever the real class takes."""
 
 
-@contextmanager
-def stand_ins(*names: str) -> Iterator[None]:
+def stand_ins(*names: str) -> AbstractContextManager[None]:
     """Import others with stand-ins for these modules, which have a class for whatever name is asked of them: for types
     of which no value that is served is one."""
-    wanted = [name for name in names if name not in sys.modules]
-    for name in wanted:
-        module = sys.modules[name] = ModuleType(name)
-        classes: dict[str, type] = {}
+    return _in_place({name: _stand_in(name) for name in names if name not in sys.modules})
 
-        def made(attribute: str, classes: dict[str, type] = classes) -> type | list[str]:
-            if attribute.startswith("__"):
-                if attribute == "__path__":
-                    return []
-                raise AttributeError(attribute)
-            return classes.setdefault(attribute, type(attribute, (_StandIn,), {}))
 
-        vars(module)["__getattr__"] = made
-    try:
-        yield
-    finally:
-        for name in wanted:
-            del sys.modules[name]
+def _stand_in(name: str) -> ModuleType:
+    module, classes = ModuleType(name), dict[str, type]()
+
+    def made(attribute: str) -> type | list[str]:
+        if attribute == "__path__":
+            return []
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return classes.setdefault(attribute, type(attribute, (_StandIn,), {}))
+
+    vars(module)["__getattr__"] = made
+    return module
 
 
 def _disabled_later(compiler: Callable[[], Any], function: Any = None, *given: Any, **named: Any) -> Any:

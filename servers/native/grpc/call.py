@@ -171,7 +171,7 @@ class Call:
     # The client's bytes
 
     def feed(self, data: bytes | bytearray, place: int, end: int) -> int:
-        """Take bytes of `data[place:end]` and return where they end; if no byte is taken, there is no room for them."""
+        """Take bytes of `data[place:end]` and return the place behind the last of them: `place` if there is no room."""
         message = self.message
         if message is None:
             if self.answering is not None and not self.method.streams:

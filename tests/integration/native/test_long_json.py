@@ -40,7 +40,7 @@ def server(request, tmp_path_factory, native_starter):
 
 
 SLOWEST = ("ragged lists", "strings", "lists of BYTES")
-"""Of numbers, of what is no number, and of BYTES."""
+"""The slowest kind with numbers, with text in their place, and with BYTES."""
 
 
 @pytest.mark.parametrize(
