@@ -373,7 +373,7 @@ def cached_prompts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge the servers' own count of cached tokens; `repeated_requests` looks for caches that are not reported. A
     workload whose prompts share their beginning asks for a cache, as traces and recorded traffic do."""
     names = facts.names
-    if load.workload.shared_prefix or load.workload.trace or load.workload.traffic:
+    if load.workload.shared_prefix or load.workload.replayed:
         return None
     totals = facts.of(TokensFound).in_workload(load.workload.name)
     if cached := {total.label: total.cached_tokens for total in totals if total.cached_tokens}:

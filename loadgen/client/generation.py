@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise, repeat
 from operator import attrgetter
 from secrets import token_hex
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 
@@ -26,7 +26,7 @@ from loadgen.base.documents import one_line
 from loadgen.client.connection import Address, Exchange, PreparedRequest, ResponseError, server_words, unasked_coding
 from loadgen.client.event_stream import ReceivedStream, StreamEvent
 from loadgen.client.http import request_head
-from loadgen.experiment.prompts import MOST_ID, Ids, PromptPlan, PromptShape, Trace
+from loadgen.experiment.prompts import MOST_ID, Ids, PromptPlan, PromptShape
 from loadgen.records.run import TOKENS_PLACE
 from loadgen.records.targets import ROUTES, TokenTransport
 from loadgen.records.tokens import (
@@ -177,9 +177,13 @@ class PreparedPrompts:
         """The prompt that was sent with this body and this number."""
         return self.plan.with_number(self.prepared[body], self.shapes[body], number)
 
-    def replay(self, number: int) -> PreparedPrompts:
-        """The same requests, all with this number: those of one replay of a trace, by any number of processes."""
-        return replace(self, numbers=repeat(number))
+    def window(self, first: int, count: int, seed: int) -> Self:
+        """The requests of one replay, all with this number, by any number of processes."""
+        block = slice(first, first + count)
+        return replace(
+            self, requests=self.requests[block], prepared=self.prepared[block], shapes=self.shapes[block],
+            numbers=repeat(seed),
+        )  # fmt: skip
 
 
 def in_form_of(transport: TokenTransport, plan: PromptPlan) -> PromptPlan:
@@ -196,32 +200,15 @@ def prepare_prompts(
     plan = in_form_of(transport, plan)
     salted = takes_salt(transport, body) and not shape.shared_prefix
     prepared = plan.prepared(shape)
-    requests = tuple(_encoded(transport, model, plan, shape, ids, body, salted=salted) for ids in prepared)
+    requests = tuple(encoded(transport, model, plan, shape, ids, body, salted=salted) for ids in prepared)
     return PreparedPrompts(requests, prepared, (shape,) * len(prepared), plan, salted, numbers)
 
 
-def prepare_trace(
-    transport: TokenTransport, model: str, plan: PromptPlan, trace: Trace, numbers: Iterator[int],
-    body: RequestBody = NO_CHANGES,
-) -> PreparedPrompts:  # fmt: skip
-    """Encode a body for every request of a trace. They have no salt, so that servers may share what has the same
-    hashes. Raises `PromptError`."""
-    plan = in_form_of(transport, plan)
-    shapes = tuple(request.shape for request in trace.requests())
-    for shape in set(shapes):
-        plan.require(shape)
-    prepared = tuple(plan.traced(place, request) for place, request in enumerate(trace.requests()))
-    requests = tuple(
-        _encoded(transport, model, plan, shape, ids, body, salted=False)
-        for shape, ids in zip(shapes, prepared, strict=True)
-    )
-    return PreparedPrompts(requests, prepared, shapes, plan, False, numbers)
-
-
-def _encoded(
+def encoded(
     transport: TokenTransport, model: str, plan: PromptPlan, shape: PromptShape, ids: Ids, body: RequestBody, *,
     salted: bool,
 ) -> PreparedRequest:  # fmt: skip
+    """The body of one prompt, with the place of the ids that are made from its number."""
     separator = b" " if plan.text else b","
     start, count = shape.shared_prefix, plan.varying(shape)
     before, after = plan.encode(ids[:start]), plan.encode(ids[start + count :])

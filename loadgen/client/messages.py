@@ -16,7 +16,7 @@ import msgspec
 
 from loadgen.client.endpoint import Signature
 from loadgen.client.event_stream import answer_limit_s
-from loadgen.experiment.prompts import SETTLING, PromptPlan, PromptShape, Trace
+from loadgen.experiment.prompts import SETTLING, PromptPlan, PromptShape
 from loadgen.experiment.replay import Replay
 from loadgen.experiment.schedule import Offsets, arrival_count, due_offsets_ns
 from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, WorkerRecord
@@ -59,6 +59,12 @@ class Prepare(GeneratorMessage, frozen=True, kw_only=True):
     replays: tuple[Replay, ...] = ()
     """Also make the bodies of these replays."""
 
+    @property
+    def sources(self) -> dict[tuple[str, str], Replay]:
+        """The replays by what decides their requests; of those with one source the one that has the most of them."""
+        longest_last = sorted(self.replays, key=lambda replay: replay.seconds * replay.speed)
+        return {replay.source: replay for replay in longest_last}
+
 
 class Open(GeneratorMessage, frozen=True, kw_only=True):
     """Get ready for one block. Without `samples_path` nothing is stored: a warm-up."""
@@ -82,11 +88,9 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
     """The length of all items; None: of any."""
     shape: PromptShape | None = None
     """Lengths of the prompts and answers of a language model, one of the shapes that were prepared."""
-    trace: Trace | None = None
-    """A trace that was prepared, whose requests are sent at its times; without a shape. `arrivals_seed` is then the
-    number of the replay, from which the first ids of all its prompts are made."""
     replay: Replay | None = None
-    """A replay of recorded requests that was prepared; `arrivals_seed` chooses its window."""
+    """A replay that was prepared, without a shape; `arrivals_seed` chooses its window. Of a trace it is the number from
+    which the first ids of all its prompts are made."""
     first_body: int = 0
     """The body to begin with: where inputs differ in length, no body should be the first of every block."""
     arrivals: Arrivals = "closed"
@@ -113,15 +117,13 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
     def streamed(self) -> bool:
         """Whether the answers are streams of tokens."""
         recorded = self.replay is not None and is_token_transport(self.replay.transport)
-        return self.shape is not None or self.trace is not None or recorded
+        return self.shape is not None or recorded
 
     @property
     def answer_limit_s(self) -> float:
-        """Most seconds of any request of the block, also of the small one before it. Raises `PromptError` for a trace
-        that cannot be read."""
+        """Most seconds of any request of the block, also of the small one before it. Raises `TrafficError` for a
+        replay that cannot be read."""
         shapes = [] if self.shape is None else [self.shape]
-        if self.trace is not None:
-            shapes += [request.shape for request in self.trace.requests()]
         shapes += [] if self.replay is None else self.replay.shapes()
         if not shapes:  # of tensors
             return self.timeout_s
@@ -137,10 +139,8 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
         return CONNECT_SECONDS + SETTLING_FACTOR * self.concurrency * alone_s
 
     def due_offsets_ns(self) -> Offsets | None:
-        """The whole schedule of an open loop, of all workers; None for a closed one. Raises `PromptError` for a trace
-        that cannot be read."""
-        if self.trace is not None:
-            return self.trace.due_offsets_ns()
+        """The whole schedule of an open loop, of all workers; None for a closed one. Raises `TrafficError` for a
+        replay that cannot be read."""
         if self.replay is not None:
             return self.replay.window(self.arrivals_seed)[1]
         if self.arrivals == "closed" or self.rate_per_s is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from loadgen.base.documents import DocumentError, one_line, uncompressed
 from loadgen.client.bodies import prepare_body
 from loadgen.client.connection import PreparedRequest
 from loadgen.client.endpoint import Signature
-from loadgen.client.generation import PreparedPrompts, RequestBody, request_fields, takes_salt
+from loadgen.client.generation import PreparedPrompts, RequestBody, encoded, in_form_of, request_fields, takes_salt
 from loadgen.client.grpc import grpc_request
 from loadgen.client.grpc_messages import ModelInferRequest, ModelInferResponse
 from loadgen.client.inputs import Array, InputError, one_item
@@ -67,13 +68,10 @@ class RecordedPrompts(PreparedPrompts):
         """The ids of the prompt; none where it was sent as text."""
         return self.prepared[body]
 
-    def window(self, first: int, count: int, seed: int) -> RecordedPrompts:
+    def window(self, first: int, count: int, seed: int) -> Self:
         """The requests of the block of a seed."""
-        block = slice(first, first + count)
-        return replace(
-            self, requests=self.requests[block], prepared=self.prepared[block], shapes=self.shapes[block], first=first,
-            salt=f"{seed % 16**_SALT_DIGITS:0{_SALT_DIGITS}x}".encode(),
-        )  # fmt: skip
+        salt = f"{seed % 16**_SALT_DIGITS:0{_SALT_DIGITS}x}".encode()
+        return replace(PreparedPrompts.window(self, first, count, seed), first=first, salt=salt)
 
 
 def prepare_recorded_prompts(
@@ -98,6 +96,21 @@ def prepare_recorded_prompts(
         prepared.append(np.array(ids, dtype=np.int32))
         shapes.append(shape)
     return RecordedPrompts(tuple(requests), tuple(prepared), tuple(shapes), plan, salted, repeat(0))
+
+
+def prepare_trace(
+    transport: TokenTransport, model: str, plan: PromptPlan, replay: Replay, body: RequestBody
+) -> PreparedPrompts:
+    """A prompt of the length of each request of a trace. They have no salt, so that servers may share what has the same
+    hashes. Raises `PromptError`, and `TrafficError` if the trace cannot be read."""
+    plan = in_form_of(transport, plan)
+    requests, prepared, shapes = [], [], replay.shapes()
+    for place, (request, shape) in enumerate(zip(replay.requests(), shapes, strict=True)):
+        plan.require(shape)
+        ids = plan.traced(place, shape.prompt_tokens, replay.prompt(request)[0]["hash_ids"])
+        requests.append(encoded(transport, model, plan, shape, ids, body, salted=False))
+        prepared.append(ids)
+    return PreparedPrompts(tuple(requests), tuple(prepared), tuple(shapes), plan, False, repeat(0))
 
 
 def prepare_recorded(replay: Replay, signature: Signature) -> RecordedBodies:

@@ -33,7 +33,7 @@ from gevent.queue import Queue
 from loadgen.base.documents import one_line
 from loadgen.client.bodies import choose_items, find_variation, fresh_numbers
 from loadgen.client.connection import ClientConnection, ConnectionRefused
-from loadgen.client.generation import PreparedPrompts, prepare_prompts, prepare_trace
+from loadgen.client.generation import PreparedPrompts, prepare_prompts
 from loadgen.client.inputs import InputError, read_inputs
 from loadgen.client.messages import (
     CONNECT_SECONDS,
@@ -49,19 +49,19 @@ from loadgen.client.messages import (
 )
 from loadgen.client.outputs import ExpectedOutputs
 from loadgen.client.pacer import OPEN_LEAD_NS, MonotonicTimer, Pacer
-from loadgen.client.recorded import RecordedBodies, RecordedPrompts, prepare_recorded, prepare_recorded_prompts
+from loadgen.client.recorded import RecordedBodies, prepare_recorded, prepare_recorded_prompts, prepare_trace
 from loadgen.client.token_traffic import TokenTraffic
 from loadgen.client.traffic import Counts, KeptAnswers, LoadWindow, Traffic, shared_counts
 from loadgen.client.transports import InferenceTarget, PreparedBodies, prepare_bodies
-from loadgen.experiment.prompts import SETTLING, PromptShape, Trace
+from loadgen.experiment.prompts import SETTLING, PromptShape
 from loadgen.records.samples import NS_PER_S, SampleWriter
 from loadgen.records.targets import TOKEN_TRANSPORTS, is_token_transport
 
 _FLUSH_SECONDS = 0.5
 
-BodyShape = tuple[int, int | None] | PromptShape | Trace | tuple[str, str]
-"""The batch size of a body, and the length of all its items; None: of any. Of a language model the shape of a prompt,
-or a trace. Or the source of a replay's recorded requests."""
+BodyShape = tuple[int, int | None] | PromptShape | tuple[str, str]
+"""The batch size of a body, and the length of all its items; None: of any. Of a language model the shape of a prompt.
+Or the source of a replay's requests."""
 AnyBodies = PreparedBodies | PreparedPrompts | RecordedBodies
 Prepared = Mapping[BodyShape, AnyBodies]
 
@@ -100,7 +100,7 @@ class Block:
             undo.callback(self._writer.abandon)
             answers, others = KeptAnswers(command.keep_answers, command.keep_seed), (self._settling,)
             chosen = _of_block(bodies[_key(command)], command)
-            in_order = command.replay is not None or command.trace is not None
+            in_order = command.replay is not None
             shared: dict[str, Any] = {
                 "timeout_s": command.timeout_s, "others": others, "answers": answers,
                 "first_body": command.part if in_order else command.first_body,
@@ -312,18 +312,16 @@ def _key(command: Open) -> BodyShape:
     """Which of the prepared bodies a block sends."""
     if command.replay is not None:
         return command.replay.source
-    return command.trace or command.shape or (command.batch_size, command.length)
+    return command.shape or (command.batch_size, command.length)
 
 
 def _of_block(bodies: AnyBodies, command: Open) -> AnyBodies:
-    """What a block sends of the prepared bodies: of a replay its window, of a trace all with the replay's number."""
-    if isinstance(bodies, RecordedBodies | RecordedPrompts):
-        assert command.replay is not None
-        first, window = command.replay.window(command.arrivals_seed)
-        return bodies.window(first, len(window), command.arrivals_seed)
-    if isinstance(bodies, PreparedPrompts) and command.trace is not None:
-        return bodies.replay(command.arrivals_seed)
-    return bodies
+    """What a block sends of the prepared bodies: of a replay its window."""
+    if command.replay is None:
+        return bodies
+    assert not isinstance(bodies, PreparedBodies)
+    first, window = command.replay.window(command.arrivals_seed)
+    return bodies.window(first, len(window), command.arrivals_seed)
 
 
 class BlockRunner:
@@ -380,10 +378,9 @@ class BlockRunner:
             shape: prepare_prompts(transport, model, plan, shape, self._numbers, command.body)
             for shape in {SETTLING, *plan.shapes}
         }
-        if plan.trace is not None:
-            bodies[plan.trace] = prepare_trace(transport, model, plan, plan.trace, self._numbers, command.body)
-        for source, replay in {replay.source: replay for replay in command.replays}.items():
-            bodies[source] = prepare_recorded_prompts(transport, model, plan, replay, command.body)
+        for source, replay in command.sources.items():
+            prepare = prepare_trace if replay.is_trace else prepare_recorded_prompts
+            bodies[source] = prepare(transport, model, plan, replay, command.body)
         return bodies
 
     def _bodies(self, command: Prepare) -> Prepared:
@@ -394,7 +391,7 @@ class BlockRunner:
             chosen = choose_items(inputs, shape[0], command.seed, length=shape[1])
             bodies[shape] = prepare_bodies(command.transport, inputs, signature, variation, chosen, self._numbers)
         bodies[SETTLING] = bodies[1, None]
-        for source, replay in {replay.source: replay for replay in command.replays}.items():
+        for source, replay in command.sources.items():
             bodies[source] = prepare_recorded(replay, signature)
         return bodies
 

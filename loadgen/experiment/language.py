@@ -23,7 +23,6 @@ from loadgen.experiment.plan import (
     base_workload,
     cold_start,
     expects_gpu,
-    is_trace_of,
     make_workloads,
     measurable_scenarios,
     of_replay,
@@ -34,7 +33,7 @@ from loadgen.experiment.plan import (
     surface_users,
     unique_names,
 )
-from loadgen.experiment.prompts import SETTLING, PromptError, Trace
+from loadgen.experiment.prompts import SETTLING
 from loadgen.experiment.replay import recorded_protocol
 from loadgen.experiment.schedule import block_seconds, warm_up_users
 from loadgen.experiment.settings import (
@@ -150,9 +149,7 @@ def choose_protocol(
     the first protocol that all arms speak, else A's. Raises `PlanError` for an arm that does not speak the one asked
     for."""
     spoken = {arm.label: _spoken_by(arm) for arm in arms}
-    asked = None if settings.transport is None else settings.transport[0]
-    if settings.traffic is not None and not is_trace_of(settings):
-        asked = _recorded_protocol(settings)
+    asked = _protocol_asked_for(settings)
     common = [transport for transport in TOKEN_TRANSPORTS if all(transport in able for able in spoken.values())]
     wanted = [transport for transport in TOKEN_TRANSPORTS if transport == asked]
     chosen = next(iter([*wanted, *common]), spoken[arms[0].label][0])
@@ -178,12 +175,13 @@ def _speakers(transport: str) -> str:
     return join([*able, "URLs"])
 
 
-def _recorded_protocol(settings: ExperimentSettings) -> TokenTransport:
-    """The protocol of the recorded prompts, or the one that was asked for."""
-    assert settings.traffic is not None
+def _protocol_asked_for(settings: ExperimentSettings) -> TokenTransport | None:
+    """The protocol that was asked for, or that of the recorded prompts; None: any. Raises `PlanError`."""
     wanted = [transport for transport in TOKEN_TRANSPORTS if transport in (settings.transport or ())]
+    if wanted or settings.traffic is None:
+        return next(iter(wanted), None)
     try:
-        return next(iter(wanted), None) or recorded_protocol(settings.traffic)
+        return recorded_protocol(settings.traffic)
     except TrafficError as exc:
         raise PlanError(f"--traffic {exc}") from exc
 
@@ -270,7 +268,6 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
         rates = sorted(set(settings.rates))
         workloads += [open_loop(rate_per_s=float(rate)) for rate in rates]
         workloads += [open_loop(rate_share=share) for share in (() if rates else RATE_SHARES)]
-    workloads += _traces(settings, base)
     search = like(
         "goodput", several, concurrency=settings.connections, arrivals="poisson",
         requests=queries_needed(preset.late_answers, GOOD_SHARE), seconds=preset.trial_seconds,
@@ -284,36 +281,15 @@ def token_workloads(settings: ExperimentSettings, *, gpu: bool = False) -> tuple
     return unique_names(workloads)
 
 
-def _traces(settings: ExperimentSettings, base: Workload) -> list[Workload]:
-    """The first part of a trace at each speed, with made-up prompts of its lengths."""
-    workloads = []
-    for speed in sorted(set(settings.speed or (1.0,))) if is_trace_of(settings) else ():
-        assert settings.traffic is not None
-        replayed = Trace(settings.traffic, max(settings.open_seconds, base.seconds), speed)
-        try:
-            longest, rate = replayed.longest(), replayed.rate_per_s()
-        except PromptError as exc:
-            raise PlanError(str(exc)) from exc
-        workloads.append(
-            msgspec.structs.replace(
-                base, scenario="open", prompt_tokens=longest.prompt_tokens, output_tokens=longest.output_tokens,
-                concurrency=settings.connections, seconds=replayed.seconds, speed=speed, arrivals="trace",
-                rate_per_s=significant(rate, 3), max_seconds=max(replayed.seconds, base.max_seconds),
-                trace=settings.traffic,
-            )
-        )  # fmt: skip
-    return workloads
-
-
 def _replays(settings: ExperimentSettings, base: Workload, search: Workload) -> list[Workload]:
-    """The recorded prompts at each speed, and with limits the search for the highest."""
-    has_none = settings.traffic is None or is_trace_of(settings)
-    transport = TOKEN_TRANSPORTS[0] if has_none else _recorded_protocol(settings)
+    """The recorded prompts at each speed, and with limits the search for the highest; of a trace its first part at each
+    speed."""
+    transport = _protocol_asked_for(settings) or TOKEN_TRANSPORTS[0]
     workloads: list[Workload] = []
     for replay in replays_of(settings, max(settings.open_seconds, base.seconds), transport):
-        longest = max(replay.shapes(), key=lambda shape: shape.prompt_tokens + shape.output_tokens)
+        longest = replay.longest()
         loads = [of_replay(base, replay, settings)]
-        if base.limits is not None and not workloads:
+        if base.limits is not None and not workloads and not replay.is_trace:
             loads.append(search_of_replay(search, replay, settings, "use --preset smoke"))
         workloads += [
             msgspec.structs.replace(load, prompt_tokens=longest.prompt_tokens, output_tokens=longest.output_tokens)

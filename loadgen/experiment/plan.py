@@ -25,7 +25,6 @@ from loadgen.experiment.settings import (
     ExperimentSettings,
     read_limits,
 )
-from loadgen.records.imported import is_trace
 from loadgen.records.names import names_of
 from loadgen.records.payloads import BACKEND_ENDINGS, IMAGE_PAYLOADS, implied_payload, served_name, takes_images
 from loadgen.records.run import Access, ArmRequest, Experiment, Label, Workload, asked_for, option_of, setting_key
@@ -456,20 +455,12 @@ def _open(settings: ExperimentSettings, single: Workload, _: bool) -> list[Workl
     return [loop(rate_per_s=float(rate)) for rate in sorted(set(settings.rates))]
 
 
-def is_trace_of(settings: ExperimentSettings) -> bool:
-    """Whether the traffic is a trace of lengths without contents. Raises `PlanError`."""
-    try:
-        return settings.traffic is not None and is_trace(settings.traffic)
-    except TrafficError as exc:
-        raise PlanError(f"--traffic {exc}") from exc
-
-
 def replays_of(settings: ExperimentSettings, seconds: float, transport: Transport) -> list[Replay]:
     """A replay of the recorded traffic per speed; none without any. Raises `PlanError` for a folder that cannot be
     replayed."""
-    if settings.traffic is None or is_trace_of(settings):
+    if settings.traffic is None:
         for option, given in (("--speed", settings.speed), ("--check-answers", settings.check_answers)):
-            if given and settings.traffic is None:
+            if given:
                 raise PlanError(f"{option} is about recorded traffic; give --traffic FOLDER, or leave it out")
         return []
     replays = [Replay(settings.traffic, transport, seconds, speed) for speed in sorted(set(settings.speed or (1.0,)))]
@@ -487,21 +478,19 @@ def replays_of(settings: ExperimentSettings, seconds: float, transport: Transpor
 
 
 def of_replay(workload: Workload, replay: Replay, settings: ExperimentSettings) -> Workload:
-    """The workload as a replay of recorded traffic."""
+    """The workload as a replay of recorded traffic, or of a trace."""
+    scenario, source = ("open", "trace") if replay.is_trace else ("traffic", "traffic")
     return msgspec.structs.replace(
-        workload, scenario="traffic", concurrency=settings.connections, seconds=replay.seconds, arrivals="trace",
-        max_seconds=max(replay.seconds, workload.max_seconds), traffic=replay.folder, speed=replay.speed,
+        workload, scenario=scenario, concurrency=settings.connections, seconds=replay.seconds, arrivals="trace",
+        max_seconds=max(replay.seconds, workload.max_seconds), speed=replay.speed,
         rate_per_s=significant(replay.rate_per_s(), 3), check_answers=bool(settings.check_answers),
+        **{source: replay.folder},
     )  # fmt: skip
 
 
 def _traffic(settings: ExperimentSettings, single: Workload, _: bool) -> list[Workload]:
     """A replay per speed, and a search with a limit. Raises `PlanError` for a folder that cannot be replayed."""
     transports = settings.transport or ("http",)
-    if is_trace_of(settings):
-        raise PlanError(
-            f"--traffic {settings.traffic} is a trace of prompts, and {settings.model} is not a language model"
-        )
     if settings.traffic is not None and (transports not in (("http",), ("grpc",)) or settings.matrix):
         raise PlanError("--traffic is replayed over one transport; give --transport http or grpc")
     replays = replays_of(settings, max(settings.open_seconds, single.seconds), transports[0])

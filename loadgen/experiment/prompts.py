@@ -5,37 +5,30 @@ shared prefix are made from the request's number, so a cache of prompts finds no
 are written with a fixed width, so that a prepared body is sent with a few bytes exchanged. Successive numbers give ids
 that look random: multiplying by a number without a common factor permutes all numbers below the capacity.
 
-A trace in Mooncake's format has one JSON object per line: `timestamp` in ms, `input_length`, `output_length` and
-`hash_ids`, one for each 512 tokens. Its requests keep their times and lengths, and prompts share what has the same
-hashes. All requests of one replay have the same number, so that nothing is shared between replays.
+Of a trace of lengths (`loadgen.records.imported.TraceLine`) prompts share what has the same hashes. All requests of one
+replay have the same number, so that nothing is shared between replays.
 """
 
 from __future__ import annotations
 
 import math
-from codecs import BOM_UTF8
-from functools import cache, lru_cache
-from pathlib import Path
+from collections.abc import Sequence
+from functools import cache
 from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.base.documents import DocumentError, one_line, open_named
 from loadgen.records.run import body_count
+from loadgen.records.tokens import MOST_TOKENS
 
-MOST_TOKENS = 2**20
-"""Most tokens of a prompt or of an answer."""
 MOST_ID = 2**31 - 1
 _CAPACITY_BITS = 40
 """At least 2⁴⁰ different prompts, where the vocabulary and the length allow."""
 _MOST_VARYING = 10
 _TRACE_BLOCK = 512
 """Tokens that a hash of a trace stands for."""
-_MOST_TRACE_BYTES = 2**28
-_MOST_TRACE_TOKENS = 2**24
-"""Most tokens of all prompts of a replay together, which are encoded before it."""
 
 UNKNOWN_IDS = (100, 999)
 """Ids for prompts where the vocabulary is unknown: any tokenizer has that many, and its special ids are elsewhere."""
@@ -60,80 +53,6 @@ SETTLING = PromptShape(8, 2)
 """The small request that every user has answered before a block."""
 
 
-class TraceRequest(msgspec.Struct, frozen=True):
-    """One line of a trace."""
-
-    timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-    """Milliseconds from any moment on."""
-    input_length: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
-    output_length: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
-    hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
-
-    @property
-    def shape(self) -> PromptShape:
-        return PromptShape(self.input_length, self.output_length)
-
-
-class Trace(msgspec.Struct, frozen=True):
-    """A trace file, and how much of it is replayed: the requests of its first `seconds`."""
-
-    path: str
-    seconds: Annotated[float, msgspec.Meta(gt=0)]
-    speed: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    """How many times as fast its requests fall due."""
-
-    def requests(self) -> tuple[TraceRequest, ...]:
-        """The requests in the order of their times. Raises `PromptError`."""
-        return _read_trace(self)
-
-    def due_offsets_ns(self) -> npt.NDArray[np.int64]:
-        """When each request is due, from the first one on. Raises `PromptError`."""
-        times_ms = np.array([request.timestamp for request in self.requests()])
-        return np.asarray(np.round((times_ms - times_ms[0]) * 1e6 / self.speed), dtype=np.int64)
-
-    def longest(self) -> PromptShape:
-        """The lengths of the request with the most tokens, prompt and answer together. Raises `PromptError`."""
-        shapes = (request.shape for request in self.requests())
-        return max(shapes, key=lambda shape: shape.prompt_tokens + shape.output_tokens)
-
-    def rate_per_s(self) -> float:
-        """Mean rate of the requests. Raises `PromptError`, also where all come at one moment."""
-        offsets_ns = self.due_offsets_ns()
-        if not offsets_ns[-1]:
-            raise PromptError(f"all requests of the trace {self.path} have one timestamp; give them times in ms")
-        return float((len(offsets_ns) - 1) / (offsets_ns[-1] / 1e9))
-
-
-@lru_cache(maxsize=4)
-def _read_trace(trace: Trace) -> tuple[TraceRequest, ...]:
-    decoder, requests = msgspec.json.Decoder(TraceRequest), []
-    path = trace.path
-    try:
-        with open_named(Path(path)) as file:
-            content = file.read(_MOST_TRACE_BYTES + 1)
-    except (OSError, DocumentError) as exc:
-        raise PromptError(f"the trace {path} cannot be read: {exc}") from exc
-    if len(content) > _MOST_TRACE_BYTES:
-        raise PromptError(f"the trace {path} is larger than {_MOST_TRACE_BYTES >> 20} MiB; give a part of it")
-    for number, line in enumerate(content.removeprefix(BOM_UTF8).splitlines(), 1):
-        if line.strip():
-            try:
-                requests.append(decoder.decode(line))
-            except (ValueError, RecursionError) as exc:
-                raise PromptError(f"the trace {path}, line {number:,}: {one_line(str(exc), 100)}") from None
-    requests.sort(key=lambda request: request.timestamp)
-    until_ms = trace.seconds * trace.speed * 1e3
-    replayed = tuple(request for request in requests if request.timestamp - requests[0].timestamp < until_ms)
-    if len(replayed) < 2:
-        raise PromptError(f"the trace {path} has fewer than two requests in its first {trace.seconds:g} s")
-    if (tokens := sum(request.input_length for request in replayed)) > _MOST_TRACE_TOKENS:
-        raise PromptError(
-            f"the first {trace.seconds:g} s of the trace {path} have {tokens:,} prompt tokens, more than the limit of "
-            f"{_MOST_TRACE_TOKENS:,}; replay less of it"
-        )
-    return replayed
-
-
 class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that decides the prompts of a run, but for the requests' numbers."""
 
@@ -146,8 +65,6 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The shapes for which bodies are prepared."""
     text: bool = False
     """Whether prompts are sent as words, "t5 t17 …", because the server takes no ids."""
-    trace: Trace | None = None
-    """A trace to replay, beside the shapes."""
 
     @property
     def vocabulary(self) -> int:
@@ -195,12 +112,11 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
         ids[shape.shared_prefix : shape.shared_prefix + count] = self.numbered(number, count)
         return ids
 
-    def traced(self, place: int, request: TraceRequest) -> Ids:
+    def traced(self, place: int, length: int, hash_ids: Sequence[int]) -> Ids:
         """The prompt of a trace's request, which is the one at this place, before a number is put in."""
-        hashes = request.hash_ids[: -(-request.input_length // _TRACE_BLOCK)]
-        blocks = [self._ids(_TRACE_BLOCK, 0, 1, number) for number in hashes]
-        rest = max(0, request.input_length - len(blocks) * _TRACE_BLOCK)
-        return np.concatenate([*blocks, self._ids(rest, 0, 2, place)])[: request.input_length]
+        blocks = [self._ids(_TRACE_BLOCK, 0, 1, number) for number in hash_ids[: -(-length // _TRACE_BLOCK)]]
+        rest = max(0, length - len(blocks) * _TRACE_BLOCK)
+        return np.concatenate([*blocks, self._ids(rest, 0, 2, place)])[:length]
 
     def numbered(self, number: int, count: int) -> list[int]:
         """The `count` ids that are made from a number: different ones for all numbers below the capacity."""

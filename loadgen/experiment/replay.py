@@ -13,10 +13,11 @@ import numpy as np
 
 from loadgen.base.documents import one_line, uncompressed
 from loadgen.base.quantities import join
-from loadgen.experiment.prompts import MOST_ID, MOST_TOKENS, PromptShape
+from loadgen.experiment.prompts import MOST_ID, PromptShape
 from loadgen.experiment.schedule import Offsets
 from loadgen.records.imported import read_traffic
 from loadgen.records.targets import ROUTES, TOKEN_TRANSPORTS, Kind, TokenTransport, Transport, is_token_transport
+from loadgen.records.tokens import MOST_TOKENS
 from loadgen.records.traffic import MOST_CONTENT_BYTES, STRETCH_S, RecordedRequest, RecordedTraffic, TrafficError
 
 INFER = re.compile(r"/v2/models/[^/]+(?:/versions/[^/]+)?/infer$")
@@ -24,6 +25,8 @@ _PROMPTS = re.compile(r"/(completions|chat/completions|generate|generate_stream)
 MODEL_INFER = "/inference.GRPCInferenceService/ModelInfer"
 MOST_BYTES = 2**30
 """Most bytes of the contents of one replay, which every process of the load generator holds."""
+_MOST_TRACE_TOKENS = 2**24
+"""Most tokens of all prompts of a replayed trace together, which are encoded before it."""
 _WRONG = {"http": range(400, 500), "grpc": (3, 5, 7, 12, 16)}
 """The statuses of requests that were wrong themselves, such as INVALID_ARGUMENT of gRPC. They are not replayed. Those
 that a server failed to answer are: they were a part of its load."""
@@ -36,7 +39,8 @@ _CHARACTERS_PER_TOKEN = 4
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """Blocks of this many seconds of the traffic in a folder, over one transport, `speed` times as fast."""
+    """Blocks of this many seconds of the traffic in a folder, over one transport, `speed` times as fast. Of a trace of
+    lengths all blocks are the first seconds, and `loadgen.client.recorded` makes prompts for it."""
 
     folder: str
     transport: Transport
@@ -49,9 +53,19 @@ class Replay(msgspec.Struct, frozen=True):
         """What decides its requests, whichever of them a block sends, and when."""
         return self.folder, self.transport
 
+    @property
+    def is_trace(self) -> bool:
+        """Whether its prompts have lengths and no contents. Raises `TrafficError`."""
+        return _traffic(self.folder).is_trace
+
+    @property
+    def _part_s(self) -> float | None:
+        """The part of a trace that is replayed, in seconds of the trace; None: windows of everything."""
+        return self.seconds * self.speed if self.is_trace else None
+
     def requests(self) -> tuple[RecordedRequest, ...]:
         """The requests of the folder that can be replayed. Raises `TrafficError`."""
-        return _replayable(self.folder, self.transport)
+        return _replayable(self.folder, self.transport, self._part_s)
 
     def content(self, request: RecordedRequest) -> bytes:
         """The body of one of them. Raises `TrafficError`."""
@@ -68,6 +82,10 @@ class Replay(msgspec.Struct, frozen=True):
     def shapes(self) -> list[PromptShape]:
         """Those of all prompts; none of tensors. Raises `TrafficError`."""
         return [self.shape(request) for request in self.requests()] if is_token_transport(self.transport) else []
+
+    def longest(self) -> PromptShape:
+        """The lengths of the request with the most tokens, prompt and answer together. Raises `TrafficError`."""
+        return max(self.shapes(), key=lambda shape: shape.prompt_tokens + shape.output_tokens)
 
     def prompt(self, request: RecordedRequest) -> tuple[dict[str, Any], list[int]]:
         """The fields of a recorded request for an answer, and the ids of its prompt, if it has them. Raises
@@ -87,7 +105,7 @@ class Replay(msgspec.Struct, frozen=True):
     def window(self, seed: int) -> tuple[int, Offsets]:
         """The first request of a block, and when each of its requests is due. The window is random, among those without
         a gap in the recording. Raises `TrafficError` if every window has one."""
-        at_ns, missing = _times_ns(self.folder, self.transport)
+        at_ns, missing = _times_ns(self.folder, self.transport, self._part_s)
         span_ns = min(int(self.seconds * self.speed * 1e9), int(at_ns[-1] - at_ns[0]))
         random = np.random.default_rng(seed)
         for _ in range(_TRIES):
@@ -120,7 +138,8 @@ class Replay(msgspec.Struct, frozen=True):
 class _Prompt(msgspec.Struct, frozen=True):
     """What a recorded request to a language model asks for."""
 
-    transport: TokenTransport
+    transport: TokenTransport | None
+    """None: any, of a trace."""
     fields: dict[str, Any]
     ids: list[int]
     """Of its prompt, if it was sent as ids."""
@@ -152,6 +171,8 @@ def _read_prompt(folder: str, request: RecordedRequest) -> _Prompt:
         raise TrafficError(f"{at} cannot be read: {one_line(str(exc))}") from exc
     if not isinstance(fields, dict):
         raise TrafficError(f"{at} is not a JSON object")
+    if traffic.is_trace:
+        return _Prompt(None, fields, [], PromptShape(fields["input_length"], fields["output_length"]))
     prompt = fields.get("input_ids", fields.get("prompt", fields.get("text_input", fields.get("messages"))))
     ids = prompt if isinstance(prompt, list) and all(type(each) is int for each in prompt) else []
     transport: TokenTransport = "completions" if ids else "text"
@@ -196,14 +217,14 @@ def _tokens_of(event: bytes) -> int:
     return len(ids) if isinstance(ids, list) else 1
 
 
-def recorded_protocol(folder: str) -> TokenTransport:
-    """The protocol of most prompts in a folder. Raises `TrafficError`."""
+def recorded_protocol(folder: str) -> TokenTransport | None:
+    """The protocol of most prompts in a folder; None: any, of a trace. Raises `TrafficError`."""
     counts = Counter(_prompt(folder, request).transport for request in _prompts(folder))
     if not counts:
         raise TrafficError(
             f"{folder} has no prompts of language models and has {_held(folder)}; choose another --model"
         )
-    return max(TOKEN_TRANSPORTS, key=lambda transport: counts[transport])
+    return None if None in counts else max(TOKEN_TRANSPORTS, key=lambda transport: counts[transport])
 
 
 def _prompts(folder: str) -> Iterator[RecordedRequest]:
@@ -215,7 +236,8 @@ def _prompts(folder: str) -> Iterator[RecordedRequest]:
 def _wanted(folder: str, transport: Transport) -> Iterator[RecordedRequest]:
     """The requests over a transport, but for those that were wrong themselves."""
     if is_token_transport(transport):
-        yield from (request for request in _prompts(folder) if _prompt(folder, request).transport == transport)
+        over = None, transport
+        yield from (request for request in _prompts(folder) if _prompt(folder, request).transport in over)
         return
     for request in _traffic(folder).requests:
         inference = INFER.search(request.route) if transport == "http" else request.route == MODEL_INFER
@@ -234,8 +256,10 @@ def _traffic(folder: str) -> RecordedTraffic:
 
 
 @lru_cache(maxsize=4)
-def _replayable(folder: str, transport: Transport) -> tuple[RecordedRequest, ...]:
+def _replayable(folder: str, transport: Transport, part_s: float | None) -> tuple[RecordedRequest, ...]:
     requests = tuple(_wanted(folder, transport))
+    if requests and part_s is not None:
+        requests = _first_part(folder, requests, part_s)
     if any(request.content is None for request in requests):
         raise TrafficError(f"{folder} has no contents; record it again without --no-contents")
     if len(requests) < 2 or requests[0].at_ns == requests[-1].at_ns:
@@ -252,6 +276,22 @@ def _replayable(folder: str, transport: Transport) -> tuple[RecordedRequest, ...
             "of it, made with abserve.load_traffic(…).save(…), or record with --max-bytes"
         )
     return requests
+
+
+def _first_part(folder: str, requests: Sequence[RecordedRequest], part_s: float) -> tuple[RecordedRequest, ...]:
+    """The first seconds of a trace. Raises `TrafficError`."""
+    until_ns = requests[0].at_ns + part_s * 1e9
+    part = tuple(request for request in requests if request.at_ns < until_ns)
+    if len(part) < 2:
+        raise TrafficError(f"{folder} has fewer than two requests in its first {part_s:g} s")
+    if (tokens := sum(_prompt(folder, request).shape.prompt_tokens for request in part)) > _MOST_TRACE_TOKENS:
+        raise TrafficError(
+            f"the first {part_s:g} s of the trace {folder} have {tokens:,} prompt tokens, more than the limit of "
+            f"{_MOST_TRACE_TOKENS:,}; replay less of it"
+        )
+    if part[0].at_ns == part[-1].at_ns:
+        raise TrafficError(f"all requests of the trace {folder} have one timestamp; give them times in ms")
+    return part
 
 
 def _held(folder: str) -> str:
@@ -273,7 +313,7 @@ def _require_one_model(folder: str, requests: Sequence[RecordedRequest]) -> None
 
 
 @lru_cache(maxsize=4)
-def _times_ns(folder: str, transport: Transport) -> tuple[Offsets, frozenset[int]]:
+def _times_ns(folder: str, transport: Transport, part_s: float | None) -> tuple[Offsets, frozenset[int]]:
     """The arrivals, and the stretches that the recording left out."""
-    at_ns = np.array([request.at_ns for request in _replayable(folder, transport)], dtype=np.int64)
+    at_ns = np.array([request.at_ns for request in _replayable(folder, transport, part_s)], dtype=np.int64)
     return at_ns, frozenset(_traffic(folder).recording.left_out)

@@ -376,11 +376,7 @@ def _sentence(
 def per_token(workload: Workload, answer_ms: float) -> float | None:
     """The part of each token in a time of whole answers, their first token's included; None where answers have other
     lengths or no tokens."""
-    return (
-        None
-        if workload.output_tokens is None or workload.trace or workload.traffic
-        else answer_ms / workload.output_tokens
-    )
+    return None if workload.output_tokens is None or workload.replayed else answer_ms / workload.output_tokens
 
 
 def with_verdicts(

@@ -23,7 +23,7 @@ from loadgen.base.documents import one_line
 from loadgen.client.endpoint import Endpoint, EndpointError, Signature
 from loadgen.client.messages import Open, Prepare
 from loadgen.client.transports import InferenceTarget
-from loadgen.experiment.prompts import PromptPlan, PromptShape, Trace
+from loadgen.experiment.prompts import PromptPlan, PromptShape
 from loadgen.experiment.replay import Replay
 from loadgen.launch.deployment import Deployment
 from loadgen.records.model_config import (
@@ -316,7 +316,7 @@ class Arm:
     ) -> Open:
         """The command that opens a block on this arm with the prepared bodies; each turn begins with another body. Each
         replay of a trace has prompts of its own, so that a server remembers none from another replay."""
-        trace, replay = replayed_trace(workload), replay_of(workload, self.transport)
+        replay = replay_of(workload, self.transport)
         return Open(
             url=self.deployment.url,
             grpc_address=self.deployment.grpc_address,
@@ -324,8 +324,7 @@ class Arm:
             key=self.body_key,
             batch_size=workload.batch_size,
             length=workload.sequence_length,
-            shape=None if trace or replay else prompt_shape(workload),
-            trace=trace,
+            shape=prompt_shape(workload) if replay is None else None,
             replay=replay,
             first_body=turn * BODIES_PER_TURN,
             concurrency=workload.concurrency,
@@ -336,7 +335,7 @@ class Arm:
             samples_path=None if samples is None else str(samples),
             arrivals=workload.arrivals,
             rate_per_s=workload.rate_per_s,
-            arrivals_seed=randbits(_REPLAY_BITS) if trace else arrivals_seed,
+            arrivals_seed=arrivals_seed if workload.trace is None else randbits(_REPLAY_BITS),
             latency_bound_ns=None if workload.latency_bound_ms is None else int(workload.latency_bound_ms * NS_PER_MS),
             late_allowed=late_allowed,
         )
@@ -418,17 +417,12 @@ class Arm:
         return tuple(steps.values())
 
 
-def replayed_trace(workload: Workload) -> Trace | None:
-    """The trace that a workload replays, if it does."""
-    return None if workload.trace is None else Trace(workload.trace, workload.seconds, workload.speed)
-
-
 def replay_of(workload: Workload, transport: Transport) -> Replay | None:
-    """The replay of recorded traffic that a workload is, if it is one."""
-    if workload.traffic is None:
+    """The replay that a workload is, if it is one."""
+    if workload.replayed is None:
         return None
     over: Transport = "http" if ROUTES[transport].shares_memory else transport
-    return Replay(workload.traffic, over, workload.seconds, workload.speed)
+    return Replay(workload.replayed, over, workload.seconds, workload.speed)
 
 
 def prompt_shape(workload: Workload) -> PromptShape | None:

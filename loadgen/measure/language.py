@@ -17,10 +17,11 @@ import msgspec
 from loadgen.base.child_process import ABSERVE, ProcessError, printed
 from loadgen.client.inputs import InputError
 from loadgen.experiment.language import longest_answer
-from loadgen.experiment.prompts import MOST_ID, MOST_TOKENS, UNKNOWN_IDS, PromptError, PromptPlan, PromptShape
-from loadgen.measure.arms import prompt_shape, replayed_trace
+from loadgen.experiment.prompts import MOST_ID, UNKNOWN_IDS, PromptError, PromptPlan, PromptShape
+from loadgen.measure.arms import prompt_shape
 from loadgen.records.payloads import is_language
-from loadgen.records.run import MODEL_WEIGHTS, Experiment, body_count
+from loadgen.records.run import MODEL_WEIGHTS, Experiment, Workload, body_count
+from loadgen.records.tokens import MOST_TOKENS
 
 _INFO_SECONDS = 120.0
 _NUMBER_BITS = 32
@@ -73,8 +74,7 @@ def prompt_plan(experiment: Experiment, info: LanguageModelInfo | None) -> Promp
     """How the prompts of all workloads are made. Raises `InputError` for prompts that cannot differ."""
     low, high = UNKNOWN_IDS if info is None else info.prompt_ids
     shapes = dict.fromkeys(filter(None, map(prompt_shape, experiment.workloads)))
-    replayed = next(filter(None, map(replayed_trace, experiment.workloads)), None)
-    plan = PromptPlan(low=low, high=high, seed=experiment.seed, shapes=tuple(shapes), trace=replayed)
+    plan = PromptPlan(low=low, high=high, seed=experiment.seed, shapes=tuple(shapes))
     try:
         for shape in plan.shapes:
             plan.require(shape)
@@ -83,9 +83,10 @@ def prompt_plan(experiment: Experiment, info: LanguageModelInfo | None) -> Promp
     return plan
 
 
-def describe_prompts(plan: PromptPlan) -> dict[str, str | int]:
+def describe_prompts(plan: PromptPlan, workloads: Sequence[Workload]) -> dict[str, str | int]:
     """A description for the stored record of the machine and its inputs."""
-    shapes = [shape for shape in plan.shapes if plan.trace is None or shape != plan.trace.longest()]
+    trace = next((load.trace for load in workloads if load.trace is not None), None)
+    shapes = filter(None, (prompt_shape(load) for load in workloads if load.trace is None))
     lengths = sorted({(shape.prompt_tokens, shape.output_tokens) for shape in shapes})
     described: dict[str, str | int] = {
         "kind": "prompts",
@@ -94,7 +95,7 @@ def describe_prompts(plan: PromptPlan) -> dict[str, str | int]:
         "token_lengths": ", ".join(f"{prompt:,} → {output:,}" for prompt, output in lengths),
         "token_ids": f"{plan.low:,} to {plan.high:,}",
     }
-    return described if plan.trace is None else described | {"trace": plan.trace.path}
+    return described if trace is None else described | {"trace": trace}
 
 
 def probe_prompts(plan: PromptPlan, shape: PromptShape, count: int) -> list[list[int]]:

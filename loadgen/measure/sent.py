@@ -133,7 +133,7 @@ class SentPrompts(SentTensors):
         pass
 
     def describe(self) -> dict[str, str | int]:
-        return describe_prompts(self.plan)
+        return describe_prompts(self.plan, self.context.experiment.workloads)
 
     def compare_answers(self, tolerance: Tolerance) -> None:
         """Ask every arm a few prompts, and keep the answers for the reference. Raises `RunError`."""

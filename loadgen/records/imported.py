@@ -2,7 +2,7 @@
 
 **HAR** (browsers, proxies): the requests of an archive to routes of models, with their answers. **AIPerf** with
 prompts: a JSON object per line with `timestamp` in ms, `text_input` or `messages`, and `output_length`. Traces of
-lengths alone, as Mooncake's, have no contents; `loadgen.experiment.prompts` makes prompts for them.
+lengths alone, as **Mooncake**'s: a `TraceLine` per line, which is the content of the request.
 
 **perf_analyzer**: its `--input-data`, FILE, and its `--request-intervals`, FILE.intervals: µs, one per line. Both begin
 again until the longer one is used up. Datatypes are not in it, and shapes need not be: those are the replaying model's.
@@ -16,12 +16,13 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from loadgen.base.documents import DocumentError, one_line, open_named
+from loadgen.records.tokens import MOST_TOKENS
 from loadgen.records.traffic import (
     MODEL_ROUTE,
     RecordedRequest,
@@ -34,7 +35,6 @@ from loadgen.records.traffic import (
 )
 
 MOST_BYTES = 2**30
-_MOST_LINE_BYTES = 2**24
 UNTYPED = ""
 """The datatype of inputs that have that of the model which gets them; their content is perf_analyzer's."""
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
@@ -47,18 +47,6 @@ def read_traffic(path: str) -> RecordedTraffic:
     return RecordedTraffic(path) if not Path(path).is_file() else ImportedTraffic(path)
 
 
-def is_trace(path: str) -> bool:
-    """Whether a file is a trace of lengths without contents. Raises `TrafficError`."""
-    if not Path(path).is_file():
-        return False
-    first = _read(path, _MOST_LINE_BYTES, part=True).split(b"\n", 1)[0]
-    try:
-        line = msgspec.json.decode(first)
-    except _UNREADABLE:
-        return False
-    return isinstance(line, dict) and "input_length" in line and not {"text_input", "messages"} & line.keys()
-
-
 class ImportedTraffic(RecordedTraffic):
     """The traffic in a file of another tool. Raises `TrafficError`, which names the line or the entry."""
 
@@ -66,6 +54,7 @@ class ImportedTraffic(RecordedTraffic):
         self.folder = Path(path)
         self._contents: dict[str, bytes] = {}
         content = _read(path)
+        self.is_trace = _is_trace(content)
         requests = [self._with_contents(*parts) for parts in _parts(path, content)]
         if not requests:
             raise TrafficError(f"{path} has no requests to a model")
@@ -105,15 +94,24 @@ def _from(request: RecordedRequest, first_ns: int) -> RecordedRequest:
     )
 
 
-def _read(path: str, most_bytes: int = MOST_BYTES, *, part: bool = False) -> bytes:
-    """A file without its byte order mark, or the first bytes of it. Raises `TrafficError`."""
+def _is_trace(content: bytes) -> bool:
+    """Whether the first line has lengths and no prompt."""
+    try:
+        line = msgspec.json.decode(content[: content.find(b"\n") + 1] or content)
+    except _UNREADABLE:
+        return False
+    return isinstance(line, dict) and "input_length" in line and not {"text_input", "messages"} & line.keys()
+
+
+def _read(path: str) -> bytes:
+    """A file without its byte order mark. Raises `TrafficError`."""
     try:
         with open_named(Path(path)) as file:
-            content: bytes = file.read(most_bytes + 1)
+            content: bytes = file.read(MOST_BYTES + 1)
     except (OSError, DocumentError) as exc:
         raise TrafficError(f"{path} cannot be read: {exc}") from exc
-    if len(content) > most_bytes and not part:
-        raise TrafficError(f"{path} is larger than {most_bytes >> 20:,} MiB; give a part of it")
+    if len(content) > MOST_BYTES:
+        raise TrafficError(f"{path} is larger than {MOST_BYTES >> 20:,} MiB; give a part of it")
     return content.removeprefix(b"\xef\xbb\xbf")
 
 
@@ -135,14 +133,15 @@ def _parts(path: str, content: bytes) -> Iterator[Parts]:
             except (*_UNREADABLE, binascii.Error) as exc:
                 raise TrafficError(f"{path}, entry {number:,}: {one_line(str(exc), 100)}") from exc
         return
+    read = _of_mooncake if _is_trace(content) else _of_aiperf
     for number, line in enumerate(content.splitlines(), 1):
         if line.strip():
             try:
-                yield _of_aiperf(msgspec.json.decode(line, type=_PromptLine))
+                yield read(line)
             except _UNREADABLE as exc:
                 raise TrafficError(
                     f"{path}, line {number:,}: {one_line(str(exc), 100)}; give a HAR file, or lines of a trace with "
-                    "timestamp and text_input"
+                    "timestamp and text_input, or with timestamp, input_length and output_length"
                 ) from exc
 
 
@@ -250,7 +249,24 @@ def _intervals_us(path: str) -> list[int]:
     return gaps_us
 
 
-# AIPerf
+# Traces
+
+
+class TraceLine(msgspec.Struct):
+    """A line of a trace in Mooncake's format. Its requests keep their times and lengths."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+    """Milliseconds from any moment on."""
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+    output_length: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+    hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
+    """One for each 512 tokens: prompts share those that have the same."""
+
+
+def _of_mooncake(content: bytes) -> Parts:
+    line = msgspec.json.decode(content, type=TraceLine)
+    request = RecordedRequest(at_ns=int(line.timestamp * 1e6), transport="http", route="/v1/completions")
+    return request, msgspec.json.encode(line), None
 
 
 class _PromptLine(msgspec.Struct):
@@ -260,7 +276,8 @@ class _PromptLine(msgspec.Struct):
     output_length: int | None = None
 
 
-def _of_aiperf(line: _PromptLine) -> Parts:
+def _of_aiperf(content: bytes) -> Parts:
+    line = msgspec.json.decode(content, type=_PromptLine)
     if not line.text_input and not line.messages:
         raise ValueError("it has neither text_input nor messages")
     fields: dict[str, Any] = {"model": "", **({} if line.output_length is None else {"max_tokens": line.output_length})}

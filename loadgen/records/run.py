@@ -253,6 +253,11 @@ class Workload(Record, frozen=True, kw_only=True):
     beside: tuple[Label, ...] = ()
     """Further arms that get its load and are not among those."""
 
+    @property
+    def replayed(self) -> str | None:
+        """The trace or the recorded traffic that it replays, if it does."""
+        return self.trace or self.traffic
+
     def loaded(self, labels: Sequence[Label]) -> tuple[Label, ...]:
         """The arms that get its load, of an experiment with these."""
         return (*self.arms, *self.beside) or tuple(labels)

@@ -22,6 +22,9 @@ import numpy.typing as npt
 
 from loadgen.records.samples import Samples, part_path, read_samples, store_samples
 
+MOST_TOKENS = 2**20
+"""Most tokens of a prompt or of an answer."""
+
 EVENT_DTYPE = np.dtype(
     [
         ("sample", "<u4"),  # index of the sample whose answer the chunk belongs to

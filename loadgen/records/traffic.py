@@ -158,6 +158,9 @@ class TrafficRecording(Record, frozen=True, kw_only=True):
 class RecordedTraffic:
     """The traffic in a folder, in the order of its arrivals. Raises `TrafficError` if it cannot be read."""
 
+    is_trace = False
+    """Whether it is a trace, whose prompts have lengths and no contents."""
+
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         try:

@@ -102,10 +102,10 @@ def conditions_in_brief(result: Result) -> tuple[str, str]:
 def _prompts_in_brief(experiment: Experiment) -> str:
     """ "prompts of 32 tokens and answers of 64 over OpenAI's completions" """
     loads = experiment.workloads
-    lengths = {(w.prompt_tokens or 0, w.output_tokens or 0) for w in loads if not w.trace and not w.traffic}
+    lengths = {(w.prompt_tokens or 0, w.output_tokens or 0) for w in loads if not w.replayed}
     protocols = {ROUTES[experiment.transport_of(arm)].title: None for arm in experiment.arms}
     sizes = [f"prompts of {prompt:,} tokens and answers of {output:,}" for prompt, output in sorted(lengths)]
-    files = (w.trace or w.traffic for w in loads)
+    files = (w.replayed for w in loads)
     sizes += dict.fromkeys(f"the prompts of {PurePath(file).name}" for file in files if file)
     return f"{', '.join(sizes) or 'prompts'} over {join(list(protocols))}"
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -140,13 +141,16 @@ def test_a_trace_is_replayed_to_every_arm(tmp_path: Path, planted: Callable[...,
     path = tmp_path / "calls.jsonl"
     path.write_text(TRACE)
     out = tmp_path / "run"
-    status, output = compare(out, "--a", planted(), "--b", planted(), "--scenarios", "single", "--traffic", str(path))
+    status, output = compare(
+        out, "--a", planted(), "--b", planted(), "--scenarios", "single", "--traffic", str(path), "--speed", "1,2"
+    )  # fmt: skip
     assert record(out, "run.json")["state"] == "finished", (status, output)
     replays = [block for file in sorted((out / "blocks").glob("*.json"))
-               if (block := json.loads(file.read_text()))["workload"] == "trace(calls)"]  # fmt: skip
-    assert {block["label"] for block in replays} == {"a", "b"}
+               if (block := json.loads(file.read_text()))["workload"].startswith("trace(")]  # fmt: skip
+    span_ns = {"trace(calls)": 400_000_000, "trace(calls, 2×)": 200_000_000}
+    assert {(block["workload"], block["label"]) for block in replays} == {*product(span_ns, "ab")}
     for block in replays:
-        assert (block["offered"], block["errors"], block["due_span_ns"]) == (4, 0, 400_000_000)
+        assert (block["offered"], block["errors"], block["due_span_ns"]) == (4, 0, span_ns[block["workload"]])
         rows = read_tokens(out / block["samples"]).answers
         pairs = zip(rows["prompt_asked"].tolist(), rows["output_tokens"].tolist(), strict=True)
         assert sorted(pairs) == [(8, 9), (20, 12), (560, 3), (600, 6)]

@@ -17,7 +17,8 @@ from loadgen.client.outputs import AnswerError
 from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.traffic import unpacked
 from loadgen.client.transports import InferenceTarget
-from loadgen.experiment.prompts import PromptPlan, PromptShape, Trace
+from loadgen.experiment.prompts import PromptPlan, PromptShape
+from loadgen.experiment.replay import Replay
 from loadgen.records.samples import Samples, good, read_samples
 from loadgen.records.targets import TOKEN_TRANSPORTS, Transport
 from loadgen.records.tokens import (
@@ -63,7 +64,7 @@ class Streams:
         generator.prepare(
             Prepare(
                 samples_directory="", payload="", signature=Signature("planted", (), ()), batch_sizes=(1,), seed=7,
-                transport=transport, prompts=plan,
+                transport=transport, prompts=plan, replays=(changes["replay"],) if "replay" in changes else (),
             )
         )  # fmt: skip
         fields: dict[str, Any] = {
@@ -291,12 +292,12 @@ def test_a_trace_is_replayed_with_its_times_and_lengths(streams: Streams, tmp_pa
         f'{{"timestamp": {50 * place}, "input_length": {prompt}, "output_length": {answer}, "hash_ids": [1, 2]}}\n'
         for place, (prompt, answer) in enumerate(lengths)
     ))  # fmt: skip
-    trace = Trace(str(path), 10.0)
-    plan = PromptPlan(low=3, high=4095, seed=7, trace=trace)
+    trace = Replay(str(path), "completions", 10.0)
+    plan = PromptPlan(low=3, high=4095, seed=7)
     several = GeneratorProcess(tmp_path / "replay.log", processes=processes)
     try:
         outcome, samples, rows = streams.block(
-            "--step-ms 0.5 --first-ms 1 --cache-prefix 40", "completions", plan, several, shape=None, trace=trace,
+            "--step-ms 0.5 --first-ms 1 --cache-prefix 40", "completions", plan, several, shape=None, replay=trace,
             concurrency=6, arrivals_seed=11, rate_per_s=None, arrivals="poisson",
         )  # fmt: skip
     finally:

@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.client.connection import Address, assemble
-from loadgen.client.generation import for_stream, prepare_prompts, prepare_trace
-from loadgen.experiment.prompts import PromptError, PromptPlan, PromptShape, Trace
+from loadgen.client.endpoint import Signature
+from loadgen.client.generation import for_stream, prepare_prompts
+from loadgen.client.messages import Prepare
+from loadgen.client.recorded import prepare_trace
+from loadgen.experiment.prompts import PromptError, PromptPlan, PromptShape
+from loadgen.experiment.replay import Replay
 from loadgen.records.targets import ROUTES, TOKEN_TRANSPORTS, TokenTransport
+from loadgen.records.traffic import TrafficError
 
 PLAN = PromptPlan(low=3, high=1023, seed=11)
 NUMBERS = st.integers(0, 2**41)
@@ -102,10 +107,10 @@ def test_prompts_that_cannot_differ_are_refused() -> None:
     assert PLAN.prepared(PromptShape(16, 4, 15))[0].shape == (16,)
 
 
-def traced(folder: Path, *lines: object, seconds: float = 60.0) -> Trace:
-    path = folder / "trace.jsonl"
+def traced(folder: Path, *lines: object, seconds: float = 60.0) -> Replay:
+    path = folder / f"trace{len(list(folder.iterdir()))}.jsonl"  # each is read once
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-    return Trace(str(path), seconds)
+    return Replay(str(path), "completions", seconds)
 
 
 def line(timestamp: float, prompt: int, answer: int, *hashes: int) -> dict[str, object]:
@@ -116,7 +121,7 @@ def test_the_longest_request_and_the_rate_of_a_trace(tmp_path: Path) -> None:
     trace = traced(tmp_path, line(0, 900, 7), line(500, 800, 200), line(1000, 3, 2), line(2000, 4, 300))
     assert trace.longest() == PromptShape(800, 200)
     assert trace.rate_per_s() == pytest.approx(1.5)
-    with pytest.raises(PromptError, match=r"all requests of the trace .* have one timestamp"):
+    with pytest.raises(TrafficError, match=r"all requests of the trace .* have one timestamp"):
         traced(tmp_path, line(7, 1, 1), line(7, 2, 2), seconds=1.0).rate_per_s()
 
 
@@ -125,8 +130,9 @@ def test_a_trace_shares_what_has_the_same_hashes(tmp_path: Path) -> None:
         tmp_path, line(9000, 1100, 7, 1, 2, 3), line(27_500, 700, 5, 1, 4), line(10_000, 1030, 6, 1, 2, 5), "",
         line(10_001, 3, 2), line(99_000, 4, 4),
     )  # fmt: skip
-    assert trace.due_offsets_ns().tolist() == [0, 1_000_000_000, 1_001_000_000, 18_500_000_000]
-    prompts = prepare_trace("completions", "m", PLAN, trace, iter(())).replay(77)
+    first, offsets = trace.window(7)
+    assert (first, offsets.tolist()) == (0, [0, 1_000_000_000, 1_001_000_000, 18_500_000_000])
+    prompts = prepare_trace("completions", "m", PLAN, trace, {}).window(0, 4, 77)
     assert [shape.prompt_tokens for shape in prompts.shapes] == [1100, 1030, 3, 700]
     sent = []
     for body, request in enumerate(prompts.requests):
@@ -141,8 +147,23 @@ def test_a_trace_shares_what_has_the_same_hashes(tmp_path: Path) -> None:
     assert first[:512] == last[:512]
     assert first[1024:1030] != second[1024:1030]
     assert len(short) == 3
-    again = prepare_trace("completions", "m", PLAN, trace, iter(())).replay(78)
+    again = prepare_trace("completions", "m", PLAN, trace, {}).window(0, 4, 78)
     assert again.prompt(0, 78)[0] != first[0]
+
+
+def test_a_trace_is_prepared_once_for_all_its_speeds(tmp_path: Path) -> None:
+    """The faster replay has the whole trace, of which the slower one sends the beginning."""
+    slow = traced(tmp_path, *(line(1000 * number, 8, 2) for number in range(6)), seconds=3.0)
+    fast = Replay(slow.folder, slow.transport, 3.0, 2.0)
+    prepare = Prepare(
+        samples_directory="", payload="", signature=Signature("m", (), ()), batch_sizes=(1,), seed=7,
+        transport="completions", prompts=PLAN, replays=(fast, slow),
+    )  # fmt: skip
+    assert prepare.sources == {fast.source: fast}
+    prompts = prepare_trace("completions", "m", PLAN, fast, {})
+    windows = [replay.window(0) for replay in (slow, fast)]
+    assert [len(prompts.window(first, len(offsets), 0).requests) for first, offsets in windows] == [3, 6]
+    assert windows[1][1].tolist() == [500_000_000 * number for number in range(6)]
 
 
 @pytest.mark.parametrize(
@@ -156,14 +177,12 @@ def test_a_trace_shares_what_has_the_same_hashes(tmp_path: Path) -> None:
     ],
 )
 def test_a_trace_that_cannot_be_replayed_is_refused(tmp_path: Path, lines: list[object], sentence: str) -> None:
-    with pytest.raises(PromptError, match=sentence):
+    with pytest.raises(TrafficError, match=sentence):
         traced(tmp_path, *lines).requests()
-    with pytest.raises(PromptError, match="nowhere cannot be read: "):
-        Trace("/nowhere", 60.0).requests()
 
 
 def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     trace = traced(tmp_path, line(0, 900, 7), line(500, 800, 200))
-    path = Path(trace.path)
+    path = Path(trace.folder)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert trace.longest() == PromptShape(800, 200)

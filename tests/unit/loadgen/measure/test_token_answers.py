@@ -77,13 +77,14 @@ def test_workloads_that_are_too_long_are_refused(tmp_path: Path) -> None:
 
 
 def test_prompts_of_an_unknown_model_have_ids_that_every_tokenizer_has() -> None:
-    plan = prompt_plan(language_experiment((8, 4), (8, 4), (16, 4)), None)
+    experiment = language_experiment((8, 4), (8, 4), (16, 4))
+    plan = prompt_plan(experiment, None)
     assert plan.shapes == (PromptShape(8, 4), PromptShape(16, 4))
     prompts = probe_prompts(plan, PromptShape(16, 4), 5)
     assert len({tuple(prompt) for prompt in prompts}) == 5
     assert {len(prompt) for prompt in prompts} == {16}
     assert all(UNKNOWN_IDS[0] <= number <= UNKNOWN_IDS[1] for prompt in prompts for number in prompt)
-    assert describe_prompts(plan)["token_lengths"] == "8 → 4, 16 → 4"
+    assert describe_prompts(plan, experiment.workloads)["token_lengths"] == "8 → 4, 16 → 4"
 
 
 def test_a_trace_is_named_beside_the_lengths_of_the_other_prompts(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_a_trace_is_named_beside_the_lengths_of_the_other_prompts(tmp_path: Path
     replayed = msgspec.structs.replace(both.workloads[1], trace=str(path), arrivals="trace", rate_per_s=1.0)
     for workloads, words in (((both.workloads[0], replayed), "8 → 4 tokens and "), ((replayed,), "")):
         plan = prompt_plan(msgspec.structs.replace(both, workloads=workloads), None)
-        assert inputs_in_brief(describe_prompts(plan)) == f"prompts of {words}the trace {path}"
+        assert inputs_in_brief(describe_prompts(plan, workloads)) == f"prompts of {words}the trace {path}"
 
 
 def test_every_arm_and_workload_has_its_share_of_what_is_judged() -> None:

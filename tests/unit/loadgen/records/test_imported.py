@@ -15,7 +15,7 @@ from loadgen.client.endpoint import Signature, TensorSignature
 from loadgen.client.inputs import InputError
 from loadgen.client.recorded import prepare_recorded
 from loadgen.experiment.replay import Replay, recorded_protocol
-from loadgen.records.imported import is_trace, read_traffic
+from loadgen.records.imported import read_traffic
 from loadgen.records.traffic import RecordedTraffic, TrafficError
 
 INFER = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]}]}
@@ -72,7 +72,7 @@ def test_prompts_with_texts_keep_them_and_their_lengths(tmp_path: Path) -> None:
         {"timestamp": 1800, "text_input": "How?", "output_length": 11, "session_id": "s"},
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
-    assert not is_trace(str(path))
+    assert not read_traffic(str(path)).is_trace
     assert recorded_protocol(str(path)) == "text"
     replay = Replay(str(path), "text", 10.0)
     assert replay.window(0)[1].tolist() == [0, 800_000_000]
@@ -85,8 +85,7 @@ def test_prompts_with_texts_keep_them_and_their_lengths(tmp_path: Path) -> None:
 def test_a_trace_of_lengths_alone_is_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 6, "output_length": 5, "hash_ids": [1]}\n')
-    assert is_trace(str(path))
-    assert not is_trace(str(tmp_path))
+    assert read_traffic(str(path)).is_trace
 
 
 SIGNATURE = Signature("m", (TensorSignature("x", "FP32", (-1, -1)), TensorSignature("t", "BYTES", (-1, 1))), ())
