@@ -5,6 +5,8 @@ Searches are checked like blocks, by the trials that decided their value.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from loadgen.base.quantities import join, number, per_second, share
@@ -14,7 +16,7 @@ from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.metrics.registry import CHUNK_SIZE, OUTPUT_TOKENS
 from loadgen.metrics.summaries import BlockSummary, figure_of
 from loadgen.records.checks import Severity
-from loadgen.records.machine import CEILING_SHARE_LIMIT, ceiling_images_per_s, ceiling_tokens_per_s
+from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s, ceiling_tokens_per_s
 from loadgen.records.run import Label, Workload
 from loadgen.records.targets import Kind
 from loadgen.stats.estimates import critical_t
@@ -91,46 +93,59 @@ def generator_ceiling(load: WorkloadFacts, facts: Facts) -> Judgement:
     """Compare with this machine's calibration; above half of the maximum the generator adds to the latencies. Of
     streamed answers compare the chunks: one of several tokens costs about as much as one of a single token. Beyond the
     maximum for them it merges chunks and stamps them late, so the run is invalid."""
-    experiment, calibration, workload = facts.run.experiment, facts.run.calibration, load.workload
-    if calibration is None:
+    if facts.run.calibration is None:
         return Judgement(None, "this machine is not calibrated")
-    is_streamed = workload.kind is Kind.TOKENS and not workload.is_search
-    processes = max(1, min(experiment.processes, workload.concurrency))  # a user is not shared among several
-    measured = []
-    for label, speed in _chunks_per_s(load) if is_streamed else _items_per_s(load, facts):
-        arm = experiment.arm(label)
-        ceiling = (
-            ceiling_tokens_per_s(calibration, experiment.transport_of(arm), processes)
-            if is_streamed
-            else ceiling_images_per_s(
-                calibration, experiment.transport, experiment.payload_of(arm), workload.batch_size, processes
-            )
-        )
-        if speed and ceiling:
-            measured.append((speed / ceiling, label, speed, ceiling))
+    if load.workload.kind is Kind.TOKENS and not load.workload.is_search:
+        speeds = _chunks_per_s(load, facts, facts.run.calibration)
+        return _below_maximum(speeds, facts, "sent", "chunks/s", "receive one by one", beyond="invalidates")
+    speeds = _items_per_s(load, facts, facts.run.calibration)
+    return _below_maximum(speeds, facts, "reached", per_second(facts.item), "send")
+
+
+Speeds = Iterable[tuple[Label, float | None, float | None]]
+"""By arm what it reached in a second, and what the load generator can."""
+
+
+def _below_maximum(
+    speeds: Speeds, facts: Facts, verb: str, unit: str, can: str, *, beyond: Severity | None = None
+) -> Judgement:
+    """`beyond`: the severity of more than the maximum."""
+    measured = [(speed / most, label, speed, most) for label, speed, most in speeds if speed and most]
     if not measured:
         return Judgement(None, "the calibration does not cover this workload")
-    used, label, speed, ceiling = max(measured)
-    reached = f"reached {number(speed)} {per_second(facts.item)}"
-    most = f"{share(used)} of the {number(ceiling)}/s that the load generator can "
-    if is_streamed:
-        reached, most = f"sent {number(speed)} chunks/s", f"{most}receive one by one"
-    else:
-        most += "send"
-    severity: Severity | None = "invalidates" if is_streamed and used > 1.0 else None
-    return Judgement(used <= CEILING_SHARE_LIMIT, f"{facts.names[label]} {reached}, {most}", used, severity=severity)
+    used, label, speed, most = max(measured)
+    detail = (
+        f"{facts.names[label]} {verb} {number(speed)} {unit}, {share(used)} of the {number(most)}/s that the load "
+        f"generator can {can}"
+    )
+    return Judgement(used <= CEILING_SHARE_LIMIT, detail, used, severity=beyond if used > 1.0 else None)
 
 
-def _items_per_s(load: WorkloadFacts, facts: Facts) -> list[tuple[Label, float | None]]:
-    if load.workload.is_search:
+def _items_per_s(load: WorkloadFacts, facts: Facts, calibration: Calibration) -> Speeds:
+    experiment, workload = facts.run.experiment, load.workload
+    reached = [(summary.label, summary.throughput_per_s) for summary in load.summaries]
+    if workload.is_search:
         rates = facts.of(RatesFound).rates
-        return [(rate.label, rate.rate_per_s) for rate in rates if rate.workload == load.workload.name]
-    return [(summary.label, summary.throughput_per_s) for summary in load.summaries]
+        reached = [(rate.label, rate.rate_per_s) for rate in rates if rate.workload == workload.name]
+    for label, speed in reached:
+        payload = experiment.payload_of(experiment.arm(label))
+        yield label, speed, ceiling_images_per_s(
+            calibration, experiment.transport, payload, workload.batch_size, _processes(load, facts)
+        )  # fmt: skip
 
 
-def _chunks_per_s(load: WorkloadFacts) -> list[tuple[Label, float | None]]:
-    figures = [(s.label, figure_of(s, OUTPUT_TOKENS), figure_of(s, CHUNK_SIZE)) for s in load.summaries]
-    return [(label, speed / size if speed and size else None) for label, speed, size in figures]
+def _chunks_per_s(load: WorkloadFacts, facts: Facts, calibration: Calibration) -> Speeds:
+    experiment = facts.run.experiment
+    for summary in load.summaries:
+        speed, size = figure_of(summary, OUTPUT_TOKENS), figure_of(summary, CHUNK_SIZE)
+        transport = experiment.transport_of(experiment.arm(summary.label))
+        most = ceiling_tokens_per_s(calibration, transport, _processes(load, facts))
+        yield summary.label, speed / size if speed and size else None, most
+
+
+def _processes(load: WorkloadFacts, facts: Facts) -> int:
+    """The load generator's processes that have users: a user is not shared among several."""
+    return max(1, min(facts.run.experiment.processes, load.workload.concurrency))
 
 
 @check(

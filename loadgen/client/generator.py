@@ -309,7 +309,8 @@ def _store(command: Open, parts: Sequence[Contribution], messages: list[str]) ->
     """Store all samples in the order in which they were sent, their errors numbered by `messages`, which grows by one
     for the failures of a lost process. A lost process has no streamed answers."""
     path, pieces = Path(command.samples_path or ""), []
-    kept = [part for part in parts if part.outcome is not None or not command.streamed]
+    streamed = bool(command.shapes)
+    kept = [part for part in parts if part.outcome is not None or not streamed]
     for part in kept:
         if part.outcome is not None:
             piece = read_samples(part.samples_path)
@@ -322,7 +323,7 @@ def _store(command: Open, parts: Sequence[Contribution], messages: list[str]) ->
     merged = np.concatenate(pieces) if pieces else np.empty(0, dtype=SAMPLE_DTYPE)
     order = np.argsort(merged["send_ns"], kind="stable")
     merged = merged[order]
-    if command.streamed:
+    if streamed:
         store_tokens(path, join_tokens([read_tokens(part.samples_path) for part in kept], order))
     store_samples(path, [merged])
     for part in parts:

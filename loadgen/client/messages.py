@@ -10,6 +10,7 @@ While a block opens and while it runs the generator sends null every second, to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from loadgen.experiment.prompts import SETTLING, PromptPlan, PromptShape
 from loadgen.experiment.replay import Replay
 from loadgen.experiment.schedule import Offsets, arrival_count, due_offsets_ns
 from loadgen.records.run import DEFAULT_ACCESS, Access, Arrivals, WorkerRecord
-from loadgen.records.targets import Transport, is_token_transport
+from loadgen.records.targets import Transport
 
 CONNECT_SECONDS = 30.0
 """How long the users of a block may take to connect."""
@@ -114,18 +115,18 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
     """Decides which answers are kept."""
 
     @property
-    def streamed(self) -> bool:
-        """Whether the answers are streams of tokens."""
-        recorded = self.replay is not None and is_token_transport(self.replay.transport)
-        return self.shape is not None or recorded
+    def shapes(self) -> Sequence[PromptShape]:
+        """The lengths of its prompts and of their streamed answers; none of tensors. Raises `TrafficError` for a replay
+        that cannot be read."""
+        if self.replay is not None:
+            return self.replay.shapes()
+        return () if self.shape is None else (self.shape,)
 
     @property
     def answer_limit_s(self) -> float:
         """Most seconds of any request of the block, also of the small one before it. Raises `TrafficError` for a
         replay that cannot be read."""
-        shapes = [] if self.shape is None else [self.shape]
-        shapes += [] if self.replay is None else self.replay.shapes()
-        if not shapes:  # of tensors
+        if not (shapes := self.shapes):
             return self.timeout_s
         return answer_limit_s(self.timeout_s, max(shape.output_tokens for shape in (SETTLING, *shapes)))
 

@@ -25,7 +25,6 @@ from loadgen.client.generator import GeneratorProcess
 from loadgen.client.inputs import InputError
 from loadgen.client.messages import BlockOutcome, GeneratorError
 from loadgen.experiment.plan import Care, care_of
-from loadgen.experiment.prompts import PromptPlan
 from loadgen.experiment.schedule import ScheduledBlock, closed_loop, interleave, request_shape, schedule
 from loadgen.launch.deployment import DeploymentError
 from loadgen.measure.answers import AnswersUnderLoad
@@ -88,8 +87,6 @@ class RunContext:
         """The run's blocks so far, also of earlier restarts, when their number is not fixed."""
         self.prepared: Prepared | None = None
         """What earlier runs of the same model and inputs have made; None: the run makes all of it."""
-        self.prompts: PromptPlan | None = None
-        """What the prompts of a language model are made from; None for another model."""
         self.phase = "starting"
         self.began_s = monotonic()
         self.resources = ExitStack()

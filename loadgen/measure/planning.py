@@ -38,17 +38,12 @@ from loadgen.experiment.plan import (
 )
 from loadgen.experiment.settings import DEFAULT_PROJECT, ExperimentSettings, defaults_of
 from loadgen.findings.ceiling import has_own_engines
-from loadgen.launch.deployment import Deployment, DeploymentError, RemoteDeployment
+from loadgen.launch.deployment import Deployment, DeploymentError
 from loadgen.launch.discovery import find_language_models, find_models
 from loadgen.launch.embedded import EmbeddedDeployment
-from loadgen.measure.language import model_info, prompt_plan
-from loadgen.measure.preparation import (
-    make_deployment,
-    make_inputs,
-    model_name,
-    prepare_inputs,
-    with_generated_inputs,
-)
+from loadgen.measure.language import model_info
+from loadgen.measure.preparation import make_deployment, model_name
+from loadgen.measure.sent import SENT
 from loadgen.records.names import names_of
 from loadgen.records.payloads import TOKENS, implied_payload, served_name
 from loadgen.records.run import MODEL_WEIGHTS, ArmRequest, Experiment, Label, body_in_words, option_of
@@ -159,7 +154,7 @@ def plan_experiment(settings: ExperimentSettings) -> ExperimentPlan:
     check_surface(settings)
     combinations, arms, workloads = plan_loads(settings, arms)
     for arm, combination in product(arms, combinations):
-        check_reachable(arm, combination.transport)
+        check_reachable(arm, arm.transport or combination.transport)
     check_stack(settings, arms, combinations)
     check_tls(settings, arms, combinations)
     check_models(settings, arms)
@@ -216,7 +211,7 @@ def check_reachable(arm: ArmRequest, transport: Transport) -> None:
     """Raises `PlanError` for a URL that is malformed, and for a server that does not offer the transport."""
     if arm.embedded:
         offered = TARGETS[arm.target].transports
-        if offered and not is_token_transport(transport) and transport not in offered:
+        if transport not in (*offered, *TARGETS[arm.target].protocols):
             titles = " and ".join(ROUTES[name].title for name in offered)
             raise PlanError(
                 f"{option_of(arm.label)} {arm.target} serves {titles} only; use --transport {','.join(offered)}"
@@ -301,20 +296,9 @@ def check_servers(experiments: Sequence[Experiment], say: Callable[[str], object
             decided.append(decide_padding(experiment, cannot_pad, pads_to))
         try:
             for number, experiment in enumerate(decided):
-                if experiment.kind is Kind.TOKENS:
-                    prompt_plan(experiment, model_info(experiment))
-                    continue
-                started = any(arm.embedded and not arm.own_repository for arm in experiment.arms)
-                running = checked[experiment.baseline.label, experiment.payload_of(experiment.baseline)]
-                name = experiment.model_of(experiment.baseline) or experiment.model
+                baseline = checked[experiment.baseline.label, experiment.payload_of(experiment.baseline)]
                 place = Path(folder) / str(number) / "samples"
-                if not started and isinstance(running, RemoteDeployment):
-                    decided[number] = experiment = with_generated_inputs(experiment, place, running.signature(name))
-                # Otherwise the inputs come from `abserve samples` with its defaults, which fit a model that is served.
-                if not started or experiment.inputs or experiment.sequence_length or experiment.pad_to:
-                    _, inputs = prepare_inputs(experiment, place)
-                    if inputs is None and experiment.inputs and isinstance(running, RemoteDeployment):
-                        make_inputs(experiment, place.with_name("made"), running.signature(name))
+                decided[number] = SENT[experiment.kind].checked(experiment, baseline, place)
         except (InputError, EndpointError) as exc:
             raise PlanError(str(exc)) from exc
     return decided

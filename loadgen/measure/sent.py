@@ -3,30 +3,43 @@ depends on which of them it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from time import monotonic
+from pathlib import Path
+from random import SystemRandom
+from secrets import token_hex
+from time import monotonic, perf_counter_ns
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from loadgen.base.child_process import ProcessError
 from loadgen.base.quantities import counted, join
+from loadgen.client.bodies import DIGITS, find_variation
 from loadgen.client.connection import failure_message
 from loadgen.client.endpoint import EndpointError, Signature
+from loadgen.client.inputs import InputError
 from loadgen.client.outputs import AnswerError
 from loadgen.client.token_traffic import ask_tokens
 from loadgen.client.transports import Request, prepare
 from loadgen.experiment.language import fitted, protocol_in_words, with_rates
 from loadgen.experiment.plan import SCREENING, expects_gpu, sized
-from loadgen.experiment.prompts import PromptPlan
-from loadgen.launch.deployment import DeploymentError
+from loadgen.experiment.prompts import PromptPlan, PromptShape
+from loadgen.launch.deployment import Deployment, DeploymentError, RemoteDeployment
 from loadgen.measure.answers import AnswersUnderLoad, ParityTarget, check_parity
 from loadgen.measure.arms import Arm, replay_of
 from loadgen.measure.errors import RunError
 from loadgen.measure.language import describe_prompts, model_info, probe_prompts, prompt_plan
-from loadgen.measure.preparation import READY_SECONDS, describe_inputs, export_artefacts, make_inputs, prepare_inputs
+from loadgen.measure.preparation import (
+    READY_SECONDS,
+    describe_inputs,
+    export_artefacts,
+    make_inputs,
+    prepare_inputs,
+    with_generated_inputs,
+)
 from loadgen.measure.token_answers import ProbePrompts, TokenAnswers, agreement, equal_answers
 from loadgen.records.names import names_of
 from loadgen.records.run import ArmRecord, Experiment, Label, ParityRecord
@@ -37,6 +50,9 @@ if TYPE_CHECKING:
     from loadgen.measure.context import RunContext
 
 T = TypeVar("T")
+PROMPT_TOKENS = 512
+"""The longest prompt that is sent again: long enough to show a cache, and not so long that sixty of them take minutes
+on a CPU."""
 CACHES_SECONDS = 5.0
 """Of looking for a cache of prompts on one arm, for planning."""
 REFERENCE_START_S, REFERENCE_SHARE = 16.0, 0.2
@@ -51,6 +67,21 @@ class SentTensors:
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
+
+    @staticmethod
+    def checked(experiment: Experiment, baseline: Deployment, place: Path) -> Experiment:
+        """Make what would be sent, before a run. Returns the experiment with the inputs that must be generated for the
+        baseline's model. Raises `EndpointError`, `InputError`."""
+        started = any(arm.embedded and not arm.own_repository for arm in experiment.arms)
+        name = experiment.model_of(experiment.baseline) or experiment.model
+        if not started and isinstance(baseline, RemoteDeployment):
+            experiment = with_generated_inputs(experiment, place, baseline.signature(name))
+        # Otherwise the inputs come from `abserve samples` with its defaults, which fit a model that is served.
+        if not started or experiment.inputs or experiment.sequence_length or experiment.pad_to:
+            _, inputs = prepare_inputs(experiment, place)
+            if inputs is None and experiment.inputs and isinstance(baseline, RemoteDeployment):
+                make_inputs(experiment, place.with_name("made"), baseline.signature(name))
+        return experiment
 
     def prepare(self) -> None:
         """Make what is sent, as far as no server must be asked for it. Raises `InputError`."""
@@ -115,6 +146,36 @@ class SentTensors:
         request = prepare(arm.transport, context.inputs[arm.payload], context.signatures[label], [0])
         return partial(_first_answer, first=request)
 
+    @contextmanager
+    def timed(self, arm: Arm, count: int) -> Iterator[Callable[[int], int]]:
+        """Sends one of `count` different requests, by its number, and returns how many ns its answer took. They have
+        one item and go over HTTP, whatever the transport of the load: a cache serves all of them. Raises `AnswerError`,
+        `ConnectionRefused`, `InputError`."""
+        inputs, signature = self.context.inputs[arm.payload], self.context.signatures[arm.request.label]
+        variation = find_variation(inputs, signature)
+        if variation is None or variation.capacity < count:
+            raise InputError(f"the inputs of {signature.model} are too small to make new ones")
+        target, items = replace(arm.target, transport="http"), min(inputs.count, count)
+        requests = [target.sendable(prepare("http", inputs, signature, (item,), variation)) for item in range(items)]
+        first = SystemRandom().getrandbits(8 * DIGITS)
+        connection = target.connection((), timeout_s=arm.request_timeout_s)
+
+        def ask(number: int) -> int:
+            item = number % items
+            patch = variation.patch(item, first + number)
+            start_ns = perf_counter_ns()
+            exchange = connection.send(requests[item], (patch,))
+            took_ns = perf_counter_ns() - start_ns
+            if not exchange.good:
+                raise InputError(failure_message(exchange))
+            return took_ns
+
+        try:
+            connection.connect()
+            yield ask
+        finally:
+            connection.close()
+
 
 class SentPrompts(SentTensors):
     """A run of a language model: answers are judged by a reference, and no server says what prompts it takes."""
@@ -122,9 +183,13 @@ class SentPrompts(SentTensors):
     speaks_all = True
     plan: PromptPlan
 
+    @staticmethod
+    def checked(experiment: Experiment, baseline: Deployment, place: Path) -> Experiment:  # noqa: ARG004 (of tensors)
+        prompt_plan(experiment, model_info(experiment))
+        return experiment
+
     def prepare(self) -> None:
-        context = self.context
-        context.prompts = self.plan = prompt_plan(context.experiment, model_info(context.experiment, context.abserve))
+        self.plan = prompt_plan(self.context.experiment, model_info(self.context.experiment, self.context.abserve))
 
     def announce(self) -> None:
         self.context.progress.rule_decided(protocol_in_words(self.context.experiment))
@@ -185,6 +250,18 @@ class SentPrompts(SentTensors):
 
     def first_request(self, label: Label) -> Callable[[Arm], int]:  # noqa: ARG002 (any arm takes the same prompts)
         return partial(_first_token, plan=self.plan)
+
+    @contextmanager
+    def timed(self, arm: Arm, count: int) -> Iterator[Callable[[int], int]]:
+        """Sends one of `count` different prompts, by its number, and returns the time until its first token."""
+        longest = min(PROMPT_TOKENS, max(shape.prompt_tokens for shape in self.plan.shapes))
+        prompts, limit_s = probe_prompts(self.plan, PromptShape(longest, 2), count), arm.request_timeout_s
+
+        def ask(number: int) -> int:
+            answer = ask_tokens(arm.target, self.plan, prompts[number], 2, timeout_s=limit_s, salt=token_hex(8))
+            return answer.chunks[0].at_ns - answer.sent_ns
+
+        yield ask
 
 
 SENT: Mapping[Kind, type[SentTensors]] = {Kind.TENSORS: SentTensors, Kind.TOKENS: SentPrompts}

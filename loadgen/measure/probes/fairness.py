@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import SystemRandom
-from secrets import token_hex
 from statistics import median
 from time import perf_counter, perf_counter_ns
 from typing import TYPE_CHECKING, Any
@@ -24,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from loadgen.checks.registry import make_checks
-from loadgen.experiment.prompts import PromptPlan, PromptShape
 from loadgen.experiment.schedule import sends_load
 from loadgen.findings.registry import Probe
 from loadgen.measure.machine import utc_now
@@ -37,8 +33,6 @@ from loadgen.records.store import read_run
 
 if TYPE_CHECKING:
     from loadgen.client.connection import Address
-    from loadgen.client.endpoint import Signature
-    from loadgen.client.inputs import SampleInputs
     from loadgen.measure.arms import Arm
     from loadgen.measure.context import RunContext
 
@@ -51,9 +45,6 @@ GROUPS = 24
 REPEATS = 5
 _MOST_SECONDS, _MOST_SECONDS_OF_SMOKE = 30.0, 5.0
 _LEAST_GROUPS = 6
-PROMPT_TOKENS = 512
-"""The longest prompt that is sent again: long enough to show a cache, and not so long that sixty of them take minutes
-on a CPU."""
 
 
 def measure(context: RunContext) -> None:
@@ -172,11 +163,7 @@ def probe_cache(context: RunContext, label: Label, arm: Arm, most_s: float) -> C
     from loadgen.client.outputs import AnswerError
 
     try:
-        with (
-            _items(arm, context.inputs[arm.payload], context.signatures[label])
-            if context.prompts is None
-            else nullcontext(_prompts(arm, context.prompts))
-        ) as ask:
+        with context.sent.timed(arm, REPEATS + GROUPS) as ask:
             fresh, repeated = _send_in_groups(ask, most_s)
     except (AddressError, AnswerError, ConnectionRefused, InputError) as exc:
         return CacheProbe(label=label, fresh_ns=(), repeated_ns=(), error=str(exc))
@@ -198,56 +185,6 @@ def _send_in_groups(ask: Callable[[int], int], most_s: float) -> tuple[list[int]
         if len(fresh) >= _LEAST_GROUPS and perf_counter() - began > most_s:
             break
     return fresh, repeated
-
-
-def _prompts(arm: Arm, plan: PromptPlan) -> Callable[[int], int]:
-    """The time to the first token of a prompt. Long ones are sent, since a cache saves most of them, each time with
-    another salt, as in the load. Raises `AnswerError`, `ConnectionRefused`, `AddressError`."""
-    from loadgen.client.token_traffic import ask_tokens
-    from loadgen.measure.language import probe_prompts
-
-    longest = min(PROMPT_TOKENS, max(shape.prompt_tokens for shape in plan.shapes))
-    prompts = probe_prompts(plan, PromptShape(longest, 2), REPEATS + GROUPS)
-
-    def ask(number: int) -> int:
-        answer = ask_tokens(arm.target, plan, prompts[number], 2, timeout_s=arm.request_timeout_s, salt=token_hex(8))
-        return answer.chunks[0].at_ns - answer.sent_ns
-
-    return ask
-
-
-@contextmanager
-def _items(arm: Arm, inputs: SampleInputs, signature: Signature) -> Iterator[Callable[[int], int]]:
-    """The time of a request of one item over HTTP, whatever the transport of the load: a cache serves all of them.
-    Raises `ConnectionRefused`, `InputError`."""
-    from loadgen.client.bodies import DIGITS, find_variation
-    from loadgen.client.connection import failure_message
-    from loadgen.client.inputs import InputError
-    from loadgen.client.transports import prepare
-
-    variation = find_variation(inputs, signature)
-    if variation is None or variation.capacity < GROUPS + REPEATS:
-        raise InputError(f"the inputs of {signature.model} are too small to make new ones")
-    target, count = replace(arm.target, transport="http"), min(inputs.count, GROUPS)
-    requests = [target.sendable(prepare("http", inputs, signature, (item,), variation)) for item in range(count)]
-    first = SystemRandom().getrandbits(8 * DIGITS)
-    connection = target.connection((), timeout_s=arm.request_timeout_s)
-
-    def ask(number: int) -> int:
-        item = number % count
-        patch = variation.patch(item, first + number)
-        start_ns = perf_counter_ns()
-        exchange = connection.send(requests[item], (patch,))
-        took_ns = perf_counter_ns() - start_ns
-        if not exchange.good:
-            raise InputError(failure_message(exchange))
-        return took_ns
-
-    try:
-        connection.connect()
-        yield ask
-    finally:
-        connection.close()
 
 
 PROBE = Probe(wanted=sends_load, measure=measure)

@@ -80,7 +80,8 @@ def cause_table(result: Result, causes: WorkloadCauses) -> doc.Table:
     workload = next(workload for workload in result.experiment.workloads if workload.name == causes.workload)
 
     def of_token(answer_ms: float | None) -> str:
-        return "" if answer_ms is None else _ms(per_token(workload, answer_ms)) if workload.kind is Kind.TOKENS else ""
+        token_ms = None if answer_ms is None else per_token(workload, answer_ms)
+        return "" if token_ms is None else _ms(token_ms)
 
     rows: list[tuple[str, ...]] = []
     for cause in causes.causes:
