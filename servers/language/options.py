@@ -1,4 +1,4 @@
-"""Options of a server of language models."""
+"""Options of servers, most of them of language models."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pydantic_settings import BaseSettings
 
 from servers.language.engine import GenerationSettings
 from servers.language.specification import LanguageModel
-from servers.options import search
+from servers.options import defaults, search
 from servers.options.defaults import OptionError
 
 
-class GenerationOptions(BaseSettings):
-    """What every server of a language model is told."""
+class ServingOptions(BaseSettings):
+    """What every server is told: where it listens, and how many answers of a language model it makes."""
 
     slots: Annotated[int, search.SLOTS] = Field(
         0, ge=0, le=4096, title="Language models", description="Requests generated at once; 0: the engine's default."
@@ -27,7 +27,8 @@ class GenerationOptions(BaseSettings):
         title="Language models",
         description="Most tokens of a prompt and its answer together; 0: the engine's default, at most the model's.",
     )
-
+    host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
+    anyone: bool = Field(False, title="Access and process", description=defaults.ANYONE)
     tls_certificate: Path | None = Field(
         None, title="Access and process", description="Speak TLS with the certificate in this PEM file, and its key."
     )
@@ -38,7 +39,7 @@ class GenerationOptions(BaseSettings):
             raise OptionError(f"--max-length {self.max_length}: {model.title} takes at most {model.max_length} tokens")
 
 
-class GeneratingOptions(GenerationOptions):
+class GeneratingOptions(ServingOptions):
     """How one of abserve's engines generates tokens."""
 
     prefill_chunk: Annotated[int, search.PREFILL_CHUNK] = Field(

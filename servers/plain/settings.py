@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from servers.language.options import GenerationOptions
+from servers.language.options import ServingOptions
 from servers.models.registry import DEFAULT_MODEL, UnknownModelError, get_variants
 from servers.models.specification import ModelSpecification
 from servers.options import defaults, search
@@ -24,7 +24,7 @@ SEARCHED_WORKERS = search.Searched(
 """On a CPU they take cores from each other's torch."""
 
 
-class PlainSettings(GenerationOptions):
+class PlainSettings(ServingOptions):
     """One FastAPI or LitServe server; it serves one model with one payload, over HTTP."""
 
     model_config = settings_of("ABSERVE_PLAIN_")
@@ -34,8 +34,6 @@ class PlainSettings(GenerationOptions):
     weights: str | None = Field(
         None, title="Model", description="random:SEED, a pretrained tag or a checkpoint file; default: the model's."
     )
-    host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
-    anyone: bool = Field(False, title="Access and process", description=defaults.ANYONE)
     http_port: int = Field(8100, ge=1, le=65535, title="Target", description="Port of HTTP; there is no gRPC.")
     precision: Annotated[str, search.PRECISION] = Field(
         defaults.PRECISION, title="Engine", description="auto (fp16 on a GPU, fp32 on a CPU), fp32, tf32, fp16 or bf16."

@@ -87,7 +87,6 @@ class TritonSettings(EngineOptions, GeneratingOptions):
     )
     payloads: str = Field("", title="Model", description="Any of fp32,uint8,jpeg; default: the model's.")
     host: str = Field(defaults.HOST, title="Target", description="Address to listen on; for trusted clients only.")
-    anyone: bool = Field(False, title="Access and process", description=defaults.ANYONE)
     http_port: int = Field(8000, ge=1, le=65535, title="Target", description="HTTP port.")
     grpc_port: int = Field(8001, ge=1, le=65535, title="Target", description="gRPC port.")
     metrics_port: int = Field(8002, ge=1, le=65535, title="Target", description="Port of the Prometheus metrics.")

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from servers.engines.options import ModelOptions
-from servers.language.options import GenerationOptions
+from servers.language.options import ServingOptions
 from servers.options import defaults, search
 from servers.options.command_line import settings_of
 
@@ -18,13 +18,11 @@ SEARCHED_PREFILL_CHUNK = search.Searched(
 """0 is vLLM's default, which depends on its release and on the GPU."""
 
 
-class VllmSettings(ModelOptions, GenerationOptions):
+class VllmSettings(ModelOptions, ServingOptions):
     """One `vllm serve` for one language model. What is not set here is vLLM's default."""
 
     model_config = settings_of("ABSERVE_VLLM_")
 
-    host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
-    anyone: bool = Field(False, title="Access and process", description=defaults.ANYONE)
     http_port: int = Field(8200, ge=1, le=65535, title="Target", description="Port of HTTP.")
     python: Path | None = Field(
         None,

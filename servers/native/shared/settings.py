@@ -76,7 +76,6 @@ class NativeSettings(GeneratingOptions):
     weights: str | None = Field(
         None, title="Model", description="random:SEED, a pretrained tag or a checkpoint file; default: the model's."
     )
-    host: str = Field(defaults.HOST, title="Target", description="Address to listen on.")
     http_port: int = Field(8100, ge=1, le=65535, title="Target", description="Port of HTTP.")
     grpc_port: int = Field(8101, ge=0, le=65535, title="Target", description="Port of gRPC; 0: no gRPC.")
     engine: Annotated[str, search.ENGINE] = Field(
@@ -208,11 +207,6 @@ class NativeSettings(GeneratingOptions):
         title="Access and process",
         description="File of keys, one per line, read again at SIGHUP; all but health checks then need one: "
         "Authorization: Bearer KEY.",
-    )
-    anyone: bool = Field(
-        False,
-        title="Access and process",
-        description=defaults.ANYONE,
     )
     tls_key: Path | None = Field(
         None, title="Access and process", description="Key of that certificate, if it is in another PEM file."
