@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
+from servers.gpu.cuda_library import make_context
 from servers.options.defaults import usable_cores
+from servers.options.libraries import installed_version
 
 _NVIDIA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # the second one is WSL's
 
@@ -30,6 +36,20 @@ def openmp_spinning(threads: int) -> str:
 def nvidia_device_present() -> bool:
     """Whether the kernel offers an NVIDIA device. Loads no library and does not prove that the GPU works."""
     return any(Path(path).exists() for path in _NVIDIA_DEVICES)
+
+
+def begin_gpu(device: str) -> None:
+    """Begin what torch will need on a GPU, in threads beside its import: the context of the device, and the digest of
+    all of Triton's files, which names compiled kernels. For the process that executes, once."""
+    number = cuda_index(device)
+    if number is not None and not (installed_version("torch") or "+cpu").endswith("+cpu"):
+        for begin in (partial(make_context, number), _name_kernels):
+            threading.Thread(target=begin, daemon=True).start()
+
+
+def _name_kernels() -> None:
+    with suppress(Exception):  # there is no Triton, or another one
+        import_module("triton.runtime.cache").triton_key()
 
 
 def check_devices(device: str) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from ctypes import POINTER, byref, c_char_p, c_int, c_ubyte, c_uint
+from contextlib import suppress
+from ctypes import POINTER, byref, c_char_p, c_int, c_ubyte, c_uint, c_void_p
 from typing import Any
 from uuid import UUID
 
@@ -79,6 +80,14 @@ class CudaLibrary:
         text = c_char_p()
         getattr(self._library, function)(code, byref(text))
         return (text.value or b"%d" % code).decode("utf-8", "replace")
+
+
+def make_context(ordinal: int) -> None:
+    """Make the context of a device that all libraries of this process share, which takes a third of a second. Without
+    effect where that fails: who needs it will say so."""
+    with suppress(CudaError):
+        library = CudaLibrary({"cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int)})
+        library.call("cuDevicePrimaryCtxRetain", byref(c_void_p()), library.device(ordinal))
 
 
 def device_uuid(ordinal: int) -> str | None:

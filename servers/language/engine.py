@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from servers.engines.factory import interpreter_with
+from servers.engines.processors import begin_gpu
 from servers.engines.settings import EngineError
 from servers.models.specification import choose_from
 from servers.protocol.errors import InvalidRequestError
@@ -196,6 +197,7 @@ def make_engine(specification: Any, settings: GenerationSettings) -> GeneratingE
         raise EngineError(
             f"the {settings.engine} engine needs libraries that another environment has; use abserve serve native"
         )
+    begin_gpu(settings.device)
     module_name, _, class_name = GENERATING_ENGINES[settings.engine].partition(":")
     try:
         engine_class = getattr(import_module(module_name), class_name)

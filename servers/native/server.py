@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from servers.engines.interface import Engine
+from servers.engines.processors import begin_gpu
 from servers.engines.settings import EngineError, EngineSettings, engine_kind
 from servers.models.registry import SOURCES, UnknownModelError, forget_models, get_variants
 from servers.models.specification import ModelSpecification
@@ -210,6 +211,8 @@ def _offer(settings: NativeSettings, specification: ModelSpecification, weights:
     def build(engine: EngineSettings) -> Engine:
         from servers.engines.factory import build_engine  # in the engine thread, after the port answers
 
+        if "torch" in engine_kind(engine.kind).libraries:
+            begin_gpu(engine.device_here())
         for library in imported_first(settings.engine, executed):
             with stage("import"), suppress(ImportError):  # loading the engine says what to install
                 import_library(library)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from importlib import import_module, metadata
 from importlib.util import find_spec, module_from_spec
@@ -101,6 +101,20 @@ def _remove(modules: Mapping[str, ModuleType | None]) -> None:
 def absent(*names: str) -> AbstractContextManager[None]:
     """Import others as where these optional libraries are not installed."""
     return _in_place(dict.fromkeys(name for name in names if name not in sys.modules))
+
+
+def called_later(name: str, *functions: str) -> AbstractContextManager[None]:
+    """Import others with functions of an installed library that import it when they are called."""
+    if name in sys.modules or find_spec(name) is None:
+        return nullcontext()
+    module = ModuleType(name)
+    for function in functions:
+        setattr(module, function, partial(_call, name, function))
+    return _in_place({name: module})
+
+
+def _call(library: str, function: str, *given: Any, **named: Any) -> Any:
+    return getattr(import_module(library), function)(*given, **named)
 
 
 COMPILER = ("torch._dynamo", "torch._dynamo.utils", "torch._dynamo._trace_wrapped_higher_order_op")

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,6 +160,30 @@ class FusedConvolution(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, activation={self.activation}"
+
+
+def layer_calls(
+    traced: fx.GraphModule, rows: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Iterator[Callable[[], Tensor]]:
+    """A call of each layer with a kernel of ours, alone, on tensors of the shapes that it gets in batches of `rows`."""
+    for node in traced.graph.nodes:
+        layer = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if not isinstance(layer, (FusedConvolution, PooledMean)):
+            continue
+        shapes = [None if given is None else _shape(given) for given in node.args]
+        for count in rows:
+            yield partial(_called_alone, layer, [shape and (count, *shape[1:]) for shape in shapes], dtype, device)
+
+
+def _called_alone(
+    layer: nn.Module, shapes: Sequence[Sequence[int] | None], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    layout = torch.channels_last
+    given = [
+        shape and torch.zeros(shape, dtype=dtype, device=device).contiguous(memory_format=layout) for shape in shapes
+    ]
+    answer: Tensor = layer(*given)
+    return answer
 
 
 class PooledMean(nn.Module):

@@ -339,8 +339,7 @@ def capture(run: Callable[[], object], device: torch.device, pool: Any = None) -
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        for _ in range(2):  # compiles kernels and creates library handles, neither of which may happen in a capture
-            run()
+        run()  # compiles kernels and creates library handles, neither of which may happen in a capture
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
     # Other threads of a server may free pinned memory during the capture, which must not break it.

@@ -118,7 +118,7 @@ class TorchEngine(RunnerEngine):
             rows = bucket_sizes(largest, self._settings.buckets, halves=mode == "graph")
             answers = ComparedAnswers(proof, expected, self._settings.precision)
             planned = partial(planned_form, module, specification, device, dtype, rows, answers)
-            form = fast_form(module, specification, device, dtype, largest, compiled=compiled, fp8=fp8, planned=planned)
+            form = fast_form(module, specification, device, dtype, rows, compiled=compiled, fp8=fp8, planned=planned)
             sizes, at_load = self._axis_buckets()
             self._start(form.build, rows, device, sizes=sizes, at_load=at_load)
         else:

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -31,10 +32,12 @@ from servers.engines.agreement import TOLERANCE, proof_batch
 from servers.engines.batches import Bucket
 from servers.engines.interface import EngineError, first_line
 from servers.engines.settings import PARAMETER_TYPES
+from servers.engines.torch.compiling import compile_together
 from servers.engines.torch.runner import TORCH_TYPES, Enqueue
 from servers.engines.torch.vit_tower import LeanVisionTower, UnsupportedTowerError
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import executed_module, to_precision
+from servers.options.stages import stage
 from servers.protocol.tensors import Array
 
 OWN_MODULE = "the model's own module"
@@ -183,20 +186,20 @@ def fast_form(
     specification: ModelSpecification,
     device: torch.device,
     dtype: torch.dtype,
-    max_batch_size: int,
+    rows: Sequence[int],
     *,
     compiled: bool,
     fp8: bool = False,
     planned: Callable[[ModelForm | None], ModelForm | None] = lambda _: None,
 ) -> ModelForm:
-    """The fastest form that covers this model and precision; with `compiled`, torch.compile of the lean tower. With
-    `fp8` it is the model's own module, whose linear layers torchao knows. `planned` may give the form of a model
-    without a fused tower, which is neither compiled nor in FP8; it takes the form with the lean tower, if there is one.
-    """
+    """The fastest form that covers this model and precision, for batches of `rows`, ascending; with `compiled`,
+    torch.compile of the lean tower. With `fp8` it is the model's own module, whose linear layers torchao knows.
+    `planned` may give the form of a model without a fused tower, which is neither compiled nor in FP8; it takes the
+    form with the lean tower, if there is one."""
     lean = None if fp8 else _lean_tower(module, specification)
     if lean is not None and not compiled and dtype == torch.float16 and find_spec("triton") is not None:
         try:
-            return _fused_form(lean, specification, device, max_batch_size)
+            return _fused_form(lean, specification, device, rows)
         except (UnsupportedTowerError, *FAILURES):  # on another card the kernels may fail
             pass
     form = None
@@ -230,18 +233,23 @@ def _compiled(form: ModelForm) -> ModelForm:
 
 
 def _fused_form(
-    lean: LeanVisionTower, specification: ModelSpecification, device: torch.device, max_batch_size: int
+    lean: LeanVisionTower, specification: ModelSpecification, device: torch.device, rows: Sequence[int]
 ) -> ModelForm:
     from servers.engines.torch.vit_fused import FusedVisionTower, FusedWeights, PlanChooser, TilePlan, Workspace
 
     weights = FusedWeights(lean, device)
-    workspace = Workspace(lean.shape, max_batch_size, device)
-    chooser = PlanChooser(weights, workspace, specification.inputs[0].item_shape)
-    chosen: dict[int, tuple[TilePlan, str]] = {}
+    workspace = Workspace(lean.shape, rows[-1], device)
+    item = specification.inputs[0].item_shape
+    chooser = PlanChooser(weights, workspace, item)
+    chosen = {images: chooser.choose(images) for images in rows}
+    towers = {images: FusedVisionTower(weights, workspace, images, plan) for images, (plan, _) in chosen.items()}
+    pixels = torch.zeros(rows[-1], *item, dtype=torch.uint8 if lean.bytes_in else torch.float32, device=device)
+    out = torch.empty(rows[-1], lean.shape.output_width, device=device)
+    with stage("capture"):
+        compile_together((partial(towers[n].run, pixels[:n], out[:n]) for n in rows), device)
 
     def enqueue(images: int) -> Enqueue:
-        chosen[images] = chooser.choose(images)
-        tower = FusedVisionTower(weights, workspace, images, chosen[images][0])
+        tower = towers[images]
         return lambda inputs, outputs: tower.run(inputs[0], outputs[0])
 
     def plans() -> Mapping[str, str]:

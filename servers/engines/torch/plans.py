@@ -34,7 +34,8 @@ from torch import Tensor, fx, nn
 from servers.engines.agreement import Proof, disagreement, proof_batch
 from servers.engines.batches import Bucket
 from servers.engines.choice import MOST_SECONDS, ChoiceCache, cache_key, graph_times_ms, makes_choices
-from servers.engines.torch.convolutions import fused_convolutions
+from servers.engines.torch.compiling import compile_together
+from servers.engines.torch.convolutions import fused_convolutions, layer_calls
 from servers.engines.torch.exported_graphs import restored, stored
 from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, as_specified, converted, plain_form, reason_of
 from servers.engines.torch.fused_layers import HALVES, Product, dynamic_shapes, exported_module, fused_layers
@@ -148,12 +149,14 @@ class PlannedModule(ABC):
         cache = ChoiceCache(cache_key(self._module, self._specification, self._device, self._answers.precision))
         with stage("choose"), cache.held():
             kept = self._kept(cache)
+            if not kept:
+                self._compile(rows)
             compared, longest = set[ModulePlan](), 0.0
             for count in measuring_order(rows):
                 plan = kept.get(count)
-                if plan is not None and (plan in compared or self._agrees(plan, count)):
+                if plan is not None and (plan in compared or self._still_agrees(plan, count)):
                     self._chosen[count] = plan, "cached"
-                    compared.add(plan)  # on one batch: the first start compared every size
+                    compared.add(plan)
                 elif not self._times_ms or monotonic() - self._started + longest < MEASURING_SECONDS:
                     began = monotonic()
                     self._measure(count)
@@ -252,6 +255,13 @@ class PlannedModule(ABC):
                 self._release()
         return self._forms[plan]
 
+    def _compile(self, rows: Sequence[int]) -> None:  # noqa: B027  most need a few kernels
+        """Compile together what batches of `rows` need, which are about to be measured."""
+
+    def _still_agrees(self, plan: ModulePlan, rows: int) -> bool:
+        """Whether the answers of a plan that an earlier start chose, which compared every size, agree on one batch."""
+        return self._agrees(plan, rows)
+
     @abstractmethod
     def _built(self, plan: ModulePlan) -> ModelForm:
         """The form with this plan. Raises anything for one that the module cannot have."""
@@ -296,12 +306,17 @@ class ConvolutionalModule(PlannedModule):
         elif plan.folded:
             own = self._fold()
         form = plain_form(deepcopy(own), self._specification, self._device, self._dtype)
-        assert isinstance(form.module, nn.Module)  # see plain_form
-        tower = form.module.tower if isinstance(form.module, UInt8Images) else form.module
+        tower = _tower(form)
         layout = torch.channels_last if plan.channels_last else torch.contiguous_format
         tower.to(memory_format=layout)
         tower.register_forward_pre_hook(partial(_in_layout, layout))
         return form
+
+    def _compile(self, rows: Sequence[int]) -> None:
+        form = self._form(PLANS[-1])
+        if form is not None and self._device.type == "cuda":
+            compile_together(layer_calls(_tower(form), rows, self._dtype, self._device), self._device)
+            self._release()
 
     def _fold(self) -> nn.Module:
         """The module with folded batch norms, made once. Raises as `folded_norms`."""
@@ -383,6 +398,9 @@ class LayeredModule(PlannedModule):
             raise ValueError(fault)
         return form
 
+    def _still_agrees(self, plan: ModulePlan, rows: int) -> bool:  # noqa: ARG002
+        return self._form(plan) is not None  # which has been compared with the model in FP32
+
     def _fault(self, form: ModelForm, rows: int) -> str | None:
         """At several lengths beside the module's own layers, which the engine compares with the module in FP32."""
         if form is self._own():
@@ -415,6 +433,11 @@ class LayeredModule(PlannedModule):
     def _tensors(self, arrays: Mapping[str, Array]) -> list[Tensor]:
         names = [tensor.name for tensor in self._specification.inputs]
         return [torch.from_numpy(arrays[name].copy()).to(self._device) for name in names]
+
+
+def _tower(form: ModelForm) -> Any:
+    """The module of a form that gets images in FP32 or halves."""
+    return form.module.tower if isinstance(form.module, UInt8Images) else form.module
 
 
 def _places(array: Array, rows: int) -> Array:

@@ -31,7 +31,7 @@ from servers.models.modules import (
 )
 from servers.models.specification import ModelSpecification, Preprocessing, image_specification, refuse_tag
 from servers.models.weights import FindPretrained, PretrainedWeights, RandomWeights, WeightsError, WeightsSource, seeded
-from servers.options.libraries import import_library
+from servers.options.libraries import called_later, import_library
 from servers.protocol.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _configuration(architecture: str, tag: str) -> dict[str, Any]:
 
 def _module(name: str) -> ModuleType:
     """One of open_clip's modules, without those that it does not need."""
-    with _quiet_root_logger():
+    with _quiet_root_logger(), called_later("huggingface_hub", "hf_hub_download"):
         import_library("open_clip")
         return import_module(f"open_clip.{name}")
 

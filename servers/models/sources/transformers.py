@@ -59,7 +59,7 @@ _KNOWN: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 no file."""
 
 _NOT_FOR_INFERENCE = tuple(
-    f"is_{name}_available" for name in ("scipy", "sklearn", "torch_distributed", "torch_flex_attn")
+    f"is_{name}_available" for name in ("scipy", "sklearn", "torch_distributed", "torch_flex_attn", "torchvision")
 )
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TAG = "pretrained"

@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from servers.engines.torch.convolutions import ACTIVATIONS, FusedConvolution, fused_convolutions
+from servers.engines.torch.convolutions import (
+    ACTIVATIONS,
+    FusedConvolution,
+    PooledMean,
+    fused_convolutions,
+    layer_calls,
+)
 from servers.engines.torch.norms import folded_norms, with_layers
 from servers.models.registry import get_specification
 from servers.models.weights import RandomWeights
@@ -51,6 +57,28 @@ def test_library_models_answer_as_before(reference: str, left: int | None, activ
         assert not any(layer.bias is not None for layer in convolutions)
     assert not any(isinstance(layer, nn.ReLU) for layer in fused.modules()) or reference.endswith("densenet121")
     torch.testing.assert_close(fused(images[:1]), module(images[:1]), atol=1e-4, rtol=1e-3)  # another batch size
+
+
+@torch.no_grad()
+def test_layers_are_called_alone_on_what_they_get_in_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = get_specification("torchvision:mobilenet_v3_small").load_module(RandomWeights(0))
+    folded = with_layers(module, folded_norms(module, [torch.randn(2, 3, 64, 64)]))
+    fused = fused_convolutions(folded, [torch.randn(2, 3, 64, 64)])
+    seen = list[tuple[nn.Module, list[tuple[int, ...] | None]]]()
+    for layer in fused.modules():
+        if isinstance(layer, (FusedConvolution, PooledMean)):
+            layer.register_forward_pre_hook(
+                lambda layer, given: seen.append(
+                    (layer, [value if value is None else tuple(value.shape) for value in given])
+                )
+            )
+    for rows in (1, 3):
+        fused(torch.randn(rows, 3, 64, 64))
+    expected, seen = seen, []
+    for call in layer_calls(fused, [1, 3], torch.float32, torch.device("cpu")):
+        call()
+    assert sorted(map(str, seen)) == sorted(map(str, expected))
+    assert any(None in shapes for _, shapes in seen)  # gates without a residual
 
 
 class Sums(nn.Module):

@@ -49,7 +49,7 @@ def test_every_tower_computes_the_model(variant: ModelSpecification) -> None:
     owner = UInt8Images(module, variant.preprocessing) if variant.payload == "uint8" else module
     expected = owner(pixels)
     own = plain_form(module, variant, CPU, torch.float32)
-    fast = fast_form(module, variant, CPU, torch.float32, 2, compiled=False)
+    fast = fast_form(module, variant, CPU, torch.float32, [1, 2], compiled=False)
     assert own.kernels == OWN_MODULE
     assert fast.kernels.startswith("lean tower")
     assert fast.gelu == "erf"
@@ -65,7 +65,7 @@ def test_fused_kernels_that_fail_give_way_to_the_lean_tower(
         raise failure
 
     monkeypatch.setattr(forms, "_fused_form", fails)
-    form = fast_form(small_tower(), specification, CPU, torch.float16, 2, compiled=False)
+    form = fast_form(small_tower(), specification, CPU, torch.float16, [1, 2], compiled=False)
     assert form.kernels.startswith("lean tower")
 
 
@@ -113,12 +113,12 @@ def test_a_model_that_is_no_plain_tower_runs_as_its_own_module(specification: Mo
             image_size=64, patch_size=32, width=64, layers=1, heads=1, mlp_ratio=4.0, output_dim=16, pool_type="avg"
         ).requires_grad_(False),
     ):
-        assert fast_form(module, specification, CPU, torch.float32, 2, compiled=False).kernels == OWN_MODULE
+        assert fast_form(module, specification, CPU, torch.float32, [1, 2], compiled=False).kernels == OWN_MODULE
 
 
 def test_only_a_specification_that_names_it_gets_the_lean_tower(specification: ModelSpecification) -> None:
     plain = replace(specification, fused_tower=False)
-    assert fast_form(small_tower(), plain, CPU, torch.float32, 2, compiled=False).kernels == OWN_MODULE
+    assert fast_form(small_tower(), plain, CPU, torch.float32, [1, 2], compiled=False).kernels == OWN_MODULE
 
 
 @pytest.mark.parametrize("images", [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128])

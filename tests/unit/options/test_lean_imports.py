@@ -7,7 +7,7 @@ import textwrap
 from types import SimpleNamespace
 
 from servers.models.sources.transformers import _import_class, specify
-from servers.options.libraries import stand_ins
+from servers.options.libraries import called_later, stand_ins
 
 STEPS = """
 import json, sys, torch
@@ -73,6 +73,18 @@ def test_a_stand_in_has_every_class_and_no_instances(tmp_path, monkeypatch) -> N
         import asks_whether  # type: ignore[import-not-found]
     assert not isinstance(1, type(asks_whether.SORT))
     assert not [name for name in sys.modules if name.startswith("made")]
+
+
+def test_a_library_whose_function_is_called_later_is_imported_then(tmp_path, monkeypatch) -> None:
+    (tmp_path / "slow_library.py").write_text("def twice(value, *, more=0):\n    return 2 * value + more\n")
+    (tmp_path / "takes_twice.py").write_text("from slow_library import twice\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with called_later("slow_library", "twice"), called_later("not_installed_at_all", "twice"):
+        import takes_twice  # type: ignore[import-not-found]
+    assert {"slow_library", "not_installed_at_all"}.isdisjoint(sys.modules)
+    assert takes_twice.twice(3, more=1) == 7
+    assert sys.modules.pop("slow_library").twice(3) == 6
+    del sys.modules["takes_twice"]
 
 
 def test_a_library_that_needs_more_than_stand_ins_gets_the_real_modules() -> None:
