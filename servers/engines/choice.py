@@ -121,7 +121,7 @@ def graph_times_ms(
     import torch
 
     from servers.engines.torch.copies import capture
-    from servers.engines.torch.device import event_pair
+    from servers.gpu.kernel_probe import event_pair
 
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for title, call in calls:

@@ -13,7 +13,8 @@ from torch import Tensor
 from servers.engines.interface import PROFILE_AT_START
 from servers.engines.processors import thread_count
 from servers.engines.settings import EngineError
-from servers.engines.torch.device import probe_kernels, resolve_device, set_fp32_products
+from servers.engines.torch.device import resolve_device, set_fp32_products
+from servers.gpu.kernel_probe import probe_kernels
 from servers.language.engine import (
     MAX_LENGTH,
     SLOTS,

@@ -521,7 +521,8 @@ def matrix_tflops(device: str, precision: str) -> float | None:
         import torch
     except ImportError:
         return None
-    from servers.engines.torch.device import event_pair, set_fp32_products
+    from servers.engines.torch.device import set_fp32_products
+    from servers.gpu.kernel_probe import event_pair
 
     generator = torch.Generator(device).manual_seed(0)
 

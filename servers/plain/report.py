@@ -10,10 +10,10 @@ from importlib.metadata import version
 
 import numpy as np
 import torch
-from torch.autograd.profiler import profile  # torch.profiler imports torch's compiler, which takes seconds of a start
 
 from servers.gpu.cuda_library import device_uuid
 from servers.gpu.info import Runtime, gpu_info
+from servers.gpu.kernel_probe import probe_kernels
 from servers.models.specification import ModelSpecification
 from servers.models.uint8_module import executed_module, to_precision
 from servers.models.weights import parse_weights
@@ -85,14 +85,10 @@ def runtime_of(device_name: str, module: torch.nn.Module, execute: Callable[[], 
         "parameters_by_device": dict(Counter(str(parameter.device) for parameter in parameters)),
     }
     if device.type == "cuda":
-        with profile(use_cpu=False, use_device="cuda", use_kineto=True) as profiler:
-            execute()
-            torch.cuda.synchronize(device)
-        names = [event.name for event in profiler.function_events or () if event.device_type.name == "CUDA"]
         details |= {
             "device_uuid": device_uuid(device.index or 0) or str(torch.cuda.get_device_properties(device).uuid),
             "memory_allocated_bytes": torch.cuda.memory_allocated(device),
-            "kernel_probe": {"kernel_count": sum(not name.startswith(("Memcpy", "Memset")) for name in names)},
+            "kernel_probe": probe_kernels(execute, device),
         }
     return Runtime("torch", torch.__version__, str(device), details)
 

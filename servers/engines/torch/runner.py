@@ -20,8 +20,8 @@ from servers.engines.batches import Bucket, bucket_of, check_sizes, random_input
 from servers.engines.interface import DeviceMemory, Engine, EngineError, Finish, HostMemory, Request, first_line
 from servers.engines.padding import Padding, divide, fill_rows, pad_to_text
 from servers.engines.torch.copies import CudaCopies, cut_copy
-from servers.engines.torch.device import event_pair, probe_kernels
 from servers.gpu.cuda_library import CudaError
+from servers.gpu.kernel_probe import event_pair, probe_kernels
 from servers.models.specification import Axis, ModelSpecification
 from servers.options.stages import stage
 from servers.protocol.errors import InvalidRequestError

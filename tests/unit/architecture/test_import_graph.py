@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "gpu": set(),
     "models": {"protocol", "options"},
     "engines": {"protocol", "options", "models", "gpu"},
-    "language": {"protocol", "options", "models", "engines"},
+    "language": {"protocol", "options", "models", "gpu", "engines"},
     "export": {"protocol", "options", "models", "gpu", "engines"},
     "measuring": {*LIBRARY, "export"},
     "plain": {"protocol", "options", "models", "gpu", "language"},
