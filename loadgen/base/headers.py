@@ -20,10 +20,6 @@ _LEAST = 6
 _OPTION = re.compile(r"--(?:[a-z]-)?header")
 
 
-class HeaderError(ValueError):
-    """A header cannot be sent; the message names it without its value."""
-
-
 class HeaderValue(str):
     """The value of a header. As text it is what may be stored: a reference such as $TOKEN, or `HIDDEN`."""
 
@@ -47,16 +43,16 @@ def secret_of(value: object) -> str:
 
 def read_headers(values: Mapping[str, object]) -> dict[str, HeaderValue]:
     """The headers by their names, with the values of the variables that they refer to: $NAME or env:NAME, with or
-    without one word before it, as in "Bearer $TOKEN". Raises `HeaderError`."""
+    without one word before it, as in "Bearer $TOKEN". Raises `ValueError`."""
     headers: dict[str, HeaderValue] = {}
     for written, value in values.items():
         name = "Host" if written.lower() == "host" else written
         if not _NAME.fullmatch(name):
-            raise HeaderError("a header has a name with characters that HTTP does not allow; write NAME=VALUE")
+            raise ValueError("a header has a name with characters that HTTP does not allow; write NAME=VALUE")
         if name.lower() in _REFUSED or name.lower().startswith("grpc-"):
-            raise HeaderError(f"the header {name} follows from the request and cannot be set; leave it out")
+            raise ValueError(f"the header {name} follows from the request and cannot be set; leave it out")
         if name.lower() in {other.lower() for other in headers}:
-            raise HeaderError(f"the header {name} is given twice; give it once")
+            raise ValueError(f"the header {name} is given twice; give it once")
         headers[name] = _read_value(name, value)
     return headers
 
@@ -66,19 +62,19 @@ def _read_value(name: str, content: object) -> HeaderValue:
         return content
     text = content if isinstance(content, str) else ""
     if text == HIDDEN:
-        raise HeaderError(f"the value of the header {name} was not stored; give it again, best as $VARIABLE")
+        raise ValueError(f"the value of the header {name} was not stored; give it again, best as $VARIABLE")
     reference = _REFERENCE.fullmatch(text)
     secret, source = text, f"the value of the header {name}"
     if reference is not None:
         variable = reference["variable"]
         secret, source = os.environ.get(variable, ""), f"the variable {variable} for the header {name}"
         if not secret:
-            raise HeaderError(f"{source} is not set or empty; set it, or give the value itself")
+            raise ValueError(f"{source} is not set or empty; set it, or give the value itself")
         secret = f"{reference['scheme']} {secret}" if reference["scheme"] else secret
     if not secret:
-        raise HeaderError(f"{source} is empty; write NAME=VALUE or NAME=$VARIABLE")
+        raise ValueError(f"{source} is empty; write NAME=VALUE or NAME=$VARIABLE")
     if not secret.isascii() or not secret.isprintable():
-        raise HeaderError(f"{source} holds a line break, a control character or a letter outside ASCII; remove it")
+        raise ValueError(f"{source} holds a line break, a control character or a letter outside ASCII; remove it")
     value = HeaderValue(text if reference is not None else HIDDEN)
     value.secret = secret
     return value

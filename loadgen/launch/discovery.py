@@ -63,19 +63,11 @@ _OTHER_FAULTS = {0, _NOT_FOUND, _TOO_MANY, *REFUSED_ACCESS}
 _MAY_BE_STARTING = (0, 502, 503, 504)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundModels:
-    """The model of each arm, by its name on that arm's server."""
-
-    names: Mapping[Label, str]
-    notes: tuple[str, ...] = ()
-    """What was chosen, and what the servers choose themselves."""
-
-
-def find_models(arms: Sequence[ArmRequest], preferred: str) -> FoundModels:
-    """The model that all servers have in common, `preferred` if that is one; arms that name theirs are not asked. A
-    server that lists no models is asked for each of the others'. Raises `DeploymentError` if the choice is the user's,
-    with the commands to choose by."""
+def find_models(arms: Sequence[ArmRequest], preferred: str) -> tuple[Mapping[Label, str], tuple[str, ...]]:
+    """The model that all servers have in common, `preferred` if that is one, by its name on each arm's server; and what
+    was chosen, and what the servers choose themselves. Arms that name theirs are not asked. A server that lists no
+    models is asked for each of the others'. Raises `DeploymentError` if the choice is the user's, with the commands to
+    choose by."""
     named = {arm.label: arm.model for arm in arms if arm.model is not None}
     asking = [arm for arm in arms if arm.model is None]
     servers = {
@@ -104,7 +96,7 @@ def find_models(arms: Sequence[ArmRequest], preferred: str) -> FoundModels:
         if wanted is None and len(common) != 1:
             raise DeploymentError(_to_choose(arms, common, listed))
         names |= dict.fromkeys(listed, wanted or common[0])
-    return FoundModels(names, _notes(arms, names, named, rows, preferred))
+    return names, _notes(arms, names, named, rows, preferred)
 
 
 @dataclass(frozen=True, slots=True)

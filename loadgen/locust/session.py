@@ -17,7 +17,7 @@ import msgspec
 from locust import User
 
 from loadgen.base.exposure import ANYONE
-from loadgen.base.headers import HeaderError, read_headers
+from loadgen.base.headers import read_headers
 from loadgen.client.bodies import choose_items, find_variation, fresh_numbers
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, EndpointError, Signature, unmeasurable
@@ -132,7 +132,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
         """How the server is reached. Raises `AddressError` for a header that cannot be sent."""
         try:
             header = read_headers({name: value for name, _, value in (text.partition("=") for text in self.header)})
-        except HeaderError as exc:
+        except ValueError as exc:
             raise AddressError(f"--header: {exc}") from None
         return Access(
             ca=self.ca or None, insecure=self.insecure, cert=self.cert or None, key=self.key or None,

@@ -70,18 +70,18 @@ def name_models(
     payload = settings.payload[0] if settings.payload else implied_payload(settings.model)
     preferred = served_name(settings.model, payload) or settings.model
     try:
-        found = find_models(arms, preferred)
+        found, notes = find_models(arms, preferred)
     except DeploymentError as exc:
         raise PlanError(str(exc)) from exc
-    names = set(found.names.values())
+    names = set(found.values())
     if names == {preferred}:
-        return settings, found.notes
+        return settings, notes
     named = {
-        label: arm if len(names) == 1 else arm.model_copy(update={"model": found.names[label]})
+        label: arm if len(names) == 1 else arm.model_copy(update={"model": found[label]})
         for label, arm in settings.arms.items()
     }
-    model = found.names[next(iter(settings.arms))]
-    return settings.model_copy(update={"arms": named, "model": model}), found.notes
+    model = found[next(iter(settings.arms))]
+    return settings.model_copy(update={"arms": named, "model": model}), notes
 
 
 def with_language_models(

@@ -213,7 +213,7 @@ def _inputs(content: bytes, headers: Mapping[str, str]) -> tuple[RecordedTensor,
     """The inputs that a body describes; none of prompts."""
     length = headers.get("inference-header-content-length", "")
     body = msgspec.json.decode(content[: int(length)] if length.isdecimal() else content, type=RequestBody)
-    return tuple(RecordedTensor(name=each.name, datatype=each.datatype, shape=each.shape) for each in body.inputs)
+    return body.inputs
 
 
 # perf_analyzer

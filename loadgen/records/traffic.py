@@ -56,8 +56,8 @@ def kept_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: headers[name] for name in KEPT_HEADERS if name in headers}
 
 
-class RequestInput(msgspec.Struct):
-    """An input of a JSON body; its other fields are skipped."""
+class RecordedTensor(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """An input as the request describes it; its other fields are skipped."""
 
     name: str
     datatype: str
@@ -67,18 +67,10 @@ class RequestInput(msgspec.Struct):
 class RequestBody(msgspec.Struct):
     """What a JSON body says of itself; its other fields are skipped."""
 
-    inputs: list[RequestInput] = []
+    inputs: tuple[RecordedTensor, ...] = ()
     model: str | None = None
     parameters: dict[str, Any] = {}
     priority: int | None = None
-
-
-class RecordedTensor(Record, frozen=True, kw_only=True):
-    """An input as the request describes it."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
 
 
 class RecordedRequest(Record, frozen=True, kw_only=True):

@@ -33,9 +33,9 @@ def language_reference(
     out: Annotated[Path, typer.Option("--out", dir_okay=False, help="File to write.")],
 ) -> None:
     """Judge the tokens of answers by transformers' own modules: how far each is below the best one."""
-    from servers.language.reference import AnswersError, judge_answers
+    from servers.language.reference import judge_answers
 
-    with failing(2, AnswersError):
+    with failing(2):
         try:
             out.write_bytes(orjson.dumps(judge_answers(orjson.loads(answers.read_bytes()))))
         except (OSError, orjson.JSONDecodeError) as exc:

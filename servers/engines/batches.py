@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from servers.models.items import random_batch
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 from servers.options.defaults import MOST_WARM_ON_CPU
-from servers.protocol.tensors import Array, Shaped, TensorSpec
+from servers.protocol.tensors import Array, Axis, Shaped, TensorSpec
 
 SMALLEST_AXIS_BUCKET = 16
 

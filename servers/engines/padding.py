@@ -14,8 +14,8 @@ from math import prod
 import numpy as np
 
 from servers.engines.settings import EngineError
-from servers.models.specification import Axis, ModelSpecification
-from servers.protocol.tensors import Array
+from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import Array, Axis
 
 BatchKey = Sequence[tuple[str, tuple[int, ...]]]
 NO_SIZES = "none"

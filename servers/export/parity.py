@@ -13,8 +13,8 @@ from servers.export.manifest import ExportError, ParityMeasurement
 from servers.models.images import normalise
 from servers.models.items import valid_items
 from servers.models.samples import corpus_pixels
-from servers.models.specification import Axis, ModelSpecification
-from servers.protocol.tensors import Array
+from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import Array, Axis
 
 BATCHES = (1, 2, 7)
 """One, the size of the exporter's example, and a size for which nothing was tuned."""

@@ -24,6 +24,7 @@ from servers.language.engine import generation_precision
 from servers.language.module import DTYPES, build_module
 from servers.language.specification import LanguageModel, language_model
 from servers.language.weights import weights_sha256
+from servers.options.defaults import OptionError
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +35,6 @@ BATCH_TOKENS = 16_384
 """The most tokens of one forward pass, padding included."""
 _REREAD_ANSWERS, _REREAD_TOKENS = 8, 64
 """So many answers, and so many tokens of each, are read again to measure the noise."""
-
-
-class AnswersError(Exception):
-    """The file of answers is not one that the reference can judge; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +63,11 @@ class JudgedAnswer:
 
 
 def judge_answers(document: Any) -> dict[str, Any]:
-    """The document that `abserve language-reference` writes for the one that it reads. Raises `AnswersError`,
+    """The document that `abserve language-reference` writes for the one that it reads. Raises `OptionError`,
     `WeightsError` and `UnknownModelError`."""
     started = time.perf_counter()
     if not isinstance(document, dict) or not isinstance(document.get("model"), str):
-        raise AnswersError("the file is not an object that names its model")
+        raise OptionError("the file is not an object that names its model")
     model = language_model(document["model"], document.get("weights"))
     answers = _answers(document, model)
     precision, device = _precision(document.get("precision") or "auto", document.get("device") or "auto")
@@ -260,24 +257,24 @@ def _precision(precision: str, device: str) -> tuple[str, str]:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     precision = generation_precision(precision, device)
     if precision not in DTYPES:
-        raise AnswersError(f"precision {precision!r} is not one of {', '.join(DTYPES)}")
+        raise OptionError(f"precision {precision!r} is not one of {', '.join(DTYPES)}")
     return precision, device
 
 
 def _answers(document: Any, model: LanguageModel) -> list[GivenAnswer]:
-    """The answers of a document. Raises `AnswersError` for one that the model cannot have given."""
+    """The answers of a document. Raises `OptionError` for one that the model cannot have given."""
     listed = document.get("answers") if isinstance(document, Mapping) else None
     if not isinstance(listed, list):
-        raise AnswersError("the file has no list of answers")
+        raise OptionError("the file has no list of answers")
     answers = []
     for number, entry in enumerate(listed):
         prompt, output = (_ids(entry, key, model.vocabulary) for key in ("prompt", "output"))
         if not prompt or not output:
-            raise AnswersError(
+            raise OptionError(
                 f"answer {number}: prompt and output must be lists of token ids below {model.vocabulary}, none empty"
             )
         if len(prompt) + len(output) > model.max_length + 1:
-            raise AnswersError(
+            raise OptionError(
                 f"answer {number}: prompt and output have {len(prompt) + len(output)} tokens, more than the model's "
                 f"{model.max_length}"
             )

@@ -29,9 +29,9 @@ from servers.models.files import FolderError, atomic_folder, file_sha256
 from servers.models.images import ImageError, UInt8Array, decode_jpeg, normalise, resize_and_crop
 from servers.models.items import credits_text, item_bytes, jpeg_paths, text_lengths, valid_items
 from servers.models.registry import payload_variants
-from servers.models.specification import Axis, ModelSpecification, Preprocessing
+from servers.models.specification import ModelSpecification, Preprocessing
 from servers.options.defaults import OptionError
-from servers.protocol.tensors import Array
+from servers.protocol.tensors import Array, Axis
 
 SCHEMA = "abserve.samples/2"
 MANIFEST = "samples.json"

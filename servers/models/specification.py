@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from servers.models.weights import FindPretrained, WeightsSource, parse_weights, pin
 from servers.protocol.examples import infer_commands
-from servers.protocol.tensors import Array, Shaped, TensorSpec
+from servers.protocol.tensors import Array, Axis, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +25,6 @@ PAYLOADS: tuple[Payload, ...] = get_args(Payload)
 
 OutputKind = Literal["embedding", "logits", "labels", "tensor"]
 """How answers are compared: direction and length of a vector; scores and their order; equality; element by element."""
-
-
-_Batch = TypeVar("_Batch", Array, "torch.Tensor")
 
 
 class UnknownModelError(Exception):
@@ -49,41 +46,6 @@ class Preprocessing:
     interpolation: str = "bicubic"
     resize: int | None = None
     squash: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """A dimension of variable size besides the batch, such as the length of a sequence."""
-
-    name: str
-    default: int
-    largest: int
-    places: Mapping[str, int]
-    """By tensor, the index of this dimension; the batch is dimension 0."""
-    padding: Mapping[str, int] = field(default_factory=dict)
-    """By input, the value that fills the positions beyond an item's length. Empty: items cannot be padded."""
-
-    @property
-    def padded(self) -> bool:
-        """Whether an item can be padded without changing its answer."""
-        return bool(self.padding)
-
-    def size_of(self, arrays: Mapping[str, Shaped]) -> int:
-        """The size of a batch along the axis."""
-        return next(int(arrays[name].shape[place]) for name, place in self.places.items() if name in arrays)
-
-    def cut(self, name: str, batch: _Batch, size: int) -> _Batch:
-        """The view of a tensor's batch up to `size` along the axis; all of a tensor without it."""
-        place = self.places.get(name)
-        return batch if place is None else batch[(slice(None),) * place + (slice(size),)]
-
-    def pad(self, name: str, batch: Array, lengths: Iterable[int]) -> None:
-        """Fill the positions beyond each item's length with the padding, with zero for an output."""
-        place = self.places.get(name)
-        if place is not None and place < batch.ndim:
-            value = b"" if batch.dtype.hasobject else self.padding.get(name, 0)
-            for row, length in enumerate(lengths):
-                batch[row][(slice(None),) * (place - 1) + (slice(length, None),)] = value
 
 
 @dataclass(frozen=True, slots=True)

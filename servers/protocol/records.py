@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from servers.protocol.errors import InvalidRequestError
-from servers.protocol.tensors import Array, TensorSpec
+from servers.protocol.tensors import Array, Axis, TensorSpec
 
 Parameter = str | int | float | bool
 
@@ -180,19 +180,6 @@ class InferResponse:
     outputs: tuple[OutputTensor, ...]
 
 
-class VariableAxis(Protocol):
-    """A dimension of variable size besides the batch, by tensor; see `servers.models.specification.Axis`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def largest(self) -> int: ...
-    @property
-    def places(self) -> Mapping[str, int]: ...
-    @property
-    def padded(self) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSignature:
     """The part of a model that a request is checked against."""
@@ -203,7 +190,7 @@ class ModelSignature:
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int
     """0: the model has no batch dimension, and a request is one item."""
-    axes: tuple[VariableAxis, ...] = ()
+    axes: tuple[Axis, ...] = ()
     id_counts: Mapping[str, int] = field(default_factory=dict)
     """By input of ids, such as token ids, how many ids the model knows: 0 to one less."""
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+if TYPE_CHECKING:
+    import torch
+
 Array = npt.NDArray[np.generic]
+_Batch = TypeVar("_Batch", Array, "torch.Tensor")
 
 
 class Shaped(Protocol):
@@ -75,3 +79,38 @@ class TensorSpec:
     def dtype(self) -> np.dtype[np.generic]:
         """The NumPy dtype of the elements; `object` for BYTES."""
         return DATATYPES.get(self.datatype, np.dtype(object))
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A dimension of variable size besides the batch, such as the length of a sequence."""
+
+    name: str
+    default: int
+    largest: int
+    places: Mapping[str, int]
+    """By tensor, the index of this dimension; the batch is dimension 0."""
+    padding: Mapping[str, int] = field(default_factory=dict)
+    """By input, the value that fills the positions beyond an item's length. Empty: items cannot be padded."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether an item can be padded without changing its answer."""
+        return bool(self.padding)
+
+    def size_of(self, arrays: Mapping[str, Shaped]) -> int:
+        """The size of a batch along the axis."""
+        return next(int(arrays[name].shape[place]) for name, place in self.places.items() if name in arrays)
+
+    def cut(self, name: str, batch: _Batch, size: int) -> _Batch:
+        """The view of a tensor's batch up to `size` along the axis; all of a tensor without it."""
+        place = self.places.get(name)
+        return batch if place is None else batch[(slice(None),) * place + (slice(size),)]
+
+    def pad(self, name: str, batch: Array, lengths: Iterable[int]) -> None:
+        """Fill the positions beyond each item's length with the padding, with zero for an output."""
+        place = self.places.get(name)
+        if place is not None and place < batch.ndim:
+            value = b"" if batch.dtype.hasobject else self.padding.get(name, 0)
+            for row, length in enumerate(lengths):
+                batch[row][(slice(None),) * (place - 1) + (slice(length, None),)] = value

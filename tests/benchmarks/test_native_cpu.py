@@ -87,7 +87,8 @@ import sys
 from servers.protocol.tensors import TensorSpec
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import Axis
 from servers.options.launch import bind
 from servers.native.server import serve
 from servers.native.shared.settings import NativeSettings

@@ -35,7 +35,6 @@ from loadgen.findings.gpu.records import (
     Ns,
     Placement,
     Readings,
-    ReadingsError,
     Thresholds,
     TimeSpan,
     Values,
@@ -47,7 +46,7 @@ from loadgen.records.machine import used_gpus
 from loadgen.records.model_config import executed_config, mapping
 from loadgen.records.run import ArmRecord, BlockRecord, Found, Label, Record
 from loadgen.records.samples import Samples, good
-from loadgen.records.store import StoredBlock, StoredRunError
+from loadgen.records.store import StoredBlock
 from loadgen.records.targets import Kind
 
 LOST = "gpu_lost"
@@ -294,7 +293,7 @@ def assess_run(
     processes_unknown: Mapping[Label, str] | None = None,
 ) -> EvidenceFile:
     """Read the readings in `directory` and judge every arm. `processes_unknown`: the arms without PIDs, and why. Raises
-    `ReadingsError`."""
+    `StoredRunError`."""
     readings = read_readings(directory, files)
     run_pids = frozenset(
         pid for several in (*pids.values(), *(run.pids for run in controls.values())) for pid in several
@@ -399,10 +398,7 @@ def analyse(facts: Facts) -> GpuFound:
     evidence = run.record_of(EvidenceFile)
     if evidence is None:
         return GpuFound()
-    try:
-        readings = read_readings(run.directory, evidence.readings)
-    except ReadingsError as exc:
-        raise StoredRunError(str(exc)) from exc
+    readings = read_readings(run.directory, evidence.readings)
     return GpuFound(evidence=evidence, series=_series(readings, evidence, origin_ns))
 
 

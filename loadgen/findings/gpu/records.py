@@ -33,6 +33,7 @@ import numpy.typing as npt
 
 from loadgen.base.documents import DocumentError, read_inside
 from loadgen.records.run import Label, Record
+from loadgen.records.store import StoredRunError
 
 
 class Thresholds(Record, frozen=True, kw_only=True):
@@ -298,10 +299,6 @@ Ns = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
 
 
-class ReadingsError(Exception):
-    """A file of readings cannot be used; the message names the file and the line."""
-
-
 class EdgeProcess(msgspec.Struct, frozen=True):
     """A process that holds memory on a device."""
 
@@ -416,15 +413,15 @@ class Readings:
 
 def read_readings(folder: Path, names: Sequence[str]) -> Readings:
     """Read every file, by its path relative to `folder`, in the order given. A truncated last line is dropped: its
-    sampler was killed while writing. Raises `ReadingsError`."""
+    sampler was killed while writing. Raises `StoredRunError`."""
     headers: list[HeaderLine] = []
     lines: list[Line] = []
     for name in names:
         path, content = folder / name, _read_lines(folder, name)
         if not content or not isinstance(content[0], HeaderLine):
-            raise ReadingsError(f"{path} holds no readings: its first line is not a header")
+            raise StoredRunError(f"{path} holds no readings: its first line is not a header")
         if content[0].schema != SCHEMA:
-            raise ReadingsError(f"{path} is {content[0].schema}; this version reads {SCHEMA}")
+            raise StoredRunError(f"{path} is {content[0].schema}; this version reads {SCHEMA}")
         headers.append(content[0])
         lines += content[1:]
     uuids = [device.uuid for header in headers for device in header.devices]
@@ -442,16 +439,16 @@ def _read_lines(folder: Path, name: str) -> list[Line]:
     try:
         content = read_inside(folder, name, MOST_BYTES)
     except OSError as exc:
-        raise ReadingsError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+        raise StoredRunError(f"{path} cannot be read: {exc.strerror or exc}") from exc
     except DocumentError as exc:
-        raise ReadingsError(f"{path} cannot be read: {exc}") from exc
+        raise StoredRunError(f"{path} cannot be read: {exc}") from exc
     whole, _, _ = content.rpartition(b"\n")
     lines = []
     for number, text in enumerate(whole.splitlines(), 1):
         try:
             lines.append(_DECODER.decode(text))
         except (ValueError, RecursionError) as exc:
-            raise ReadingsError(f"{path}, line {number}: {exc}") from exc
+            raise StoredRunError(f"{path}, line {number}: {exc}") from exc
     return lines
 
 

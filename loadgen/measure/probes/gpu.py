@@ -15,12 +15,11 @@ import msgspec
 from loadgen.experiment.prompts import SETTLING
 from loadgen.experiment.schedule import ScheduledBlock, has_load
 from loadgen.findings.gpu.analysis import ControlRun, GpuFound, analyse, assess_run
-from loadgen.findings.gpu.records import ReadingsError
 from loadgen.findings.registry import Probe
 from loadgen.records.probes import Variant
 from loadgen.records.run import ArmRequest, Experiment, Label, Workload
 from loadgen.records.samples import read_samples
-from loadgen.records.store import RunStore, read_run
+from loadgen.records.store import RunStore, StoredRunError, read_run
 from loadgen.records.targets import Kind
 
 if TYPE_CHECKING:
@@ -45,19 +44,19 @@ def measure(context: RunContext) -> None:
 
 
 def _judge(context: RunContext, controls: Mapping[Label, ControlRun]) -> None:
-    recording = context.gpu
+    recording, blocks = context.gpu, read_run(context.store.directory).blocks
     try:
         evidence = assess_run(
             context.store.directory,
             [recording.FILE],
             arms=recording.records,
-            blocks=read_run(context.store.directory).blocks,
+            blocks=blocks,
             gaps=recording.gaps,
             pids=recording.pids,
             controls=controls,
             processes_unknown=recording.processes_unknown,
         )
-    except ReadingsError as exc:
+    except StoredRunError as exc:
         context.progress.now(f"no GPU evidence: {exc}")
     else:
         context.store.write(evidence)

@@ -22,10 +22,10 @@ from servers.engines.padding import Padding, divide, fill_rows, pad_to_text
 from servers.engines.torch.copies import CudaCopies, cut_copy
 from servers.gpu.cuda_library import CudaError
 from servers.gpu.kernel_probe import event_pair, probe_kernels
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 from servers.options.stages import stage
 from servers.protocol.errors import InvalidRequestError
-from servers.protocol.tensors import Array, TensorSpec
+from servers.protocol.tensors import Array, Axis, TensorSpec
 
 TORCH_TYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,

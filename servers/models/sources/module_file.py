@@ -34,7 +34,6 @@ from servers.models.files import file_sha256, named_path
 from servers.models.items import random_items, valid_items
 from servers.models.modules import load_strictly, option_of, read_state, ready
 from servers.models.specification import (
-    Axis,
     Input,
     ModelDescription,
     ModelSpecification,
@@ -47,7 +46,7 @@ from servers.models.specification import (
 )
 from servers.models.user_module import Wrap, describe, example_line, parameters_sha256, sample_items
 from servers.models.weights import CheckpointWeights, RandomWeights, WeightsError, WeightsSource, seeded, verify
-from servers.protocol.tensors import DATATYPES, Array, TensorSpec
+from servers.protocol.tensors import DATATYPES, Array, Axis, TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from servers.models.files import named_path, onnx_parts, parts_sha256
 from servers.models.items import text_ids
-from servers.models.specification import Axis, ModelSpecification, UnknownModelError, served_name
+from servers.models.specification import ModelSpecification, UnknownModelError, served_name
 from servers.models.weights import WeightsError, WeightsSource
-from servers.protocol.tensors import TensorSpec
+from servers.protocol.tensors import Axis, TensorSpec
 
 if TYPE_CHECKING:
     import torch

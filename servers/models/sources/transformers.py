@@ -32,7 +32,6 @@ from servers.models.modules import (
     refuse_misfits,
 )
 from servers.models.specification import (
-    Axis,
     ModelDescription,
     ModelSpecification,
     UnknownModelError,
@@ -42,7 +41,7 @@ from servers.models.specification import (
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, seeded
 from servers.options.libraries import stand_ins, without_collections, without_compiler
 from servers.options.stages import stage
-from servers.protocol.tensors import Array, TensorSpec
+from servers.protocol.tensors import Array, Axis, TensorSpec
 
 if TYPE_CHECKING:
     import torch

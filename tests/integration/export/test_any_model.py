@@ -25,9 +25,9 @@ from servers.export.artefacts import (
 from servers.export.manifest import ExportError, FileForm, executed_form
 from servers.models.files import file_sha256
 from servers.models.registry import get_specification, payload_variants
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
-from servers.protocol.tensors import Array, TensorSpec
+from servers.protocol.tensors import Array, Axis, TensorSpec
 
 WEIGHTS = RandomWeights(0)
 LONGEST = 40

@@ -18,9 +18,9 @@ from servers.engines.torch.forms import expected_answers
 from servers.export import torch_export
 from servers.export.artefacts import Artefact, ensure_artefact, executed_file
 from servers.export.manifest import PACKAGE, ExportError, FileForm
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights, WeightsSource
-from servers.protocol.tensors import TensorSpec
+from servers.protocol.tensors import Axis, TensorSpec
 
 WEIGHTS = RandomWeights(0)
 

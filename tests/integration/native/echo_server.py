@@ -12,12 +12,12 @@ from collections.abc import Mapping
 
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 from servers.native.server import configure_logs, serve
 from servers.native.shared.settings import NativeSettings
 from servers.options.command_line import from_argument
 from servers.options.launch import bind
-from servers.protocol.tensors import DATATYPES, Array, TensorSpec
+from servers.protocol.tensors import DATATYPES, Array, Axis, TensorSpec
 
 NAMES = (*DATATYPES, "BYTES")
 INPUTS, OUTPUTS = (tuple(TensorSpec(f"{end}_{name}", name, (-1, -1)) for name in NAMES) for end in ("in", "out"))

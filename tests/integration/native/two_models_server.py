@@ -18,11 +18,11 @@ from servers.engines.batches import Bucket
 from servers.engines.interface import EngineDescription
 from servers.engines.settings import EngineSettings
 from servers.engines.torch.runner import RunnerEngine
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 from servers.native.server import configure_logs, serve
 from servers.native.shared.settings import NativeSettings
 from servers.options.launch import bind
-from servers.protocol.tensors import TensorSpec
+from servers.protocol.tensors import Axis, TensorSpec
 from tests.host_copies import HostCopies
 from tests.integration.native.controlled_server import SPECIFICATION
 

@@ -19,10 +19,10 @@ from servers.engines.torch import engine as torch_engine
 from servers.engines.torch.engine import TorchEngine
 from servers.engines.torch.forms import ModelForm, expected_answers, plain_form
 from servers.engines.torch.runner import Enqueue, GraphRunner
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.errors import InvalidRequestError
-from servers.protocol.tensors import DATATYPES, TensorSpec
+from servers.protocol.tensors import DATATYPES, Axis, TensorSpec
 from tests.host_copies import HostCopies, graph_mode_on_cpu
 
 CPU = torch.device("cpu")

@@ -24,8 +24,8 @@ from servers.engines.torch.runner import COPIED_BYTES, RunnerEngine
 from servers.gpu import cuda_library
 from servers.gpu.cuda_library import CudaError
 from servers.measuring.measurement import SLOT_BYTES, flight_rate
-from servers.models.specification import Axis, ModelSpecification
-from servers.protocol.tensors import TensorSpec
+from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import Axis, TensorSpec
 from tests.host_copies import HostCopies
 from tests.unit.engines.fake_driver import DriverCopies, compiled_driver
 

@@ -17,9 +17,9 @@ from servers.engines.processors import openmp_spinning, wait_policy
 from servers.engines.settings import EngineSettings
 from servers.measuring.measurement import references_of
 from servers.models.registry import get_base
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 from servers.models.weights import CheckpointWeights, RandomWeights
-from servers.protocol.tensors import DATATYPES, Array, TensorSpec
+from servers.protocol.tensors import DATATYPES, Array, Axis, TensorSpec
 
 ONNX_TYPES = {
     **{name: getattr(TensorProto, name) for name in DATATYPES if "INT" in name or name == "BOOL"},

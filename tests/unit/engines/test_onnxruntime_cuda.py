@@ -21,8 +21,8 @@ from servers.engines.onnxruntime import (
     measure_cpu_time_ratio,
     read_placement,
 )
-from servers.models.specification import Axis, ModelSpecification
-from servers.protocol.tensors import TensorSpec
+from servers.models.specification import ModelSpecification
+from servers.protocol.tensors import Axis, TensorSpec
 
 
 def specification_of(*inputs: TensorSpec, output: TensorSpec, axes: tuple[Axis, ...] = ()) -> ModelSpecification:

@@ -17,9 +17,9 @@ from servers.engines.factory import build_engine
 from servers.engines.interface import Engine, EngineError
 from servers.engines.openvino import KIND, OpenVINOEngine
 from servers.engines.settings import EngineSettings, engine_kind
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
-from servers.protocol.tensors import TensorSpec
+from servers.protocol.tensors import Axis, TensorSpec
 
 openvino = pytest.importorskip("openvino")
 WIDTH = 16

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from servers.engines.padding import Padding, Staging, batch_key, divide, padding_of, parse_pad_to
 from servers.engines.settings import EngineError
 from servers.models.registry import get_specification
-from servers.models.specification import Axis
-from servers.protocol.tensors import Array
+from servers.protocol.tensors import Array, Axis
 
 BERT = get_specification("transformers:distilbert-base-uncased")
 AXIS = Axis("length", 4, 64, {"ids": 1, "mask": 2, "hidden": 1}, {"ids": 9, "mask": 0})

@@ -24,9 +24,9 @@ from servers.engines.settings import EngineSettings
 from servers.engines.torch import products
 from servers.engines.torch.engine import TorchEngine
 from servers.engines.torch.products import Product, TunedProducts, packed_linear
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
-from servers.protocol.tensors import TensorSpec
+from servers.protocol.tensors import Axis, TensorSpec
 
 WIDTH, TOKENS = 32, 6
 BATCHES = [torch.zeros(1, 3, 4, TOKENS)], [torch.zeros(4, 3, 4, TOKENS)]

@@ -17,9 +17,9 @@ from servers.export.parity import BATCHES, assert_parity, measure_parity
 from servers.models.images import normalise
 from servers.models.items import valid_items
 from servers.models.samples import corpus_pixels
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
-from servers.protocol.tensors import Array, TensorSpec
+from servers.protocol.tensors import Array, Axis, TensorSpec
 from tests.cosines import row_cosines
 
 Alter = Callable[[np.ndarray], np.ndarray]

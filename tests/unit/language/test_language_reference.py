@@ -12,8 +12,9 @@ import torch
 
 from servers.language import reference
 from servers.language.module import build_module
-from servers.language.reference import AnswersError, GivenAnswer, batches, judge, judge_answers, own_noise
+from servers.language.reference import GivenAnswer, batches, judge, judge_answers, own_noise
 from servers.language.specification import language_model
+from servers.options.defaults import OptionError
 
 LENGTHS = [(8, 24), (8, 24), (8, 24), (5, 1), (30, 40), (1, 7), (17, 24), (8, 60)]
 
@@ -124,5 +125,5 @@ def test_bf16_has_noise_and_its_own_answers_stay_within_it(answers: list[GivenAn
     ],
 )
 def test_what_it_cannot_judge(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(AnswersError, match=message):
+    with pytest.raises(OptionError, match=message):
         judge_answers({"model": "language:tiny", "answers": [{"prompt": [1], "output": [2]}]} | change)

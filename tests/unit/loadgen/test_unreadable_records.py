@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.findings.gpu.records import ReadingsError, read_readings
+from loadgen.findings.gpu.records import read_readings
 from loadgen.measure.machine import MachineRecordError, read_calibration, read_environment
 from loadgen.measure.noise_floor import read_floors
 from loadgen.records.samples import load_samples
@@ -25,7 +25,7 @@ from loadgen.verdict.result import read_result
         ("result.json", read_result, StoredRunError),
         ("calibration.json", read_calibration, MachineRecordError),
         ("floors.json", read_floors, MachineRecordError),
-        ("gpu.jsonl", lambda path: read_readings(path.parent, [path.name]), ReadingsError),
+        ("gpu.jsonl", lambda path: read_readings(path.parent, [path.name]), StoredRunError),
     ],
 )
 def test_a_record_that_is_no_utf8_is_named(

@@ -30,9 +30,9 @@ from servers.measuring.measurement import (
     references_of,
 )
 from servers.models.registry import get_specification
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
-from servers.protocol.tensors import Array, TensorSpec
+from servers.protocol.tensors import Array, Axis, TensorSpec
 
 Arrays = Mapping[str, Array]
 

@@ -7,10 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from servers.models.specification import Axis
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.records import InferRequest, InputTensor, ModelSignature, RequestedOutput
-from servers.protocol.tensors import TensorSpec
+from servers.protocol.tensors import Axis, TensorSpec
 
 SIGNATURE = ModelSignature(
     "m",

@@ -16,9 +16,9 @@ from servers.engines.interface import EngineDescription
 from servers.engines.settings import EngineSettings
 from servers.models.images import DecodingSettings
 from servers.models.registry import DEFAULT_MODEL, get_specification, get_variant, payload_variants
-from servers.models.specification import Axis, ModelSpecification
+from servers.models.specification import ModelSpecification
 from servers.models.weights import CheckpointWeights, RandomWeights
-from servers.protocol.tensors import TensorSpec
+from servers.protocol.tensors import Axis, TensorSpec
 from servers.triton.config import (
     BATCHING,
     contradicting_parameters,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
@@ -14,7 +14,7 @@ import pytest
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.launch import deployment
 from loadgen.launch.deployment import DeploymentError
-from loadgen.launch.discovery import FoundModels, find_models
+from loadgen.launch.discovery import find_models
 from loadgen.records.run import ArmRequest
 from tests.hostile_server import hostile_server
 
@@ -75,7 +75,7 @@ def serve() -> Iterator[Serve]:
         server.server_close()
 
 
-def found(*urls: str, preferred: str = "default", **models: str) -> FoundModels:
+def found(*urls: str, preferred: str = "default", **models: str) -> tuple[Mapping[str, str], tuple[str, ...]]:
     arms = [
         ArmRequest(label=label, target=url, model=models.get(label)) for label, url in zip("abc", urls, strict=False)
     ]
@@ -91,9 +91,9 @@ def refusal(*urls: str, **models: str) -> str:
 @pytest.mark.parametrize("lists", KINDS)
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_the_only_common_model_is_taken_whatever_its_name(serve: Serve, lists: str, name: str) -> None:
-    chosen = found(serve(name, "another"), serve(name, "third", unready=["another"], lists=lists))
-    assert chosen.names == {"a": name, "b": name}
-    assert "the only one" in chosen.notes[0]
+    names, notes = found(serve(name, "another"), serve(name, "third", unready=["another"], lists=lists))
+    assert names == {"a": name, "b": name}
+    assert "the only one" in notes[0]
 
 
 def test_several_common_models_come_with_the_command_that_names_one(serve: Serve) -> None:
@@ -114,28 +114,28 @@ def test_servers_without_a_common_model_are_listed_with_the_options(serve: Serve
 
 def test_a_model_named_on_one_arm_is_looked_for_on_the_other(serve: Serve) -> None:
     a, b = serve("m1", "m2"), serve("m1", "m2")
-    assert found(a, b, a="m2").names == {"a": "m2", "b": "m2"}
-    assert found(a, serve("other"), a="m2").names == {"a": "m2", "b": "other"}
-    assert found(a, b, preferred="m1") == FoundModels({"a": "m1", "b": "m1"})
+    assert found(a, b, a="m2")[0] == {"a": "m2", "b": "m2"}
+    assert found(a, serve("other"), a="m2")[0] == {"a": "m2", "b": "other"}
+    assert found(a, b, preferred="m1") == ({"a": "m1", "b": "m1"}, ())
 
 
 def test_a_server_that_lists_nothing_is_asked_for_the_models_of_the_others(serve: Serve) -> None:
     silent = serve("m2", lists="none")
-    assert found(serve("m1", "m2"), silent).names == {"a": "m2", "b": "m2"}
+    assert found(serve("m1", "m2"), silent)[0] == {"a": "m2", "b": "m2"}
     assert "--b-model NAME" in refusal(serve("m1"), silent)
     assert "--a-model NAME" in refusal(silent, silent)
 
 
 def test_a_listed_model_without_a_state_is_asked_whether_it_is_ready(serve: Serve) -> None:
     """As Triton lists its repository before anything is loaded."""
-    assert found(serve("m1", unready=["m2"], states=False), serve("m1", "m2")).names == {"a": "m1", "b": "m1"}
+    assert found(serve("m1", unready=["m2"], states=False), serve("m1", "m2"))[0] == {"a": "m1", "b": "m1"}
     said = refusal(serve("m1"), serve(unready=["m1"]))
     assert said.startswith("--b: ")
     assert "m1 (not loaded)" in said
 
 
 def test_two_versions_are_noted(serve: Serve) -> None:
-    (note,) = found(serve("m1", versions=2), serve("m1"), preferred="m1").notes
+    _, (note,) = found(serve("m1", versions=2), serve("m1"), preferred="m1")
     assert "versions 1, 2 of m1" in note
     assert "--a-version" in note
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from loadgen.findings.gpu.decision import bins, busy, energy_curve, usable_gaps
-from loadgen.findings.gpu.records import DEFAULT_THRESHOLDS, DeviceReadings, ReadingsError, TimeSpan, read_readings
+from loadgen.findings.gpu.records import DEFAULT_THRESHOLDS, DeviceReadings, TimeSpan, read_readings
+from loadgen.records.store import StoredRunError
 
 S = 1_000_000_000
 PERIOD = S // 5
@@ -116,9 +117,9 @@ def test_a_killed_samplers_last_line_is_dropped(tmp_path: Path) -> None:
 def test_unreadable_files_are_refused(tmp_path: Path, content: str, says: str) -> None:
     path = tmp_path / "0.jsonl"
     path.write_text(content)
-    with pytest.raises(ReadingsError, match=says):
+    with pytest.raises(StoredRunError, match=says):
         read_readings(path.parent, [path.name])
-    with pytest.raises(ReadingsError, match="cannot be read"):
+    with pytest.raises(StoredRunError, match="cannot be read"):
         read_readings(tmp_path, ["missing.jsonl"])
 
 
