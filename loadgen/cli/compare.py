@@ -232,13 +232,11 @@ def _run_best(
 def check_run(plan: ExperimentPlan, out: Path | None, files: Mapping[str, Path | None]) -> ExperimentPlan:
     """Check the places to write to (`files` by their options) and the servers. Returns the plan with what the servers
     decide. Raises `PlanError`; a file that cannot be written ends the command."""
-    from loadgen.measure.planning import check_lengths, check_servers
+    from loadgen.measure.planning import check_servers
 
     check_out(out)
     check_files(files)
     asked = [experiment for _, experiment in plan.runs]
-    for experiment in asked:
-        check_lengths(experiment)
     experiments = check_servers(asked, announce)
     if any(before.inputs != after.inputs for before, after in zip(asked, experiments, strict=True)):
         complain(GENERATED, kind="note", style="yellow")

@@ -246,18 +246,16 @@ def check_inputs(settings: ExperimentSettings, combinations: Sequence[Combinatio
         raise PlanError(f"--inputs {settings.inputs} are of one payload; give one --payload")
 
 
-def check_lengths(experiment: Experiment) -> None:
-    """Raises `PlanError` for a language model that cannot be described, or that does not hold the longest answers."""
+def check_servers(experiments: Sequence[Experiment], say: Callable[[str], object]) -> list[Experiment]:
+    """Check the servers of a run before anything is written: a language model must hold the longest answers, servers
+    that run must be ready, and `abserve serve` checks the model, the weights and every option of the others; then the
+    user's inputs. Returns the experiments with the padding that every arm can do; `say` gets what takes long. Raises
+    `PlanError`."""
     try:
-        model_info(experiment)
+        for experiment in experiments:
+            model_info(experiment)
     except InputError as exc:
         raise PlanError(str(exc)) from exc
-
-
-def check_servers(experiments: Sequence[Experiment], say: Callable[[str], object]) -> list[Experiment]:
-    """Check the servers of a run before anything is written: servers that run must be ready, and `abserve serve` checks
-    the model, the weights and every option of the others; then the user's inputs and lengths. Returns the experiments
-    with the padding that every arm can do; `say` gets what takes long. Raises `PlanError`."""
     checked: dict[tuple[Label, str], Deployment] = {}
     decided = []
 
