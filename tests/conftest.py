@@ -51,6 +51,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """After each file, exclude the objects that are left from garbage collection, which took a second to search two
     million of them for cycles; not at the end, where libraries would list what was not freed."""
+    fork_server.restore_environment()
     if nextitem is None:
         gc.unfreeze()
     elif nextitem.path != item.path:

@@ -96,6 +96,15 @@ def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if (name, value) not in told}
 
 
+def restore_environment() -> None:
+    """Take back what a library has set in the test process, such as torch its cache's folder when it exports: all later
+    programs would start as usual."""
+    usual = read_at_start(usual_environment)
+    for name in read_at_start(os.environ).keys() - usual.keys():
+        del os.environ[name]
+    os.environ.update(usual)
+
+
 @dataclass
 class ForkServer:
     """The end of a fork server at which its parent asks for programs."""
