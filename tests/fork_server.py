@@ -64,7 +64,10 @@ GROUPS = {
 that it starts."""
 READ_AT_START = ("LD_", "PYTHON", "OMP_", "GOMP_", "TORCH", "TRITON_", "HF_", "TRANSFORMERS_")
 """Beginnings of variables that the loader, the interpreter and libraries read once: a program with other values than
-the fork server had starts as usual. OMP_NUM_THREADS is not among them: a fork that has torch tells it."""
+the fork server had starts as usual."""
+READ_LATER = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
+"""Not among them: a fork that has torch tells it the first. The second is written by torch's compiler in every test
+process that imports it, and read when it is used."""
 STARTERS = ("loadgen.entry", "tests/unwatched_abserve.py", "tests/integration/loadgen/runner.py")
 """Programs that start others: each gets a fork server of its own, so that those are its children."""
 CAN_FORK = sys.platform == "linux" and platform.machine() == "x86_64" and importlib.util.find_spec("torch") is not None
@@ -92,8 +95,8 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     """Without the folder of the tests in PYTHONPATH, which every fork server has there."""
     found = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
-    told = (("PYTHONPATH", str(TESTS.parent)), ("OMP_NUM_THREADS", environment.get("OMP_NUM_THREADS")))
-    return {name: value for name, value in found.items() if (name, value) not in told}
+    told = {"PYTHONPATH": str(TESTS.parent)} | {name: found.get(name) for name in READ_LATER}
+    return {name: value for name, value in found.items() if (name, value) not in told.items()}
 
 
 def restore_environment() -> None:
