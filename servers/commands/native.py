@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,7 @@ from servers.native.shared.settings import (
 from servers.native.shared.tls import Certificate
 from servers.options.command_line import given_options, takes_settings, to_argument, tuning_of, with_tuning
 from servers.options.defaults import ARTEFACTS, OptionError, usable_cores
-from servers.options.launch import LaunchPlan, bind, check_free, host_in_url
+from servers.options.launch import PROGRAM, LaunchPlan, bind, check_free, host_in_url
 from servers.options.search import space_json
 
 CAUSES = (r"the model cannot be served.* reason=(?P<quote>['\"])(?P<cause>.+)(?P=quote)",)
@@ -71,7 +70,7 @@ def launch_plan(
     secure = "s" if settings.tls_certificate else ""
     url = f"http{secure}://{host}:{settings.http_port}"
     return LaunchPlan(
-        argv=(sys.executable, "-P", "-m", "abserve", "-m", "servers.native", to_argument(settings)),
+        argv=(*PROGRAM, "servers.native", to_argument(settings)),
         env={} if settings.choices == "stored" else {CHOICES: settings.choices},
         http_url=url,
         grpc_address=f"{'grpcs://' if secure else ''}{host}:{settings.grpc_port}" if settings.grpc_port else None,

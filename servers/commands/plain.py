@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Any
@@ -27,7 +26,7 @@ from servers.options.command_line import (
     with_tuning,
 )
 from servers.options.defaults import OptionError, usable_cores
-from servers.options.launch import LaunchPlan, bind, check_exposure, host_in_url
+from servers.options.launch import PROGRAM, LaunchPlan, bind, check_exposure, host_in_url
 from servers.options.search import space_json
 from servers.plain.settings import PlainSettings
 from servers.protocol.examples import infer_commands
@@ -105,10 +104,7 @@ def _plan(kind: str, title: str, requested: PlainSettings) -> LaunchPlan:
         program, runs, cannot_pad = kind, "torch", f"the {title} server does not pad"
         examples = infer_commands(url, model.name, model.inputs, takes_json=False)
     return LaunchPlan(
-        argv=(
-            *(sys.executable, "-P", "-m", "abserve", "-m"),
-            *(f"servers.plain.{program}_server", to_argument(settings)),
-        ),
+        argv=(*PROGRAM, f"servers.plain.{program}_server", to_argument(settings)),
         env={},
         http_url=url,
         grpc_address=None,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, BinaryIO
 
 import typer
@@ -18,8 +20,12 @@ from servers.models.specification import UnknownModelError
 from servers.models.weights import WeightsError
 from servers.options.command_line import fail, validation_sentence
 from servers.options.defaults import OptionError
-from servers.options.launch import LaunchPlan
+from servers.options.launch import PROGRAM, LaunchPlan
 
+OURS = str(Path(__file__).resolve().parents[2])
+"""The folder with our packages."""
+ENGINES = frozenset({"torch", "onnxruntime", "openvino", "jax"})
+"""Libraries that read the environment once, when they are imported."""
 PRINT_SPACE = "Print what a search for the fastest settings tries here, as one line of JSON, and exit."
 PrintLaunch = Annotated[
     bool, typer.Option(help="Print how the server process is started, as one line of JSON, and exit.")
@@ -43,11 +49,20 @@ def failing(status: int = 1, *more: type[Exception]) -> Iterator[None]:
 
 
 def become(plan: LaunchPlan) -> None:
-    """Replace this process, so that the server gets its PID and signals."""
+    """Replace this process, so that the server gets its PID and signals. A program of ours goes on in this one, which
+    has imported much of it, unless libraries are imported that read the environment once."""
     typer.echo(f"starting {plan.title} at {plan.http_url}", err=True)
     if plan.examples:
         typer.echo("\n  ".join(["once it is ready, send it a request:", *plan.examples]), err=True)
     sys.stdout.flush()
+    if plan.argv[: len(PROGRAM)] == PROGRAM and ENGINES.isdisjoint(sys.modules):
+        os.environ.update(plan.env)
+        if not sys.flags.safe_path:  # as if this interpreter had been started with -P
+            del sys.path[sys.path[0] == OURS]
+        sys.path.insert(0, OURS)
+        sys.argv = list(plan.argv[len(PROGRAM) :])
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        sys.exit()
     os.execve(plan.argv[0], plan.argv, {**os.environ, **plan.env})
 
 

@@ -10,12 +10,16 @@ import errno
 import ipaddress
 import re
 import socket
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from servers.options.defaults import OptionError
+
+PROGRAM = (sys.executable, "-P", "-m", "abserve", "-m")
+"""The start of a command line: the name of a module of ours and its arguments follow."""
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -258,11 +258,12 @@ def test_the_printed_plan_starts_the_server(native, tmp_path):
 
 
 def test_the_command_becomes_the_server_and_dies_by_its_signals(tmp_path):
+    (tmp_path / "uvicorn.py").write_text("raise RuntimeError('of the folder in which the command was started')")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-c", COMMAND, "--engine", "null", "--http-port", str(port), "--grpc-port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=tmp_path) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if b"] ready " in line:
