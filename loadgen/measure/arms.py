@@ -297,19 +297,9 @@ class Arm:
         )
 
     def prompts(self, plan: PromptPlan, experiment: Experiment) -> Prepare:
-        """The command that makes the generator prepare this arm's prompts."""
-        return Prepare(
-            samples_directory="",
-            payload=self.payload,
-            signature=Signature(self.model, (), ()),
-            batch_sizes=(1,),
-            seed=plan.seed,
-            transport=self.transport,
-            key=self.body_key,
-            prompts=plan,
-            replays=tuple(filter(None, (replay_of(load, self.transport) for load in experiment.workloads))),
-            body=self.request.body,
-        )
+        """The command that makes the generator prepare this arm's prompts, for which no samples are read."""
+        bodies = self.bodies(Path(), Signature(self.model, (), ()), (1,), experiment)
+        return msgspec.structs.replace(bodies, prompts=plan, body=self.request.body)
 
     def load(
         self, workload: Workload, samples: Path | None, *, turn: int = 0, arrivals_seed: int = 0, late_allowed: int = 0

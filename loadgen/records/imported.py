@@ -55,7 +55,7 @@ class ImportedTraffic(RecordedTraffic):
         self._contents: dict[str, bytes] = {}
         content = _read(path)
         self.is_trace = _is_trace(content)
-        requests = [self._with_contents(*parts) for parts in _parts(path, content)]
+        requests = [self._with_contents(*parts) for parts in _parts(path, content, is_trace=self.is_trace)]
         if not requests:
             raise TrafficError(f"{path} has no requests to a model")
         first_ns = min(request.at_ns for request in requests)
@@ -96,8 +96,9 @@ def _from(request: RecordedRequest, first_ns: int) -> RecordedRequest:
 
 def _is_trace(content: bytes) -> bool:
     """Whether the first line has lengths and no prompt."""
+    first = content[: content.find(b"\n") + 1] or content
     try:
-        line = msgspec.json.decode(content[: content.find(b"\n") + 1] or content)
+        line = msgspec.json.decode(first) if b"input_length" in first else None
     except _UNREADABLE:
         return False
     return isinstance(line, dict) and "input_length" in line and not {"text_input", "messages"} & line.keys()
@@ -115,10 +116,10 @@ def _read(path: str) -> bytes:
     return content.removeprefix(b"\xef\xbb\xbf")
 
 
-def _parts(path: str, content: bytes) -> Iterator[Parts]:
+def _parts(path: str, content: bytes, *, is_trace: bool) -> Iterator[Parts]:
     """The requests of a file, by its kind."""
     try:
-        document = msgspec.json.decode(content)
+        document = None if is_trace else msgspec.json.decode(content)
     except _UNREADABLE:
         document = None
     log = document.get("log") if isinstance(document, dict) else None
@@ -133,7 +134,7 @@ def _parts(path: str, content: bytes) -> Iterator[Parts]:
             except (*_UNREADABLE, binascii.Error) as exc:
                 raise TrafficError(f"{path}, entry {number:,}: {one_line(str(exc), 100)}") from exc
         return
-    read = _of_mooncake if _is_trace(content) else _of_aiperf
+    read = _of_mooncake if is_trace else _of_aiperf
     for number, line in enumerate(content.splitlines(), 1):
         if line.strip():
             try:
