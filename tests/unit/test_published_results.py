@@ -103,7 +103,7 @@ def test_the_table_of_second_starts_is_that_of_the_stored_ones() -> None:
 
 def test_the_starts_and_towers_on_a_gpu_are_those_of_the_stored_ones() -> None:
     folder, page = ROOT / "docs/results/2026-11-29-h200-starts", (ROOT / "docs/results/README.md").read_text()
-    starts = json.loads((folder / "starts.json").read_text())
+    starts, parts = (json.loads((folder / name).read_text()) for name in ("starts.json", "parts.json"))
     titles = dict.fromkeys(start["model"] for start in starts)
     for model, title in zip(titles, ("ViT-B-32", "ResNet-50", "MobileNetV3-large", "BERT-base"), strict=True):
         arms = [
@@ -111,6 +111,7 @@ def test_the_starts_and_towers_on_a_gpu_are_those_of_the_stored_ones() -> None:
             for server in ("native", "fastapi")
         ]
         later = [f"{statistics.median(of[1:]):.1f}, {min(of[1:]):.1f} to {max(of[1:]):.1f}" for of in arms]
+        later.append(f"{statistics.median(part['all_s'] for part in parts if part['model'] == model):.1f}")
         assert f"| {title} | {' | '.join([*later, *(f'{of[0]:.1f}' for of in arms)])} |" in page
     loads = json.loads((folder / "attention.json").read_text())[2:]  # later ones; in turn with cuDNN's and without
     times = [load["median_us"] for load in loads]

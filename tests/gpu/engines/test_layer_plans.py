@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from servers.engines.agreement import disagreement, proof_batch
+from servers.engines.interface import PLANS_FOLDER
 from servers.engines.settings import EngineSettings
 from servers.engines.torch.engine import TorchEngine
 from servers.engines.torch.forms import expected_answers
@@ -32,7 +34,10 @@ IMAGES = ("torchvision", "open_clip")
 
 
 @pytest.fixture(params=MODELS)
-def loaded(request: pytest.FixtureRequest) -> Iterator[tuple[TorchEngine, ModelSpecification]]:
+def loaded(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[tuple[TorchEngine, ModelSpecification]]:
+    monkeypatch.setenv(PLANS_FOLDER, str(tmp_path))
     source, _, _ = request.param.partition(":")
     pytest.importorskip(source)
     specification = get_variant(request.param, "uint8") if source in IMAGES else get_specification(request.param)
