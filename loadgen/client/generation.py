@@ -177,12 +177,12 @@ class PreparedPrompts:
         """The prompt that was sent with this body and this number."""
         return self.plan.with_number(self.prepared[body], self.shapes[body], number)
 
-    def window(self, first: int, count: int, seed: int) -> Self:
+    def window(self, first: int, count: int, number: int) -> Self:
         """The requests of one replay, all with this number, by any number of processes."""
         block = slice(first, first + count)
         return replace(
             self, requests=self.requests[block], prepared=self.prepared[block], shapes=self.shapes[block],
-            numbers=repeat(seed),
+            numbers=repeat(number),
         )  # fmt: skip
 
 

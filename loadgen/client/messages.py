@@ -90,8 +90,10 @@ class Open(GeneratorMessage, frozen=True, kw_only=True):
     shape: PromptShape | None = None
     """Lengths of the prompts and answers of a language model, one of the shapes that were prepared."""
     replay: Replay | None = None
-    """A replay that was prepared, without a shape; `arrivals_seed` chooses its window. Of a trace it is the number from
-    which the first ids of all its prompts are made."""
+    """A replay that was prepared, without a shape; `arrivals_seed` chooses its window."""
+    replay_number: int = 0
+    """In the first ids of all prompts of a trace, and in the salt of recorded ones, so that no server finds them in its
+    cache from another replay."""
     first_body: int = 0
     """The body to begin with: where inputs differ in length, no body should be the first of every block."""
     arrivals: Arrivals = "closed"

@@ -41,7 +41,7 @@ class RecordedBodies:
     """The items in each of them."""
     first: int = 0
 
-    def window(self, first: int, count: int, _seed: int = 0) -> RecordedBodies:
+    def window(self, first: int, count: int, _number: int = 0) -> RecordedBodies:
         """The requests of one block."""
         block = slice(first, first + count)
         return replace(self, requests=self.requests[block], sizes=self.sizes[block], first=first)
@@ -68,10 +68,10 @@ class RecordedPrompts(PreparedPrompts):
         """The ids of the prompt; none where it was sent as text."""
         return self.prepared[body]
 
-    def window(self, first: int, count: int, seed: int) -> Self:
-        """The requests of the block of a seed."""
-        salt = f"{seed % 16**_SALT_DIGITS:0{_SALT_DIGITS}x}".encode()
-        return replace(PreparedPrompts.window(self, first, count, seed), first=first, salt=salt)
+    def window(self, first: int, count: int, number: int) -> Self:
+        """The requests of one replay, whose salt has this number."""
+        salt = f"{number:0{_SALT_DIGITS}x}".encode()
+        return replace(PreparedPrompts.window(self, first, count, number), first=first, salt=salt)
 
 
 def prepare_recorded_prompts(

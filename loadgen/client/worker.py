@@ -321,7 +321,7 @@ def _of_block(bodies: AnyBodies, command: Open) -> AnyBodies:
         return bodies
     assert not isinstance(bodies, PreparedBodies)
     first, window = command.replay.window(command.arrivals_seed)
-    return bodies.window(first, len(window), command.arrivals_seed)
+    return bodies.window(first, len(window), command.replay_number)
 
 
 class BlockRunner:

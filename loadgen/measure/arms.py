@@ -304,8 +304,7 @@ class Arm:
     def load(
         self, workload: Workload, samples: Path | None, *, turn: int = 0, arrivals_seed: int = 0, late_allowed: int = 0
     ) -> Open:
-        """The command that opens a block on this arm with the prepared bodies; each turn begins with another body. Each
-        replay of a trace has prompts of its own, so that a server remembers none from another replay."""
+        """The command that opens a block on this arm with the prepared bodies; each turn begins with another body."""
         replay = replay_of(workload, self.transport)
         return Open(
             url=self.deployment.url,
@@ -325,7 +324,8 @@ class Arm:
             samples_path=None if samples is None else str(samples),
             arrivals=workload.arrivals,
             rate_per_s=workload.rate_per_s,
-            arrivals_seed=arrivals_seed if workload.trace is None else randbits(_REPLAY_BITS),
+            arrivals_seed=arrivals_seed,
+            replay_number=randbits(_REPLAY_BITS),
             latency_bound_ns=None if workload.latency_bound_ms is None else int(workload.latency_bound_ms * NS_PER_MS),
             late_allowed=late_allowed,
         )

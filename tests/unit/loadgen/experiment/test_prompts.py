@@ -17,6 +17,9 @@ from loadgen.client.messages import Prepare
 from loadgen.client.recorded import prepare_trace
 from loadgen.experiment.prompts import PromptError, PromptPlan, PromptShape
 from loadgen.experiment.replay import Replay
+from loadgen.launch.deployment import RemoteDeployment
+from loadgen.measure.arms import Arm
+from loadgen.records.run import ArmRequest, Workload
 from loadgen.records.targets import ROUTES, TOKEN_TRANSPORTS, TokenTransport
 from loadgen.records.traffic import TrafficError
 
@@ -164,6 +167,20 @@ def test_a_trace_is_prepared_once_for_all_its_speeds(tmp_path: Path) -> None:
     windows = [replay.window(0) for replay in (slow, fast)]
     assert [len(prompts.window(first, len(offsets), 0).requests) for first, offsets in windows] == [3, 6]
     assert windows[1][1].tolist() == [500_000_000 * number for number in range(6)]
+
+
+def test_every_replay_has_a_number_of_its_own_in_the_window_of_its_round(tmp_path: Path) -> None:
+    """Servers at URLs remember prompts from one run to the next, and the seed of both is the same."""
+    traffic = traced(tmp_path, *(line(1000 * number, 8, 2) for number in range(6)), seconds=3.0).folder
+    workload = Workload(
+        scenario="concurrent", batch_size=1, concurrency=4, requests=1, seconds=3.0, max_seconds=9.0, rounds=2,
+        arrivals="trace", traffic=traffic,
+    )  # fmt: skip
+    url = "http://127.0.0.1:1"
+    arm = Arm(ArmRequest(label="a", target=url), RemoteDeployment(url), "m", "completions")
+    opened = [arm.load(workload, None, arrivals_seed=seed) for seed in (7, 7, 8)]
+    assert [command.arrivals_seed for command in opened] == [7, 7, 8]
+    assert len({command.replay_number for command in opened}) == 3
 
 
 @pytest.mark.parametrize(
