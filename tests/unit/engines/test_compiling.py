@@ -36,7 +36,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
     from triton.runtime.driver import driver
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # else Triton 3.9 warns
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # which the package sets; taken back after each test
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     (tmp_path / "kernels_of_a_test.py").write_text(KERNELS)
     monkeypatch.syspath_prepend(tmp_path)
