@@ -76,7 +76,7 @@ def defer(*packages: str) -> None:
                 raise AttributeError(attribute)
             del vars(package)["__getattr__"]
             spec.loader.exec_module(package)
-            return getattr(package, attribute)
+            return getattr(sys.modules[package.__name__], attribute)  # it may put another module in its place
 
         vars(package)["__getattr__"] = execute
 

@@ -39,7 +39,7 @@ from servers.models.specification import (
     served_name,
 )
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, seeded
-from servers.options.libraries import stand_ins, without_collections, without_compiler
+from servers.options.libraries import defer, stand_ins, without_collections, without_compiler
 from servers.options.stages import stage
 from servers.protocol.tensors import Array, Axis, TensorSpec
 
@@ -95,6 +95,7 @@ def _for_inference() -> Iterator[None]:
     generation, for several GPUs and for a kind of attention that is not used here (`_attention`)."""
     import transformers
 
+    defer("transformers.models")  # it would read all models' modules to know their names
     places = (transformers.utils, transformers.utils.import_utils)
     asked = [(place, name, vars(place)[name]) for place in places for name in _NOT_FOR_INFERENCE if name in vars(place)]
     try:
