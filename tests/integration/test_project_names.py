@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("real_exec")  # a fork has imported all before
 ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch
@@ -44,6 +45,7 @@ def run(project: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # by default test_import_graph.py finds who starts a Python that would import from its working folder
 @pytest.mark.triton
 def test_a_comparison_of_both_servers(project: Path) -> None:
     arms = ["--a", "native", "--b", "triton", "--a-option", "fronts=1", "--b-option", "engine=torch"]

@@ -60,11 +60,11 @@ def served(former: BatchFormer, mean_ms: float, same: float, seconds: float = 2.
     return Served(simulation.settled_rows_per_s(), float(np.mean([batch.rows for batch in simulation.settled()])))
 
 
-def own(mean_ms: float, same: float) -> Served:
+def own(mean_ms: float, same: float, seconds: float = 2.0) -> Served:
     """By the rule of the server."""
-    return served(BatchFormer(MOST, PATIENCE_NS, bucket_of), mean_ms, same)
+    return served(BatchFormer(MOST, PATIENCE_NS, bucket_of), mean_ms, same, seconds)
 
 
-def best(mean_ms: float, same: float) -> Served:
+def best(mean_ms: float, same: float, seconds: float = 2.0) -> Served:
     """By the best of the rules that wait for a fixed number of rows."""
-    return max(served(WaitsFor(least), mean_ms, same) for least in LEAST_ROWS)
+    return max(served(WaitsFor(least), mean_ms, same, seconds) for least in LEAST_ROWS)

@@ -12,7 +12,7 @@ LEAST_SHARE = 0.88
 
 @pytest.mark.parametrize(("mean_ms", "same"), [(0.6, 0.9), pytest.param(1.4, 0.5, marks=pytest.mark.slow)])
 def test_no_rule_that_waits_for_a_number_serves_much_more(mean_ms: float, same: float) -> None:
-    assert own(mean_ms, same).rows_per_s >= LEAST_SHARE * best(mean_ms, same).rows_per_s
+    assert own(mean_ms, same, 1.0).rows_per_s >= LEAST_SHARE * best(mean_ms, same, 1.0).rows_per_s
 
 
 @pytest.mark.slow

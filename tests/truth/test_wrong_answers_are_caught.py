@@ -196,7 +196,7 @@ def test_outputs_of_another_size_are_no_parity(compare: Compare, planted: str) -
 def test_a_response_cache_takes_the_verdict_and_wins_nothing(compare: Compare, cache: str) -> None:
     """B computes each answer in 6 ms and has it, or a third of it, in memory when it is asked again. The load never
     asks again, so what is measured is the 6 ms."""
-    result = compare("--delay-ms 6", f"--delay-ms 6 {cache}", batches(1, 40))
+    result = compare("--delay-ms 6 --no-spin", f"--delay-ms 6 --no-spin {cache}", batches(1, 40))
     require_invalid(result, "repeated_requests", "answers from a cache")
     assert state(result, "answers_under_load") is True
     medians = [summary.latency_ms("p50") or 0.0 for summary in result.summaries]

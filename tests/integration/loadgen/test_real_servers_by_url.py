@@ -62,7 +62,7 @@ def rows():
 """
 
 
-@pytest.mark.parametrize("kind", ["native", "triton", "fastapi", "litserve"])
+@pytest.mark.parametrize("kind", ["native", "triton", "fastapi", pytest.param("litserve", marks=pytest.mark.slow)])
 def test_a_server_that_is_started_with_a_certificate_is_reached_over_tls(kind: str, tmp_path: Path) -> None:
     if kind == "litserve":
         pytest.importorskip("litserve")

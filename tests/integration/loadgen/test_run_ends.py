@@ -21,6 +21,7 @@ from loadgen.records.samples import read_samples
 from loadgen.records.store import RunStore, StorageError
 from loadgen.report.files import published
 from loadgen.verdict.result import analyse
+from tests import fork_server
 from tests.integration.loadgen.conftest import await_true, blocks, make_experiment, start_runner, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
@@ -53,14 +54,20 @@ def finished(out: Path) -> Check:
     return check
 
 
-@pytest.mark.usefixtures("real_exec")  # a fork has a fork server as a child
+def programs_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """All that it has started, without the fork server that a fork has as a child."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if str(fork_server.__file__) not in child.cmdline()]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_keeps_finished_blocks_and_leaves_nobody_behind(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "run"
     process = start_runner(long_experiment(), out)
     await_true((out / "samples" / "0002.npy.part").exists, "the long block begins")
     await_true(lambda: (out / "samples" / "0002.npy.part").stat().st_size > 2000, "its samples reach the disk")
-    children = psutil.Process(process.pid).children(recursive=True)
+    children = programs_of(process)
+    assert len(children) == 3  # two servers and the generator
     process.send_signal(number)
     assert process.wait(60) == 130
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
@@ -73,13 +80,13 @@ def test_an_interrupt_keeps_finished_blocks_and_leaves_nobody_behind(tmp_path: P
     assert not list(tmp_path.glob("abserve-run-*"))
 
 
-@pytest.mark.usefixtures("real_exec")
 def test_an_impatient_finger_does_not_break_into_the_clean_up(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start_runner(long_experiment(), out)
     part = out / "samples" / "0002.npy.part"
     await_true(lambda: part.exists() and part.stat().st_size > 2000, "the long block is under way")
-    children = psutil.Process(process.pid).children(recursive=True)
+    children = programs_of(process)
+    assert len(children) == 3
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
         process.send_signal(number)
     assert process.wait(60) == 130
@@ -113,7 +120,7 @@ with interruptible():
 """
 
 
-@pytest.mark.usefixtures("real_exec")  # a fork has a fork server as a child
+@pytest.mark.usefixtures("real_exec")  # the programs end by themselves, and so not as forks do
 def test_a_killed_runner_leaves_no_process_and_loses_at_most_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,8 +129,8 @@ def test_a_killed_runner_leaves_no_process_and_loses_at_most_a_second(
     part = out / "samples" / "0002.npy.part"
     await_true(part.exists, "the long block begins")
     await_true(lambda: part.stat().st_size > 2000, "its samples reach the disk")
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == 3  # two servers and the generator
+    children = programs_of(process)
+    assert len(children) == 3
     assert finished(out).detail == "the run is still running: load"
     process.kill()
     process.wait()
