@@ -44,7 +44,7 @@ GROUPS = {
             "tests/integration/native/controlled_server.py", "tests/integration/native/echo_server.py",
             "tests.integration.native.health_probe", "tests/unit/loadgen/engines/fake_worker.py",
             "tests/truth/planted_reference.py", "tests/scripted_sampler.py", "tests/integration/loadgen/runner.py",
-            "servers.gpu.sampler",
+            "servers.gpu.sampler", "tests/integration/language/gated_server.py",
         ],
     ),
     "abserve": (
@@ -57,6 +57,7 @@ GROUPS = {
         [
             "loadgen.entry", "tests/unwatched_abserve.py", "servers.measuring.worker", "servers.plain.fastapi_server",
             "servers.plain.generate_server", "tests.integration.native.runner_server",
+            "tests.integration.native.two_models_server",
         ],
     ),
 }  # fmt: skip

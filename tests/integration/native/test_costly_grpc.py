@@ -182,7 +182,7 @@ def test_announced_messages_refuse_nobody_else(small_server, announce) -> None:
             check_well(small_server)
 
 
-ATTACK_S = 2.0
+ATTACK_S = 1.0
 
 
 class Flood:

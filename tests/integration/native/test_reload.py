@@ -42,7 +42,7 @@ def scaled():
 
 sample = torch.zeros(1, 4)
 """
-RELOADS = 8
+RELOADS = 4
 
 
 def write_weights(file: Path, scale: float) -> None:

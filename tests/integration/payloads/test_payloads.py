@@ -68,7 +68,7 @@ def null_server(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(f"{request.param}_null")
 
 
-@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.slow), "triton"])
+@pytest.fixture(params=["native", "triton"])
 def real_server(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(f"real_{request.param}")
 
@@ -83,6 +83,7 @@ def reference(artefact: Any, specification: ModelSpecification, pixels: UInt8Arr
     return answer
 
 
+@pytest.mark.slow  # by default the null engine below sees what is decoded, and export/test_payload_files.py each file
 def test_the_payloads_of_a_picture_have_the_same_answer(
     real_server: Any,
     photographs: list[bytes],
