@@ -36,6 +36,7 @@ TESTS = Path(__file__).parent
 GROUPS = {
     # The generator is patched by gevent, which no other program may be.
     "generator": (["loadgen.client.worker"], ["loadgen.client.worker", "loadgen.client.sink"]),
+    "locust": (["locust.main", "loadgen.locust.session", "loadgen.locust.page", "loadgen.locust.metrics"], ["locust"]),
     "servers": (
         ["servers.native.*", "servers.engines.null", "tritonclient.grpc", "argparse", "loadgen.measure.runner"],
         [
@@ -77,6 +78,8 @@ _SYS_CLONE, _PR_SET_PDEATHSIG, _PR_GET_TID_ADDRESS = 56, 1, 40
 _CLONE_PARENT, _CHILD_CLEARTID, _CHILD_SETTID = 0x8000, 0x00200000, 0x01000000
 _TITLE_BYTES = 8192
 _MESSAGE_BYTES = 131_072
+_close = os.close
+"""Not that of gevent, which waits until its loop runs."""
 _execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _signature = inspect.signature(_execute)
 usual_environment = dict(os.environ)
@@ -235,10 +238,10 @@ def _become(request: dict[str, Any], descriptors: list[int], libc: ctypes.CDLL) 
     targets = [0, 1, 2, *request["kept"]]
     above = [fcntl.fcntl(number, fcntl.F_DUPFD, max(targets) + 1) for number in descriptors]
     for number in descriptors:
-        os.close(number)
+        _close(number)
     for number, target in zip(above, targets, strict=True):
         os.dup2(number, target)
-        os.close(number)
+        _close(number)
     # What is written there may be a pipe now, and was seekable.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
@@ -278,7 +281,7 @@ def main() -> types.CodeType:
         resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
     modules, _ = GROUPS[sys.argv[1]]
     requests = socket.socket(fileno=fcntl.fcntl(int(sys.argv[2]), fcntl.F_DUPFD_CLOEXEC, 200))
-    os.close(int(sys.argv[2]))
+    _close(int(sys.argv[2]))
     libc = ctypes.CDLL(None)
     libc.syscall.restype = ctypes.c_long
     for name in modules:
@@ -302,7 +305,7 @@ def main() -> types.CodeType:
             break
         ours.close()
         for number in descriptors:
-            os.close(number)
+            _close(number)
     return _become(request, descriptors, libc)
 
 
@@ -317,7 +320,7 @@ def _serve(requests: socket.socket, libc: ctypes.CDLL) -> tuple[dict[str, Any], 
             return json.loads(message), descriptors
         requests.send(str(pid).encode())
         for number in descriptors:
-            os.close(number)
+            _close(number)
 
 
 def _have_above(ours: socket.socket, environment: Mapping[str, str]) -> None:
