@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -42,6 +41,7 @@ from servers.export.manifest import FILE_NAME, FUSED, FileForm, executed_form, p
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource
 from servers.options.defaults import MODE, SPINS
+from servers.options.launch import PROGRAM
 from servers.options.libraries import installed_versions
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _measured_elsewhere(
         "artefacts": str(root),
     }
     text = msgspec.json.encode(request).decode()
-    worker = (sys.executable, "-P", "-m", "abserve", "-m", "servers.measuring.worker")
+    worker = (*PROGRAM, "servers.measuring.worker")
     command = [*worker, "--fastest", text, str(monotonic() + most_seconds), *others]
     said, reason = b"", f"not measured within {most_seconds:.0f} s"
     try:
