@@ -12,6 +12,7 @@ from servers.language.engine import GenerationSettings
 from servers.language.specification import language_model
 from servers.measuring import generation
 from servers.measuring.generation import copy_bytes_per_s, measure_generation, step_bytes, table_of
+from tests.again import again
 
 TINY = language_model("language:tiny")
 
@@ -101,6 +102,7 @@ class TimedEngine:
         return [Emission(number, (count,)) for number, count in self.requests.items()]
 
 
+@again
 def test_times_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "make_engine", TimedEngine)
     (row,) = measure_generation(TINY, GenerationSettings(), [4], [10], tokens=10, repetitions=2)["measurements"]
