@@ -80,10 +80,16 @@ def small_bert() -> ModelSpecification:
     )
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the small BERT is exported once for all tests."""
+    return tmp_path_factory.mktemp("artefacts")
+
+
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_text_of_any_length_padded_or_not_is_answered_as_by_torch(precision: str, tmp_path: Path) -> None:
+def test_text_of_any_length_padded_or_not_is_answered_as_by_torch(precision: str, root: Path) -> None:
     bert = small_bert()
-    made = ensure_artefact(bert, WEIGHTS, tmp_path, form=executed_form("onnxruntime", precision))
+    made = ensure_artefact(bert, WEIGHTS, root, form=executed_form("onnxruntime", precision))
     graph = onnx.load(made.path).graph
     dims = {
         value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
@@ -103,7 +109,7 @@ def test_text_of_any_length_padded_or_not_is_answered_as_by_torch(precision: str
     ]
     assert measured == [(1, 12, False), (2, LONGEST, False), (7, 2, False), (7, 12, True)]
     assert made.manifest.operators == "standard"
-    assert made == replace(ensure_artefact(bert, WEIGHTS, tmp_path, form=FileForm(precision)), made_now=True)
+    assert ensure_artefact(bert, WEIGHTS, root, form=FileForm(precision)) == replace(made, made_now=False)
 
     settings = EngineSettings(kind="onnxruntime", device="cpu", precision=precision)
     engine = build_engine(bert, WEIGHTS, settings, made.path)
@@ -228,11 +234,11 @@ def test_a_users_file_has_its_own_folder_and_is_exported_again_when_it_changes(t
 
 
 @pytest.fixture(scope="module")
-def users_file(tmp_path_factory: pytest.TempPathFactory) -> ModelSpecification:
+def users_file(root: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelSpecification:
     """The small BERT as a file from elsewhere: no metadata, no types of intermediate tensors, no module."""
     folder = tmp_path_factory.mktemp("user")
     bert = small_bert()
-    model = onnx.load(ensure_artefact(bert, WEIGHTS, folder / "made").path)
+    model = onnx.load(ensure_artefact(bert, WEIGHTS, root).path)
     del model.graph.value_info[:], model.metadata_props[:]
     path = folder / "mine.onnx"
     onnx.save(model, path)

@@ -185,7 +185,8 @@ def test_an_input_that_changes_before_the_sum_is_refused() -> None:
 
 @pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=pytest.mark.slow)])
 def report(request: pytest.FixtureRequest) -> Any:
-    """Quick: with a bias, a residual and gates, and with none of them. The rest has each of them alone."""
+    """Quick: with a bias, a residual and gates, and with none of them. The rest has each of them alone, and every
+    precision and number of columns with both."""
     script = Path(__file__).with_name("interpreted_convolutions.py")
     return {"cases": request.param, **interpreted(script, request.param)}
 
