@@ -695,7 +695,7 @@ def leading_metric(workload: Workload) -> Metric:
     if workload.scenario == "shadow":
         return TYPICAL_LATENCY
     if not is_open_loop(workload) or has_limits(workload):
-        return metrics_of(workload)[0]
+        return next(metric for metric in METRICS.values() if metric.compares(workload))  # asked for every comparison
     tails, rate = TAILS[workload.kind], workload.rate_per_s  # a share of a rate that is not measured yet has none
     least = 0 if workload.arrivals == "trace" else workload.requests  # a replay has what the recording has
     sent = 0 if rate is None else arrival_count(rate, least, workload.seconds, workload.max_seconds)
