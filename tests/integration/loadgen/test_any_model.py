@@ -121,7 +121,7 @@ def test_sizes_that_an_arm_cannot_pad_to_are_refused_before_a_server_starts(tmp_
     write_tiny_bert(tmp_path)
     null = ("--a-option", "engine=null")
     plain = ("--model", "tiny", "--a", "native", *null, "--b", "fastapi")
-    words = "B (fastapi) cannot pad batches, because the FastAPI server does not pad"
+    words = "FastAPI cannot pad batches, because the FastAPI server does not pad"
     assert words in refused(tmp_path, *plain, "--pad-to", "32,64")
     native = ("--model", "tiny", "--a", "native", *null, "--b", "native", "--b-option", "engine=null")
     assert "the largest sequence of tiny is 128" in refused(tmp_path, *native, "--pad-to", "32,256")

@@ -15,6 +15,7 @@ from loadgen.entry import build
 from loadgen.measure.calibrate import SinkProcesses, calibrate
 from loadgen.measure.machine import cache_path, own_calibration, read_calibration, store_record
 from loadgen.records.machine import Calibration, ceiling_images_per_s, ceiling_tokens_per_s
+from tests.again import again
 
 
 def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +52,7 @@ def test_quick_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
+@again
 def test_every_transport_and_payload() -> None:
     calibration = calibrate(lambda _: None, seconds=0.2)
     assert not calibration.problems
