@@ -34,7 +34,7 @@ class PlainSettings(ServingOptions):
     weights: str | None = Field(
         None, title="Model", description="random:SEED, a pretrained tag or a checkpoint file; default: the model's."
     )
-    http_port: int = Field(8100, ge=1, le=65535, title="Target", description="Port of HTTP; there is no gRPC.")
+    http_port: int = Field(8100, ge=1, le=65535, title="Target", description="HTTP port; this server has no gRPC.")
     precision: Annotated[str, search.PRECISION] = Field(
         defaults.PRECISION, title="Engine", description="auto (fp16 on a GPU, fp32 on a CPU), fp32, tf32, fp16 or bf16."
     )

@@ -162,30 +162,6 @@ class FusedConvolution(nn.Module):
         return f"{tuple(self.weight.shape)}, activation={self.activation}"
 
 
-def layer_calls(
-    traced: fx.GraphModule, rows: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Iterator[Callable[[], Tensor]]:
-    """A call of each layer with a kernel of ours, alone, on tensors of the shapes that it gets in batches of `rows`."""
-    for node in traced.graph.nodes:
-        layer = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if not isinstance(layer, (FusedConvolution, PooledMean)):
-            continue
-        shapes = [None if given is None else _shape(given) for given in node.args]
-        for count in rows:
-            yield partial(_called_alone, layer, [shape and (count, *shape[1:]) for shape in shapes], dtype, device)
-
-
-def _called_alone(
-    layer: nn.Module, shapes: Sequence[Sequence[int] | None], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    layout = torch.channels_last
-    given = [
-        shape and torch.zeros(shape, dtype=dtype, device=device).contiguous(memory_format=layout) for shape in shapes
-    ]
-    answer: Tensor = layer(*given)
-    return answer
-
-
 class PooledMean(nn.Module):
     """The mean of each channel, [n, c, h, w] to [n, c, 1, 1]."""
 
@@ -338,6 +314,27 @@ class _Shapes(fx.Interpreter):
 
 def _shape(node: fx.Node) -> torch.Size | None:
     return node.meta.get("shape")
+
+
+def layer_calls(
+    traced: fx.GraphModule, rows: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Iterator[Callable[[], object]]:
+    """A call of each layer with a kernel of ours, alone, on tensors of the shapes that it gets in batches of `rows`."""
+    for node in traced.graph.nodes:
+        layer = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(layer, (FusedConvolution, PooledMean)):
+            shapes = [None if given is None else _shape(given) for given in node.args]
+            yield from (partial(_call_alone, layer, shapes, count, dtype, device) for count in rows)
+
+
+def _call_alone(
+    layer: nn.Module, shapes: Sequence[torch.Size | None], rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    def zeros(shape: torch.Size) -> Tensor:
+        made = torch.zeros((rows, *shape[1:]), dtype=dtype, device=device)
+        return made.contiguous(memory_format=torch.channels_last)
+
+    layer(*(None if shape is None else zeros(shape) for shape in shapes))
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

@@ -44,7 +44,9 @@ def real_triton(folder: Path) -> Iterator[str]:
 
 
 # By default triton/test_language_model.py has a real Triton stream the same tokens, over HTTP and gRPC.
-@pytest.fixture(scope="module", params=[native, pytest.param(real_triton, marks=[pytest.mark.triton, pytest.mark.slow])])
+@pytest.fixture(
+    scope="module", params=[native, pytest.param(real_triton, marks=[pytest.mark.triton, pytest.mark.slow])]
+)
 def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield from request.param(tmp_path_factory.mktemp("grpc"))
 
