@@ -3,7 +3,8 @@
 An import costs such a program more than all that it does in a test. The process that forks, one for each group of
 `GROUPS`, is a child of the test process and gives its children to it (CLONE_PARENT): to a test they are its own, with
 their PIDs, exit statuses and signals. Programs that no group names, and all in a test with the fixture `real_exec`,
-start as usual. Where the kernel or the C library has no such call everything does.
+start as usual. Where the kernel or the C library has no such call everything does, and where an imported library starts
+a thread, as jemalloc in some builds of pyarrow, all programs of that group.
 """
 
 from __future__ import annotations
@@ -118,20 +119,31 @@ class ForkServer:
 
     socket: socket.socket
     environment: dict[str, str]
+    process: subprocess.Popen[bytes] | None = None
+    """Where it is a child of this process."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    ended: bool = False
 
-    def start(self, request: dict[str, object], descriptors: list[int]) -> int:
-        """The PID of a new child of this process."""
+    def start(self, request: dict[str, object], descriptors: list[int]) -> int | None:
+        """The PID of a new child of this process; None if this has ended, such as where a library starts a thread."""
         with self.lock:
             try:
-                socket.send_fds(self.socket, [json.dumps(request).encode()], descriptors)
-                answer = self.socket.recv(64)
+                if not self.ended:
+                    socket.send_fds(self.socket, [json.dumps(request).encode()], descriptors)
+                    if answer := self.socket.recv(64):
+                        return int(answer)
+                    self._end()
+            except ConnectionError:
+                self._end()
             except BaseException:  # a test's limit of time: this answer would be taken for that of the next request
                 fork_server.cache_clear()
                 raise
-        if not answer:
-            raise RuntimeError("a fork server of the tests has ended, see its traceback above")
-        return int(answer)
+        return None
+
+    def _end(self) -> None:
+        self.ended = True
+        if self.process is not None:
+            self.process.wait()  # no test finds a zombie
 
 
 @cache
@@ -147,7 +159,7 @@ def fork_server(group: str) -> ForkServer:
         process = subprocess.Popen(argv, pass_fds=kept, env=environment, stdin=null, stdout=null)
     atexit.register(process.wait)
     atexit.register(ours.close)  # first: it ends when it can get no more requests
-    return ForkServer(ours, read_at_start(usual_environment))
+    return ForkServer(ours, read_at_start(usual_environment), process)
 
 
 def _words_of(argv: list[str]) -> list[str]:
@@ -196,7 +208,10 @@ def _execute_child(self: subprocess.Popen[bytes], *arguments: object) -> None:
         "argv": argv, "env": environment, "cwd": os.fspath(given["cwd"] or Path.cwd()), "kept": kept,
         "session": given["start_new_session"], "parent": os.getpid() if tied else 0,
     }  # fmt: skip
-    self.pid = server.start(request, [*descriptors, *kept])
+    if (pid := server.start(request, [*descriptors, *kept])) is None:
+        _execute(self, *arguments)
+        return
+    self.pid = pid
     self._child_created = True  # type: ignore[attr-defined]
     pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
     self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
@@ -290,7 +305,9 @@ def main() -> types.CodeType:
             for _, below, _ in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
                 importlib.import_module(below)
     if len(list(Path("/proc/self/task").iterdir())) > 1:
-        raise RuntimeError("a module started a thread, which no fork would have: leave that module out of GROUPS")
+        raise SystemExit(
+            f"programs of {sys.argv[1]} start as usual: a library started a thread, which no fork would have"
+        )
     gc.collect()
     gc.freeze()
     while True:
