@@ -264,6 +264,11 @@ def _clean(value: Any, depth: int, most: int = MOST_CHARACTERS) -> Any:
     return value
 
 
+def user_path(text: str) -> Path:
+    """A path that a user gives, with `~` and `~NAME` as the folders that they mean; as it is for an unknown user."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111  that of Path raises an error
+
+
 def free_path(path: Path) -> Path:
     """This path, or the first of PATH-2, PATH-3 and so on that does not exist."""
     free, number = path, 1

@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from loadgen.base.child_process import usable_cores
-from loadgen.base.documents import DocumentError, read_named, read_record, write_atomically
+from loadgen.base.documents import DocumentError, read_named, read_record, user_path, write_atomically
 from loadgen.base.headers import without_secrets
 from loadgen.records.machine import Calibration, own_devices
 from loadgen.records.run import Environment
@@ -147,9 +147,10 @@ def fingerprint(
 
 
 def cache_path(kind: str, digest: str) -> Path:
-    """`$XDG_CACHE_HOME/abserve/KIND-FINGERPRINT.json`, under `~/.cache` without that variable."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "abserve" / f"{kind}-{digest}.json"
+    """`$XDG_CACHE_HOME/abserve/KIND-FINGERPRINT.json`, under `~/.cache` without that variable. Nothing can be written
+    there for a user without a home, as in some containers."""
+    cache = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.devnull if cache.parts[0] == "~" else cache, "abserve", f"{kind}-{digest}.json")
 
 
 class MachineRecordError(Exception):

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from loadgen.base.child_process import ABSERVE, ChildProcess
+from loadgen.base.documents import user_path
 from loadgen.client.endpoint import Signature
 from loadgen.client.inputs import (
     GIVEN,
@@ -183,7 +184,7 @@ def export_artefacts(
 
 def _is_file(model: str) -> bool:
     """Whether the model is an ONNX file, alone or in a folder for Triton."""
-    return model.endswith(".onnx") or (Path(model).expanduser() / "config.pbtxt").is_file()
+    return model.endswith(".onnx") or (user_path(model) / "config.pbtxt").is_file()
 
 
 def _export(argv: Sequence[str], log_path: Path, say: Callable[[str], None]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from loadgen.base.child_process import ABSERVE
-from loadgen.base.documents import write_atomically
+from loadgen.base.documents import user_path, write_atomically
 from loadgen.experiment.options import write_content
 from loadgen.launch.deployment import DeploymentError
 from loadgen.launch.embedded import EmbeddedDeployment, to_arguments
@@ -169,7 +169,7 @@ def no_compose_file(options: Mapping[str, Mapping[str, str]]) -> str | None:
     model = next(iter(options.values()))["model"]
     if is_language(model):
         return "its containers serve no language models"
-    if model.endswith(".onnx") or ".py:" in model or Path(model).expanduser().exists():
+    if model.endswith(".onnx") or ".py:" in model or user_path(model).exists():
         return f"its containers do not have {model}"
     if not set(options) & set(IN_STACK):
         return f"it has {' and '.join(IN_STACK)} only"

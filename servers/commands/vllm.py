@@ -24,6 +24,7 @@ from servers.language.engine import GenerationSettings, generation_precision
 from servers.language.module import DTYPES, TOKENIZER, served_folder
 from servers.language.specification import LanguageModel, language_model
 from servers.language.weights import pin_language_weights, weights_sha256
+from servers.models.files import user_path
 from servers.native.shared.tls import Certificate
 from servers.options.command_line import checked, given_options, takes_settings
 from servers.options.defaults import OptionError, usable_cores
@@ -167,7 +168,7 @@ def find_vllm(python: Path | None) -> tuple[str, str]:
         )
     # Not resolved: the interpreter of a virtual environment is a link, and its place names the environment.
     program = "from importlib.metadata import version; print(version('vllm'))"
-    command = [str(python.expanduser().absolute()), "-P", "-c", program]
+    command = [str(user_path(python).absolute()), "-P", "-c", program]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PYTHON_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as exc:

@@ -24,7 +24,7 @@ from servers.language.weights import (
     parse_language_weights,
     pin_language_weights,
 )
-from servers.models.files import named_path
+from servers.models.files import named_path, user_path
 from servers.models.specification import UnknownModelError, choose_from, served_name
 from servers.models.weights import RandomWeights
 from servers.protocol.examples import completion_commands
@@ -241,7 +241,7 @@ def _folder_of(reference: str) -> Path | None:
     if source not in ("", "transformers"):
         return None
     try:
-        folder = Path(name).expanduser()
+        folder = user_path(name)
         if (folder / "config.json").is_file():
             return named_path(folder)
     except OSError:  # a path that nobody may read, or that is too long

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.files import named_path, parts_sha256
+from servers.models.files import named_path, parts_sha256, user_path
 from servers.models.weights import RandomWeights, WeightsError, parse_weights
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def parse_language_weights(option: str | None, default: LanguageWeights) -> Lang
     if option is None:
         return default
     path, _, pin = option.partition("@sha256:")
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if not path.startswith("random") and folder.is_dir():
         if not has_weights(folder):
             raise WeightsError(f"--weights {folder.name}: the folder has no .safetensors file")

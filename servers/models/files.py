@@ -23,9 +23,17 @@ SETTLED_NS = 2_000_000_000
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def user_path(text: str | Path) -> Path:
+    """A path that a user gives, with `~` and `~NAME` as the folders that they mean. One of a user whom the system does
+    not know stays as it is, so that the file is missing."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111  that of Path raises an error
+
+
 def user_cache() -> Path:
-    """Where abserve keeps what it would find out again without it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "abserve"
+    """Where abserve keeps what it would find out again without it. A user without a home, as in some containers, has no
+    such folder: nothing can be read or written there."""
+    cache = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.devnull if cache.parts[0] == "~" else cache, "abserve")
 
 
 def keep_file(path: Path, content: bytes) -> OSError | None:
@@ -166,7 +174,7 @@ def named_path(text: str | Path) -> Path:
     """The absolute path of a file that the user names, without following links: what lies beside it is looked for
     beside this name, and its ending is that of this name. Hugging Face's cache has links to files named by a hash.
     Only as far as `..` goes back are links followed."""
-    path = Path(text).expanduser().absolute()
+    path = user_path(text).absolute()
     if ".." not in path.parts:
         return path
     end = len(path.parts) - path.parts[::-1].index("..")

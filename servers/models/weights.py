@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.files import for_library, named_path, onnx_parts, parts_sha256
+from servers.models.files import for_library, named_path, onnx_parts, parts_sha256, user_path
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +117,7 @@ def parse_weights(option: str | None, default: str = "random:0") -> WeightsSourc
     match = _PINNED.fullmatch(text)
     assert match is not None  # the first part takes any text
     name, revision, sha256 = match[1], match[2], match[3]
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.suffix in CHECKPOINT_SUFFIXES or "/" in name:
         if not path.is_file():
             close = get_close_matches(path.name, [file.name for file in path.parent.glob("*")], n=1)

@@ -25,6 +25,7 @@ from servers.language.engine import GenerationSettings, generating_environment
 from servers.language.module import DTYPES, TOKENIZER, served_folder
 from servers.language.specification import LanguageModel, language_model
 from servers.language.weights import pin_language_weights, weights_sha256
+from servers.models.files import user_path
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.weights import WeightsSource
 from servers.options.command_line import flag_of
@@ -234,7 +235,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     `TritonError`, and `UnknownModelError` for a config that cannot be read."""
     folder = settings.triton_repository
     assert folder is not None
-    model = folder.expanduser() / settings.model
+    model = user_path(folder) / settings.model
     if not model.is_dir():
         raise OptionError(f"--triton-repository {folder} has no model {settings.model}; {_listed(folder)}")
     _assert_name(settings.model)
@@ -245,7 +246,7 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     assert_ready(settings)
     _clean_up()
     lay_out(settings.folder, installation)
-    models = folder.expanduser().absolute()
+    models = user_path(folder).absolute()
     served = models if settings.tuning == ALL else settings.folder / MODELS
     tuning = apply_tuning(models, [settings.model], settings.tuning, served)
     config = _config_in(model)
@@ -493,7 +494,7 @@ def _clean_up() -> None:
 
 
 def _listed(folder: Path) -> str:
-    names = sorted(path.name for path in folder.expanduser().glob("*") if path.is_dir())
+    names = sorted(path.name for path in user_path(folder).glob("*") if path.is_dir())
     return f"its models: {', '.join(names)}" if names else "it has no folders at all"
 
 

@@ -16,6 +16,7 @@ from time import perf_counter, sleep
 from typing import Any
 from urllib.parse import quote
 
+from loadgen.base.documents import user_path
 from loadgen.conformance.case import Case, Condition, Send, Theme, changes, filled_in, grpc, http, infers, raw
 from loadgen.conformance.cases.tensors import response_json
 from loadgen.conformance.model import HEADER, Body, InferenceRequest
@@ -328,7 +329,7 @@ def log_escaped(subject: Subject, _: Sequence[Response]) -> Fact:
 
 def nothing_written(*_: object) -> Fact:
     """Whether the server has written the file of `load_outside`."""
-    folders = (Path(tempfile.gettempdir()), Path("/"), Path.cwd(), Path.home())
+    folders = (Path(tempfile.gettempdir()), Path("/"), Path.cwd(), user_path("~"))
     written = [path for folder in folders if (path := folder / FORBIDDEN_FILE).exists()]
     for path in written:
         path.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, get_args
 import numpy as np
 
 from servers.models.descriptions import Identity
-from servers.models.files import file_sha256, named_path
+from servers.models.files import file_sha256, named_path, user_path
 from servers.models.items import random_items, valid_items
 from servers.models.modules import load_strictly, option_of, read_state, ready
 from servers.models.specification import (
@@ -67,7 +67,7 @@ def identity(reference: str) -> Identity | None:
     if (match := _REFERENCE.fullmatch(reference)) is None:
         return None
     path, sample = named_path(match["file"]), match["sample"]
-    files = (path,) if sample is None else (path, Path(sample).expanduser().absolute())
+    files = (path,) if sample is None else (path, user_path(sample).absolute())
     return Identity(":".join(["module_file", str(match["function"]), *map(str, files)]), files)
 
 
@@ -248,7 +248,7 @@ def _of_bare_module(
         model = replace(model, samples=sample_items(module, sample))
         specification = _specification(path, function, make, model)
     described = f"{file_sha256(path)} {parameters_sha256(module)} {specification.inputs} {specification.outputs}"
-    of_file = "" if sample_file is None else f":{Path(sample_file).expanduser().absolute()}"
+    of_file = "" if sample_file is None else f":{user_path(sample_file).absolute()}"
     return replace(
         specification,
         reference=specification.reference + of_file,
@@ -260,7 +260,7 @@ def _of_bare_module(
 def _sample_of(path: Path, function: str, module: torch.nn.Module, sample_file: str | None) -> object:
     """The sample input of a module. Raises `ValueError` with the line to write if there is none."""
     if sample_file is not None:
-        return _sample_in(Path(sample_file).expanduser())
+        return _sample_in(user_path(sample_file))
     names = vars(_executed(path))
     for name in (f"sample_{function}", "sample"):
         if name in names:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from servers.models.descriptions import Identity
-from servers.models.files import file_sha256, named_path
+from servers.models.files import file_sha256, named_path, user_path
 from servers.models.items import text_ids
 from servers.models.modules import (
     fill_zero_weights,
@@ -76,7 +76,7 @@ def names() -> tuple[str, ...]:
 
 def takes(reference: str) -> bool:
     """Whether the reference is a folder with a config.json, or a configuration itself."""
-    path = Path(reference).expanduser()
+    path = user_path(reference)
     return (path / "config.json").is_file() or (path.suffix == ".json" and path.is_file())
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from servers.models.files import named_path
+from servers.models.files import named_path, user_path
 from servers.models.sources import onnx_file
 from servers.models.specification import ModelSpecification, UnknownModelError
 from servers.options.libraries import import_library
@@ -21,7 +21,7 @@ CONFIG = "config.pbtxt"
 
 def takes(reference: str) -> bool:
     """Whether the reference is a folder with a config.pbtxt."""
-    return (Path(reference).expanduser() / CONFIG).is_file()
+    return (user_path(reference) / CONFIG).is_file()
 
 
 def specify(reference: str) -> ModelSpecification | None:
