@@ -154,7 +154,7 @@ def _write(path: Path, document: Mapping[str, object]) -> None:
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2) + b"\n")
     except OSError as exc:
-        fail(f"cannot write {path}: {exc.strerror or exc}", exc)
+        fail(f"cannot write {path}: {exc.strerror or exc}; choose another file", exc)
 
 
 def _measure_language(settings: MeasurementSettings, json: Path | None) -> None:

@@ -187,7 +187,9 @@ def ensure_plan(request: PlanRequest, progress: Callable[[str], None], *, force:
             build(request, fresh)
             fresh.replace(plan)
         except OSError as exc:
-            raise ExportError(f"cannot write {plan}: {exc.strerror or exc}") from exc
+            raise ExportError(
+                f"cannot write {plan}: {exc.strerror or exc}; free some space, or choose another folder"
+            ) from exc
         finally:
             fresh.unlink(missing_ok=True)
         return (time.perf_counter_ns() - started_ns) / 1e9

@@ -95,7 +95,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         lock.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as exc:
-        raise FolderError(f"cannot write {lock.parent}: {exc.strerror}") from exc
+        raise _wrapped(exc, lock.parent) from exc
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -155,7 +155,8 @@ def _replace(fresh: Path, final: Path) -> None:
 def _wrapped(exc: OSError, final: Path) -> FolderError:
     if exc.errno in _FULL:
         return FolderError(f"no space left on the disk of {final.parent}: free some, or choose another folder")
-    return FolderError(f"cannot write {final}: {os.strerror(exc.errno) if exc.errno else exc}")
+    reason = os.strerror(exc.errno) if exc.errno else exc
+    return FolderError(f"cannot write {final}: {reason}; make it writable, or choose another folder")
 
 
 def onnx_parts(path: Path, model: Any = None) -> tuple[Path, ...]:
