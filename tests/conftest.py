@@ -45,6 +45,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        fork_server.restore_environment()
 
 
 @pytest.hookimpl(trylast=True)  # what the file's fixtures held is gone

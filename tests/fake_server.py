@@ -89,7 +89,9 @@ def options(argv: list[str]) -> argparse.Namespace:
 
 def embed(pixels: np.ndarray) -> np.ndarray:
     coarse = pixels[:, :, ::4, ::4].reshape(len(pixels), -1)[:, :512]
-    return np.ascontiguousarray(np.pad(coarse, ((0, 0), (0, 512 - coarse.shape[1]))), dtype="<f4")
+    padded = np.zeros((len(pixels), 512), "<f4")
+    padded[:, : coarse.shape[1]] = coarse
+    return padded
 
 
 def gpu_info(device: str) -> dict | None:
@@ -163,6 +165,8 @@ class FakeServer:
             if self.inferences >= first_inference:
                 return status, {}, text.encode()
         model, side = f"/v2/models/{self.settings.model}", self.settings.side
+        if method == "POST" and path == f"{model}/infer":
+            return await self.infer(headers, body)
         documents = {
             "/v2": {"name": "fake", "version": "1.0", "extensions": ["binary_tensor_data", "statistics"]},
             model: {
@@ -194,8 +198,6 @@ class FakeServer:
         if method == "POST" and path == "/v2/repository/index":
             names = filter(None, (self.settings.model, self.settings.also))
             return 200, {}, json.dumps([{"name": name, "version": "1", "state": "READY"} for name in names]).encode()
-        if method == "POST" and path == f"{model}/infer":
-            return await self.infer(headers, body)
         return 404, {}, b'{"error": "no such route or model"}'
 
     async def infer(self, headers: dict, body: bytes):

@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -248,7 +249,8 @@ class PortReservation:
         """Raises `OSError` when too few are free."""
         self._locks: dict[int, int | None] = {}
         places = port_range() if candidates is None else candidates
-        for port in random.SystemRandom().sample(places, len(places)):
+        first = random.SystemRandom().randrange(len(places))
+        for port in chain(places[first:], places[:first]):
             if len(self._locks) == count:
                 break
             self._take(port)

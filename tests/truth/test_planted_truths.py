@@ -112,7 +112,7 @@ def test_identical_arms_have_no_cause_in_the_headline(compare: Compare) -> None:
 @pytest.mark.slow
 def test_errors_under_load_take_the_verdict(compare: Compare) -> None:
     """The server is sound until parity and warm-up are over."""
-    result = compare("--delay-ms 1", "--delay-ms 1 --good-first 246 --error-every 7", closed(100, 2))
+    result = compare("--delay-ms 1", "--delay-ms 1 --good-first 150 --error-every 7", closed(100, 2))
     assert state(result, "request_errors") is False
     assert {c.verdict for c in result.comparisons} == {"invalid"}
     assert state(result, "repeated_requests") is True

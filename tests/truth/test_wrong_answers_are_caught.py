@@ -50,7 +50,7 @@ def test_answers_that_are_wrong_only_under_load(compare: Compare) -> None:
     """From 12 requests in flight, which neither parity nor a single user ever makes; and of every fifth of those under
     load a quarter is missing."""
     server = "--delay-ms 4 --no-spin"
-    planted = f"{server} --fault wrong --fault-from 12 --good-first 330 --short-every 5"
+    planted = f"{server} --fault wrong --fault-from 12 --good-first 234 --short-every 5"
     result = compare(server, planted, users(), batches(1))
     require_invalid(result, "answers_under_load", " are wrong", "output y")
     require_invalid(result, "request_errors", "output y is FP32 [1, 6] instead of FP32 [1, 8]")
@@ -89,7 +89,7 @@ def test_answers_that_are_wrong_only_in_large_merged_batches(compare: Compare) -
     """B executes what waits together, and is wrong from 12 items on: never with 4 users, with 32 nearly always."""
     few, many = users(concurrency=4), users(320, concurrency=32)
     server = "--delay-ms 4 --no-spin --merge"
-    result = compare(server, f"{server} --fault wrong --fault-from-merged 12 --good-first 330", few, many)
+    result = compare(server, f"{server} --fault wrong --fault-from-merged 12 --good-first 234", few, many)
     require_invalid(result, "answers_under_load", "of 64 answers of ", " are wrong: block ", "output y of item 1 has")
     assert wrong_scopes(result) == {many.name}
     assert state(result, "parity") is True
@@ -108,7 +108,7 @@ def test_a_server_that_merges_requests_and_is_right_is_not_blamed(compare: Compa
 
 def test_answers_that_are_wrong_under_load_only_at_batch_16(compare: Compare) -> None:
     """They were right in the parity check, before the load."""
-    result = compare("", "--wrong-batch 16 --good-first 330", batches(8, 64), batches(16, 64), batches(32, 64))
+    result = compare("", "--wrong-batch 16 --good-first 234", batches(8, 64), batches(16, 64), batches(32, 64))
     require_invalid(result, "answers_under_load", " are wrong: block ", "output y of item ")
     assert wrong_scopes(result) == {"batched(16)"}
     assert state(result, "parity") is True
@@ -139,7 +139,7 @@ def test_answers_that_are_wrong_only_for_long_sequences(compare: Compare, plante
         for load in (batches(4, 64), users(200, concurrency=8))
         for length in (16, 48)
     ]
-    server = "--sequences --no-spin --good-first 400"
+    server = "--sequences --no-spin --good-first 304"
     result = compare(server, f"{server} {planted}", *loads, samples="sequence_samples.py", sequence_length="16,48")
     assert state(result, "parity") is True
     assert {comparison.unit for comparison in result.comparisons if comparison.metric == "throughput"} == {
@@ -173,7 +173,7 @@ def test_answers_that_are_wrong_only_at_one_batch_size(compare: Compare) -> None
 def test_answers_with_too_little_in_them_are_errors(compare: Compare, planted: str, transport: str) -> None:
     """A quarter of the outputs in 20 % of the responses, or all of them in 30 %, which come at once besides."""
     server = "--delay-ms 4 --no-spin"
-    result = compare(server, f"{server} --good-first 330 {planted}", users(), transport=transport)
+    result = compare(server, f"{server} --good-first 234 {planted}", users(), transport=transport)
     require_invalid(result, "request_errors", "the response does not match the model's metadata")
 
 

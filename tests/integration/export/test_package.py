@@ -70,7 +70,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(root: Path) -> Artefact:
     from torch._inductor import config as inductor
 
-    with inductor.patch({"cpp.vec_isa_ok": True}):  # else it compiles three programs to try what the processor says
+    quick = {
+        "cpp.vec_isa_ok": True,  # else it compiles three programs to try what the processor says
+        "aot_inductor.precompile_headers": False,  # which pays from the second package on
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+    }
+    with inductor.patch(quick):
         path, manifest = executed_file("aotinductor", "fp32", scores(), WEIGHTS, root)
     assert manifest is not None
     return Artefact(path, manifest, made_now=True)

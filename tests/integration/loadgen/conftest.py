@@ -126,12 +126,8 @@ def start_runner(experiment: Experiment, out: Path, patch: str = "") -> subproce
 
 
 def abserve(*arguments: str) -> tuple[int, str]:
-    """The exit status of a command and what it said, in one line: in this process, with the limits of
-    `UNWATCHED_ABSERVE`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load_runner, "WARM_UP_SECONDS", 0.2)
-        patch.setattr(fairness, "GROUPS", 8)
-        done = CliRunner().invoke(build(), arguments, catch_exceptions=False)
+    """The exit status of a command and what it said, in one line: in this process."""
+    done = CliRunner().invoke(build(), arguments, catch_exceptions=False)
     return done.exit_code, " ".join(done.output.split())
 
 
@@ -162,7 +158,10 @@ def watched_machine() -> None:
 
 @pytest.fixture(autouse=True)
 def machine_to_itself(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What else the machine of the tests does must decide no other test: a run is told that it cannot be read."""
+    """What else the machine of the tests does must decide no other test: a run is told that it cannot be read. What
+    comes before the load is short."""
+    monkeypatch.setattr(load_runner, "WARM_UP_SECONDS", 0.2)
+    monkeypatch.setattr(fairness, "GROUPS", 8)
     if "watched_machine" not in request.fixturenames:
         monkeypatch.setattr(read_processors, "__defaults__", NO_MACHINE)
         monkeypatch.setattr(tokens, "WAITED_LIMIT", 1.0)

@@ -139,14 +139,14 @@ def test_arms_that_answer_differently_are_not_compared(tmp_path: Path, fault: st
 
 def test_a_server_that_dies_mid_block_cuts_the_block_and_fails_the_run(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    # parity, warm-up and the probe ask about 180 times; a block of one user asks thousands of times
+    # parity, warm-up and the probe ask about 85 times; a block of one user asks thousands of times
     long = Workload(
         scenario="single", batch_size=1, concurrency=1, requests=10, seconds=20.0, max_seconds=20.0, rounds=1
     )
     conditions = {"fail_if": ["b.p50 > 1e9"]}
     state = run(
         make_experiment(
-            workloads=(long,), b_settings={"die-after": "330"}, seed=seed_with_b_first(long), settings=conditions
+            workloads=(long,), b_settings={"die-after": "234"}, seed=seed_with_b_first(long), settings=conditions
         ),
         out,
     )
@@ -170,12 +170,12 @@ def test_a_server_that_dies_mid_block_cuts_the_block_and_fails_the_run(tmp_path:
 
 
 def test_requests_that_fail_are_counted_with_their_messages_and_not_sent_again(tmp_path: Path) -> None:
-    """The server answers 210 requests well, so that parity, warm-up and the probe pass, then fails every second one."""
+    """The server answers 114 requests well, so that parity, warm-up and the probe pass, then fails every second one."""
     out = tmp_path / "run"
     workload = Workload(
         scenario="single", batch_size=1, concurrency=1, requests=100, seconds=0, max_seconds=20, rounds=1
     )
-    state = run(make_experiment(workloads=(workload,), b_settings={"good-first": "210", "error-every": "2"}), out)
+    state = run(make_experiment(workloads=(workload,), b_settings={"good-first": "114", "error-every": "2"}), out)
     assert state.state == "finished"
     (record,) = [record for record in blocks(out) if record.label == "b"]
     assert record.complete
@@ -192,7 +192,7 @@ def test_a_server_that_answers_without_outputs_under_load_does_not_win(tmp_path:
     workload = Workload(
         scenario="single", batch_size=1, concurrency=1, requests=60, seconds=0, max_seconds=20, rounds=1
     )
-    state = run(make_experiment(workloads=(workload,), b_settings={"good-first": "210", "hollow-every": "2"}), out)
+    state = run(make_experiment(workloads=(workload,), b_settings={"good-first": "114", "hollow-every": "2"}), out)
     assert state.state == "finished"
     result = analyse(out)
     (found,) = [check for check in result.checks if check.name == "request_errors"]
@@ -208,7 +208,7 @@ def test_a_server_that_only_fails_is_not_asked_for_ever(tmp_path: Path) -> None:
     )
     state = run(
         make_experiment(
-            workloads=(workload,), b_settings={"good-first": "186", "drop-every": "1"}, seed=seed_with_b_first(workload)
+            workloads=(workload,), b_settings={"good-first": "90", "drop-every": "1"}, seed=seed_with_b_first(workload)
         ),
         out,
     )
@@ -268,7 +268,7 @@ def test_an_arm_that_fails_in_one_workload_costs_that_workload(tmp_path: Path, c
 
 def test_an_arm_that_fails_in_each_workload_ends_the_run_with_its_words(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    state = run(make_experiment(b_settings={"good-first": "200", "error-every": "1"}), out)
+    state = run(make_experiment(b_settings={"good-first": "104", "error-every": "1"}), out)
     assert (state.state, state.failed_arm) == ("failed", "b")
     assert "503" in (state.error or "")
     assert "the queue is full" in (state.error or "")
