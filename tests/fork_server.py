@@ -39,22 +39,32 @@ GROUPS = {
     "generator": (["loadgen.client.worker"], ["loadgen.client.worker", "loadgen.client.sink"]),
     "locust": (["locust.main", "loadgen.locust.session", "loadgen.locust.page", "loadgen.locust.metrics"], ["locust"]),
     "servers": (
-        ["servers.native.*", "servers.engines.null", "tritonclient.grpc", "argparse", "loadgen.measure.runner"],
+        [
+            "servers.native.*", "servers.engines.null", "servers.gpu.sampler", "tritonclient.grpc", "argparse",
+            "loadgen.measure.runner",
+        ],
         [
             "servers.native", "tests/fake_server.py", "tests/toy_language_server.py", "tests/truth/planted_server.py",
             "tests/truth/tuned_server.py", "tests/conformance/toy_server.py",
             "tests/integration/native/controlled_server.py", "tests/integration/native/echo_server.py",
             "tests.integration.native.health_probe", "tests/unit/loadgen/engines/fake_worker.py",
             "tests/truth/planted_reference.py", "tests/scripted_sampler.py", "tests/integration/loadgen/runner.py",
-            "servers.gpu.sampler", "tests/integration/language/gated_server.py",
+            "servers.gpu.sampler", "tests/integration/language/gated_server.py", "tests/fork_server.py commands",
+        ],
+    ),
+    "commands": (
+        [
+            "loadgen.cli.*", "loadgen.measure.*", "loadgen.recorder.*", "loadgen.report.*", "servers.commands.gpu",
+            "scipy.optimize", "stringprep",
+        ],
+        [
+            "loadgen.entry gpu-info", "loadgen.entry record", "loadgen.entry shadow", "tests/fork_server.py abserve",
         ],
     ),
     "abserve": (
         [
-            "servers.native.*", "servers.engines.null", "servers.measuring.*", "servers.commands.*", "torch._dynamo",
-            "servers.plain.fastapi_server", "servers.plain.generate_server", "loadgen.cli.compare",
-            "loadgen.measure.runner", "loadgen.verdict.result", "loadgen.report.*", "scipy.optimize",
-            "transformers.models.llama.modeling_llama",
+            "servers.measuring.*", "servers.commands.*", "torch._dynamo", "servers.plain.fastapi_server",
+            "servers.plain.generate_server", "transformers.models.llama.modeling_llama",
         ],
         [
             "loadgen.entry", "tests/unwatched_abserve.py", "servers.measuring.worker", "servers.plain.fastapi_server",
@@ -64,7 +74,8 @@ GROUPS = {
     ),
 }  # fmt: skip
 """Group → what its process imports (`.*`: all modules below a package), and the programs, as `python -m` or as files,
-that it starts."""
+that it starts, with their first argument where only that one is meant. The last two groups are forked from the one
+before, whose imports they have as well: a fork costs 6 ms of CPU, 9 and, with torch, 65."""
 READ_AT_START = ("LD_", "PYTHON", "OMP_", "GOMP_", "TORCH", "TRITON_", "HF_", "TRANSFORMERS_")
 """Beginnings of variables that the loader, the interpreter and libraries read once: a program with other values than
 the fork server had starts as usual."""
@@ -180,7 +191,9 @@ def _program_of(argv: list[str]) -> str:
 
 def _server_for(argv: list[str]) -> ForkServer | None:
     program = _program_of(argv)
-    groups = [group for group, (_, programs) in GROUPS.items() if program in programs]
+    words = _words_of(argv)
+    names = {program, f"{program} {next(iter(words[2 if words[:1] == ['-m'] else 1 :]), '')}"}
+    groups = [group for group, (_, programs) in GROUPS.items() if not names.isdisjoint(programs)]
     if off or not groups:
         return None
     if above is not None:
