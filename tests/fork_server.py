@@ -54,22 +54,20 @@ GROUPS = {
     ),
     "commands": (
         [
-            "loadgen.cli.*", "loadgen.measure.*", "loadgen.recorder.*", "loadgen.report.*", "servers.commands.gpu",
-            "scipy.optimize", "stringprep",
+            "loadgen.cli.*", "loadgen.measure.*", "loadgen.recorder.*", "loadgen.report.*", "servers.commands.*",
+            "servers.measuring.*", "scipy.optimize", "stringprep",
         ],
-        [
-            "loadgen.entry gpu-info", "loadgen.entry record", "loadgen.entry shadow", "tests/fork_server.py abserve",
-        ],
+        ["loadgen.entry", "tests/unwatched_abserve.py", "tests/fork_server.py abserve"],
     ),
     "abserve": (
         [
-            "servers.measuring.*", "servers.commands.*", "torch._dynamo", "servers.plain.fastapi_server",
-            "servers.plain.generate_server", "transformers.models.llama.modeling_llama",
+            "torch._dynamo", "servers.plain.fastapi_server", "servers.plain.generate_server",
+            "transformers.models.llama.modeling_llama",
         ],
         [
-            "loadgen.entry", "tests/unwatched_abserve.py", "servers.measuring.worker", "servers.plain.fastapi_server",
-            "servers.plain.generate_server", "tests.integration.native.runner_server",
-            "tests.integration.native.two_models_server",
+            "loadgen.entry engine", "loadgen.entry engines", "loadgen.entry export", "loadgen.entry language-reference",
+            "servers.measuring.worker", "servers.plain.fastapi_server", "servers.plain.generate_server",
+            "tests.integration.native.runner_server", "tests.integration.native.two_models_server",
         ],
     ),
 }  # fmt: skip
@@ -192,12 +190,12 @@ def _program_of(argv: list[str]) -> str:
 def _server_for(argv: list[str]) -> ForkServer | None:
     program = _program_of(argv)
     words = _words_of(argv)
-    names = {program, f"{program} {next(iter(words[2 if words[:1] == ['-m'] else 1 :]), '')}"}
-    groups = [group for group, (_, programs) in GROUPS.items() if not names.isdisjoint(programs)]
+    with_argument = " ".join([program, *words[2 if words[:1] == ["-m"] else 1 :][:1]])
+    groups = [group for name in (with_argument, program) for group, (_, own) in GROUPS.items() if name in own]
     if off or not groups:
         return None
     if above is not None:
-        return None if groups == ["generator"] else above
+        return None if groups[0] == "generator" else above
     # The engine of a native server may need torch.
     has_torch = program == "servers.native" and '"null"' not in argv[-1]
     return fork_server("abserve" if has_torch else groups[0])
