@@ -96,6 +96,7 @@ usual_environment = dict(os.environ)
 """Of fork servers and most programs: without the variables of the test that happens to ask first."""
 off = False
 """Whether every program starts as usual."""
+_starting = threading.RLock()
 above: ForkServer | None = None
 """Of a program that starts others: the one fork server that it has."""
 
@@ -145,7 +146,7 @@ class ForkServer:
             except ConnectionError:
                 self._end()
             except BaseException:  # a test's limit of time: this answer would be taken for that of the next request
-                fork_server.cache_clear()
+                _start_fork_server.cache_clear()
                 raise
         return None
 
@@ -155,9 +156,14 @@ class ForkServer:
             self.process.wait()  # no test finds a zombie
 
 
-@cache
 def fork_server(group: str) -> ForkServer:
-    """Started when a program of the group is first asked for."""
+    """Started when a program of the group is first asked for, and once where two threads ask."""
+    with _starting:
+        return _start_fork_server(group)
+
+
+@cache
+def _start_fork_server(group: str) -> ForkServer:
     ours, theirs = _pair()
     # The last argument is room for the arguments of the programs, which other processes read there.
     argv = [sys.executable, "-P", str(Path(__file__)), group, str(theirs.fileno()), "x" * _TITLE_BYTES]
