@@ -63,7 +63,7 @@ def test_a_killed_generator_fails_the_run_and_its_samples_are_counted(tmp_path: 
 def test_a_lost_worker_fails_the_run_and_everything_measured_is_in_one_file(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = run_until_samples(make_experiment(workloads=(LONG,), processes=2), out, "0000.worker1.npy.part")
-    worker = max(children_of(process, "loadgen.client.worker"), key=lambda child: child.create_time())
+    worker = max(children_of(process, "loadgen.client.worker"), key=lambda child: (child.create_time(), child.pid))
     worker.send_signal(signal.SIGKILL)
     assert process.wait(60) == 1
     (record,) = blocks(out)
