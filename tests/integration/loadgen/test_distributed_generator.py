@@ -35,7 +35,7 @@ def url(generator: GeneratorProcess, tmp_path: Path, fake_url: Callable[..., str
 def workers() -> list[psutil.Process]:
     """In the order in which they were started."""
     children = [child for child in psutil.Process().children() if "loadgen.client.worker" in child.cmdline()]
-    return sorted(children, key=lambda child: child.create_time())
+    return sorted(children, key=lambda child: (child.create_time(), child.pid))
 
 
 def command(url: str, path: Path | None, **changes: object) -> Open:
