@@ -43,7 +43,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--also", help="a second model that is listed, and is the first under another name")
     parser.add_argument("--print-launch", action="store_true")
     parser.add_argument("--startup-ms", type=float, default=0)
-    parser.add_argument("--delay-ms", type=float, default=1, help="leaves cores to others while a load lasts")
+    parser.add_argument("--delay-ms", type=float, default=3, help="leaves cores to others while a load lasts")
     parser.add_argument("--slots", type=int, default=0, help="requests under way at once; others wait. 0: no limit")
     parser.add_argument("--handicap-ms", type=float, default=0, help="of every inference; a setting that tunes it")
     parser.add_argument("--harmless", help="a setting that tunes it and does nothing; die-without, die-alone: a crash")
