@@ -36,12 +36,15 @@ from typing import Any, NoReturn
 TESTS = Path(__file__).parent
 GROUPS = {
     # The generator is patched by gevent, which no other program may be.
-    "generator": (["loadgen.client.worker"], ["loadgen.client.worker", "loadgen.client.sink"]),
+    "generator": (
+        ["loadgen.client.worker", "numpy.random", "gevent.resolver.thread"],
+        ["loadgen.client.worker", "loadgen.client.sink"],
+    ),
     "locust": (["locust.main", "loadgen.locust.session", "loadgen.locust.page", "loadgen.locust.metrics"], ["locust"]),
     "servers": (
         [
             "servers.native.*", "servers.engines.null", "servers.gpu.sampler", "tritonclient.grpc", "argparse",
-            "loadgen.measure.runner",
+            "loadgen.measure.runner", "numpy.random",
         ],
         [
             "servers.native", "tests/fake_server.py", "tests/toy_language_server.py", "tests/truth/planted_server.py",
@@ -55,7 +58,7 @@ GROUPS = {
     "commands": (
         [
             "loadgen.cli.*", "loadgen.measure.*", "loadgen.recorder.*", "loadgen.report.*", "servers.commands.*",
-            "servers.measuring.*", "scipy.optimize", "stringprep",
+            "servers.measuring.*", "loadgen.entry", "scipy.optimize", "stringprep", "encodings.idna",
         ],
         ["loadgen.entry", "tests/unwatched_abserve.py", "tests/fork_server.py abserve"],
     ),
