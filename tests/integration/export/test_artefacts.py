@@ -94,17 +94,21 @@ def test_an_artefact_is_made_once_and_again_only_for_a_reason(
     assert not ensure_artefact(model, weights, tmp_path).made_now
     assert files_under(tmp_path) == WHOLE
     assert ensure_artefact(model, weights, tmp_path, force=True).made_now
-    assert ensure_artefact(replace(model, version="2"), weights, tmp_path).made_now
-    with first.path.open("ab") as file:
-        file.write(b"\0")
-    assert find_artefact(tmp_path, replace(model, version="2"), weights) is None
-    assert ensure_artefact(model, weights, tmp_path).made_now
     folder = artefact_folder(tmp_path, model, weights)
-    document = json.loads((folder / "manifest.json").read_text())
+    manifest, graph = folder / "manifest.json", first.path.read_bytes()
+    whole = manifest.read_text()
+    document = json.loads(whole)
     document["versions"]["torch"] = "1.0"
-    (folder / "manifest.json").write_text(json.dumps(document))
-    assert ensure_artefact(model, weights, tmp_path).made_now
-    (folder / "manifest.json").write_text("{")
+    assert find_artefact(tmp_path, model, weights) is not None
+    assert find_artefact(tmp_path, replace(model, version="2"), weights) is None
+    first.path.write_bytes(graph + b"\0")
+    assert find_artefact(tmp_path, model, weights) is None
+    first.path.write_bytes(graph)
+    manifest.write_text(json.dumps(document))
+    assert find_artefact(tmp_path, model, weights) is None
+    manifest.write_text(whole)
+    assert find_artefact(tmp_path, model, weights) is not None
+    manifest.write_text("{")
     assert ensure_artefact(model, weights, tmp_path).made_now
     assert files_under(tmp_path) == WHOLE
 

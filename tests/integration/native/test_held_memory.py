@@ -83,7 +83,7 @@ def test_withdrawn_requests_give_their_memory_back_at_once(wide) -> None:
         server.wait_until(lambda: (server.folder / "infer-reached").exists(), "the engine is busy")
         for name, sent in ways.items():
             before = resident(server)
-            for _ in range(24):  # 192 MiB
+            for _ in range(16):  # 128 MiB
                 with sent():
                     server.wait_until(lambda: server.metric(PENDING) == 1, "it waits")
                 server.wait_until(lambda: server.metric(PENDING) == 0, "it is withdrawn")

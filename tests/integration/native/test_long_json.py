@@ -10,7 +10,7 @@ from tests.again import again
 from tests.integration.native.health_probe import probed, slowest_quiet_s
 from tests.integration.native.raw_client import MIB, check_well, connected, head, read_answer
 
-CLIENTS = 4
+CLIENTS = 2
 SIZE = 4 * MIB - 200
 
 
