@@ -32,17 +32,23 @@ compare: setup ## compare both servers: start them, measure, print the verdict, 
 # end. Those in folders named `alone` watch time pass: nothing that computes runs beside them.
 # Two files only wait, for servers that are slow by plan, so that they would keep one of the three for minutes: a fourth
 # process runs them beside it.
-# No pytest of these imports schemathesis, which takes a second and a half, for one file of slow tests.
-LIGHT        := -p no:schemathesis --ignore=tests/conformance/test_openapi_requests.py
+# No pytest of these imports plugins that it does not need: schemathesis takes a second and a half, for one file of slow
+# tests. A worker imports only the files that it runs, so that the share of all tests that is done is not known.
+LIGHT        := -p no:schemathesis -p no:locust -p no:anyio -p tests.late_files -o console_output_style=classic \
+	--ignore=tests/conformance/test_openapi_requests.py
 WAITING      := tests/truth/test_servers_at_their_best.py tests/truth/test_streams_by_url.py
 ALONE        := -n 3 --dist loadfile tests/integration/loadgen/alone tests/truth/alone
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder --ignore-glob='*/alone/*' $(WAITING:%=--ignore=%) \
 	tests/truth tests/integration tests/conformance tests/golden tests/compose tests/unit
 
+# Where 4 GB of memory can hold them, the tests' files are not on the disk: ext4 searches the inodes of just deleted files.
+test: export TMPDIR = $(shell grep -q '^[^ ]* /dev/shm [^ ]* [^ ]*noexec' /proc/mounts || \
+	df --output=avail,target /dev/shm 2>/dev/null | awk '$$1 + 0 > 4000000 {print $$2}')
 # The tests start hundreds of processes, which would compile the same modules again and again.
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup ## run the tests
 ifeq ($(strip $(ARGS)),)
+	@$(BIN)/python -m compileall -q abserve loadgen servers  # else a test in which files are short leaves short bytecode
 	@export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive; status=0; said=$$(mktemp); \
 	$(BIN)/python -m pytest $(LIGHT) $(WAITING) >$$said 2>&1 & waiting=$$!; trap "kill $$waiting; exit 130" INT; \
 	$(BIN)/python -m pytest $(LIGHT) $(SIDE_BY_SIDE) || status=$$?; \

@@ -30,9 +30,10 @@ os.environ["ABSERVE_NATIVE_CHOICES"] = "off"  # no start of a native server meas
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 fork_server.install()
+gc.set_threshold(50_000, 20, 20)  # each file ends with a collection
 barrier.RAISES = True  # a fault of the program does not hide behind a sentence
 
-hypothesis_settings.register_profile("busy cores", deadline=None)  # the other worker's servers may have them
+hypothesis_settings.register_profile("busy cores", deadline=None, max_examples=50)  # of each run; others may use them
 hypothesis_settings.load_profile("busy cores")
 
 

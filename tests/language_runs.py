@@ -26,7 +26,7 @@ from loadgen.records.run import (
     TokenLimits,
     Workload,
 )
-from loadgen.records.samples import SAMPLE_DTYPE, Samples
+from loadgen.records.samples import SAMPLE_DTYPE, Samples, store_samples
 from loadgen.records.targets import TokenTransport
 from loadgen.records.tokens import ANSWER_DTYPE, BY_IDS, EVENT_DTYPE, IDS, LENGTH, STOP, TokenRows, store_tokens
 from tests.golden.synthetic_run import machine, order_of, simulated_once
@@ -137,7 +137,7 @@ def write_language_run(directory: Path, plan: LanguagePlan | None = None) -> Pat
                 speed = float(np.exp(rng.normal(0.0, 0.01)))
                 samples, rows = simulate(arms[label], workload, plan.answers, rng, clock_ns, speed)
                 name = f"samples/{index:04d}.npy"
-                np.save(directory / name, samples)
+                store_samples(directory / name, [samples])
                 store_tokens(directory / name, rows)
                 end_ns, failed = int(samples["end_ns"].max()), int((samples["error"] >= 0).sum())
                 record = BlockRecord(

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from loadgen.records.run import BlockRecord, Experiment, Workload
-from loadgen.records.samples import SAMPLE_DTYPE, Samples
+from loadgen.records.samples import SAMPLE_DTYPE, Samples, store_samples
 from tests.golden.synthetic_run import ORIGIN_NS, Plan, write_run
 
 BLOCK_REQUESTS = 31_250
@@ -56,7 +56,7 @@ def write_long_run(directory: Path, megabytes: int) -> Path:
                     window_start_ns=start_ns, window_end_ns=end_ns, generator_cpu_ns=(end_ns - start_ns) // 9,
                     **(is_open if load.is_open else {}),
                 )  # fmt: skip
-                np.save(directory / record.samples, samples)
+                store_samples(directory / record.samples, [samples])
                 (directory / "blocks" / f"{index:04d}.json").write_bytes(msgspec.json.encode(record))
                 start_ns, index = end_ns + 500_000_000, index + 1
     return directory

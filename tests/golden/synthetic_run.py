@@ -31,7 +31,7 @@ from loadgen.records.run import (
     StageTotals,
     Workload,
 )
-from loadgen.records.samples import SAMPLE_DTYPE
+from loadgen.records.samples import SAMPLE_DTYPE, store_samples
 from loadgen.stats.agreement import tolerance_of
 from tests.golden.synthetic_arms import arms, environment
 
@@ -227,7 +227,7 @@ def _write_loads(directory: Path, plan: Plan, experiment: Experiment, rng: np.ra
                     arm, workload, rng, clock_ns, speed, index == plan.failing_block
                 )
                 name = f"samples/{index:04d}.npy"
-                np.save(directory / name, samples)
+                store_samples(directory / name, [samples])
                 end_ns = int(samples["end_ns"].max())
                 record = BlockRecord(
                     index=index, workload=workload.name, round=pair, label=label, position=position,
@@ -322,11 +322,12 @@ def simulate(
             elif len(rows) < workload.requests:
                 heapq.heappush(arrivals, (end, user, False))
     samples = np.zeros(len(rows), dtype=SAMPLE_DTYPE)
-    for row, (sent, end, user) in zip(samples, rows, strict=True):
-        row["intended_ns"] = row["send_ns"] = start_ns + int(sent * 1e6)
-        row["first_byte_ns"] = row["end_ns"] = start_ns + int(end * 1e6)
-        row["user"], row["batch"], row["status"], row["error"] = user, workload.batch_size, 200, -1
-        row["request_bytes"], row["response_bytes"] = 602_412 * workload.batch_size, 2_048 * workload.batch_size + 300
+    batch = workload.batch_size
+    sent_ms, end_ms, samples["user"] = np.array(rows).T
+    samples["intended_ns"] = samples["send_ns"] = start_ns + (sent_ms * 1e6).astype(np.int64)
+    samples["first_byte_ns"] = samples["end_ns"] = start_ns + (end_ms * 1e6).astype(np.int64)
+    samples["batch"], samples["status"], samples["error"] = batch, 200, -1
+    samples["request_bytes"], samples["response_bytes"] = 602_412 * batch, 2_048 * batch + 300
     errors = 0
     if failing:
         samples["error"][::10], samples["status"][::10] = 0, 503
@@ -347,7 +348,7 @@ def _leave_partial(directory: Path, index: int, workload: Workload, rng: np.rand
     """What SIGKILL leaves: a header that counts nothing and a last record that is cut."""
     samples, _, _, _ = simulate(SimulatedArm(), workload, rng, ORIGIN_NS, 1.0)
     path = directory / "samples" / f"{index:04d}.npy"
-    np.save(path, samples[:0])
+    store_samples(path, ())
     with path.open("ab") as file:
         file.write(samples[:37].tobytes() + b"\0" * 11)
     path.rename(path.with_name(path.name + ".part"))

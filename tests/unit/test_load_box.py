@@ -104,9 +104,8 @@ def test_two_urls_are_measured_without_them() -> None:
     """What such a comparison imports is all in the base installation: nothing of it is tried before it measures."""
     done = run("compare", "--a", "http://127.0.0.1:9", "--b", "http://127.0.0.1:9", "--print-experiment")
     assert (done.returncode, done.stderr) == (0, "")
-    modules = ("loadgen.client.worker", "loadgen.measure.runner", "loadgen.verdict.result", "loadgen.report.files")
-    for module in modules:
-        assert run(start=f"import {module}\ndef main(): pass").returncode == 0
+    modules = "loadgen.client.worker, loadgen.measure.runner, loadgen.verdict.result, loadgen.report.files"
+    assert run(start=f"import {modules}\ndef main(): pass").returncode == 0
 
 
 def test_doctor_knows_an_installation_that_only_loads_servers_by_url() -> None:

@@ -131,7 +131,8 @@ def test_a_mistake_is_one_sentence_and_status_2(
     status, output = invoke(str(file), *options)
     assert status == 2
     assert message in output
-    assert [line.startswith("error: ") for line in output.splitlines() if not line.endswith(" …")] == [True]
+    said = [line for line in output.splitlines() if line.startswith("error: ") or not line.endswith(" …")]
+    assert [line.startswith("error: ") for line in said] == [True]
     assert not fake.exists()
 
 

@@ -101,8 +101,8 @@ BROAD: dict[str, Callable[[np.random.Generator], float]] = {
 @pytest.mark.parametrize("users", [1, 4, 16])
 @pytest.mark.parametrize("name", BROAD)
 def test_a_broad_latency_is_no_stall(name: str, users: int) -> None:
-    judged, alarmed = alarms(lambda rng: apart(rng, users, 160, lambda _: BROAD[name](rng)), 40)
-    assert judged > 10
+    judged, alarmed = alarms(lambda rng: apart(rng, users, 160, lambda _: BROAD[name](rng)), 20)
+    assert judged > 5
     assert alarmed <= 1
 
 
@@ -110,9 +110,9 @@ def test_a_broad_latency_is_no_stall(name: str, users: int) -> None:
 def test_a_tail_that_does_not_fall_before_its_end_is_the_limit(users: int) -> None:
     """The least favourable case, 5 % by construction: 2 % of the requests take up to 0.6 s more, evenly."""
     _, alarmed = alarms(
-        lambda rng: apart(rng, users, 160, lambda _: 10.0 + (rng.random() < 0.02) * rng.uniform(0, 600)), 200
+        lambda rng: apart(rng, users, 160, lambda _: 10.0 + (rng.random() < 0.02) * rng.uniform(0, 600)), 100
     )
-    assert alarmed <= 20
+    assert alarmed <= 10
 
 
 @pytest.mark.parametrize(("users", "scale_ms", "most"), [(1, 250.0, 1), (2, 60.0, 1), (4, 40.0, 4), (8, 20.0, 32)])
@@ -121,9 +121,9 @@ def test_long_texts_are_no_stall(users: int, scale_ms: float, most: int) -> None
         return scale_ms * float(np.max(LENGTHS[bodies])) * (0.7 + 0.3 * len(bodies)) * math.exp(rng.normal(0.0, 0.1))
 
     judged, alarmed = alarms(
-        lambda rng: together(rng, users, 120, lambda bodies: time_ms(rng, bodies), most=most), 40, SIZES
+        lambda rng: together(rng, users, 120, lambda bodies: time_ms(rng, bodies), most=most), 20, SIZES
     )
-    assert judged > 30
+    assert judged > 15
     assert alarmed <= 2
 
 
