@@ -27,19 +27,22 @@ $(VENV)-engines/.ready: pyproject.toml docker/constraints.txt .ci/setup .ci/engi
 compare: setup ## compare both servers: start them, measure, print the verdict, write the report
 	@$(BIN)/abserve compare $(ARGS)
 
-# The tests run three at a time, since many wait, with one thread for torch, whose threads otherwise keep a core busy while
-# they wait. Folders with long files come first, and xdist keeps that order, so that no worker has a long file alone at the
-# end. Those in folders named `alone` watch time pass: nothing that computes runs beside them.
-# Two files only wait, for servers that are slow by plan, so that they would keep one of the three for minutes: a fourth
-# process runs them beside it.
+# Tests with servers mostly wait, so that three run at a time, with one thread for torch, whose threads otherwise keep a core
+# busy while they wait. Unit tests compute: two run beside those, and get the time of the cores that they leave (nice).
+# Folders with long files come first, and xdist keeps that order, so that no worker has a long file alone at the end. Those
+# in folders named `alone` watch time pass: nothing that computes runs beside them.
+# Two files only wait, for servers that are slow by plan, so that they would keep one of the three for minutes: another
+# process runs them.
 # No pytest of these imports plugins that it does not need: schemathesis takes a second and a half, for one file of slow
 # tests. A worker imports only the files that it runs, so that the share of all tests that is done is not known.
+PYTEST       := $(BIN)/python -m pytest
 LIGHT        := -p no:schemathesis -p no:locust -p no:anyio -p tests.late_files -o console_output_style=classic \
 	--ignore=tests/conformance/test_openapi_requests.py
 WAITING      := tests/truth/test_servers_at_their_best.py tests/truth/test_streams_by_url.py
 ALONE        := -n 3 --dist loadfile tests/integration/loadgen/alone tests/truth/alone
-SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder --ignore-glob='*/alone/*' $(WAITING:%=--ignore=%) \
-	tests/truth tests/integration tests/conformance tests/golden tests/compose tests/unit
+SERVERS      := -n 3 --dist loadfile --no-loadscope-reorder --ignore-glob='*/alone/*' $(WAITING:%=--ignore=%) \
+	tests/truth tests/integration tests/conformance
+UNITS        := -n 2 --dist loadfile --no-loadscope-reorder tests/golden tests/unit tests/compose
 
 # Where 4 GB of memory can hold them, the tests' files are not on the disk: ext4 searches the inodes of just deleted files.
 test: export TMPDIR = $(shell grep -q '^[^ ]* /dev/shm [^ ]* [^ ]*noexec' /proc/mounts || \
@@ -49,40 +52,42 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: setup ## run the tests
 ifeq ($(strip $(ARGS)),)
 	@$(BIN)/python -m compileall -q abserve loadgen servers  # else a test in which files are short leaves short bytecode
-	@export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive; status=0; said=$$(mktemp); \
-	$(BIN)/python -m pytest $(LIGHT) $(WAITING) >$$said 2>&1 & waiting=$$!; trap "kill $$waiting; exit 130" INT; \
-	$(BIN)/python -m pytest $(LIGHT) $(SIDE_BY_SIDE) || status=$$?; \
-	wait $$waiting || status=$$?; cat $$said; rm $$said; \
+	@export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive; status=0; said=$$(mktemp -d); \
+	$(PYTEST) $(LIGHT) $(WAITING) >$$said/1 2>&1 & waiting=$$!; \
+	nice $(PYTEST) $(LIGHT) $(UNITS) >$$said/2 2>&1 & units=$$!; \
+	trap "kill $$waiting $$units; exit 130" INT; \
+	$(PYTEST) $(LIGHT) $(SERVERS) || status=$$?; \
+	wait $$waiting || status=$$?; wait $$units || status=$$?; cat $$said/1 $$said/2; rm -r $$said; \
 	unset OMP_NUM_THREADS OMP_WAIT_POLICY; \
-	$(BIN)/python -m pytest $(LIGHT) $(ALONE) || status=$$?; \
+	$(PYTEST) $(LIGHT) $(ALONE) || status=$$?; \
 	exit $$status
 else
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 endif
 
 test-engines: setup engines ## run the tests of JAX in the second environment, and serve with it
 	@$(VENV)-engines/bin/python -m pytest tests/engines $(ARGS)
-	@$(BIN)/python -m pytest -m slow tests/integration/native/test_jax.py
+	@$(PYTEST) -m slow tests/integration/native/test_jax.py
 
 test-slow: setup ## run the tests that take minutes, and those of the native server with three front ends
 	@status=0; \
-	$(BIN)/python -m pytest -m "slow and not gpu and not compose" $(ARGS) || status=$$?; \
-	ABSERVE_NATIVE_FRONTS=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/integration/native tests/conformance \
+	$(PYTEST) -m "slow and not gpu and not compose" $(ARGS) || status=$$?; \
+	ABSERVE_NATIVE_FRONTS=3 $(PYTEST) -n 2 --dist loadfile tests/integration/native tests/conformance \
 		|| status=$$?; \
 	exit $$status
 
 test-compose: setup ## test the compose stack: build the images, start the cpu profile, load it, kill its services (needs Docker)
-	@$(BIN)/python -m pytest -m compose -s tests/compose $(ARGS)
+	@$(PYTEST) -m compose -s tests/compose $(ARGS)
 
 # Whether these pass depends on how fast and how quiet the machine is; nothing in the other targets does.
 benchmark: setup ## measure overheads and planted differences (needs an idle machine)
-	@$(BIN)/python -m pytest -m benchmark -s tests/benchmarks tests/truth tests/integration/loadgen $(ARGS)
+	@$(PYTEST) -m benchmark -s tests/benchmarks tests/truth tests/integration/loadgen $(ARGS)
 
 lint: setup ## run ruff and mypy --strict, and check the compose files (with docker and promtool if installed)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/compose/test_files.py
+	@$(PYTEST) -q -p no:cacheprovider tests/compose/test_files.py
 
 reference: setup ## regenerate what is made from the code: result.json's schema, docs/commands.md, options, known models
 	@$(BIN)/python -m loadgen.verdict.result_schema > docs/result.schema.json.new
