@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
@@ -105,15 +104,10 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     versions = {}
     for name in packages:
         with suppress(PackageNotFoundError):
-            versions[name] = _version(name)
+            versions[name] = version(name)
     return versions
 
 
-_version = cache(version)
-"""A run asks for those of 21 packages, each a file to parse."""
-
-
-@cache
 def _git_commit() -> str | None:
     try:
         done = subprocess.run(
