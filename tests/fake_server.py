@@ -42,6 +42,7 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--side", type=int, default=SIDE, help="pixels on each side of an image")
     parser.add_argument("--also", help="a second model that is listed, and is the first under another name")
     parser.add_argument("--print-launch", action="store_true")
+    parser.add_argument("--otherwise", help="a first start chooses otherwise than the later ones")
     parser.add_argument("--startup-ms", type=float, default=0)
     parser.add_argument("--delay-ms", type=float, default=3, help="leaves cores to others while a load lasts")
     parser.add_argument("--slots", type=int, default=0, help="requests under way at once; others wait. 0: no limit")
@@ -92,6 +93,12 @@ def embed(pixels: np.ndarray) -> np.ndarray:
     padded = np.zeros((len(pixels), 512), "<f4")
     padded[:, : coarse.shape[1]] = coarse
     return padded
+
+
+def first_start() -> bool:
+    """Whether this start finds no choice of an earlier one."""
+    folder = os.environ.get("ABSERVE_PLANS_FOLDER")
+    return folder is not None and not (Path(folder) / "choice.json").exists()
 
 
 def gpu_info(device: str) -> dict | None:
@@ -331,7 +338,7 @@ def main(argv: list[str]) -> None:
             "grpc_address": None,
             "metrics_url": "",
             "model": settings.model,
-            "title": f"fake {settings.kind}",
+            "title": f"fake {settings.kind}{' otherwise' if settings.otherwise and first_start() else ''}",
             "tuning": {
                 **({"handicap-ms": str(settings.handicap_ms)} if settings.handicap_ms else {}),
                 **({"harmless": settings.harmless} if settings.harmless else {}),

@@ -151,10 +151,11 @@ class RichProgress(MovingLine, RunProgress):
 
     def cold_start_done(self, record: ServerStart) -> None:
         """Print one cold start."""
-        if record.error is not None or record.ready_ns is None or record.first_answer_ns is None:
-            self._say(f"{self._name(record.label)} did not start: {record.error}", style="red")
-            return
         which = " at a first start" if record.caches == "uncached" else " without its settings" if record.plain else ""
+        if record.error is not None or record.ready_ns is None or record.first_answer_ns is None:
+            how = "gave no answer" if record.first_answer_ns is None else "does not count"
+            self._say(f"{self._name(record.label)}{which} {how}: {record.error}", style="red")
+            return
         self._say(
             f"{self._name(record.label)}{which} is ready after {record.ready_ns / 1e9:.2f} s, "
             f"first answer after {record.first_answer_ns / 1e9:.2f} s"

@@ -78,15 +78,20 @@ def measure_cold_starts(context: RunContext, repetitions: int) -> None:
     order = [(repetition, label) for repetition, label in order if label in launched]
     starts: list[ServerStart] = []
     container_starts: list[ContainerStart] = []
+    served = {label: arms[label].deployment.title for label in launched}
 
     def start(label: Label, repetition: int, caches: Caches = "cached", plain: Arm | None = None) -> ServerStart:
         arm = arms[label]
         if not isinstance(arm.deployment, ComposeDeployment):
             ask = context.sent.first_request(label)
             if caches == "uncached":
-                return _start_without_caches(arm, ask, context.work / f"caches-{label}")
-            started = _start_process(plain or arm, repetition, ask)
-            return msgspec.structs.replace(started, plain=plain is not None)
+                started = _start_without_caches(arm, ask, context.work / f"caches-{label}")
+            else:
+                started = _start_process(plain or arm, repetition, ask)
+            title, error = (plain or arm).deployment.title, started.error
+            if error is None and title != served[label]:
+                error = f"this time it was {title}, and {served[label]} was compared"
+            return msgspec.structs.replace(started, plain=plain is not None, error=error)
         container = _start_container(context, label, arm.deployment, repetition, caches)
         container_starts.append(container)
         context.store.write_all(ContainerStart, container_starts)

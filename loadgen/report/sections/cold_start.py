@@ -52,10 +52,11 @@ CAPTION = (
 
 def cold_starts(result: Result) -> doc.Section | None:
     """One bar per start, from the creation of the process to its first answer."""
+    known = [start for start in result.of(ColdStartsFound).starts if not start.plain]
     starts = [
         start
-        for start in result.of(ColdStartsFound).starts
-        if not start.plain and (start.first_answer_ns is not None or start.ready_ns is not None)
+        for start in known
+        if (start.first_answer_ns is not None or start.ready_ns is not None) and (start.compared or start.error is None)
     ]
     if not starts:
         return None
@@ -91,7 +92,7 @@ def cold_starts(result: Result) -> doc.Section | None:
             "yaxis": charts.ROWS,
         },
     )
-    return doc.section("Cold start", chart, *start_stages(result, starts))
+    return doc.section("Cold start", chart, *start_stages(result, known))
 
 
 def start_stages(result: Result, starts: Sequence[ServerStart]) -> Iterator[doc.Block]:
@@ -110,7 +111,10 @@ def start_stages(result: Result, starts: Sequence[ServerStart]) -> Iterator[doc.
                     name: median(stages[name] for stages in measured if name in stages)
                     for name in set[str]().union(*measured)
                 }
-        if first := next((start for start in own if start.caches == "uncached"), None):
+        first = next((start for start in starts if start.label == label and start.caches == "uncached"), None)
+        if first is not None and first.error is not None:
+            warm.append(doc.Item(f"{shown(label)}: its first start is not shown: {first.error}"))
+        elif first is not None:
             kept = join(list(first.filled)) if first.filled else "nothing"
             warm.append(doc.Item(f"{shown(label)}: its first start kept {kept} for the later ones"))
     if not any(start.stages_s or start.command_ns for start in starts):

@@ -25,6 +25,8 @@ from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, ArmRequest, Environment, Experiment, ParityRecord, RunState, Workload
 from loadgen.records.store import RunStore, StorageError, StoredBlock
+from loadgen.report.document import Chart, Items, Table
+from loadgen.report.sections.cold_start import cold_starts
 from loadgen.verdict.result import analyse
 from tests.integration.loadgen.conftest import (
     DEADLINE_S,
@@ -44,6 +46,25 @@ def run(experiment: Experiment, out: Path) -> RunState:
 
 def seed_with_b_first(*workloads: Workload) -> int:
     return next(seed for seed in range(50) if schedule(make_experiment(workloads=workloads, seed=seed))[0].label == "b")
+
+
+def test_a_first_start_that_chooses_otherwise_is_not_one_of_the_compared_server(tmp_path: Path) -> None:
+    """As where two engines are equally fast: the seconds of another server would stand beside those of the arm's."""
+    cold = Workload(scenario="cold-start", batch_size=1, concurrency=1, requests=1, seconds=0, max_seconds=60, rounds=2)
+    run(make_experiment(workloads=(cold,), b_settings={"otherwise": "yes"}), tmp_path / "run")
+    starts = stored(tmp_path / "run" / "cold_starts.json", list[ServerStart])
+    assert [start.error for start in starts if start.compared or start.label == "a"] == [None] * 5
+    (first,) = [start.error for start in starts if start.caches == "uncached" and start.label == "b"]
+    assert first == "this time it was fake triton otherwise, and fake triton was compared"
+    section = cold_starts(analyse(tmp_path / "run"))
+    assert section is not None
+    chart, table, warm = section.blocks
+    assert isinstance(chart, Chart)
+    assert isinstance(table, Table)
+    assert isinstance(warm, Items)
+    assert [column.title for column in table.columns] == ["stage", "A first start", "A later starts", "B later starts"]
+    assert warm.items[1].text == f"B: its first start is not shown: {first}"
+    assert "B first start" not in chart.data[0]["y"]
 
 
 def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
