@@ -153,7 +153,8 @@ class RichProgress(MovingLine, RunProgress):
         """Print one cold start."""
         which = " at a first start" if record.caches == "uncached" else " without its settings" if record.plain else ""
         if record.error is not None or record.ready_ns is None or record.first_answer_ns is None:
-            how = "gave no answer" if record.first_answer_ns is None else "does not count"
+            answered = "gave no answer" if record.first_answer_ns is None else "does not count"
+            how = "did not start" if record.ready_ns is None else answered
             self._say(f"{self._name(record.label)}{which} {how}: {record.error}", style="red")
             return
         self._say(
