@@ -44,15 +44,16 @@ SERVERS      := -n 3 --dist loadfile --no-loadscope-reorder --ignore-glob='*/alo
 	tests/truth tests/integration tests/conformance
 UNITS        := -n 2 --dist loadfile --no-loadscope-reorder tests/golden tests/unit tests/compose
 
-# Where 4 GB of memory can hold them, the tests' files are not on the disk: ext4 searches the inodes of just deleted files.
-test: export TMPDIR = $(shell grep -q '^[^ ]* /dev/shm [^ ]* [^ ]*noexec' /proc/mounts || \
+# Where memory has room for 4 GB the tests' files are there: to create one took 0.014 ms, and 0.36 on the disk. Not for the
+# setup, whose packages need more.
+IN_MEMORY     = $(shell grep -q '^[^ ]* /dev/shm [^ ]* [^ ]*noexec' /proc/mounts || \
 	df --output=avail,target /dev/shm 2>/dev/null | awk '$$1 + 0 > 4000000 {print $$2}')
 # The tests start hundreds of processes, which would compile the same modules again and again.
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup ## run the tests
 ifeq ($(strip $(ARGS)),)
 	@$(BIN)/python -m compileall -q abserve loadgen servers  # else a test in which files are short leaves short bytecode
-	@export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive; status=0; said=$$(mktemp -d); \
+	@export TMPDIR="$${TMPDIR:-$(IN_MEMORY)}" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive; status=0; said=$$(mktemp -d); \
 	$(PYTEST) $(LIGHT) $(WAITING) >$$said/1 2>&1 & waiting=$$!; \
 	nice $(PYTEST) $(LIGHT) $(UNITS) >$$said/2 2>&1 & units=$$!; \
 	trap "kill $$waiting $$units; exit 130" INT; \

@@ -265,7 +265,7 @@ def _clean(value: Any, depth: int, most: int = MOST_CHARACTERS) -> Any:
 
 
 def user_path(text: str) -> Path:
-    """A path that a user gives, with `~` and `~NAME` as the folders that they mean; as it is for an unknown user."""
+    """The path with `~` and `~NAME` expanded; unchanged if the system does not know the user."""
     return Path(os.path.expanduser(text))  # noqa: PTH111  that of Path raises an error
 
 

@@ -24,8 +24,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def user_path(text: str | Path) -> Path:
-    """A path that a user gives, with `~` and `~NAME` as the folders that they mean. One of a user whom the system does
-    not know stays as it is, so that the file is missing."""
+    """The path with `~` and `~NAME` expanded; unchanged if the system does not know the user."""
     return Path(os.path.expanduser(text))  # noqa: PTH111  that of Path raises an error
 
 

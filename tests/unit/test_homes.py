@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.measure import machine
 from loadgen.measure.machine import MachineRecordError, cache_path, store_record
 from servers.language.weights import parse_language_weights
 from servers.models.files import keep_file, user_cache
@@ -42,7 +41,7 @@ def test_a_home_is_where_things_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert user_cache() == tmp_path / ".cache" / "abserve"
-    assert machine.cache_path("noise", "1").parent == user_cache()
+    assert cache_path("noise", "1").parent == user_cache()
 
 
 @pytest.mark.parametrize(

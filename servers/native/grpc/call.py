@@ -171,7 +171,7 @@ class Call:
     # The client's bytes
 
     def feed(self, data: bytes | bytearray, place: int, end: int) -> int:
-        """Consume bytes of `data[place:end]`. Returns the end of the consumed bytes; `place` if there is no room."""
+        """Consume bytes from `data[place:end]`. Returns the index after the last one; `place` if there is no room."""
         message = self.message
         if message is None:
             if self.answering is not None and not self.method.streams:

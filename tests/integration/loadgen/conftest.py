@@ -106,6 +106,15 @@ def stored(path: Path, kind: type[T]) -> T:
     return msgspec.json.decode(path.read_bytes(), type=kind)
 
 
+def assert_stored(out: Path, experiment: Experiment) -> None:
+    """As it was asked for, but for the seconds of blocks, which are more where requests took long in the warm-up."""
+    kept = stored(out / "experiment.json", Experiment)
+    pairs = list(zip(kept.workloads, experiment.workloads, strict=True))
+    assert all(asked.seconds <= own.seconds <= asked.max_seconds for own, asked in pairs)
+    workloads = tuple(msgspec.structs.replace(own, seconds=asked.seconds) for own, asked in pairs)
+    assert msgspec.structs.replace(kept, workloads=workloads) == experiment
+
+
 def blocks(out: Path) -> list[BlockRecord]:
     """In the order in which they ran."""
     return [stored(path, BlockRecord) for path in sorted((out / "blocks").glob("*.json"))]

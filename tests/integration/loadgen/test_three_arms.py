@@ -19,7 +19,14 @@ from loadgen.records.probes import ServerStart
 from loadgen.records.run import ArmRecord, ArmRequest, Experiment, ParityRecord, RunState, Workload
 from loadgen.report.files import published
 from loadgen.verdict.result import analyse
-from tests.integration.loadgen.conftest import FAKE_ABSERVE, UNWATCHED_ABSERVE, blocks, make_experiment, stored
+from tests.integration.loadgen.conftest import (
+    FAKE_ABSERVE,
+    UNWATCHED_ABSERVE,
+    assert_stored,
+    blocks,
+    make_experiment,
+    stored,
+)
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
@@ -80,8 +87,7 @@ def test_a_run_of_named_arms_stores_every_record_of_each(tmp_path: Path) -> None
     experiment = make_experiment(a=first, b=second, others=[third], workloads=(cold, single(3), concurrent), restarts=2)
     state = run(experiment, out)
     assert (state.state, state.error) == ("finished", None)
-    kept = stored(out / "experiment.json", Experiment)  # blocks are longer where the warm-up was slow
-    assert msgspec.structs.replace(kept, workloads=experiment.workloads) == experiment
+    assert_stored(out, experiment)
     assert [arm.label for arm in stored(out / "arms.json", list[ArmRecord])] == list(names)
     starts = stored(out / "cold_starts.json", list[ServerStart])
     assert sorted(start.label for start in starts) == sorted(names)
