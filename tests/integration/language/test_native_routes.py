@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.language.conftest import EventStream, events_of, post
-from tests.integration.native.conftest import Server
+from tests.integration.native.conftest import Server, wait_until
 from tests.scripted_generation import scripted_answer
 
 PROMPT = [5, 17, 999]
@@ -224,6 +224,8 @@ def test_statistics_count_tokens(scripted: Server) -> None:
     before = counts()
     completion_events(scripted)
     completion_events(scripted)
+    # The engine sends tokens before it counts them.
+    wait_until(lambda: sum(counts()) >= sum(before) + 22, "all are counted")
     assert [after - was for after, was in zip(counts(), before, strict=True)] == [6, 12, 2, 2]
     assert scripted.metric("abserve_native_slots_in_use{") == 0
     assert scripted.metric("abserve_native_pending_requests{") == 0

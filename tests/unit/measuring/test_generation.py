@@ -42,6 +42,7 @@ def test_the_bandwidth_of_a_copy_is_plausible() -> None:
     assert 1e9 < copy_bytes_per_s("cpu") < 1e12
 
 
+@again  # one repetition of 8 tokens, which one wait for a core makes several times longer
 def test_a_real_engine_is_measured() -> None:
     settings = GenerationSettings("continuous", "cpu", slots=3, threads=1)
     document = measure_generation(TINY, settings, [1, 3], [8], tokens=8, repetitions=1)
