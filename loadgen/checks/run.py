@@ -44,7 +44,7 @@ LEAST_BLOCKS = 12
 LEAST_SHARE = 0.9
 """A server that computes every response takes at least this median share of a new request's time for a repeated one."""
 SIGNIFICANCE = 0.005
-"""p per arm: at most 1 % of runs of two arms without a cache fail because repeated requests were faster by chance."""
+"""p per probe. What looks like a cache is probed twice, so that at most 5 runs of 100,000 fail by chance."""
 
 
 @check(
