@@ -14,7 +14,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from math import inf, log
@@ -46,6 +46,10 @@ TURNS, REPLAYS = 9, 3
 WAIT_SECONDS = 180.0
 """The longest wait for another start that is choosing; then this one chooses for itself."""
 
+MOST_WAITING = 0.1
+"""The share of its CPU time for which the threads of an undisturbed round may have waited for a core: about 0.001 where
+nothing else ran, 0.3 and more beside a program that kept one of two cores busy."""
+
 CLOCK_TICK_SECONDS = 0.02
 """A file's time may be so much older than the moment at which it was written."""
 
@@ -64,33 +68,44 @@ class Race(NamedTuple):
 
 
 def race(
-    pairs: Sequence[tuple[Call, Call]], seconds: float, margin: float, most_loss: float, deadline: float = inf
+    pairs: Sequence[tuple[Call, Call]],
+    seconds: float,
+    margin: float,
+    most_loss: float,
+    deadline: float = inf,
+    *,
+    undisturbed: bool = False,
 ) -> Race:
     """Whether the second function of each pair, one pair per batch, is clearly faster than the first.
 
-    Their threads have to sleep while they wait: then CPU times are nearly the same while other programs use the cores,
-    and those of one round change alike.
+    Their threads have to sleep while they wait: then other programs that use the cores change the CPU times of a round
+    alike where both functions are of one library. Those of two libraries they change otherwise: beside a program that
+    keeps one of two cores busy torch needs less CPU time than alone, and ONNX Runtime more. These races have to be
+    `undisturbed`: rounds in which threads waited for a core are not counted.
 
     Each round calls all of them, the two of a pair in turn, and is won where the second ones need at most `margin` of
     the time (the geometric mean of the pairs) and none needs more than `most_loss`. The lead is clear after
     `CLEAR_LEAD` rounds, or after `FEWEST_ROUNDS` if it is large. Without one the first function stays, after
-    `MOST_ROUNDS` or, once it had `CLEAR_LEAD` rounds, `seconds` of CPU time or the `deadline`, in `monotonic` seconds.
-    Nothing is decided if fewer rounds fit before that. The first call of each, which prepares what later ones use,
-    does not count.
+    `MOST_ROUNDS` or, once it tried `CLEAR_LEAD` rounds, `seconds` of CPU time or the `deadline` in `monotonic` seconds.
+    Nothing is decided if fewer rounds were counted before that. The first call of each, which prepares what later ones
+    use, does not count.
     """
     ends_ns = process_time_ns() + round(seconds * 1e9)
-    rounds, leads, clear, before = list[list[tuple[int, int]]](), list[float](), False, monotonic()
+    rounds, leads, clear, tried, before = list[list[tuple[int, int]]](), list[float](), False, 0, monotonic()
     for call in (call for pair in pairs for call in pair if before < deadline):
         cpu_ns(call)
     while len(rounds) < MOST_ROUNDS:
         began = monotonic()
-        enough = len(rounds) >= CLEAR_LEAD and process_time_ns() > ends_ns
+        enough = tried >= CLEAR_LEAD and process_time_ns() > ends_ns
         if enough or began + (began - before) > deadline:  # the next round takes as long as the last one
             break
-        before, first, times = began, len(rounds) % 2, list[tuple[int, int]]()
+        before, first, times, tried = began, tried % 2, list[tuple[int, int]](), tried + 1
+        waited, used_ns = waited_ns(), process_time_ns()
         for pair in pairs:
             earlier, later = cpu_ns(pair[first]), cpu_ns(pair[1 - first])
             times.append((later, earlier) if first else (earlier, later))
+        if undisturbed and waited_ns() - waited > MOST_WAITING * (process_time_ns() - used_ns):
+            continue
         ratios = [log(max(other, 1) / max(own, 1)) for own, other in times]
         leads.append(min(log(margin) - statistics.fmean(ratios), log(most_loss) - max(ratios)))
         rounds.append(times)
@@ -149,6 +164,15 @@ def cpu_ns(call: Call) -> int:
     started_ns = process_time_ns()
     call()
     return process_time_ns() - started_ns
+
+
+def waited_ns() -> int:
+    """How long this process's threads have been ready but without a core; 0 where the kernel does not count that."""
+    waited = 0
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError, IndexError):  # a thread that has just ended
+            waited += int((task / "schedstat").read_bytes().split()[1])
+    return waited
 
 
 def digest(choice: object) -> str:

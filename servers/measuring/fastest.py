@@ -3,7 +3,7 @@
 A start whose engine is `auto` asks, and the answer is stored like every other choice, so that later starts only read
 it. The engines are loaded and measured in a process of their own, which ends before the server starts: the server is
 the same at a first start and at a later one, and an engine that fails, or takes too long, costs only its own chance.
-Their threads sleep there while they wait, whatever the server's do: then CPU times are the same on a busy machine.
+On a machine whose cores other programs use nothing is decided: the exported file executes, and is measured later.
 
 Imports no library of an engine.
 """
@@ -26,6 +26,7 @@ import msgspec
 from servers.engines.agreement import disagreement, proof_at_load, proof_batch
 from servers.engines.choice import (
     MOST_SECONDS,
+    UNDECIDED_SECONDS,
     ChoiceCache,
     choices_folder,
     choices_wanted,
@@ -103,7 +104,8 @@ def fastest_engine(
             say(f"choosing an engine for this machine: {', '.join((OWN, *others))}; later starts read the choice")
             whole = all(_has_file(name, specification, weights, settings, root) for name in others)
             most = MOST_SECONDS + (0.0 if whole else EXPORT_SECONDS)
-            chosen = _measured_elsewhere(specification, weights, settings, others, root, wanted, most)
+            unmeasured = others[0] if whole else OWN
+            chosen = _measured_elsewhere(specification, weights, settings, others, root, wanted, most, unmeasured)
             cache.write(chosen, decided=bool(chosen["decided"]))
     say(_sentence(chosen))
     if cache.trouble:
@@ -123,8 +125,8 @@ def _has_file(
 
 
 def _is_whole(chosen: Mapping[str, Any], others: list[str]) -> bool:
-    known = chosen.get("engine") in (OWN, *others)
-    return known and isinstance(chosen.get("races"), list) and isinstance(chosen.get("left_out"), dict)
+    kinds = {"engine": str, "decided": bool, "races": list, "left_out": dict}
+    return chosen.get("engine") in (OWN, *others) and all(isinstance(chosen.get(f), kind) for f, kind in kinds.items())
 
 
 def _key(
@@ -157,8 +159,10 @@ def _measured_elsewhere(
     root: Path,
     choices: str,
     most_seconds: float,
+    unmeasured: str,
 ) -> dict[str, Any]:
-    """What `chosen_engine` says in another process; if that fails or takes too long, what it had found until then."""
+    """What `chosen_engine` says in another process, or had said until it failed or took too long: torch if it failed
+    before, and `unmeasured` if not even the engines were loaded in time."""
     request = {
         "model": specification.reference,
         "payload": specification.payload if specification.image is not None else "",
@@ -173,7 +177,7 @@ def _measured_elsewhere(
     text = msgspec.json.encode(request).decode()
     worker = (*PROGRAM, "servers.measuring.worker")
     command = [*worker, "--fastest", text, str(monotonic() + most_seconds), *others]
-    said, reason = b"", f"not measured within {most_seconds:.0f} s"
+    said, reason, engine = b"", f"not measured within {most_seconds:.0f} s", unmeasured
     try:
         said = subprocess.run(
             command,
@@ -182,10 +186,11 @@ def _measured_elsewhere(
             timeout=most_seconds,
             env={**os.environ, **wait_policy(spinning=False), CHOICES: choices},
         ).stdout
-        reason = "the process that measures engines ended early; its errors are above"
+        reason, engine = "the process that measures engines ended early; its errors are above", OWN
     except subprocess.TimeoutExpired as exc:
         said = exc.stdout or b""
-    answers: list[Any] = [{"engine": OWN, "decided": False, "races": [], "left_out": dict.fromkeys(others, reason)}]
+    left_out = {name: reason for name in (OWN, *others) if name != engine}
+    answers: list[Any] = [{"engine": engine, "decided": False, "races": [], "left_out": left_out}]
     for line in said.splitlines(keepends=True):
         with suppress(msgspec.DecodeError):  # of a line that is not whole
             answers.append(msgspec.json.decode(line))
@@ -201,7 +206,8 @@ def _measured_elsewhere(
 def _sentence(chosen: Mapping[str, Any]) -> str:
     """What was chosen, with what was measured, and where that is stored."""
     facts = "; ".join((*chosen["races"], *(f"{name} left out: {why}" for name, why in chosen["left_out"].items())))
-    return f"engine {chosen['engine']}: {facts}; stored in {choices_folder()}, --choices fresh chooses again"
+    time = "" if chosen["decided"] else f" for {UNDECIDED_SECONDS // 60} minutes"
+    return f"engine {chosen['engine']}: {facts}; stored in {choices_folder()}{time}, --choices fresh chooses again"
 
 
 def chosen_engine(
@@ -249,9 +255,10 @@ def chosen_engine(
             pairs = [
                 (partial(engines[leading].infer, inputs), partial(engines[second].infer, inputs)) for inputs in batches
             ]
-            result = race(pairs, RACE_SECONDS, MARGIN, MOST_LOSS, deadline)
+            result = race(pairs, RACE_SECONDS, MARGIN, MOST_LOSS, deadline, undisturbed=True)
             if not result.decided:  # so would the next ones be
-                left_out, decided = {other: why or TOO_LATE for other, why in rest.items()}, False
+                left_out, decided = {second: "", **rest}, False
+                left_out = {other: why or TOO_LATE for other, why in left_out.items()}
                 break
             races.append(
                 f"{second} takes {_listed(result.other_ms)} ms of CPU time for {_listed(request.batches)} items and "
