@@ -55,10 +55,8 @@ TURNS_NS = 2_000_000
 
 MAX_CALLS = 512
 """Calls per connection; clients queue those beyond it."""
-FRAMES_PER_TURN = 64
-"""Frames of one connection before the others have their turn; a call takes two or more."""
 TURN_NS = 1_000_000
-"""The longest turn, but for its last frame."""
+"""The longest turn of one connection before the others have theirs, but for its last frame."""
 FIELDS_PER_CREDIT = 16
 BLOCK_BYTES_PER_CREDIT = 256
 """Fields and bytes of a header block that take as much work as another frame."""
@@ -285,12 +283,12 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
 
     def _advance(self, data: bytes | bytearray, end: int) -> None:
         """Use `data[:end]` as far as possible, or until it is the other connections' turn, and keep the rest."""
-        place, frames, used = 0, FRAMES_PER_TURN, -1
+        place, used, is_over = 0, -1, False
         ends_ns = time.perf_counter_ns() + TURN_NS
         try:
             if not self._greeted:
                 place = self._greet(data, end)
-            while self._greeted and place < end and place != used and frames and not self._transport.is_closing():
+            while self._greeted and place < end and place != used and not is_over and not self._transport.is_closing():
                 if self._held_up:
                     break
                 used = place
@@ -298,14 +296,12 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
                     place = self._feed(data, place, end)
                 else:
                     place = self._take_frame(data, place, end)
-                    frames -= 1
-                if time.perf_counter_ns() > ends_ns:
-                    frames = 0
+                is_over = time.perf_counter_ns() > ends_ns
         except Http2Error as error:
             self._close(error.code)
             return
         self._unparsed = bytearray(data[place:end]) if place < end else bytearray()
-        if self._held_up or (place < end and not frames):
+        if self._held_up or (place < end and is_over):
             self._pause()
         elif self._paused and not self._transport.is_closing():
             self._paused = False

@@ -104,6 +104,7 @@ BROKEN_LATER = {
     "empty frames": (CALL + frame(DATA, 0, 1) * 6000, ENHANCE_YOUR_CALM),
     "pings": (frame(PING, 0, 0, bytes(8)) * 6000, ENHANCE_YOUR_CALM),
     "settings": (frame(SETTINGS) * 6000, ENHANCE_YOUR_CALM),
+    "33 settings": (frame(SETTINGS, content=bytes([0, 3, 0, 0, 0, 9]) * 33), ENHANCE_YOUR_CALM),
     "priorities": (frame(PRIORITY, 0, 1, bytes(5)) * 6000, ENHANCE_YOUR_CALM),
     "windows": (frame(WINDOW_UPDATE, 0, 0, ONE) * 6000, ENHANCE_YOUR_CALM),
     "unknown frames": (frame(99) * 6000, ENHANCE_YOUR_CALM),

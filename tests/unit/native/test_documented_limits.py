@@ -23,7 +23,6 @@ from servers.native.grpc.connection import (
     CREDIT_PER_ANSWER,
     CREDIT_PER_S,
     FIELDS_PER_CREDIT,
-    FRAMES_PER_TURN,
     MAX_CALLS,
     MAX_CREDIT,
     SCARCE_SHARE,
@@ -97,7 +96,7 @@ def test_the_limits_of_grpc_are_as_written() -> None:
     assert f"one more per {CALLS_PER_CREDIT} open calls" in text
     assert f"has {MAX_CREDIT:,}; it gets {CREDIT_PER_ANSWER} back per answer" in text
     assert f"one per {CREDIT_BYTES} bytes of a message, and {CREDIT_PER_S:,} per second" in text
-    assert f"After {FRAMES_PER_TURN} frames, or {TURN_NS / 1e6:g} ms, the other connections" in text
+    assert f"After {TURN_NS / 1e6:g} ms the other connections" in text
     assert f"has {TURNS_NS / 1e6:g} ms in each turn" in text
 
 
