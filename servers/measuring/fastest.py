@@ -41,7 +41,7 @@ from servers.engines.settings import EngineSettings
 from servers.export.manifest import FILE_NAME, FUSED, FileForm, executed_form, package_versions
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, WeightsSource
-from servers.options.defaults import MODE, SPINS
+from servers.options.defaults import MODE, SPINS, usable_cores
 from servers.options.launch import PROGRAM
 from servers.options.libraries import installed_versions
 
@@ -255,7 +255,8 @@ def chosen_engine(
             pairs = [
                 (partial(engines[leading].infer, inputs), partial(engines[second].infer, inputs)) for inputs in batches
             ]
-            result = race(pairs, RACE_SECONDS, MARGIN, MOST_LOSS, deadline, undisturbed=True)
+            has_cores = thread_count(request.threads) <= usable_cores()  # else they wait for each other
+            result = race(pairs, RACE_SECONDS, MARGIN, MOST_LOSS, deadline, undisturbed=has_cores)
             if not result.decided:  # so would the next ones be
                 left_out, decided = {second: "", **rest}, False
                 left_out = {other: why or TOO_LATE for other, why in left_out.items()}

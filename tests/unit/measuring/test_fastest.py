@@ -31,6 +31,7 @@ from servers.measuring.request import MeasurementRequest
 from servers.models.registry import DEFAULT_MODEL, get_specification
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
+from servers.options.defaults import usable_cores
 
 SETTINGS = EngineSettings("torch", device="cpu", threads=2, max_batch_size=8)
 REQUEST = MeasurementRequest(model=DEFAULT_MODEL, engine="torch", batches=(1, 4), device="cpu", precision="fp32")
@@ -149,6 +150,9 @@ def test_beside_a_program_that_uses_the_cores_no_engine_is_chosen(monkeypatch: p
     assert (answer["engine"], answer["decided"], answer["races"]) == ("onnxruntime", False, [])
     monkeypatch.setattr(choice, "waited_ns", cycle([0, 10**9, 0, 0]).__next__)  # in every other round
     assert last(chosen_engine(REQUEST, fastest.OTHERS))["engine"] == "torch"
+    monkeypatch.setattr(choice, "waited_ns", cycle([0, 10**9]).__next__)
+    more = msgspec.structs.replace(REQUEST, threads=usable_cores() + 1)  # they wait for each other
+    assert last(chosen_engine(more, fastest.OTHERS))["engine"] == "torch"
 
 
 def test_a_race_beside_programs_that_use_every_core_is_not_decided() -> None:
