@@ -46,9 +46,9 @@ TURNS, REPLAYS = 9, 3
 WAIT_SECONDS = 180.0
 """The longest wait for another start that is choosing; then this one chooses for itself."""
 
-MOST_WAITING = 0.1
-"""The share of its CPU time for which the threads of an undisturbed round may have waited for a core: about 0.001 where
-nothing else ran, 0.3 and more beside a program that kept one of two cores busy."""
+MOST_WAITING = 0.05
+"""The share of its CPU time for which the threads of an undisturbed round may have waited for a core: 0.001 is usual
+where nothing else runs, 0.06 and more beside a program on one of 16 cores, 0.3 and more on one of two."""
 
 CLOCK_TICK_SECONDS = 0.02
 """A file's time may be so much older than the moment at which it was written."""
