@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from loadgen.base.documents import is_stored, one_line, stored_path
+from loadgen.base.quantities import join
 from loadgen.checks.registry import validity
 from loadgen.findings.gpu.analysis import GpuFound
 from loadgen.findings.rate_search import RatesFound
@@ -29,6 +30,8 @@ from loadgen.verdict.result import FILE_NAME, Result
 
 EXPERIMENT = "abserve"
 INSTALL = "pip install 'abserve[mlflow]'"
+OF_DATABASES = ("sqlalchemy", "alembic", "cryptography")
+"""What MLflow needs beside `INSTALL` where the runs are in a database."""
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _FILES = ("report.html", "summary.md", FILE_NAME, Matrix.FILE, "experiment.yaml")
 _CONFIGURATION = ("model", "engine", "precision", "mode", "device", "threads")
@@ -59,10 +62,10 @@ def check_mlflow(uri: str | None) -> None:
         raise MlflowExportError(f"--mlflow {uri} needs MLflow; install it with: {INSTALL}")
     scheme = _scheme(uri)
     if scheme in _DATABASES:
-        missing = [name for name in ("sqlalchemy", "alembic") if find_spec(name) is None]
+        missing = [name for name in OF_DATABASES if find_spec(name) is None]
         if missing:
             raise MlflowExportError(
-                f"--mlflow {uri}: MLflow needs {' and '.join(missing)} for a database; install it with: "
+                f"--mlflow {uri}: MLflow needs {join(missing)} for a database; install it with: "
                 f"pip install {' '.join(missing)}"
             )
     elif scheme not in ("", "file", "http", "https"):

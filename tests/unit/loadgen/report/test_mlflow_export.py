@@ -19,7 +19,7 @@ from loadgen.cli.report import report
 from loadgen.findings.rate_search import RatesFound
 from loadgen.report import mlflow
 from loadgen.report.files import published
-from loadgen.report.mlflow import MlflowExportError, check_mlflow, export_matrix, export_result, key_of
+from loadgen.report.mlflow import OF_DATABASES, MlflowExportError, check_mlflow, export_matrix, export_result, key_of
 from loadgen.verdict.result import read_result
 from tests.synthetic_matrix import cell, configuration, matrix
 
@@ -27,7 +27,7 @@ RESULTS = Path(__file__).resolve().parents[4] / "docs/results"
 RESNET = RESULTS / "2026-11-22-h200-models/resnet50"
 INSTALLED = importlib.util.find_spec("mlflow") is not None
 needs_mlflow = pytest.mark.skipif(not INSTALLED, reason="needs mlflow-skinny: pip install 'abserve[mlflow]'")
-HAS_DATABASE = all(importlib.util.find_spec(name) is not None for name in ("sqlalchemy", "alembic"))
+HAS_DATABASE = all(importlib.util.find_spec(name) is not None for name in OF_DATABASES)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
@@ -42,9 +42,9 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
     pretend(monkeypatch, "mlflow")
     check_mlflow("http://localhost:5000")
     check_mlflow("runs")
-    with pytest.raises(MlflowExportError, match="install it with: pip install sqlalchemy alembic"):
+    with pytest.raises(MlflowExportError, match="install it with: pip install sqlalchemy alembic cryptography"):
         check_mlflow("sqlite:///runs.db")
-    pretend(monkeypatch, "mlflow", "sqlalchemy", "alembic")
+    pretend(monkeypatch, "mlflow", *OF_DATABASES)
     check_mlflow("sqlite:///runs.db")
 
 
@@ -163,7 +163,7 @@ def test_a_real_store(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     from mlflow.tracking import MlflowClient
 
     if kind == "sqlite" and not HAS_DATABASE:
-        pytest.skip("needs sqlalchemy and alembic")
+        pytest.skip(f"needs {' '.join(OF_DATABASES)}")
     monkeypatch.chdir(tmp_path)
     store = tmp_path / "store"
     uri = {"folder": str(store), "file": store.as_uri(), "sqlite": f"sqlite:///{tmp_path / 'runs.db'}"}[kind]
