@@ -79,6 +79,9 @@ class GeneratingModel:
         self._number = 0
         self._answers: dict[int, _Answer] = {}
         """By number, of all that wait or are generated."""
+        self._asking = threading.Lock()
+        """Held while it is asked whether a client has left, and to take an answer away: to ask that of an answer whose
+        last response is sent ends all of Triton (SIGSEGV)."""
         self._arrivals: queue.SimpleQueue[GenerationRequest | int | None] = queue.SimpleQueue()
         """Requests, the numbers of those whose client has left, and at the end None."""
         self._responses: dict[tuple[int, ...], Any] = {}
@@ -163,20 +166,28 @@ class GeneratingModel:
             if shared and len(tokens) == 1 and len(self._responses) < MOST_KEPT:
                 self._responses[tokens] = response
         if finish is not None:
-            del self._answers[number]
+            self._take_away(number)
         _send(answer.sender, response, final=finish is not None)
 
     def _end(self, number: int, message: str = "", code: int | None = None) -> None:
         """The last response of a request without a good end; without a message its client has left. Without a `code` it
         is the request's fault."""
-        if (answer := self._answers.pop(number, None)) is not None:
+        if (answer := self._take_away(number)) is not None:
             code = pb_utils.TritonError.INVALID_ARG if code is None else code
             _send(answer.sender, _error(message, code) if message else None, final=True)
 
+    def _take_away(self, number: int) -> _Answer | None:
+        """An answer that gets its last response; None where it has had that."""
+        with self._asking:
+            return self._answers.pop(number, None)
+
     def _watch_clients(self) -> None:
         while not self._stopping.wait(CANCEL_SECONDS):
-            for number, answer in self._answers.copy().items():
-                if answer.sender.is_cancelled():
+            for number in list(self._answers):
+                with self._asking:
+                    answer = self._answers.get(number)
+                    has_left = answer is not None and answer.sender.is_cancelled()
+                if has_left:
                     self._arrivals.put(number)
 
 
