@@ -44,7 +44,8 @@ LEAST_BLOCKS = 12
 LEAST_SHARE = 0.9
 """A server that computes every response takes at least this median share of a new request's time for a repeated one."""
 SIGNIFICANCE = 0.005
-"""p per probe. What looks like a cache is probed twice, so that at most 5 runs of 100,000 fail by chance."""
+"""p of new requests being slower by chance. What looks like a cache is probed once more and judged by both probes, so
+that fewer than 1 of 300 servers without one fail."""
 
 
 @check(

@@ -160,8 +160,8 @@ def _text(value: object) -> str | None:
 
 def probe_cache(context: RunContext, label: Label, arm: Arm, most_s: float) -> CacheProbe:
     """Time new and repeated requests, or prompts of a language model. After `most_s` no more than six groups are sent.
-    What looks like a cache is probed once more, with other requests, since chance looks like one now and then. A
-    failure is in the record, not raised."""
+    What looks like a cache is probed once more, with other requests, and judged by all of them, since chance looks like
+    one now and then. A failure is in the record, not raised."""
     from loadgen.client.connection import AddressError, ConnectionRefused
     from loadgen.client.inputs import InputError
     from loadgen.client.outputs import AnswerError
@@ -171,7 +171,7 @@ def probe_cache(context: RunContext, label: Label, arm: Arm, most_s: float) -> C
         for _ in range(PROBES):
             with context.sent.timed(arm, REPEATS + GROUPS) as ask:
                 fresh, repeated = _send_in_groups(ask, most_s)
-            probe = replace(probe, fresh_ns=tuple(fresh), repeated_ns=tuple(repeated))
+            probe = replace(probe, fresh_ns=(*probe.fresh_ns, *fresh), repeated_ns=(*probe.repeated_ns, *repeated))
             if not answers_from_memory(probe):
                 break
     except (AddressError, AnswerError, ConnectionRefused, InputError) as exc:

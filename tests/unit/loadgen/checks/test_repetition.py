@@ -317,9 +317,18 @@ def test_a_first_request_that_waits_for_a_core_was_not_followed_by_a_cache() -> 
 
 @pytest.mark.parametrize("noise", [0.02, 0.3, 1.0])
 def test_servers_that_compute_every_answer_are_hardly_ever_taken_for_caches(noise: float) -> None:
-    """At most 1 % of the probes may be taken for one."""
-    caches = sum(answers_from_memory(probe("a", seed=seed, noise=noise)) for seed in range(1000))
-    assert caches <= 10
+    """At most 1 % of the probes may be taken for one, and 1 of 300 servers, whose second probe counts as well."""
+    probes = [probe("a", seed=seed, noise=noise) for seed in range(3000)]
+    caches = list(filter(answers_from_memory, probes))
+    seconds = (probe("a", seed=seed, noise=noise) for seed in range(3000, 3030))
+    assert len(caches) <= 30
+    both = [
+        msgspec.structs.replace(
+            first, fresh_ns=first.fresh_ns + second.fresh_ns, repeated_ns=first.repeated_ns + second.repeated_ns
+        )
+        for first, second in zip(caches, seconds, strict=False)
+    ]
+    assert sum(map(answers_from_memory, both)) <= 10
 
 
 def test_caches_are_found_in_noise() -> None:
