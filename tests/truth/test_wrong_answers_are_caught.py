@@ -13,6 +13,7 @@ import pytest
 
 from loadgen.records.run import Workload
 from loadgen.verdict.result import Result
+from tests.again import again
 from tests.truth.conftest import Compare, state
 
 USERS = 16
@@ -193,6 +194,7 @@ def test_outputs_of_another_size_are_no_parity(compare: Compare, planted: str) -
         pytest.param("--cache-from 2 --cache-saves 0.34", marks=pytest.mark.slow),
     ],
 )
+@again
 def test_a_response_cache_takes_the_verdict_and_wins_nothing(compare: Compare, cache: str) -> None:
     """B computes each answer in 6 ms and has it, or a third of it, in memory when it is asked again. The load never
     asks again, so what is measured is the 6 ms."""
