@@ -19,6 +19,7 @@ from loadgen.records.run import Experiment, RunState
 from loadgen.records.store import read_one
 from loadgen.tune.best import choose, final_experiment, read_servers
 from loadgen.verdict.result import Result, analyse
+from tests.again import again
 from tests.integration.loadgen.conftest import NO_MACHINE, descendants
 from tests.truth import tuned_server
 from tests.truth.tuned_server import LANES_MS, LITSERVE_MS
@@ -52,7 +53,8 @@ def at_best(out: Path, arms: dict[str, str], **more: object) -> tuple[BestRecord
     return record, analyse(out)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
+@again
 def test_the_best_setting_of_each_load_and_the_compromise_are_found(tmp_path: Path) -> None:
     """As it was asked for, a loses both loads to b; at its best it wins both."""
     record, result = at_best(tmp_path / "run", {"a": "fastapi", "b": "litserve"})
