@@ -102,10 +102,8 @@ def fastest_engine(
             if chosen:
                 cache.reject()
             say(f"choosing an engine for this machine: {', '.join((OWN, *others))}; later starts read the choice")
-            whole = all(_has_file(name, specification, weights, settings, root) for name in others)
-            most = MOST_SECONDS + (0.0 if whole else EXPORT_SECONDS)
-            unmeasured = others[0] if whole else OWN
-            chosen = _measured_elsewhere(specification, weights, settings, others, root, wanted, most, unmeasured)
+            exported = all(_has_file(name, specification, weights, settings, root) for name in others)
+            chosen = _measured_elsewhere(specification, weights, settings, others, root, wanted, exported=exported)
             cache.write(chosen, decided=bool(chosen["decided"]))
     say(_sentence(chosen))
     if cache.trouble:
@@ -125,8 +123,9 @@ def _has_file(
 
 
 def _is_whole(chosen: Mapping[str, Any], others: list[str]) -> bool:
-    kinds = {"engine": str, "decided": bool, "races": list, "left_out": dict}
-    return chosen.get("engine") in (OWN, *others) and all(isinstance(chosen.get(f), kind) for f, kind in kinds.items())
+    kinds = {"decided": bool, "races": list, "left_out": dict}
+    known = chosen.get("engine") in (OWN, *others)
+    return known and all(isinstance(chosen.get(name), kind) for name, kind in kinds.items())
 
 
 def _key(
@@ -158,11 +157,12 @@ def _measured_elsewhere(
     others: list[str],
     root: Path,
     choices: str,
-    most_seconds: float,
-    unmeasured: str,
+    *,
+    exported: bool,
 ) -> dict[str, Any]:
-    """What `chosen_engine` says in another process, or had said until it failed or took too long: torch if it failed
-    before, and `unmeasured` if not even the engines were loaded in time."""
+    """What `chosen_engine` says in another process, or had said until it failed or took too long. Before it says
+    anything it is torch, or, where time was short and all engines have their file, the first other one."""
+    most_seconds = MOST_SECONDS + (0.0 if exported else EXPORT_SECONDS)
     request = {
         "model": specification.reference,
         "payload": specification.payload if specification.image is not None else "",
@@ -177,7 +177,7 @@ def _measured_elsewhere(
     text = msgspec.json.encode(request).decode()
     worker = (*PROGRAM, "servers.measuring.worker")
     command = [*worker, "--fastest", text, str(monotonic() + most_seconds), *others]
-    said, reason, engine = b"", f"not measured within {most_seconds:.0f} s", unmeasured
+    said, reason, engine = b"", f"not measured within {most_seconds:.0f} s", others[0] if exported else OWN
     try:
         said = subprocess.run(
             command,
@@ -258,8 +258,7 @@ def chosen_engine(
             has_cores = thread_count(request.threads) <= usable_cores()  # else they wait for each other
             result = race(pairs, RACE_SECONDS, MARGIN, MOST_LOSS, deadline, undisturbed=has_cores)
             if not result.decided:  # so would the next ones be
-                left_out, decided = {second: "", **rest}, False
-                left_out = {other: why or TOO_LATE for other, why in left_out.items()}
+                left_out, decided = {other: why or TOO_LATE for other, why in {second: "", **rest}.items()}, False
                 break
             races.append(
                 f"{second} takes {_listed(result.other_ms)} ms of CPU time for {_listed(request.batches)} items and "

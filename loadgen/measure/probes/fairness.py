@@ -166,7 +166,7 @@ def probe_cache(context: RunContext, label: Label, arm: Arm, most_s: float) -> C
     from loadgen.client.inputs import InputError
     from loadgen.client.outputs import AnswerError
 
-    probe = CacheProbe(label=label, fresh_ns=(), repeated_ns=())
+    probe = empty = CacheProbe(label=label, fresh_ns=(), repeated_ns=())
     try:
         for _ in range(PROBES):
             with context.sent.timed(arm, REPEATS + GROUPS) as ask:
@@ -175,7 +175,7 @@ def probe_cache(context: RunContext, label: Label, arm: Arm, most_s: float) -> C
             if not answers_from_memory(probe):
                 break
     except (AddressError, AnswerError, ConnectionRefused, InputError) as exc:
-        return CacheProbe(label=label, fresh_ns=(), repeated_ns=(), error=str(exc))
+        return replace(empty, error=str(exc))
     return probe
 
 

@@ -171,7 +171,7 @@ class Call:
     # The client's bytes
 
     def feed(self, data: bytes | bytearray, place: int, end: int) -> int:
-        """Consume bytes from `data[place:end]`. Returns the index after the last one; `place` if there is no room."""
+        """Use as much of `data[place:end]` as there is room for. Returns the index of the first unused byte."""
         message = self.message
         if message is None:
             if self.answering is not None and not self.method.streams:

@@ -399,7 +399,7 @@ class ArrivingBytes:
         return min(self.size - self.arrived, self._budget.left)
 
     def feed(self, data: bytes | bytearray, start: int, end: int) -> int:
-        """Consume bytes from `data[start:end]`. Returns the index after the last one; `start` if there is no room."""
+        """Copy as much of `data[start:end]` as there is room for. Returns the index of the first byte left out."""
         taken = min(end - start, self.size - self.arrived, self._budget.left)
         if taken <= 0:
             return start
