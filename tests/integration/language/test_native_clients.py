@@ -55,6 +55,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(process, port, folder)
     try:
         server.wait_ready()
+        server.wait_until((folder / "traffic" / "traffic.json").exists, "the recording has begun")
         yield server
     finally:
         process.terminate()

@@ -313,11 +313,13 @@ def changes(request: pytest.FixtureRequest) -> int:
 
 
 def test_a_server_records_what_comes_over_tls(begin: Begin, tmp_path: Path) -> None:
-    server = begin("--record", str(tmp_path / "traffic"))
+    folder = tmp_path / "traffic"
+    server = begin("--record", str(folder))
+    server.wait_until((folder / "traffic.json").exists, "the recording has begun")
     assert server.request("POST", INFER, BODY).status == 200
     server.process.terminate()
     assert server.process.wait(60) == 0
-    read = RecordedTraffic(tmp_path / "traffic")
+    read = RecordedTraffic(folder)
     assert [(each.status, read.content(each)) for each in read.requests] == [(200, BODY)]
 
 
