@@ -103,14 +103,15 @@ def test_connections_are_spread_evenly_after_many_have_closed_at_once(controlled
             for client in leaving:
                 client.close()
             wait_until(lambda: first not in owners(server).values(), "the front end has closed them")
-        new: list[socket.socket] = []
-        while len(new) < 200:  # until the supervisor has read what it was told meanwhile
-            new += (few := connect(stack, server.port, 4))
+        for _ in range(100):  # until the supervisor has read what it was told meanwhile
+            few = connect(stack, server.port, 4)
             assert {ask(client) for client in few} == {200}
             known = owners(server)
             if all(known[client.getsockname()[1]] == first for client in few):
                 break
-        new += connect(stack, server.port, 400 - len(new))
+            for client in few:
+                client.close()
+        new = few + connect(stack, server.port, 400 - len(few))
         with ThreadPoolExecutor(8) as pool:
             assert set(pool.map(ask, new)) == {200}
         shares = Counter(process.pid for process in owners(server).values())
