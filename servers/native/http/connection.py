@@ -14,7 +14,6 @@ What becomes of an inference request is the business of its `PendingRequest`: `i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import select
 import time
 from abc import abstractmethod
@@ -147,19 +146,10 @@ class HttpFrontEnd(FrontConnections, Generic[S]):
         self.date = b""
         """The Date header of every response; it changes once per second."""
         self._state = ServerState()
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     @abstractmethod
     def pending(self, connection: HttpServerConnection, request: HttpRequest) -> PendingRequest:
         """An inference request that has arrived, to be begun."""
-
-    def refused(self, head: RequestHead) -> ContractError | None:
-        """Why this inference request is refused whatever its body is."""
-        try:
-            self.check(head)
-        except ContractError as error:
-            return error
-        return None
 
     @abstractmethod
     def check(self, head: RequestHead) -> None:
@@ -170,12 +160,10 @@ class HttpFrontEnd(FrontConnections, Generic[S]):
         del head
         return refusal(error)
 
-    def connect(
-        self, server_state: ServerState, _loop: asyncio.AbstractEventLoop | None = None, **_configuration: object
-    ) -> HttpServerConnection:
-        """A protocol for a new client: uvicorn calls this as it would a protocol class, and passes its state and loop
-        only then."""
-        self._state, self._loop = server_state, _loop or asyncio.get_running_loop()
+    def connect(self, server_state: ServerState, **_configuration: object) -> HttpServerConnection:
+        """A protocol for a new client: uvicorn calls this as it would a protocol class, and passes its state only
+        then."""
+        self._state = server_state
         return HttpServerConnection(self)
 
     @property
@@ -196,12 +184,6 @@ class HttpFrontEnd(FrontConnections, Generic[S]):
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a task that uvicorn waits for when the server stops."""
         start_task(work, self._state.tasks)
-
-    def call(self, callback: Callable[..., object], *arguments: object) -> None:
-        """Call back in the event loop, unless it has ended; any thread."""
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback, *arguments)
 
     def expirations(self, now: float) -> list[Callable[[], None]]:
         self.date = f"date: {formatdate(usegmt=True)}\r\n".encode()
@@ -233,7 +215,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         self._front_end = front_end
         self._settings = front_end.settings
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # from connection_made on
-        self._parser = RequestParser(front_end.heads, front_end.memory, front_end.refused)
+        self._parser = RequestParser(front_end.heads, front_end.memory, front_end.check)
         self._unparsed = bytearray()  # read but not used yet
         self._direct = False  # the present read goes straight into the body
         self._request: HttpRequest | None = None  # it waits for its response, or was answered last
@@ -516,7 +498,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
             self._room_by = time.monotonic() + ROOM_WAIT_S
             self._wait_at_most(0)  # check for room at every tick
         elif not self._busy:
-            self._front_end.call(self._go_on)
+            asyncio.get_running_loop().call_soon(self._go_on)
 
     def _await_body(self, head: RequestHead) -> None:
         if head.expects_continue:

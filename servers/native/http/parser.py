@@ -28,7 +28,7 @@ from urllib.parse import unquote
 import httptools
 import numpy as np
 
-from servers.native.shared.errors import HOLDS_ENOUGH, HttpError, OverLimitError, http_status, unread
+from servers.native.shared.errors import HOLDS_ENOUGH, HttpError, http_status, unread
 from servers.native.shared.keys import KeyLimit, Keys
 from servers.native.shared.limits import CONTROL_BODY_BYTES
 from servers.native.shared.memory import ArenaSlot, ArrivingBytes, RequestMemory
@@ -383,15 +383,15 @@ class HttpRequest:
 class RequestParser:
     """The parser of one connection. Bytes come through `parse`, those of a large body through `space` and `received`.
 
-    `check` returns why an inference request is refused whatever its body is. One request at a time: the next bytes may
-    come when the last request is released.
+    `check` raises `ContractError` for an inference request that is refused whatever its body is. One request at a time:
+    the next bytes may come when the last request is released.
     """
 
     def __init__(
         self,
         heads: HeadReader,
         memory: RequestMemory,
-        check: Callable[[RequestHead], ContractError | None],
+        check: Callable[[RequestHead], None],
     ) -> None:
         self._heads = heads
         self._settings = heads.settings
@@ -519,13 +519,13 @@ class RequestParser:
         if size > limit:
             raise HttpError(413, f"the body has {size} bytes, the server takes at most {limit}")
         if head.infers:
-            self._refusal = self._check(head)
-            if head.limit is not None and self._refusal is None:
-                try:
+            try:
+                self._check(head)
+                if head.limit is not None:
                     head.limit.take()
                     self.taken = head.limit
-                except OverLimitError as error:
-                    self._refusal = error
+            except ContractError as error:
+                self._refusal = error.with_traceback(None)  # which would keep this parser
         if head.chunked:
             if self._refusal is not None:
                 raise unread(self._refusal)

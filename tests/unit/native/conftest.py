@@ -74,7 +74,7 @@ async def served(
     link.open(server.execute)
     side.start(lambda: None, opened)
     loop = asyncio.get_running_loop()
-    listener = await loop.create_server(lambda: server.http.connect(server.server_state, loop), "127.0.0.1", 0)
+    listener = await loop.create_server(lambda: server.http.connect(server.server_state), "127.0.0.1", 0)
     async with asyncio.timeout(20):
         while not server.models.ready:
             await asyncio.sleep(0.001)

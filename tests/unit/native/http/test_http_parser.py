@@ -22,7 +22,12 @@ ARENA = Arena(1, 10_000, SETTINGS.max_body_bytes + ALIGNMENT)
 
 def parser(budget: ByteBudget | None = None, refusal: ContractError | None = None) -> tuple[RequestParser, ByteBudget]:
     budget = budget or ByteBudget(10_000)
-    return RequestParser(HeadReader(SETTINGS), RequestMemory(ARENA, budget), lambda _head: refusal), budget
+
+    def check(_head: RequestHead) -> None:
+        if refusal is not None:
+            raise refusal
+
+    return RequestParser(HeadReader(SETTINGS), RequestMemory(ARENA, budget), check), budget
 
 
 def post(body: bytes, *lines: str, path: str = INFER) -> bytes:
