@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from servers.native.shared.errors import FailureLog
 from servers.native.shared.limits import Turns
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
+from servers.native.shared.statistics import RequestTimes
 from servers.native.shared.traces import tracer_of
+from servers.protocol.records import ModelSignature
 
 log = FailureLog("abserve.front")
 
@@ -30,7 +32,7 @@ class FrontConnections(ABC):
         """`turns_ns` is what the connections together may take of one turn of the event loop, beside one read each."""
         self.settings = settings
         self.memory = memory
-        self.tracer = tracer_of(settings)
+        self._tracer = tracer_of(settings)
         self.scratch = bytearray(READ_BYTES)
         self.room = memoryview(self.scratch)
         """Of all connections, since each read is used up before the next."""
@@ -48,6 +50,13 @@ class FrontConnections(ABC):
     @abstractmethod
     def expirations(self, now: float) -> list[Callable[[], None]]:
         """What ends what has taken too long at a time of `time.monotonic`, by connection."""
+
+    def times(
+        self, signature: ModelSignature, start_ns: int, headers: Mapping[str, str] | None, receive_ns: int = 0
+    ) -> RequestTimes:
+        """Of a request that has come, with its trace, if it has one by its `headers` or by chance."""
+        trace = None if self._tracer is None else self._tracer.begin(signature, start_ns, headers)
+        return RequestTimes(start_ns, receive_ns, trace=trace)
 
     def start_timer(self) -> None:
         """A client has connected: apply the limits from now on."""

@@ -336,7 +336,7 @@ class InferenceService(ModelService):
         queued = QueuedRequest(arrays, rows, key, deadline_ns, wake)
         queued.device_inputs = _device_places(request.inputs)
         queued.device_outputs = _device_places(request.outputs or ())
-        queued.trace = None if times.trace is None else times.trace.context
+        queued.trace = times.trace_context
         del arrays
         service = self.latest()
         service._link.submit(self._number, queued)  # also while the model is being unloaded: it was accepted before

@@ -39,7 +39,6 @@ from servers.native.shared.errors import HOLDS_ENOUGH, FailureLog, failure_reaso
 from servers.native.shared.limits import decompress, in_thread
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
-from servers.native.shared.statistics import RequestTimes
 from servers.protocol.errors import ContractError, InvalidRequestError, UnavailableError, UnsupportedError
 from servers.protocol.records import InferRequest
 from servers.protocol.tensors import Array
@@ -126,11 +125,8 @@ class PendingStreamedTokens:
         self._call = call
         self._message = message
         self._service = front_end.models.default
-        self._times = RequestTimes(message.start_ns, message.receive_ns)
-        if front_end.tracer is not None:
-            self._times.trace = front_end.tracer.begin(
-                self._service.signature, message.start_ns, call.head.trace_headers
-            )
+        headers, signature = call.head.trace_headers, self._service.signature
+        self._times = front_end.times(signature, message.start_ns, headers, message.receive_ns)
         self._request_id = b""
         self._answer: TokenMessages | None = None
         self._task: asyncio.Task[None] | None = None

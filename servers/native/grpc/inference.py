@@ -41,7 +41,6 @@ from servers.native.shared.interface import QueuedRequest
 from servers.native.shared.limits import CONTROL_BODY_BYTES, decompress, in_thread
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
-from servers.native.shared.statistics import RequestTimes
 from servers.protocol.codec import MAX_ID_CHARACTERS
 from servers.protocol.errors import (
     ContractError,
@@ -95,9 +94,8 @@ class PendingGrpcRequest:
         self._call = call
         self._message = message
         self._service = front_end.models.default  # counts a request for an unknown model
-        self._times = times = RequestTimes(message.start_ns, message.receive_ns)
-        if front_end.tracer is not None:
-            times.trace = front_end.tracer.begin(self._service.signature, message.start_ns, call.head.trace_headers)
+        headers, signature = call.head.trace_headers, self._service.signature
+        self._times = front_end.times(signature, message.start_ns, headers, message.receive_ns)
         self._template: MessageTemplate | None = None
         self._request_id = b""
         self._targets: Mapping[str, RegionWindow] = {}
@@ -125,8 +123,7 @@ class PendingGrpcRequest:
             self._targets = template.targets(queued, find)
             self._times.decode_ns = time.perf_counter_ns() - begun_ns
             self._queued = queued
-            if self._times.trace is not None:
-                queued.trace = self._times.trace.context
+            queued.trace = self._times.trace_context
             service.enqueue(queued)
         except Exception as error:  # noqa: BLE001  see `for_client`
             if self._queued is not None:

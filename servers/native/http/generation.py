@@ -27,7 +27,6 @@ from servers.native.http.token_events import (
 from servers.native.shared.errors import HOLDS_ENOUGH, FailureLog, HttpError, failure_reason, http_status, shutting_down
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
-from servers.native.shared.statistics import RequestTimes
 from servers.protocol.errors import ContractError, InvalidRequestError, UnavailableError
 
 log = FailureLog("abserve.front")
@@ -94,11 +93,7 @@ class PendingGeneration:
         self._connection = connection
         self._request = request
         self._head = request.head
-        self._times = RequestTimes(request.start_ns)
-        if front_end.tracer is not None:
-            self._times.trace = front_end.tracer.begin(
-                self._service.signature, request.start_ns, request.head.trace_headers
-            )
+        self._times = front_end.times(self._service.signature, request.start_ns, request.head.trace_headers)
         self._answer: EventStream | WholeAnswer | None = None
         self._number = -1
         self._begun = False  # the first tokens have come; those of a stream have been sent

@@ -23,7 +23,6 @@ from servers.native.shared.interface import QueuedRequest
 from servers.native.shared.limits import MAX_INFLATING, InflatingThread, decompress, in_thread
 from servers.native.shared.memory import ByteBudget, RequestMemory
 from servers.native.shared.settings import NativeSettings
-from servers.native.shared.statistics import RequestTimes
 from servers.protocol.codec import HEADER_LENGTH, decode_request, encode_pieces, is_slow_to_encode, parse_header_length
 from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
 from servers.protocol.records import InferRequest, InferResponse, RegionWindow
@@ -107,9 +106,7 @@ class PendingHttpRequest:
         self._connection = connection
         self._head = request.head
         self._service = front_end.service(request.head)
-        self._times = times = RequestTimes(request.start_ns)
-        if front_end.tracer is not None:
-            times.trace = front_end.tracer.begin(self._service.signature, request.start_ns, request.head.trace_headers)
+        self._times = front_end.times(self._service.signature, request.start_ns, request.head.trace_headers)
         self._template: RequestTemplate | None = None
         self._request_id = b""
         self._targets: Mapping[str, RegionWindow] = {}
@@ -130,8 +127,7 @@ class PendingHttpRequest:
                 queued = self._template.queued(body, offset, find, None, self.wake)
                 self._targets = self._template.targets(queued, find)
                 self._queued = queued
-                if self._times.trace is not None:
-                    queued.trace = self._times.trace.context
+                queued.trace = self._times.trace_context
                 self._service.enqueue(queued)
                 return
         except Exception as error:  # noqa: BLE001  see `for_client`

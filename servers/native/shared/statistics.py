@@ -51,6 +51,11 @@ class RequestTimes:
     trace: RequestTrace | None = None
     """None for a request that is not traced."""
 
+    @property
+    def trace_context(self) -> bytes | None:
+        """See `RequestTrace.context`."""
+        return None if self.trace is None else self.trace.context
+
 
 @dataclass(slots=True)
 class Counters:
