@@ -67,7 +67,7 @@ class GenerationLoop:
         self._settings = settings
         self._statistics = statistics
         self._on_failure = on_failure
-        self._front_ends = FrontEnds(arena, self._handle, self._refuse, self._remove)
+        self._front_ends = FrontEnds(arena, self._handle, self._remove)
         self._incoming: deque[socket.socket] = deque()
         self._opened: set[FrontEndChannel] = set()
         self._owners: dict[int, FrontEndChannel] = {}

@@ -394,13 +394,12 @@ class FrontEnds:
         self,
         arena: Arena,
         handle: Callable[[FrontEndChannel, Message | UnusableMessage], None],
-        refuse: Callable[[FrontEndChannel, UnusableMessage], None],
         removed: Callable[[FrontEndChannel], None],
     ) -> None:
-        """`handle` takes a message, `refuse` ends what one is about that cannot be used, and `removed` is called before
-        the channel of a front end that has ended is closed."""
+        """`handle` takes a message, or ends what one is about that cannot be used; `removed` is called before the
+        channel of a front end that has ended is closed."""
         self._arena = arena
-        self._handle, self._refuse, self._removed = handle, refuse, removed
+        self._handle, self._removed = handle, removed
         self._epoll = select.epoll()
         self._wakes, self._waker = socket.socketpair()
         for wake_socket in (self._wakes, self._waker):
@@ -465,7 +464,7 @@ class FrontEnds:
                 self._handle(channel, message)
             except Exception:  # it must not end the loop: others wait for theirs
                 log_limited.exception("a message of a front end could not be used")
-                self._refuse(channel, unusable_of(message))
+                self._handle(channel, unusable_of(message))
 
 
 def read_supervisor(supervisor: socket.socket, settings: NativeSettings) -> socket.socket | float:
@@ -497,9 +496,7 @@ class EngineServer:
         self._settings = settings
         self._arena = arena
         self._supervisor = supervisor
-        self._front_ends = FrontEnds(
-            arena, self._handle, lambda channel, message: channel.fail(message, sent=False), self._remove
-        )
+        self._front_ends = FrontEnds(arena, self._handle, self._remove)
         self._side = EngineSide(settings, offers, statistics, arena, self._front_ends.wake, reloaded=reloaded)
         self._unannounced = reloaded
         self._front_ends_open = threading.Event()
