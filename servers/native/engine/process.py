@@ -552,6 +552,11 @@ class EngineServer:
             self._cancel(channel, message.number)
         elif isinstance(message, Done):
             channel.operation_done(message)
+        elif isinstance(message, Control) and isinstance(message.operation, FrontEndOpened):
+            self._opened.add(channel)
+            if len(self._opened) >= (self._settings.fronts or 0):
+                self._front_ends_open.set()
+            channel.send([Done([message.number])])
         elif isinstance(message, Control):
             assert isinstance(message.operation, EngineOperation)
             self._side.threads(message.operation).submit(self._execute, channel, message.number, message.operation)
@@ -645,12 +650,7 @@ class EngineServer:
     def _execute(self, channel: FrontEndChannel, number: int, operation: EngineOperation) -> None:
         failure = None
         try:
-            if isinstance(operation, FrontEndOpened):
-                self._opened = {*self._opened, channel} & {*self._front_ends.channels}  # without those that have ended
-                if len(self._opened) >= (self._settings.fronts or 0):
-                    self._front_ends_open.set()
-            else:
-                self._side.execute(operation)
+            self._side.execute(operation)
         except Exception as error:
             if not isinstance(error, ContractError):
                 log_limited.exception("a control operation failed", operation=type(operation).__name__)
@@ -659,6 +659,7 @@ class EngineServer:
 
     def _remove(self, channel: FrontEndChannel) -> None:
         """A front end has ended: withdraw its requests."""
+        self._opened.discard(channel)
         self._side.remove(channel)
         for queued, model, _ in list(channel.requests.values()):
             self._side.withdraw(model, queued)

@@ -13,7 +13,7 @@ import pytest
 
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.native.engine.process import EngineServer, EngineSide
+from servers.native.engine.process import MAX_BLOCKING, EngineServer, EngineSide
 from servers.native.front.inference import InferenceService
 from servers.native.local_link import LocalLink
 from servers.native.shared.errors import RefusedError
@@ -117,6 +117,7 @@ class OpeningFrontEnd:
 
     def __init__(self, supervisor: socket.socket) -> None:
         self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(30)
         socket.send_fds(supervisor, [b"f"], [theirs.fileno()])
         theirs.close()
         self._unread = bytearray()
@@ -152,6 +153,33 @@ def test_a_front_end_that_opens_and_dies_does_not_count_for_one_that_is_not_open
             front_end.die()
         until(lambda: not server._front_ends.channels)
     finally:
+        supervisor.close()
+        thread.join(60)
+        child.close()
+    assert not thread.is_alive()
+
+
+def test_front_ends_that_open_are_noted_by_one_thread() -> None:
+    """Two that opened at the same moment were noted in a thread each, of which one could lose what the other wrote, so
+    that the server was never ready; and threads that block kept them waiting."""
+    settings = NativeSettings(max_batch_size=8, fronts=2)
+    supervisor, child = socket.socketpair()
+    server = EngineServer(settings, [], [], RequestMemory.alone(settings).arena, child)
+    gate = threading.Event()
+    for _ in range(MAX_BLOCKING):
+        server._side._blocking.submit(gate.wait, 60)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        front_ends = [OpeningFrontEnd(supervisor), OpeningFrontEnd(supervisor)]
+        for front_end in front_ends:
+            front_end.open()
+        assert server._front_ends_open.is_set()
+        assert not gate.is_set()
+        for front_end in front_ends:
+            front_end.die()
+    finally:
+        gate.set()
         supervisor.close()
         thread.join(60)
         child.close()
