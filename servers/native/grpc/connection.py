@@ -113,6 +113,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         self._unread = UnreadAnswers(connections.budget)
         self._uptake = Uptake()
         self._choked_since = 0.0  # when the client stopped reading; 0: it reads
+        self._taken_before = 0  # bytes that it had taken by then
         self._cut_off = False  # because it does not read
         self._paused = False  # nothing is read from the transport
         self._room_by = 0.0  # when a message that waits for room is refused; 0: none waits
@@ -169,7 +170,8 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """The client reads more slowly than it is answered."""
-        self._choked_since = time.monotonic()
+        if not self._choked_since:
+            self._choked_since, self._taken_before = time.monotonic(), self._taken
 
     def resume_writing(self) -> None:
         """The client has caught up."""
@@ -227,7 +229,10 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         settings = self._connections.settings
         self._credit = min(MAX_CREDIT, self._credit + int(CREDIT_PER_S * seconds))
         late = self._connections.streams_tokens and self._uptake.is_late(self._transport, now, settings.read_timeout_s)
-        if late or (self._choked_since and now > self._choked_since + settings.read_timeout_s):
+        if self._choked_since and not late:
+            taken_s = (self._taken - self._taken_before) / settings.min_body_bytes_per_s
+            late = now > self._choked_since + settings.read_timeout_s + taken_s
+        if late:
             self._abort()
             return
         self.has_room(0)
@@ -605,7 +610,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         """Close when the client has taken everything; one that does not is cut off as if it were choked."""
         if code is not None:
             self._goaway(code)
-        self._choked_since = self._choked_since or time.monotonic()
+        self.pause_writing()
         self._transport.close()
 
     def _goaway(self, code: int) -> None:
@@ -613,8 +618,13 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
 
     def _write(self, data: bytes) -> None:
         if not self._transport.is_closing():
+            self._uptake.sent += len(data)  # before `pause_writing` may ask
             self._transport.write(data)
-            self._uptake.sent += len(data)
+
+    @property
+    def _taken(self) -> int:
+        """Bytes that the client's system and this one have taken."""
+        return self._uptake.sent - self._transport.get_write_buffer_size()
 
 
 def _number(content: bytes) -> int:

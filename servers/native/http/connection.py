@@ -233,6 +233,8 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         self._lingered = -1  # bytes dropped since a refusal; -1 before it
         self._body_by = 0.0  # when a body is late if no byte of it arrives
         self._room_by = 0.0  # when a body that waits for room is refused; 0: it does not wait
+        self._unsent = 0  # of the last response, once it was written
+        self._unsent_by = 0.0  # when the client is late if it takes no byte of that
         self._unread = UnreadAnswers(front_end.memory.budget)
         self._gone = False
         self.deadline = NEVER
@@ -346,6 +348,8 @@ class HttpServerConnection(asyncio.BufferedProtocol):
             self._abort()
         elif self._uptake is not None or (self._ended and self._busy):
             self._check_left()
+        elif not self._busy and self._lingered < 0 and self._response_seconds_left > 0:
+            self._wait_at_most(self._response_seconds_left)
         elif self._busy or self._lingered >= 0 or self._transport.get_write_buffer_size():
             self._transport.abort()
         elif self._parser.in_body and not self._stopping and self._body_seconds_left > 0:
@@ -433,6 +437,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         elif limit is not None and self._parser.taken is None:  # until the client has read more of its answer
             limit.stay()
             self._parser.taken = limit
+        self._unsent, self._unsent_by = unsent, time.monotonic() + settings.read_timeout_s
         self._wait_at_most(settings.read_timeout_s if unsent else settings.keep_alive_timeout_s)
         assert self._request is not None
         self._request.release()
@@ -510,6 +515,14 @@ class HttpServerConnection(asyncio.BufferedProtocol):
     def _body_seconds_left(self) -> float:
         """How long the next byte of the body may take; every byte that arrives makes it longer."""
         return self._body_by + self._parser.body_arrived / self._settings.min_body_bytes_per_s - time.monotonic()
+
+    @property
+    def _response_seconds_left(self) -> float:
+        """How long the client may take for the next byte of its response; every byte that it takes makes it longer. 0:
+        it has all of them."""
+        unsent = self._transport.get_write_buffer_size()
+        taken_s = (self._unsent - unsent) / self._settings.min_body_bytes_per_s
+        return self._unsent_by + taken_s - time.monotonic() if unsent else 0.0
 
     @property
     def waits_for_room(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -54,13 +55,13 @@ def http_client(server, request: bytes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def grpc_client(server, window: int) -> Iterator[None]:
+def grpc_client(server, window: int) -> Iterator[RawGrpc]:
     with RawGrpc(server.grpc_port, window=window) as client:
         if window == MOST_WINDOW:
             client.widen(0, MOST_WINDOW - 65535)
         client.open(1)
         client.send(frame(DATA, END_STREAM, 1, prefixed(rows_message([1.0, 2.0, 3.0, 4.0]))))
-        yield
+        yield client
 
 
 WAYS = {
@@ -105,6 +106,24 @@ def test_unread_answers_are_held_bytes(large, way) -> None:
 
     server.wait_until(answered, "the memory is given back when the clients have left")
     server.wait_until(lambda: server.memory_bytes - before < SLACK, "the system has it back")
+
+
+@pytest.mark.parametrize("protocol", ["HTTP", "gRPC"])
+def test_a_slow_client_that_goes_on_reading_gets_its_whole_answer(large, protocol) -> None:
+    """It was cut off after `read_timeout_s`, however much it had taken by then."""
+    server = large("--read-timeout-s", "0.5", "--min-body-bytes-per-s", str(MIB))
+    with contextlib.ExitStack() as stack:
+        if protocol == "HTTP":
+            client = stack.enter_context(connected(server))
+            client.sendall(rows_request([1.0, 2.0, 3.0, 4.0], binary=True))
+        else:
+            client = stack.enter_context(grpc_client(server, MOST_WINDOW)).socket
+        received = 0
+        while received < 4 * LARGE_VALUES:
+            part = client.recv(MIB)
+            assert part, f"cut off after {received} bytes"
+            received += len(part)
+            time.sleep(len(part) / (12 * MIB))
 
 
 @pytest.mark.parametrize("kind", ["JSON", pytest.param("JSON with NaN", marks=pytest.mark.slow), "binary"])
