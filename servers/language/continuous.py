@@ -154,7 +154,8 @@ class ContinuousEngine(TorchGeneratingEngine):
         number = request.number
         if result.error is not None:
             self._forget(name)
-            return Emission(number, (), "error", f"the engine failed: {str(result.error).splitlines()[0]:.200}")
+            reason = str(result.error).partition("\n")[0] or "without a message"
+            return Emission(number, (), "error", f"the engine failed: {reason:.200}")
         tokens = tuple(result.generated_tokens[self._emitted[name] :])
         self._emitted[name] += len(tokens)
         if not result.is_finished():

@@ -171,7 +171,8 @@ class SlotsEngine(TorchGeneratingEngine):
             while len(self._flights) > behind:
                 self._finish(self._flights.popleft(), emissions)
         except RuntimeError as exc:  # torch's errors, out of memory among them
-            raise EngineError(f"a step failed: {str(exc).splitlines()[0]}") from exc
+            reason = str(exc).partition("\n")[0] or "without a message"
+            raise EngineError(f"a step failed: {reason}") from exc
         return tuple(emissions)
 
     def close(self) -> None:

@@ -237,16 +237,14 @@ def _architecture(fields: Mapping[str, Any]) -> str | None:
 
 def _folder_of(reference: str) -> Path | None:
     """The folder with a config.json that a path, or transformers:NAME in the hub's cache, names."""
-    source, _, name = reference.rpartition(":")
-    if source not in ("", "transformers"):
-        return None
+    name = reference.removeprefix("transformers:")
     try:
         folder = user_path(name)
         if (folder / "config.json").is_file():
             return named_path(folder)
     except OSError:  # a path that nobody may read, or that is too long
         return None
-    if source != "transformers" or name.count("/") > 1:
+    if name == reference or name.count("/") > 1:
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

@@ -123,3 +123,11 @@ def test_the_end_of_a_text_may_come_before_the_last_result(engine: ContinuousEng
         emissions.append(engine._emission(result))
     assert emissions == [Emission(77, (9, engine.eos[0])), Emission(77, (), "stop")]
     run(engine)
+
+
+def test_a_request_that_fails_without_a_message_fails_alone(engine: ContinuousEngine) -> None:
+    """As one in which the library's own `assert` fails: it ended the server."""
+    engine.add(GenerationRequest(78, [5, 6], 8, False))
+    result = SimpleNamespace(request_id=engine._names[78], error="", generated_tokens=[], is_finished=lambda: True)
+    assert engine._emission(result) == Emission(78, (), "error", "the engine failed: without a message")
+    run(engine)

@@ -26,8 +26,8 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def folder_of(parent: Path, **fields: Any) -> Path:
-    folder = parent / "My-Model 1.5"
+def folder_of(parent: Path, name: str = "My-Model 1.5", **fields: Any) -> Path:
+    folder = parent / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA | fields))
     return folder
@@ -74,6 +74,18 @@ def test_a_folder(tmp_path: Path) -> None:
     assert model.prompt_ids == (3, 289)
     assert model.weights == RandomWeights(0)
     assert is_language_model(str(folder))
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tmp_path, "llama3.2:1b")
+    assert is_language_model(str(folder))
+    model = language_model(str(folder))
+    assert model == language_model(f"language:{folder}") == language_model(f"transformers:{folder}")
+    assert language_model(model.reference) == model
+    named = folder_of(tmp_path, "randomly-pruned")
+    (named / "model.safetensors").write_bytes(b"weights")
+    monkeypatch.chdir(tmp_path)
+    assert language_model(str(folder), named.name).weights == FileWeights(named)
 
 
 def test_a_folder_with_weights(tmp_path: Path) -> None:
