@@ -131,17 +131,17 @@ class FrontServer(uvicorn.Server, ABC):
                 self.grpc.forget_heads()
 
     def _http(self, *arguments: Any, **configuration: Any) -> asyncio.BaseProtocol:
-        connect: Callable[[], Any] = partial(self.http.connect, *arguments, **configuration)
-        if self._shown is not None:
-            connect = partial(self._shown.http, connect)
-        return connect() if self._tls is None else self._tls.http(connect)
+        return self._connect(partial(self.http.connect, *arguments, **configuration), grpc=False)
 
     def _grpc(self) -> asyncio.BaseProtocol:
         assert self.grpc is not None
-        connect: Callable[[], Any] = self.grpc.connect
+        return self._connect(self.grpc.connect, grpc=True)
+
+    def _connect(self, connect: Callable[[], Any], *, grpc: bool) -> asyncio.BaseProtocol:
+        """What receives the bytes of a new client: its connection, or TLS and what shows them, which stand before."""
         if self._shown is not None:
-            connect = partial(self._shown.grpc, connect)
-        return connect() if self._tls is None else self._tls.grpc(connect)
+            connect = partial(self._shown.connect, connect, grpc=grpc)
+        return connect() if self._tls is None else self._tls.connect(connect, grpc=grpc)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Connect to the engines: then health checks can be answered. Listen, and open the gRPC front end."""

@@ -134,13 +134,9 @@ class ShownConnections:
         self._waiting_bytes = 0
         self._has_ended = False
 
-    def http(self, connect: Callable[[], Any]) -> ShownConnection:
-        """What receives the bytes of a new client, for a connection of HTTP."""
-        return ShownConnection(self, next(self._numbers), OPENED_HTTP, connect())
-
-    def grpc(self, connect: Callable[[], Any]) -> ShownConnection:
-        """What receives the bytes of a new client, for a connection of gRPC."""
-        return ShownConnection(self, next(self._numbers), OPENED_GRPC, connect())
+    def connect(self, connect: Callable[[], Any], *, grpc: bool) -> ShownConnection:
+        """What receives the bytes of a new client, for its connection."""
+        return ShownConnection(self, next(self._numbers), OPENED_GRPC if grpc else OPENED_HTTP, connect())
 
     @property
     def has_room(self) -> bool:

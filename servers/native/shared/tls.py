@@ -187,13 +187,10 @@ class TlsConnections:
         self._shaking: dict[TlsTransport, None] = {}  # those with a state of TLS
         self._max_begun = max(1, min(MAX_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
 
-    def http(self, connect: Callable[[], Any]) -> TlsTransport:
-        """What receives the bytes of a new client; once its handshake is done, it has a connection of HTTP."""
-        return TlsTransport(self, self.certificate.http, connect, PLAIN_HTTP)
-
-    def grpc(self, connect: Callable[[], Any]) -> TlsTransport:
-        """What receives the bytes of a new client; once its handshake is done, it has a connection of gRPC."""
-        return TlsTransport(self, self.certificate.grpc, connect, b"")
+    def connect(self, connect: Callable[[], Any], *, grpc: bool) -> TlsTransport:
+        """What receives the bytes of a new client; once its handshake is done, it has a connection."""
+        context = self.certificate.grpc if grpc else self.certificate.http
+        return TlsTransport(self, context, connect, b"" if grpc else PLAIN_HTTP)
 
     def stop(self) -> None:
         """End the handshakes that are under way."""

@@ -108,7 +108,7 @@ def run_clients(pem: Path, clients: Callable[[int], None], connect: Callable[[],
     made: list[tls.TlsTransport] = []
 
     def accept() -> tls.TlsTransport:
-        made.append(connections.http(connect))
+        made.append(connections.connect(connect, grpc=False))
         return made[-1]
 
     async def serve() -> None:
