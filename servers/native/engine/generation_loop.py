@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 
 import msgspec
@@ -75,14 +76,12 @@ class GenerationLoop:
         self._client_of: dict[int, str] = {}
         self._clients: Counter[str] = Counter()
         """How many of these each client has, where that is limited."""
-        self._unaware: set[FrontEndChannel] = set()
-        """Front ends that do not know yet that the model is accepting."""
+        self._unaware: list[Future[None]] = []
+        """Of front ends that did not know the state yet when the last one of them was told."""
         self._queue: OrderedDict[int, Generate] = OrderedDict()
         """By number: requests that the engine has not got, because its slots are taken."""
         self._state = ModelState.LOADING
         self._description: EngineDescription | None = None
-        self._telling = False
-        """Whether front ends are being notified of a state: none learns the next one before all have this one."""
         self._stop_by: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failed = False
@@ -135,6 +134,8 @@ class GenerationLoop:
         while self._stop_by is None or (self._owners and time.monotonic() < self._stop_by):
             self._front_ends.turn(None if not self._owners else 0)
             self._open_incoming()
+            if self._state is ModelState.ACCEPTING and self._all_know:
+                self._set_state(ModelState.READY)
             while queue and engine.active + engine.waiting < slots:
                 self._add(engine, queue.popitem(last=False)[1])
             rows = min(slots, engine.active + engine.waiting)
@@ -157,7 +158,8 @@ class GenerationLoop:
             channel.fail(message, sent=False)
             return
         for number in message.numbers:
-            self._owners.pop(number, None)
+            if number in self._owners:
+                self._disown(number)
             self._queue.pop(number, None)
             self._end(channel, number, failure_of(InternalError("the engine could not use the request")))
 
@@ -170,7 +172,6 @@ class GenerationLoop:
             channel.operation_done(message)
         elif isinstance(message, Control) and isinstance(message.operation, FrontEndOpened):
             self._opened.add(channel)
-            self._check_open()
         elif isinstance(message, UnusableMessage):
             self._refuse(channel, message)
 
@@ -261,28 +262,19 @@ class GenerationLoop:
 
     def _set_state(self, state: ModelState) -> None:
         """Tell all front ends."""
-        self._state, self._telling = state, True
-        self._open_incoming()
+        self._state = state
         for channel in self._front_ends.channels:
             self._notify(channel)
-        self._telling = False
-        self._check_open()
+        self._open_incoming()
 
     def _notify(self, channel: FrontEndChannel) -> None:
-        applied = channel.notify(self._status())
-        if self._state is ModelState.ACCEPTING:
-            self._unaware.add(channel)
-            applied.add_done_callback(lambda _: self._aware(channel))
+        unaware = [told for told in self._unaware if not told.done()]
+        self._unaware = [*unaware, channel.notify(self._status())]
 
-    def _aware(self, channel: FrontEndChannel) -> None:
-        self._unaware.discard(channel)
-        self._check_open()
-
-    def _check_open(self) -> None:
-        """A model that is accepting becomes ready once all front ends know, and answer clients."""
-        all_know = not self._unaware and len(self._opened) >= (self._settings.fronts or 1)
-        if self._state is ModelState.ACCEPTING and all_know and not self._telling:
-            self._set_state(ModelState.READY)
+    @property
+    def _all_know(self) -> bool:
+        """Whether all front ends know the state, and answer clients: a model that is accepting is ready then."""
+        return len(self._opened) >= (self._settings.fronts or 1) and all(told.done() for told in self._unaware)
 
     def _fail(self) -> None:
         self.failed = True

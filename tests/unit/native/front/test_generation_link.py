@@ -208,7 +208,9 @@ def test_no_front_end_hears_that_a_model_is_ready_before_it_was_accepting(monkey
     with generation_loop(2) as (loop, _):
         ends = list(loop._incoming)
         loop._opened = {1, 2}  # type: ignore[arg-type]  # both have announced themselves
+        monkeypatch.setattr(loop._front_ends, "turn", lambda _seconds: setattr(loop, "_stop_by", 0.0))
         loop._set_state(ModelState.ACCEPTING)
+        loop._serve(TwoSlots())  # type: ignore[arg-type]
     first_ready = told.index((0, ModelState.READY))
     assert {place for place, state in told[:first_ready] if state is ModelState.ACCEPTING} == {0, 1}
     assert {state for _, state in told[first_ready:]} == {ModelState.READY}
