@@ -20,8 +20,9 @@ ARCHITECTURES = ("llama", "qwen2", "gpt2", "gpt_oss")
 """The model types of transformers that are laid out here."""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types whose frequencies do not depend on the length of the sequence."""
-_ACTIVATIONS: Mapping[str, str] = {"silu": "silu", "swish": "silu", "gelu": "none", "gelu_new": "tanh"}
-_ACTIVATIONS |= {"gelu_pytorch_tanh": "tanh"}  # type: ignore[operator]
+_ACTIVATIONS: Mapping[str, str] = {
+    "silu": "silu", "swish": "silu", "gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -365,7 +365,7 @@ class InferenceService(ModelService):
         """The inputs in system shared memory, copied into the server's own. Raises `ContractError`."""
         fetched: dict[str, Array] = {}
         for item in request.inputs:
-            if item.window is None or _on_device(item.window):
+            if item.window is None or item.window.on_device:
                 continue
             if item.datatype == "BYTES":
                 fetched[item.name] = await asyncio.to_thread(read_elements, item)
@@ -409,10 +409,6 @@ def _device_places(tensors: Sequence[InputTensor | RequestedOutput]) -> Mapping[
     return {
         tensor.name: window.place for tensor in tensors if (window := tensor.window) is not None and window.on_device
     }
-
-
-def _on_device(window: RegionWindow | None) -> bool:
-    return window is not None and window.on_device
 
 
 def _response(signature: ModelSignature, request: InferRequest, outputs: Mapping[str, Array]) -> InferResponse:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import structlog
 
@@ -107,14 +107,6 @@ RECORD_OPTIONS = (
 
 def _default(name: str) -> object:
     return NativeSettings.model_fields[name].default
-
-
-class Shown(Front, Protocol):
-    """A connection whose bytes are shown."""
-
-    @property
-    def is_between(self) -> bool:
-        """Whether the next byte begins a message, so that what was shown before does not matter."""
 
 
 class ShownConnections:
@@ -213,7 +205,7 @@ class ShownConnections:
 class ShownConnection(asyncio.BufferedProtocol):
     """Between a client's transport and its connection: the protocol of the one, the transport of the other."""
 
-    def __init__(self, connections: ShownConnections, number: int, opened: int, connection: Shown) -> None:
+    def __init__(self, connections: ShownConnections, number: int, opened: int, connection: Front) -> None:
         self._connections = connections
         self._number = number
         self._opened = opened

@@ -313,9 +313,7 @@ class NativeSettings(GeneratingOptions):
 
     def resolved_for(self, model: LanguageModel) -> NativeSettings:
         """The settings for a language model. Raises `OptionError` and `EngineError`."""
-        for name in TENSORS_ONLY:
-            if self._is_chosen(name):
-                raise OptionError(of_other_kind(name))
+        self._check_unchosen(TENSORS_ONLY)
         if "," in self.device:
             raise OptionError(f"--device {self.device}: a language model runs on one device; choose one of them")
         self.check_length(model)
@@ -346,15 +344,14 @@ class NativeSettings(GeneratingOptions):
 
     def check_for_tensors(self) -> None:
         """Raise `OptionError` for an option that only a language model has."""
-        for name in TOKENS_ONLY:
-            if self._is_chosen(name):
-                raise OptionError(of_other_kind(name))
+        self._check_unchosen(TOKENS_ONLY)
 
-    def _is_chosen(self, name: str) -> bool:
-        """Whether an option has another value than its default."""
-        if name == "pad_to":  # its default has another spelling once it is checked
-            return bool(self.pad_sizes)
-        return bool(getattr(self, name) != type(self).model_fields[name].default)
+    def _check_unchosen(self, names: Sequence[str]) -> None:
+        """Raise `OptionError` for one of these that has another value than its default."""
+        for name in names:
+            # The default of pad_to has another spelling once it is checked.
+            if self.pad_sizes if name == "pad_to" else getattr(self, name) != type(self).model_fields[name].default:
+                raise OptionError(of_other_kind(name))
 
     def language_engine(self) -> GenerationSettings:
         """The options as a generating engine takes them; of resolved settings only."""

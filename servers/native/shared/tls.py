@@ -137,6 +137,10 @@ class Certificate:
 class Front(Protocol):
     """What a connection of HTTP or gRPC is to a transport."""
 
+    @property
+    def is_between(self) -> bool:
+        """Whether the next byte begins a message, so that what came before does not matter."""
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None: ...
     def connection_lost(self, exc: Exception | None) -> None: ...
     def get_buffer(self, sizehint: int, /) -> memoryview: ...
