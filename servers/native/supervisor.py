@@ -589,8 +589,7 @@ class Supervisor:
             if now > ends and killed == NEVER:
                 killed = now
                 log.error("ended by force: a process of the server could not stop in time", process=process)
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+                _kill(process)
             time.sleep(0.005)
 
 

@@ -257,9 +257,6 @@ class GenerationLoop:
 
     # States
 
-    def _status(self) -> ApplyStatus:
-        return ApplyStatus((ModelStatus(self._state, self._description),))
-
     def _set_state(self, state: ModelState) -> None:
         """Tell all front ends."""
         self._state = state
@@ -268,8 +265,8 @@ class GenerationLoop:
         self._open_incoming()
 
     def _notify(self, channel: FrontEndChannel) -> None:
-        unaware = [told for told in self._unaware if not told.done()]
-        self._unaware = [*unaware, channel.notify(self._status())]
+        status = ApplyStatus((ModelStatus(self._state, self._description),))
+        self._unaware = [*(told for told in self._unaware if not told.done()), channel.notify(status)]
 
     @property
     def _all_know(self) -> bool:

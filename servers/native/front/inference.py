@@ -225,6 +225,7 @@ class InferenceService(ModelService):
         """The same model on another link, in another version: requests that are not queued yet are for it."""
 
     def parameters(self, description: EngineDescription) -> dict[str, str]:
+        details, delay_ms, plans = description.details, self.settings.added_delay_ms, description.details.get("plans")
         parameters = {
             "engine": description.kind,
             "engine_version": description.version,
@@ -235,30 +236,19 @@ class InferenceService(ModelService):
             "model": self.specification.label,
             "payload": self.specification.payload,
             "lone_requests_wait": "false",  # unlike Triton's batcher, for the whole queue delay
+            "pad_to": None if self.specification.padded_axis is None else pad_to_text(self.settings.pad_sizes),
+            "threads": description.threads,
+            "kernels": None if description.threads is None else details.get("kernels"),
+            "batches_in_flight": details.get("batches_in_flight"),
+            "plans": _by_plan(plans) if isinstance(plans, Mapping) and plans else None,
+            "choices": details.get("choices"),
+            "spinning": description.spinning,
+            "decode_threads": None if self.decoding is None else self.decoding.thread_count,
+            "max_image_pixels": None if self.decoding is None else self.decoding.max_pixels,
+            "fronts": self.settings.fronts,
+            "added_delay_ms": f"{delay_ms:g}" if delay_ms else None,
         }
-        if self.specification.padded_axis is not None:
-            parameters["pad_to"] = pad_to_text(self.settings.pad_sizes)
-        if description.threads is not None:
-            parameters["threads"] = str(description.threads)
-            if (kernels := description.details.get("kernels")) is not None:
-                parameters["kernels"] = str(kernels)
-        if (flights := description.details.get("batches_in_flight")) is not None:
-            parameters["batches_in_flight"] = str(flights)
-        if plans := description.details.get("plans"):
-            assert isinstance(plans, Mapping)
-            parameters["plans"] = _by_plan(plans)
-        if (choices := description.details.get("choices")) is not None:
-            parameters["choices"] = str(choices)
-        if description.spinning is not None:
-            parameters["spinning"] = description.spinning
-        if self.decoding is not None:
-            parameters["decode_threads"] = str(self.decoding.thread_count)
-            parameters["max_image_pixels"] = str(self.decoding.max_pixels)
-        if self.settings.fronts is not None:
-            parameters["fronts"] = str(self.settings.fronts)
-        if self.settings.added_delay_ms:
-            parameters["added_delay_ms"] = f"{self.settings.added_delay_ms:g}"
-        return parameters
+        return {name: str(value) for name, value in parameters.items() if value is not None}
 
     def batching(self) -> dict[str, object]:
         settings = self.settings

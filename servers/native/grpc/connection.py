@@ -728,8 +728,10 @@ class GrpcConnections(FrontConnections):
 
     def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage | None:
         """Memory for a call's message; None if none is free, even after messages that are arriving have been ended."""
-        if size > self.budget.left + self._arriving_bytes(size):
-            return None
+        if size > self.budget.left:  # hardly ever
+            arriving_bytes = sum(connection.arriving_bytes for connection in self._connections)
+            if size > self.budget.left + arriving_bytes:
+                return None
         offset = 0 if compressed else self.templates.tensor_offset(size)
         try:
             message = GrpcMessage(self.memory, call, size, aligned_at=offset, spare=http2.HEAD_BYTES)
@@ -737,11 +739,6 @@ class GrpcConnections(FrontConnections):
             return None
         message.compressed = compressed
         return message
-
-    def _arriving_bytes(self, size: int) -> int:
-        if size <= self.budget.left:  # nearly always
-            return 0
-        return sum(connection.arriving_bytes for connection in self._connections)
 
     def count_failure(self, error: ContractError, start_ns: int) -> None:
         """Count an inference without a message."""

@@ -164,10 +164,7 @@ class PendingHttpRequest:
             self._service.statistics.record_disconnect(self._times)
         elif answer is None:
             self._refuse(queued.error or InternalError(INTERNAL_ERROR))
-        elif not self._connection.has_room(len(answer)):
-            self._refuse(UnavailableError(HOLDS_ENOUGH))
-        else:
-            self._service.statistics.record_success(self._times)
+        elif self._has_room(len(answer)):
             self._connection.send(answer)
 
     def _prepare(self, body: memoryview) -> Repeated[RequestTemplate] | Coroutine[Any, Any, HttpResponse]:
@@ -253,11 +250,10 @@ class PendingHttpRequest:
         except Exception as error:  # noqa: BLE001  see `for_client`
             self._refuse(log.for_client(error, "a request failed unexpectedly"))
         else:
-            if self._connection.gone or self._connection.has_room(answer.size):
-                self._count()
+            if self._connection.gone:
+                self._service.statistics.record_disconnect(self._times)
+            elif self._has_room(answer.size):
                 self._connection.answer(answer)
-            else:
-                self._refuse(UnavailableError(HOLDS_ENOUGH))
 
     def _refuse(self, error: ContractError) -> None:
         reason = failure_reason(error)
@@ -278,11 +274,13 @@ class PendingHttpRequest:
         self._times.encode_ns = time.perf_counter_ns() - start_ns
         return answer
 
-    def _count(self) -> None:
-        if self._connection.gone:
-            self._service.statistics.record_disconnect(self._times)
-        else:
-            self._service.statistics.record_success(self._times)
+    def _has_room(self, count: int) -> bool:
+        """Whether the response may be sent, which counts it; else the request is refused."""
+        if not self._connection.has_room(count):
+            self._refuse(UnavailableError(HOLDS_ENOUGH))
+            return False
+        self._service.statistics.record_success(self._times)
+        return True
 
 
 def _encode_within(response: InferResponse, budget: ByteBudget) -> tuple[list[bytes], int | None]:
