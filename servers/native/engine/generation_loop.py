@@ -70,7 +70,6 @@ class GenerationLoop:
         self._on_failure = on_failure
         self._front_ends = FrontEnds(arena, self._handle, self._remove)
         self._incoming: deque[socket.socket] = deque()
-        self._opened: set[FrontEndChannel] = set()
         self._owners: dict[int, FrontEndChannel] = {}
         """By number: whose request it is, of all that wait or are generated."""
         self._client_of: dict[int, str] = {}
@@ -171,7 +170,7 @@ class GenerationLoop:
         elif isinstance(message, Done):
             channel.operation_done(message)
         elif isinstance(message, Control) and isinstance(message.operation, FrontEndOpened):
-            self._opened.add(channel)
+            channel.is_open = True
         elif isinstance(message, UnusableMessage):
             self._refuse(channel, message)
 
@@ -251,7 +250,6 @@ class GenerationLoop:
 
     def _remove(self, channel: FrontEndChannel) -> None:
         """A front end has ended, and with it the connections of its clients."""
-        self._opened.discard(channel)
         for number in [number for number, owner in self._owners.items() if owner is channel]:
             self._cancel(number)
 
@@ -271,7 +269,8 @@ class GenerationLoop:
     @property
     def _all_know(self) -> bool:
         """Whether all front ends know the state, and answer clients: a model that is accepting is ready then."""
-        return len(self._opened) >= (self._settings.fronts or 1) and all(told.done() for told in self._unaware)
+        opened = self._front_ends.open_count
+        return opened >= (self._settings.fronts or 1) and all(told.done() for told in self._unaware)
 
     def _fail(self) -> None:
         self.failed = True

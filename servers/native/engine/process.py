@@ -267,6 +267,8 @@ class FrontEndChannel:
     def __init__(self, connected: socket.socket, arena: Arena, epoll: select.epoll) -> None:
         connected.setblocking(False)
         self.socket = connected
+        self.is_open = False
+        """Whether it has said that clients are answered."""
         self.unread = bytearray()
         self.forms: dict[int, ReceivedForm] = {}
         self.groups: dict[int, list[int]] = {}
@@ -414,6 +416,11 @@ class FrontEnds:
         """Those of front ends that have not ended."""
         return list(self._channels.values())
 
+    @property
+    def open_count(self) -> int:
+        """How many have said that clients are answered, and have not ended."""
+        return sum(channel.is_open for channel in self._channels.values())
+
     def wake(self) -> None:
         """Let `turn` return; any thread."""
         with suppress(OSError):  # it is full, or closed
@@ -502,7 +509,6 @@ class EngineServer:
         self._front_ends_open = threading.Event()
         if reloaded:
             self._front_ends_open.set()
-        self._opened: set[FrontEndChannel] = set()
         self._failed = threading.Event()
         self._stop_by: float | None = None
 
@@ -553,8 +559,8 @@ class EngineServer:
         elif isinstance(message, Done):
             channel.operation_done(message)
         elif isinstance(message, Control) and isinstance(message.operation, FrontEndOpened):
-            self._opened.add(channel)
-            if len(self._opened) >= (self._settings.fronts or 0):
+            channel.is_open = True
+            if self._front_ends.open_count >= (self._settings.fronts or 0):
                 self._front_ends_open.set()
             channel.send([Done([message.number])])
         elif isinstance(message, Control):
@@ -659,7 +665,6 @@ class EngineServer:
 
     def _remove(self, channel: FrontEndChannel) -> None:
         """A front end has ended: withdraw its requests."""
-        self._opened.discard(channel)
         self._side.remove(channel)
         for queued, model, _ in list(channel.requests.values()):
             self._side.withdraw(model, queued)

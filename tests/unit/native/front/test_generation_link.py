@@ -12,7 +12,7 @@ import pytest
 
 from servers.language.engine import Emission, GenerationRequest
 from servers.native.engine.generation_loop import GenerationLoop
-from servers.native.engine.process import FrontEndChannel
+from servers.native.engine.process import FrontEndChannel, FrontEnds
 from servers.native.front.generation import GenerationLink
 from servers.native.front.token_requests import TokenRequest
 from servers.native.shared.errors import INTERNAL_ERROR
@@ -207,7 +207,7 @@ def test_no_front_end_hears_that_a_model_is_ready_before_it_was_accepting(monkey
     monkeypatch.setattr(FrontEndChannel, "notify", notified)
     with generation_loop(2) as (loop, _):
         ends = list(loop._incoming)
-        loop._opened = {1, 2}  # type: ignore[arg-type]  # both have announced themselves
+        monkeypatch.setattr(FrontEnds, "open_count", 2)  # both have announced themselves
         monkeypatch.setattr(loop._front_ends, "turn", lambda _seconds: setattr(loop, "_stop_by", 0.0))
         loop._set_state(ModelState.ACCEPTING)
         loop._serve(TwoSlots())  # type: ignore[arg-type]
