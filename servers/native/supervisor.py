@@ -54,7 +54,7 @@ POLL_S = 0.5
 RELOAD_S = 1800.0
 """Within this time a new version must have been loaded."""
 RETRY_S = 0.001
-"""Pause before a connection that no front end could take is offered again, if the system did not say that one can."""
+"""Pause before a connection that no front end could take is offered again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -183,14 +183,14 @@ class Supervisor:
         self._on_listening()
         self._selector.register(wakes, selectors.EVENT_READ)
         while not self._signals and not self._failed:
-            for key, events in self._selector.select(self._turn_s):
+            for key, _ in self._selector.select(self._turn_s):
                 if key.fileobj in self._listeners:
                     self._accept(key.fileobj)
                 elif key.fileobj is wakes:
                     wakes.recv(4096)
                 elif isinstance(key.data, int):
                     self._note_loaded(key.data)
-                elif events & selectors.EVENT_READ:
+                else:
                     self._hear(key.data)
             self._reap()
             self._retry_held()
@@ -276,7 +276,7 @@ class Supervisor:
         control_socket.setblocking(False)
         front_end = _FrontEnd(number, process, control_socket, partition, time.monotonic(), short_lives=short_lives)
         self._front_ends[process] = front_end
-        self._selector.register(control_socket, self._control_events, front_end)
+        self._selector.register(control_socket, selectors.EVENT_READ, front_end)
         for control, (to_engine, to_front_end) in zip(self._engines.controls.values(), pairs, strict=True):
             _give(control, to_front_end)
             to_engine.close()
@@ -369,29 +369,13 @@ class Supervisor:
         self._waiting = connection, kind
         for listener in self._listeners:
             self._selector.unregister(listener)
-        self._watch_controls()
 
     def _retry_held(self) -> None:
         """Offer the connection that waits, and accept others once it is taken."""
-        if self._waiting is None:
-            return
-        if not self._hand_over(*self._waiting):
-            time.sleep(RETRY_S)
-            return
-        self._waiting = None
-        for listener in self._listeners:
-            self._selector.register(listener, selectors.EVENT_READ)
-        self._watch_controls()
-
-    @property
-    def _control_events(self) -> int:
-        """A front end's socket brings closed connections; while one waits, it also matters whether it takes more."""
-        return selectors.EVENT_READ | (0 if self._waiting is None else selectors.EVENT_WRITE)
-
-    def _watch_controls(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _FrontEnd):
-                self._selector.modify(key.fileobj, self._control_events, key.data)
+        if self._waiting is not None and self._hand_over(*self._waiting):
+            self._waiting = None
+            for listener in self._listeners:
+                self._selector.register(listener, selectors.EVENT_READ)
 
     def _hear(self, front_end: _FrontEnd) -> None:
         """A front end has closed connections, or has switched to other engines."""
@@ -431,7 +415,10 @@ class Supervisor:
 
     @property
     def _turn_s(self) -> float | None:
-        """How long to wait for an event: one that is missing is only that of a file, or of a clock."""
+        """How long to wait for an event: those of a file, of a clock, and of a front end that can take a connection
+        again are missing."""
+        if self._waiting is not None:
+            return RETRY_S
         waits = self._settings.reload != "poll" and self._loading is None and self._ending is None
         return None if waits else POLL_S
 
