@@ -10,7 +10,7 @@ from typing import Protocol
 
 from servers.native.grpc import http2
 from servers.native.grpc.http2 import TRAILERS_OK, CallHead, CallStatus, status_of
-from servers.native.shared.errors import HOLDS_ENOUGH, OverLimitError, RefusedError, failure_reason, shutting_down
+from servers.native.shared.errors import HOLDS_ENOUGH, RefusedError, failure_reason, shutting_down
 from servers.native.shared.memory import ArrivingBytes
 from servers.native.shared.settings import NativeSettings
 from servers.protocol.errors import ContractError, InvalidRequestError, TooLargeError, UnavailableError
@@ -91,8 +91,8 @@ class CallServer(Protocol):
 
     settings: NativeSettings
 
-    def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage | None:
-        """Memory for a call's message; None if none is free."""
+    def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage:
+        """Memory for a call's message. Raises `UnavailableError` if none is free."""
 
     def answering(self, call: Call, message: GrpcMessage) -> MessageAnswer:
         """Make what answers a message."""
@@ -236,27 +236,23 @@ class Call:
             self.finish(CallStatus("RESOURCE_EXHAUSTED", str(error)))
         elif size > most:
             self.refuse(InvalidRequestError(f"a {self.method.name}Request has at most {most} bytes, got {size}"))
-        elif self.head.limit is None or self.method.streams or self._is_admitted():
-            message = self._server.allocate_message(self, size, compressed=bool(flag))
-            if message is None:
-                self.refuse(UnavailableError(HOLDS_ENOUGH))
-                return
-            message.start_ns = self.start_ns
-            self.message = message
-            missing = size - self.receive_window
-            if missing > 0:
-                self._connection.grant(self, missing)
-            if not size:
-                self._complete(message)
+        else:
+            try:
+                if not self.method.streams:
+                    self.admit()
+                self._allocate(size, compressed=bool(flag))
+            except ContractError as error:
+                self.refuse(error)
 
-    def _is_admitted(self) -> bool:
-        """Whether its key may have one request more; else the call has ended."""
-        try:
-            self.admit()
-        except OverLimitError as error:
-            self.refuse(error)
-            return False
-        return True
+    def _allocate(self, size: int, *, compressed: bool) -> None:
+        """Begin to receive a message of this size. Raises `UnavailableError`."""
+        self.message = message = self._server.allocate_message(self, size, compressed=compressed)
+        message.start_ns = self.start_ns
+        missing = size - self.receive_window
+        if missing > 0:
+            self._connection.grant(self, missing)
+        if not size:
+            self._complete(message)
 
     def admit(self) -> None:
         """Count one request more for the call's key, until the call ends, or `leave`. Raises `OverLimitError`.

@@ -726,17 +726,18 @@ class GrpcConnections(FrontConnections):
         for connection in self._connections:
             connection.forget_heads()
 
-    def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage | None:
-        """Memory for a call's message; None if none is free, even after messages that are arriving have been ended."""
+    def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage:
+        """Memory for a call's message. Raises `UnavailableError` if none is free, even after messages that are arriving
+        have been ended."""
         if size > self.budget.left:  # hardly ever
             arriving_bytes = sum(connection.arriving_bytes for connection in self._connections)
             if size > self.budget.left + arriving_bytes:
-                return None
+                raise UnavailableError(HOLDS_ENOUGH)
         offset = 0 if compressed else self.templates.tensor_offset(size)
         try:
             message = GrpcMessage(self.memory, call, size, aligned_at=offset, spare=http2.HEAD_BYTES)
-        except MemoryError:
-            return None
+        except MemoryError as exc:
+            raise UnavailableError(HOLDS_ENOUGH) from exc
         message.compressed = compressed
         return message
 

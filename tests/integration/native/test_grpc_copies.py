@@ -33,9 +33,8 @@ class WatchedFrontEnd(GrpcFrontEnd):
         super().__init__(*arguments)
         self.taken: list[memoryview] = []
 
-    def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage | None:
+    def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage:
         message = super().allocate_message(call, size, compressed=compressed)
-        assert message is not None
         self.taken.append(message.room)
         return message
 
