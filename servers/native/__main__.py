@@ -58,14 +58,13 @@ def main() -> int:
     except (UnknownModelError, WeightsError, EngineError, OptionError) as error:
         return _refuse(str(error))
 
-    from servers.native.server import configure_logs, run
+    from servers.native.server import configure_logs, run, serve_language
 
     configure_logs(settings.log_level)
     if model is None:
         return run(settings, specifications, weights, listener, grpc_listener)
 
     from servers.language.engine import make_engine
-    from servers.native.generation_server import serve_language
 
     build = partial(make_engine, model, settings.language_engine())
     return serve_language(settings, model.name, model.label, build, listener, grpc_listener)

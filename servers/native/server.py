@@ -37,7 +37,7 @@ from servers.options.libraries import import_library
 from servers.options.stages import stage
 
 if TYPE_CHECKING:
-    from servers.native.engine.generation_loop import GenerationLoop
+    from servers.native.engine.generation_loop import BuildGeneratingEngine, GenerationLoop
     from servers.native.engine.model_host import Offer
     from servers.native.engine.process import EngineSide
     from servers.native.front_server import FrontServer
@@ -127,6 +127,51 @@ def serve(
 
     names = [specification.name for specification in specifications]
     return serve_by(settings, Children(names, run_engine, front_end, files), listener, grpc_listener, alone)
+
+
+def serve_language(
+    settings: NativeSettings,
+    name: str,
+    label: str,
+    build: BuildGeneratingEngine,
+    listener: socket.socket,
+    grpc_listener: socket.socket | None = None,
+) -> int:
+    """As `serve`, of a language model; its `label` is for people. With `fronts` 0 the engine has a thread, the event
+    loop the main thread, and between them is the same socket as between two processes."""
+
+    # These import when they are called, as those of `serve`.
+    def run_engine(
+        settings: NativeSettings, statistics: Sequence[Statistics], arena: Arena, supervisor: socket.socket, _: int
+    ) -> int:
+        from servers.native.engine.generation_loop import run_generation
+
+        return run_generation(build, settings, statistics[0], arena, supervisor)
+
+    def front_end(
+        settings: NativeSettings,
+        statistics: Sequence[Statistics],
+        memory: RequestMemory,
+        supervisor: socket.socket,
+        engines: Sequence[socket.socket],
+    ) -> FrontServer:
+        from servers.native.generation_server import GenerationServer
+
+        return GenerationServer(name, label, settings, statistics[0], memory, engines[0], supervisor=supervisor)
+
+    def alone(on_listening: Callable[[], None]) -> tuple[FrontServer, GenerationLoop]:
+        from servers.native.engine.generation_loop import GenerationLoop
+        from servers.native.generation_server import GenerationServer
+
+        statistics, memory = Statistics(settings.max_batch_size), RequestMemory.alone(settings)
+        to_engine, to_front_end = socket.socketpair()
+        loop = GenerationLoop(build, settings, statistics, memory.arena, lambda: server.stop())
+        loop.add(to_front_end)
+        server = GenerationServer(name, label, settings, statistics, memory, to_engine, on_listening, grpc_listener)
+        loop.start()
+        return server, loop
+
+    return serve_by(settings, Children([name], run_engine, front_end), listener, grpc_listener, alone)
 
 
 def serve_by(

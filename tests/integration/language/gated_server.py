@@ -17,8 +17,7 @@ from pathlib import Path
 
 from servers.engines.settings import EngineError
 from servers.language.engine import Emission
-from servers.native.generation_server import serve_language
-from servers.native.server import configure_logs
+from servers.native.server import configure_logs, serve_language
 from servers.native.shared.settings import NativeSettings
 from servers.options.command_line import from_argument
 from servers.options.launch import bind

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,20 @@ def test_a_server_imports_the_libraries_of_its_engine_and_its_model_only(
     engine: str, model: str, libraries: tuple[str, ...]
 ) -> None:
     assert imported_first(engine, get_specification(model)) == libraries
+
+
+@pytest.mark.parametrize(
+    "serve", ["serve_language(settings, 'm', 'm', None, None)", "serve(settings, [], None)"], ids=["tokens", "tensors"]
+)
+def test_a_server_forks_before_it_imports_what_one_of_its_processes_needs(serve: str) -> None:
+    """An engine's process would wait for the imports of front ends, and keep them in memory."""
+    program = (
+        "import sys; from servers.native import server; from servers.native.shared.settings import NativeSettings;"
+        "server.serve_by = lambda *_: print(*sorted(sys.modules)); settings = NativeSettings(fronts=1);"
+        f"server.{serve}"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not {"uvicorn", "fastapi", "torch", "servers.native.engine.batcher"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize(
