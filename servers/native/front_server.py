@@ -385,15 +385,8 @@ class FrontProcessServer(NativeServer):
             return EngineClient(memory, self._signatures, on_end, polling=self._polling)
         return EnginePool(settings.devices, memory, self._signatures, on_end, self._polling)
 
-    async def _connect_engines(self, engines: Sequence[socket.socket]) -> None:
-        execute = partial(self.execute, models=self._served)
-        if isinstance(self._link, EngineClient):
-            await self._link.open(engines[0], execute)
-        else:
-            await self._link.open(engines, execute)
-
     async def connect(self) -> None:
-        await self._connect_engines(self._engines)
+        await self._link.open(self._engines, partial(self.execute, models=self._served))
 
     def _opened(self) -> None:
         start_task(self._link.control(FrontEndOpened()), self._tasks)
@@ -416,7 +409,7 @@ class FrontProcessServer(NativeServer):
         link = self._link_to(self._settings, self._memory, lambda: served.fail())
         served = ServedModels([service.on(link) for service in old_services])
         self._link, self._served = link, served
-        await self._connect_engines(engines)
+        await link.open(engines, partial(self.execute, models=served))
         while not served.ready:
             await asyncio.sleep(DRAIN_POLL_S)
         for old, new in zip(old_services, served, strict=True):

@@ -184,10 +184,11 @@ class EngineClient(EngineSocket):
         """Of requests of all front ends that are not complete."""
         return sum(self._rows)
 
-    async def open(self, connected: socket.socket, execute: Execute) -> None:
-        """Begin to use a connected socket; `execute` serves the operations of the engine's side."""
+    async def open(self, connected: Sequence[socket.socket], execute: Execute) -> None:
+        """Begin to use a connected socket, the only one; `execute` serves the operations of the engine's side."""
         self._execute = execute
-        await asyncio.get_running_loop().create_connection(lambda: self, sock=connected)
+        (engine,) = connected
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=engine)
 
     async def drain(self) -> None:
         """Close it once every request has been answered; nothing may be submitted any more."""
@@ -371,7 +372,7 @@ class EnginePool:
         """Begin to use connected sockets, in the order of the devices; `execute`: see `EngineClient`."""
         self._execute = execute
         for engine, engine_socket in zip(self._engines, connected, strict=True):
-            await engine.open(engine_socket, partial(self._execute_for, engine))
+            await engine.open([engine_socket], partial(self._execute_for, engine))
 
     async def drain(self) -> None:
         """See `EngineClient`."""

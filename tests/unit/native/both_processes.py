@@ -91,7 +91,7 @@ class BothProcesses:
             if isinstance(operation, ApplyStatus) and operation.models[0].state is ModelState.READY:
                 self.ready.set()
 
-        await self.client.open(front, execute)
+        await self.client.open([front], execute)
         await self.client.control(FrontEndOpened())
         await self.ready.wait()
 
