@@ -131,11 +131,6 @@ class BatchFormer:
         """When the engine finished its last batch."""
         return self._ends[-1].ns
 
-    @property
-    def running(self) -> int:
-        """Batches that have started and not finished."""
-        return len(self._running)
-
     def wait_ns(self, now_ns: int, rows: int, oldest_ns: int) -> int:
         """How long `rows` waiting rows, the oldest queued at `oldest_ns`, should wait for others; 0: start now."""
         self._peaks[1] = max(self._peaks[1], rows + sum(self._running_rows))

@@ -22,7 +22,7 @@ from servers.protocol.records import ModelSignature
 from servers.protocol.tensors import TensorSpec
 
 SERVER_NAME = "abserve-native"
-EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configuration", "model_repository")
+EXTENSIONS = ("parameters", "statistics", "model_configuration", "model_repository")
 
 _REPOSITORY_STATES = {
     ModelState.LOADING: ("LOADING", ""),
@@ -36,16 +36,13 @@ _REPOSITORY_STATES = {
 Document = dict[str, object]
 
 
-async def server_metadata(regions: RegionTable) -> Document:
-    """The server; shared memory is listed where a client can register it."""
-    shared = {"system_shared_memory": regions.allowed, "cuda_shared_memory": await regions.offers_cuda()}
-    extensions = [*EXTENSIONS, *(name for name, offered in shared.items() if offered)]
-    return {"name": SERVER_NAME, "version": package_version("abserve"), "extensions": extensions}
-
-
-def language_server_metadata() -> Document:
-    """The server of a language model."""
-    extensions = ["generate", "parameters", "statistics", "model_configuration", "model_repository"]
+async def server_metadata(regions: RegionTable | None) -> Document:
+    """The server, without `regions` that of a language model; shared memory is listed where a client can register
+    it."""
+    extensions = ["generate" if regions is None else "binary_tensor_data", *EXTENSIONS]
+    if regions is not None:
+        shared = {"system_shared_memory": regions.allowed, "cuda_shared_memory": await regions.offers_cuda()}
+        extensions += [name for name, offered in shared.items() if offered]
     return {"name": SERVER_NAME, "version": package_version("abserve"), "extensions": extensions}
 
 

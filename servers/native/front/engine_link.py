@@ -328,16 +328,6 @@ def _answer_bytes(signature: ModelSignature) -> int:
     return sum(prod(spec.item_shape) * spec.dtype.itemsize for spec in signature.outputs)
 
 
-_LEAST_READY_FIRST = (
-    ModelState.FAILED,
-    ModelState.STOPPING,
-    ModelState.UNLOADED,
-    ModelState.LOADING,
-    ModelState.ACCEPTING,
-    ModelState.READY,
-)
-
-
 _ROWS = attrgetter("rows")
 
 
@@ -469,7 +459,7 @@ class EnginePool:
 def combined(statuses: Sequence[ModelStatus]) -> ModelStatus:
     """A model's least ready state on several engines, with the first one's description, in which all devices are, and
     what proves where the model is on each."""
-    least = min((status.state for status in statuses), key=_LEAST_READY_FIRST.index)
+    least = min((status.state for status in statuses), key=list(ModelState).index)
     descriptions = [status.description for status in statuses if status.description is not None]
     if len(descriptions) < len(statuses):
         return ModelStatus(least, None, statuses[0].version)

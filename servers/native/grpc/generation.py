@@ -255,7 +255,7 @@ class GenerationGrpcFrontEnd(GrpcConnections):
         super().__init__(settings, memory, methods, models.default.statistics)
         self.models = models
         self._documents: dict[str, RequestDocument] = {
-            "ServerMetadata": lambda _: documents.language_server_metadata(),
+            "ServerMetadata": lambda _: documents.server_metadata(None),
             **model_documents(models),
         }
 

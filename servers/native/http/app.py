@@ -20,7 +20,7 @@ from servers.native.front.generation import GenerationService
 from servers.native.front.inference import InferenceService, ModelService, ServedModels
 from servers.native.front.region_table import RegionTable
 from servers.native.http.parser import refusal
-from servers.native.shared.errors import INTERNAL_ERROR, HttpError, http_status
+from servers.native.shared.errors import INTERNAL_ERROR, HttpError
 from servers.protocol.errors import ContractError, InvalidRequestError
 from servers.protocol.examples import completion_commands, infer_commands
 from servers.protocol.values import parse_json
@@ -68,7 +68,7 @@ def create_language_app(models: ServedModels[GenerationService]) -> FastAPI:
         "GET /": lambda request: _welcome(
             models, [completion_commands(_url(request), service.signature.name) for service in models]
         ),
-        "GET /v2": lambda _: documents.language_server_metadata(),
+        "GET /v2": lambda _: documents.server_metadata(None),
         "GET /v1/models": lambda _: documents.openai_models(models),
         **_model_methods(models),
     }
@@ -246,23 +246,19 @@ async def _body(request: Request, kind: type[T]) -> T:
 
 
 def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(ContractError)
-    async def contract_error(_request: Request, error: ContractError) -> Response:
-        return _error(http_status(error), str(error), {})
+    async def failed(_request: Request, error: Exception) -> Response:
+        own: ContractError | HttpError = HttpError(500, INTERNAL_ERROR)
+        headers: Mapping[str, str] = {}
+        if isinstance(error, ContractError):
+            own = error
+        elif isinstance(error, HTTPException):
+            own, headers = HttpError(error.status_code, error.detail), error.headers or {}
+        answer = refusal(own)
+        own_headers = {name.decode(): value.decode() for name, value in answer.headers}
+        return Response(answer.body, answer.status, {**headers, **own_headers})
 
-    @app.exception_handler(HTTPException)
-    async def http_error(_request: Request, error: HTTPException) -> Response:
-        return _error(error.status_code, error.detail, error.headers or {})
-
-    @app.exception_handler(Exception)
-    async def unexpected(_request: Request, _cause: Exception) -> Response:
-        return _error(500, INTERNAL_ERROR, {})
-
-
-def _error(status: int, message: str, headers: Mapping[str, str]) -> Response:
-    answer = refusal(HttpError(status, message))
-    response_headers = {name.decode(): value.decode() for name, value in answer.headers}
-    return Response(answer.body, status, {**headers, **response_headers})
+    for kind in (ContractError, HTTPException, Exception):
+        app.add_exception_handler(kind, failed)
 
 
 def _json(document: object) -> Response:

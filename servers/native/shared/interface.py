@@ -31,14 +31,15 @@ DevicePlace = tuple[str, int, int]
 
 class ModelState(Enum):
     """READY and ACCEPTING answer inference requests. FAILED means that loading failed, or that the engine broke. A
-    loaded model is ACCEPTING until all front ends know: no client sees that it is ready and is then refused."""
+    loaded model is ACCEPTING until all front ends know: no client sees that it is ready and is then refused. The least
+    ready state comes first."""
 
+    FAILED = "failed"
+    STOPPING = "stopping"
+    UNLOADED = "unloaded"
     LOADING = "loading"
     ACCEPTING = "accepting"
     READY = "ready"
-    FAILED = "failed"
-    UNLOADED = "unloaded"
-    STOPPING = "stopping"
 
 
 def check_ready(model: str, state: ModelState) -> None:

@@ -109,7 +109,7 @@ class Simulation:
             self.former.finished(self._end_ns)
 
     def _start(self, now_ns: int) -> None:
-        while self._waiting and self.former.running < self.flights:
+        while self._waiting and len(self.former._running) < self.flights:
             rows = min(len(self._waiting), MOST)
             wait_ns = self.former.wait_ns(now_ns, rows, self._waiting[0][0])
             if wait_ns:
