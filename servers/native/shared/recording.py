@@ -25,6 +25,7 @@ import structlog
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
 from servers.native.shared.tls import Front
+from servers.options.command_line import flag_of
 from servers.options.defaults import OptionError
 
 log = structlog.get_logger("abserve.server")
@@ -85,8 +86,8 @@ def recording(settings: NativeSettings) -> Iterator[socket.socket | None]:
 def check_recording(settings: NativeSettings) -> None:
     """Raise `OptionError` if the settings record into a folder that holds a recording, or nothing is to be recorded."""
     if settings.record is None:
-        if chosen := [name for name in RECORD_OPTIONS if getattr(settings, name) != _default(name)]:
-            raise OptionError(f"--{chosen[0].replace('_', '-')} is for a server that records: add --record FOLDER")
+        for name in settings.chosen(RECORD_OPTIONS):
+            raise OptionError(f"{flag_of(name)} is for a server that records: add --record FOLDER")
         return
     folder = settings.record
     if any((folder / name).exists() for name in ("traffic.json", "requests", "contents")):
@@ -103,10 +104,6 @@ RECORD_OPTIONS = (
     *("record_minutes", "record_requests", "record_max_bytes", "record_share"),
     *("record_contents", "record_answers"),
 )
-
-
-def _default(name: str) -> object:
-    return NativeSettings.model_fields[name].default
 
 
 class ShownConnections:

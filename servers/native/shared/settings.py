@@ -313,7 +313,8 @@ class NativeSettings(GeneratingOptions):
 
     def resolved_for(self, model: LanguageModel) -> NativeSettings:
         """The settings for a language model. Raises `OptionError` and `EngineError`."""
-        self._check_unchosen(TENSORS_ONLY)
+        for name in self.chosen(TENSORS_ONLY):
+            raise OptionError(of_other_kind(name))
         if "," in self.device:
             raise OptionError(f"--device {self.device}: a language model runs on one device; choose one of them")
         self.check_length(model)
@@ -344,14 +345,15 @@ class NativeSettings(GeneratingOptions):
 
     def check_for_tensors(self) -> None:
         """Raise `OptionError` for an option that only a language model has."""
-        self._check_unchosen(TOKENS_ONLY)
+        for name in self.chosen(TOKENS_ONLY):
+            raise OptionError(of_other_kind(name))
 
-    def _check_unchosen(self, names: Sequence[str]) -> None:
-        """Raise `OptionError` for one of these that has another value than its default."""
-        for name in names:
-            # The default of pad_to has another spelling once it is checked.
-            if self.pad_sizes if name == "pad_to" else getattr(self, name) != type(self).model_fields[name].default:
-                raise OptionError(of_other_kind(name))
+    def chosen(self, names: Sequence[str]) -> list[str]:
+        """Those of these options that have another value than their default."""
+        fields = type(self).model_fields
+        # The default of pad_to has another spelling once it is checked.
+        given = {name: self.pad_sizes or "" if name == "pad_to" else getattr(self, name) for name in names}
+        return [name for name, value in given.items() if value != fields[name].default]
 
     def language_engine(self) -> GenerationSettings:
         """The options as a generating engine takes them; of resolved settings only."""
