@@ -58,6 +58,8 @@ class Template:
     _inputs: tuple[_InputPlace, ...]
     _outputs: tuple[tuple[str, RegionReference | None], ...]
     _answers: dict[Any, Any] = field(default_factory=dict)
+    fixed_id: bytes | None = None
+    """The request's id, where it is a part of the template."""
 
     @classmethod
     def of(
@@ -262,20 +264,18 @@ class TemplateCache:
     def __init__(self, signature: ModelSignature, padding: Padding | None = None) -> None:
         self._signature = signature
         self._padding = padding
-        self._templates: dict[tuple[bytes, int], tuple[RequestTemplate, bytes | None]] = {}
-        """With the id of those whose key holds it."""
+        self._templates: dict[tuple[bytes, int], RequestTemplate] = {}
 
     def find(self, header: bytes, body_bytes: int) -> Repeated[RequestTemplate] | None:
         """What is known of a header that came before with tensors of the same size."""
         size = body_bytes - len(header)
         common, request_id = split_id(header) if _ID_KEY in header else (header, b"")
-        entry = self._templates.get((common, size))
-        if entry is None and request_id:
-            entry = self._templates.get((header, size))
-        if entry is None:
+        template = self._templates.get((common, size))
+        if template is None and request_id:
+            template = self._templates.get((header, size))
+        if template is None:
             return None
-        template, fixed = entry
-        return template, request_id if fixed is None else fixed, len(header)
+        return template, request_id if template.fixed_id is None else template.fixed_id, len(header)
 
     def keep(self, header: bytes, request: InferRequest, body_bytes: int) -> Repeated[RequestTemplate] | None:
         """Keep a decoded request's template; None if it must be decoded each time. Raises `ContractError`."""
@@ -283,15 +283,14 @@ class TemplateCache:
         *starts, end = accumulate(sizes, initial=0)
         if end != body_bytes - len(header) or len(header) > KEPT_BYTES:  # some tensor's values are in the JSON
             return None
-        common, request_id = split_id(header)
-        fixed = None
-        if request_id.decode() != request.id:  # it is the value of something else, or JSON may write it differently
-            common, request_id = header, orjson.dumps(request.id)[1:-1]
-            fixed = request_id
         template = RequestTemplate.of(request, starts, self._signature, self._padding)
         if template is None:
             return None
+        common, request_id = split_id(header)
+        if request_id.decode() != request.id:  # it is the value of something else, or JSON may write it differently
+            common, request_id = header, orjson.dumps(request.id)[1:-1]
+            template.fixed_id = request_id
         if len(self._templates) >= KEPT_TEMPLATES:  # headers that differ each time must not accumulate
             self._templates.clear()
-        self._templates[common, end] = template, fixed
+        self._templates[common, end] = template
         return template, request_id, len(header)

@@ -487,8 +487,7 @@ class _Layout:
     """Where the raw tensors are in messages of one size without their ids, and the templates by the bytes around."""
 
     spans: tuple[tuple[int, int], ...]
-    templates: dict[bytes, tuple[MessageTemplate, bytes | None]]
-    """With the id of those whose key holds it."""
+    templates: dict[bytes, MessageTemplate]
 
     def head(self, content: memoryview, start: int, end: int) -> bytes:
         """The bytes around the tensors, without the id, whose field is at this place."""
@@ -526,12 +525,12 @@ class MessageTemplates:
     def _find(self, content: memoryview, start: int, end: int) -> Repeated[MessageTemplate] | None:
         moved = end - start
         for layout in self._layouts.get(len(content) - moved, ()):
-            kept_template = layout.templates.get(layout.head(content, start, end))
-            if kept_template is not None:
-                template, fixed = kept_template
+            template = layout.templates.get(layout.head(content, start, end))
+            if template is not None:
                 if layout.spans and len(content) not in self._offsets:
                     self._note_offset(len(content), layout.spans[0][0] + moved)
-                return template, bytes(content[start + 2 : end]) if fixed is None else fixed, moved
+                request_id = bytes(content[start + 2 : end]) if template.fixed_id is None else template.fixed_id
+                return template, request_id, moved
         return None
 
     def keep(
@@ -542,15 +541,15 @@ class MessageTemplates:
         if len(raw) != sum(item.window is None for item in request.inputs) or head_bytes > KEPT_BYTES:
             return
         start, end = id_field(content)
-        fixed = None
+        fixed_id = None
         if bytes(content[start + 2 : end]).decode() != request.id or not _is_only_id(content, raw, start, end):
-            start, end, fixed = 0, 0, request.id.encode()
+            start, end, fixed_id = 0, 0, request.id.encode()
         moved = end - start
         spans = tuple((item.start - moved, item.end - moved) for item in raw)
         template = MessageTemplate.of(request, [first for first, _ in spans], service.signature, service.padding)
         if template is None:
             return
-        template.service = service
+        template.service, template.fixed_id = service, fixed_id
         if self._count >= KEPT_TEMPLATES:  # messages that differ each time must not accumulate
             self._layouts.clear()
             self._count = 0
@@ -560,7 +559,7 @@ class MessageTemplates:
             layout = _Layout(spans, {})
             del layouts[_KEPT_LAYOUTS - 1 :]
             layouts.insert(0, layout)
-        layout.templates[layout.head(content, start, end)] = template, fixed
+        layout.templates[layout.head(content, start, end)] = template
         self._count += 1
         if raw:
             self._note_offset(len(content), raw[0].start)
