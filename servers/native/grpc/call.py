@@ -10,7 +10,7 @@ from typing import Protocol
 
 from servers.native.grpc import http2
 from servers.native.grpc.http2 import TRAILERS_OK, CallHead, CallStatus, status_of
-from servers.native.shared.errors import HOLDS_ENOUGH, RefusedError, failure_reason, shutting_down
+from servers.native.shared.errors import HOLDS_ENOUGH, RefusedError, expired, failure_reason, shutting_down
 from servers.native.shared.memory import ArrivingBytes
 from servers.native.shared.settings import NativeSettings
 from servers.protocol.errors import ContractError, InvalidRequestError, TooLargeError, UnavailableError
@@ -226,14 +226,13 @@ class Call:
 
     def _begin(self) -> None:
         flag, size = self._prefix[0], int.from_bytes(self._prefix[1:], "big")
-        self._prefix = b""
         most = self.method.max_message_bytes
         if flag > 1 or (flag and self.head.encoding == "identity"):
-            self.finish(CallStatus("INTERNAL", "the message is compressed in a way that the call does not name"))
+            wrong = InvalidRequestError("the message is compressed in a way that the call does not name")
+            self.refuse(wrong, CallStatus("INTERNAL", str(wrong)))
         elif size > most and self.method.infers:
             error = TooLargeError(f"the message has {size} bytes, the server takes at most {most}")
-            self._server.count_failure(error, self.start_ns)
-            self.finish(CallStatus("RESOURCE_EXHAUSTED", str(error)))
+            self.refuse(error, CallStatus("RESOURCE_EXHAUSTED", str(error)))
         elif size > most:
             self.refuse(InvalidRequestError(f"a {self.method.name}Request has at most {most} bytes, got {size}"))
         else:
@@ -243,11 +242,13 @@ class Call:
                 self._allocate(size, compressed=bool(flag))
             except ContractError as error:
                 self.refuse(error)
+        self._prefix = b""  # with which a refusal counted as that of a message
 
     def _allocate(self, size: int, *, compressed: bool) -> None:
         """Begin to receive a message of this size. Raises `UnavailableError`."""
         self.message = message = self._server.allocate_message(self, size, compressed=compressed)
         message.start_ns = self.start_ns
+        self._prefix = b""
         missing = size - self.receive_window
         if missing > 0:
             self._connection.grant(self, missing)
@@ -364,11 +365,11 @@ class Call:
         self._connection.credit_answer()
         self.finish(refusal)
 
-    def refuse(self, error: ContractError) -> None:
-        """End the call before a whole message has come, and count that."""
+    def refuse(self, error: ContractError, status: CallStatus | None = None) -> None:
+        """End the call before a whole message has come, and count that; with the error's own status unless given."""
         if self.method.infers and self.arriving:
             self._server.count_failure(error, self.start_ns)
-        self.finish(status_of(error), failure_reason(error))
+        self.finish(status or status_of(error), failure_reason(error))
 
     def finish(self, refusal: CallStatus, reason: str = "invalid_request") -> None:
         """End the call with an error, which stops answers that have begun. Idempotent."""
@@ -433,8 +434,7 @@ class Call:
             if now > self.blocked_since + longest_s:
                 self._connection.reset(self)
         elif now >= self._deadline:
-            self._stop_answering("expired")
-            self.finish(CallStatus("DEADLINE_EXCEEDED", "the call's deadline passed"))
+            self.refuse(expired(), CallStatus("DEADLINE_EXCEEDED", "the call's deadline passed"))
         elif self.arriving:
             arrived = 0 if self.message is None else self.message.arrived
             longest_s = settings.read_timeout_s + arrived / settings.min_body_bytes_per_s

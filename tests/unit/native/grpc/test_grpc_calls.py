@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from urllib.parse import unquote
 
@@ -11,7 +12,7 @@ from hpack import Decoder
 
 from servers.native.grpc.call import Call, GrpcMessage
 from servers.native.grpc.http2 import STATUS_CODES, CallHead, GrpcMethod, read_call_head, shortened, status_of
-from servers.native.shared.errors import REFUSALS, RefusedError
+from servers.native.shared.errors import REFUSALS, RefusedError, failure_reason
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.protocol import errors
@@ -137,3 +138,38 @@ def test_a_stream_s_messages_that_waited_are_all_answered_before_it_ends():
     assert everything.sent == []
     call.answered([b"answer"])
     assert everything.sent == ["answer"] * 900 + ["end"]
+
+
+def test_a_message_that_has_not_come_when_its_deadline_passes_is_counted_as_expired():
+    everything: Any = Answered()
+    counted, ends = [], []
+    everything.count_failure = lambda error, _start_ns: counted.append(failure_reason(error))
+    everything.finish = lambda _call, trailers: ends.append(dict(Decoder().decode(trailers)))
+    call = Call(everything, everything, 1, CallHead(GrpcMethod("M", True, False, 1000), 1_000_000), 65535)
+    half = b"\0\0\0\0\2x"
+    for place in (0, 5):
+        call.feed(half, place, len(half))
+    call.expire(time.monotonic() + 1, 0.0, pressed=False, scarce=False)
+    assert counted == ["expired"]
+    assert [end["grpc-status"] for end in ends] == ["4"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("prefix", "reason"),
+    [(b"\0\0\0\4\0", "too_large"), (b"\0\0\0\0\t", "unavailable"), (b"\1\0\0\0\t", "invalid_request")],
+)
+def test_a_message_that_is_not_taken_is_counted(streams, prefix, reason):
+    """Also one of a stream, of which the server has read no more than its length."""
+    everything: Any = Answered()
+    counted = []
+    everything.count_failure = lambda error, _start_ns: counted.append(failure_reason(error))
+
+    def full(*_: object, **__: object) -> None:
+        raise errors.UnavailableError("full")
+
+    everything.allocate_message = full
+    call = Call(everything, everything, 1, CallHead(GrpcMethod("M", True, streams, 1000)), 65535)
+    call.feed(prefix, 0, 5)
+    assert counted == [reason]
+    assert everything.sent == ["end"]
