@@ -428,7 +428,7 @@ class Call:
         settings = self._server.settings
         self._begun += unread_s
         if self.blocked_since:
-            longest_s = settings.read_timeout_s + self.sent_blocked / settings.min_body_bytes_per_s
+            longest_s = settings.longest_s(self.sent_blocked)
             if scarce and self._inbox:
                 longest_s = min(longest_s, PRESSED_S)
             if now > self.blocked_since + longest_s:
@@ -436,8 +436,7 @@ class Call:
         elif now >= self._deadline:
             self.refuse(expired(), CallStatus("DEADLINE_EXCEEDED", "the call's deadline passed"))
         elif self.arriving:
-            arrived = 0 if self.message is None else self.message.arrived
-            longest_s = settings.read_timeout_s + arrived / settings.min_body_bytes_per_s
+            longest_s = settings.longest_s(0 if self.message is None else self.message.arrived)
             if pressed:
                 longest_s = min(longest_s, PRESSED_S, settings.read_timeout_s)
             if now > self._begun + longest_s or now > self._last_arrival:

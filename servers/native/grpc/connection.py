@@ -230,8 +230,7 @@ class GrpcServerConnection(asyncio.BufferedProtocol):
         self._credit = min(MAX_CREDIT, self._credit + int(CREDIT_PER_S * seconds))
         late = self._connections.streams_tokens and self._uptake.is_late(self._transport, now, settings.read_timeout_s)
         if self._choked_since and not late:
-            taken_s = (self._taken - self._taken_before) / settings.min_body_bytes_per_s
-            late = now > self._choked_since + settings.read_timeout_s + taken_s
+            late = now > self._choked_since + settings.longest_s(self._taken - self._taken_before)
         if late:
             self._abort()
             return

@@ -231,10 +231,10 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         self._ended = False  # the client sends nothing more
         self._given_up = False  # already refused, because the server ends
         self._lingered = -1  # bytes dropped since a refusal; -1 before it
-        self._body_by = 0.0  # when a body is late if no byte of it arrives
+        self._body_since = 0.0  # when a body began, later by what it had to wait for room
         self._room_by = 0.0  # when a body that waits for room is refused; 0: it does not wait
-        self._unsent = 0  # of the last response, once it was written
-        self._unsent_by = 0.0  # when the client is late if it takes no byte of that
+        self._unsent = 0  # bytes of the last response, when it was written
+        self._sent_at = 0.0  # when that was
         self._unread = UnreadAnswers(front_end.memory.budget)
         self._gone = False
         self.deadline = NEVER
@@ -437,7 +437,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
         elif limit is not None and self._parser.taken is None:  # until the client has read more of its answer
             limit.stay()
             self._parser.taken = limit
-        self._unsent, self._unsent_by = unsent, time.monotonic() + settings.read_timeout_s
+        self._unsent, self._sent_at = unsent, time.monotonic()
         self._wait_at_most(settings.read_timeout_s if unsent else settings.keep_alive_timeout_s)
         assert self._request is not None
         self._request.release()
@@ -508,21 +508,20 @@ class HttpServerConnection(asyncio.BufferedProtocol):
     def _await_body(self, head: RequestHead) -> None:
         if head.expects_continue:
             self._transport.write(CONTINUE)
-        self._body_by = time.monotonic() + self._settings.read_timeout_s
+        self._body_since = time.monotonic()
         self._wait_at_most(self._body_seconds_left)
 
     @property
     def _body_seconds_left(self) -> float:
         """How long the next byte of the body may take; every byte that arrives makes it longer."""
-        return self._body_by + self._parser.body_arrived / self._settings.min_body_bytes_per_s - time.monotonic()
+        return self._body_since + self._settings.longest_s(self._parser.body_arrived) - time.monotonic()
 
     @property
     def _response_seconds_left(self) -> float:
         """How long the client may take for the next byte of its response; every byte that it takes makes it longer. 0:
         it has all of them."""
         unsent = self._transport.get_write_buffer_size()
-        taken_s = (self._unsent - unsent) / self._settings.min_body_bytes_per_s
-        return self._unsent_by + taken_s - time.monotonic() if unsent else 0.0
+        return self._sent_at + self._settings.longest_s(self._unsent - unsent) - time.monotonic() if unsent else 0.0
 
     @property
     def waits_for_room(self) -> bool:
@@ -536,7 +535,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
                 return
             self._parser.drop_body(UnavailableError(HOLDS_ENOUGH))
         self._room_by = 0.0
-        self._body_by += max(0.0, ROOM_WAIT_S - self._body_seconds_left)
+        self._body_since += max(0.0, ROOM_WAIT_S - self._body_seconds_left)
         self._wait_at_most(self._body_seconds_left)
         self._go_on()
 

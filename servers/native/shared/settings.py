@@ -343,6 +343,10 @@ class NativeSettings(GeneratingOptions):
         if self.traces and not traces_installed():
             raise OptionError(NO_TRACES)
 
+    def longest_s(self, byte_count: int) -> float:
+        """How long a client may take to send or to read so many bytes."""
+        return self.read_timeout_s + byte_count / self.min_body_bytes_per_s
+
     def check_for_tensors(self) -> None:
         """Raise `OptionError` for an option that only a language model has."""
         for name in self.chosen(TOKENS_ONLY):
