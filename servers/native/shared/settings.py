@@ -192,7 +192,9 @@ class NativeSettings(GeneratingOptions):
         title="Limits",
         description="Time for a head (s), and how far a body may fall behind its minimum rate.",
     )
-    min_body_bytes_per_s: int = Field(2**20, ge=1, title="Limits", description="Minimum rate of an arriving body.")
+    min_body_bytes_per_s: int = Field(
+        2**20, ge=1, title="Limits", description="Minimum rate of a body that arrives, and of a response that is read."
+    )
     keep_alive_timeout_s: float = Field(
         75, gt=0, title="Limits", description="How long an idle connection stays open, HTTP or gRPC."
     )
