@@ -348,7 +348,7 @@ class HttpServerConnection(asyncio.BufferedProtocol):
             self._abort()
         elif self._uptake is not None or (self._ended and self._busy):
             self._check_left()
-        elif not self._busy and self._lingered < 0 and self._response_seconds_left > 0:
+        elif not self._busy and not self._parser.in_body and self._lingered < 0 and self._response_seconds_left > 0:
             self._wait_at_most(self._response_seconds_left)
         elif self._busy or self._lingered >= 0 or self._transport.get_write_buffer_size():
             self._transport.abort()
