@@ -69,25 +69,19 @@ def jax_weights(model: LanguageModel, device: torch.device, precision: str) -> D
     def take(layer: LayerWeights) -> LayerWeights:
         if layer.router is not None:
             layer = _with_inputs_last(layer)
-        taken = LayerWeights(
-            **{
-                field: _taken(value) if isinstance(value, Affine | Tensor) else value
-                for field, value in ((field, getattr(layer, field)) for field in layer.__slots__)
-            }
-        )
+        parts = {name: getattr(layer, name) for name in layer.__slots__}
+        taken = {name: _taken(part) for name, part in parts.items() if isinstance(part, Affine | Tensor)}
         prepared.pop().to("meta")
-        return taken
+        return replace(layer, **taken)
 
     weights = decoder_weights(module, WeightsHandover(prepare, take))
-    return DecoderWeights(
-        weights.shape,
-        _taken(weights.embedding),
-        weights.layers,
-        _taken(weights.norm),
-        _taken(weights.head),
-        None if weights.positions is None else _taken(weights.positions),
-        None if weights.frequencies is None else _taken(weights.frequencies.to(device)),
-        weights.rope_scale,
+    return replace(
+        weights,
+        embedding=_taken(weights.embedding),
+        norm=_taken(weights.norm),
+        head=_taken(weights.head),
+        positions=_taken(weights.positions),
+        frequencies=None if weights.frequencies is None else _taken(weights.frequencies.to(device)),
     )
 
 
@@ -98,11 +92,13 @@ def _with_inputs_last(layer: LayerWeights) -> LayerWeights:
 
 
 def _taken(part: Any) -> Any:
-    """A tensor, or both of an `Affine`, as arrays of JAX in the same memory."""
+    """A tensor, or both of an `Affine`, as arrays of JAX in the same memory; None is None."""
     from jax import dlpack
 
+    if part is None:
+        return None
     if isinstance(part, Affine):
-        return Affine(_taken(part.weight), None if part.bias is None else _taken(part.bias))
+        return Affine(_taken(part.weight), _taken(part.bias))
     part = part.detach().contiguous()
     if part.is_cuda:
         torch.cuda.synchronize(part.device)
