@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.models.files import named_path, parts_sha256, user_path
-from servers.models.weights import RandomWeights, WeightsError, parse_weights
+from servers.models.weights import CheckpointWeights, RandomWeights, WeightsError, parse_weights
 
 if TYPE_CHECKING:
     import torch
@@ -46,21 +46,13 @@ _CHUNK_ON_CPU, _CHUNK_ON_GPU = 2**18, 2**26
 
 
 @dataclass(frozen=True, slots=True)
-class FileWeights:
+class FileWeights(CheckpointWeights):
     """A folder with safetensors files, or one such file; `sha256` is the required hash of all files."""
-
-    path: Path
-    sha256: str | None = None
 
     @property
     def label(self) -> str:
         """For people: without the folders above, since results get published."""
         return f"weights of {self.path.name}" + ("" if self.sha256 is None else f", SHA-256 {self.sha256}")
-
-    @property
-    def text(self) -> str:
-        """What `--weights` takes."""
-        return f"{self.path}" + ("" if self.sha256 is None else f"@sha256:{self.sha256}")
 
 
 LanguageWeights = RandomWeights | FileWeights
