@@ -356,6 +356,8 @@ class HttpServerConnection(asyncio.BufferedProtocol):
             self._wait_at_most(self._body_seconds_left)
         elif self._parser.in_body or self._unparsed:
             self._reject(HttpError(408, "the request did not arrive in time"))
+        elif (idle_by := self._sent_at + self._settings.keep_alive_timeout_s) > time.monotonic():
+            self.deadline = idle_by  # it was the one for reading the response
         else:
             self._transport.close()
 
