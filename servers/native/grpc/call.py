@@ -453,7 +453,6 @@ class Call:
 
     def give_up(self) -> None:
         """The server's time to finish is over."""
-        self._stop_answering("shutting_down")
         self.refuse(shutting_down())
 
     def _stop_answering(self, reason: str) -> None:

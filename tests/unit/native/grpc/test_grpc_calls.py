@@ -173,3 +173,18 @@ def test_a_message_that_is_not_taken_is_counted(streams, prefix, reason):
     call.feed(prefix, 0, 5)
     assert counted == [reason]
     assert everything.sent == ["end"]
+
+
+def test_a_call_that_is_given_up_is_counted_once():
+    everything: Any = Answered()
+    counted = []
+    everything.count_failure = lambda error, _start_ns: counted.append(failure_reason(error))
+    call = Call(everything, everything, 1, CallHead(GrpcMethod("M", True, False, 1000)), 65535)
+    whole = b"\0\0\0\0\1x"
+    for place in (0, 5):
+        call.feed(whole, place, len(whole))
+    answering: Any = call.answering
+    answering.stop = counted.append
+    call.give_up()
+    assert counted == ["shutting_down"]
+    assert everything.sent == ["end"]
