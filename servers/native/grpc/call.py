@@ -272,12 +272,11 @@ class Call:
             self.head.limit.leave()
 
     def _complete(self, message: GrpcMessage) -> None:
-        self.message = None
         message.receive_ns = time.perf_counter_ns() - message.start_ns
         if not self._free and not message.hold(WAITING_BYTES):
-            message.release()
             self.refuse(UnavailableError(HOLDS_ENOUGH))
             return
+        self.message = None
         self._inbox.append(message)
         self._connection.waiting_messages += 1
         if len(self._inbox) > MOST_WAITING or (self.unsent and self._connection.waiting_messages > MOST_TOGETHER):

@@ -188,3 +188,19 @@ def test_a_call_that_is_given_up_is_counted_once():
     call.give_up()
     assert counted == ["shutting_down"]
     assert everything.sent == ["end"]
+
+
+def test_a_message_for_which_there_is_no_room_to_wait_is_counted():
+    everything: Any = Answered()
+    counted = []
+    everything.count_failure = lambda error, _start_ns: counted.append(failure_reason(error))
+    call = Call(everything, everything, 1, CallHead(GrpcMethod("S", True, True, 1000)), 65535)
+    both = b"\0\0\0\0\1x\0\0\0\0\2xy"
+    place = 0
+    for end in (5, 6, 11, 12):
+        place = call.feed(both, place, end)
+    budget = everything._memory.budget
+    assert budget.hold(budget.left - 1)
+    call.feed(both, place, len(both))
+    assert counted == ["unavailable"]
+    assert everything.sent == ["end"]
