@@ -210,7 +210,7 @@ def test_no_front_end_hears_that_a_model_is_ready_before_it_was_accepting(monkey
         monkeypatch.setattr(FrontEnds, "open_count", 2)  # both have announced themselves
         monkeypatch.setattr(loop._front_ends, "turn", lambda _seconds: setattr(loop, "_stop_by", 0.0))
         loop._set_state(ModelState.ACCEPTING)
-        loop._serve(TwoSlots())  # type: ignore[arg-type]
+        loop._serve(TwoSlots())
     first_ready = told.index((0, ModelState.READY))
     assert {place for place, state in told[:first_ready] if state is ModelState.ACCEPTING} == {0, 1}
     assert {state for _, state in told[first_ready:]} == {ModelState.READY}
