@@ -115,7 +115,10 @@ class EngineSocket(asyncio.Protocol, ABC):
             self._polling.extend()
         for message in read_frames(self._unread, data):
             try:
-                self._take(message)
+                if isinstance(message, UnusableMessage):
+                    self._fail(message, sent=False)
+                else:
+                    self._take(message)
             except Exception:  # it must not end the connection: others wait for theirs
                 log.exception("a message of the engine could not be used")
                 self._fail(unusable_of(message), sent=False)
@@ -127,7 +130,7 @@ class EngineSocket(asyncio.Protocol, ABC):
         self._lose_all()
 
     @abstractmethod
-    def _take(self, message: Message | UnusableMessage) -> None:
+    def _take(self, message: Message) -> None:
         """Use a message of the engine's side."""
 
     @abstractmethod
@@ -251,13 +254,11 @@ class EngineClient(EngineSocket):
             if not done.done():
                 done.set_exception(UnavailableError(ENGINE_ENDED))
 
-    def _take(self, message: Message | UnusableMessage) -> None:
+    def _take(self, message: Message) -> None:
         if isinstance(message, Done):
             self._complete(message)
         elif isinstance(message, Control):
             start_task(self._execute_control(message), self._executing)
-        elif isinstance(message, UnusableMessage):
-            self._fail(message, sent=False)
 
     def _fail(self, message: UnusableMessage, *, sent: bool) -> None:
         if message.kind is Form:

@@ -91,14 +91,12 @@ class GenerationLink(EngineSocket):
 
     # EngineSocket
 
-    def _take(self, message: Message | UnusableMessage) -> None:
+    def _take(self, message: Message) -> None:
         if isinstance(message, Generated):
             self._pass_on(message)
         elif isinstance(message, Control) and isinstance(message.operation, ApplyStatus):
             self._apply(message.operation.models[0])
             self._send(Done([message.number]))
-        elif isinstance(message, UnusableMessage):
-            self._fail(message, sent=False)
 
     def _pass_on(self, message: Generated) -> None:
         sinks = self._sinks
