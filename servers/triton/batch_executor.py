@@ -73,6 +73,8 @@ class BatchExecutor:
         try:
             self._signature.check_sizes({name: array.shape for name, array in request.items()})
             self._signature.check_values(request)
+            if self._engine.checks_values:
+                self._engine.check_values(request)
         except InvalidRequestError as error:
             return error
         return request

@@ -15,6 +15,7 @@ from servers.models.images import DecodingSettings, ImageDecoder, ImageError, de
 from servers.models.items import jpeg_paths
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
+from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import Array
 from servers.triton.batch_executor import BatchExecutor
 
@@ -75,6 +76,25 @@ def test_one_nan_request_leaves_the_others_alone(executor: Any) -> None:
     first, bad, last = executor.execute([{"pixel_values": array} for array in requests])
     np.testing.assert_array_equal(first["embedding"], alone(requests[0]))
     assert np.isnan(bad["embedding"]).all()
+    np.testing.assert_array_equal(last["embedding"], alone(requests[2]))
+
+
+def test_values_that_the_engine_refuses_are_the_fault_of_their_request(
+    executor: Any, engine: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(inputs: Mapping[str, Array]) -> None:
+        if inputs["pixel_values"].min() < -9:
+            raise InvalidRequestError("below -9")
+
+    monkeypatch.setattr(engine, "check_values", check)
+    requests = [pixels(1, 1), np.full((1, 3, 224, 224), -10, np.float32), pixels(2, 2)]
+    executor.execute([{"pixel_values": array} for array in requests])
+    assert [len(given) for given in engine.given] == [4], "an engine that takes any values is not asked"
+    monkeypatch.setattr(engine, "checks_values", True)
+    first, bad, last = executor.execute([{"pixel_values": array} for array in requests])
+    assert isinstance(bad, InvalidRequestError)
+    assert [len(given) for given in engine.given] == [4, 3], "the others are executed once, together"
+    np.testing.assert_array_equal(first["embedding"], alone(requests[0]))
     np.testing.assert_array_equal(last["embedding"], alone(requests[2]))
 
 
