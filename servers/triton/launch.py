@@ -98,6 +98,8 @@ def choose_backend(settings: TritonSettings, installation: Installation, has_pla
     for one that the installation does not have."""
     offered = [name for name in ("tensorrt", "onnxruntime", "python") if name in installation.backends]
     asked: str = settings.backend
+    if asked == "vllm":
+        raise OptionError("--backend vllm generates tokens, and this model answers with tensors; use another --backend")
     if asked == "auto" and settings.engine not in ("auto", "onnxruntime"):
         asked = "python"
     if asked == "auto":

@@ -129,6 +129,7 @@ def test_the_backend(
     [
         (("python",), "3.99", {"backend": "tensorrt"}, r"--backend tensorrt: .* its backends: python"),
         ((), "3.99", {}, r"--backend python: .* its backends: none"),
+        (("python", "vllm"), "3.99", {"backend": "vllm"}, r"--backend vllm generates tokens, .* use another --backend"),
         (("python",), "3.12", {}, r"needs Python 3\.12, for which .*/opt/tritonserver has the process"),
         (("onnxruntime", "python"), "3.12", {"engine": "torch"}, r"needs Python 3\.12"),
     ],
