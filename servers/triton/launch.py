@@ -188,15 +188,8 @@ def prepare(
     installation = installation or find_wheel()
     _clean_up()
     shared_bytes = max(region_bytes(model.specification, engine.max_batch_size) for model in models)
-    instances = settings.instances_on(engine.device, backend)
-    assert_space(shared_bytes * len(models) * instances)
-    delay_us, queue_size = settings.max_queue_delay_us, settings.queue_size
-    serving = Serving(
-        *(engine, weights, delay_us, queue_size, settings.decoding, backend, instances),
-        merges=settings.batching == "dynamic",
-        batch_multiple=settings.batch_multiple,
-        cudnn_conv_algo_search=settings.cudnn_conv_algo_search,
-    )
+    serving = Serving(settings, engine, weights, backend)
+    assert_space(shared_bytes * len(models) * serving.instances)
     lay_out(settings.folder, installation, models, serving)
     first, repository = models[0], settings.folder / MODELS
     if settings.merge_config:

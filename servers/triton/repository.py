@@ -33,13 +33,11 @@ from servers.engines.processors import openmp_spinning
 from servers.engines.settings import EngineSettings
 from servers.models.batch_multiple import fill_batches
 from servers.models.files import onnx_parts, place_parts
-from servers.models.images import DecodingSettings
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsSource
-from servers.options.defaults import MAX_QUEUE_DELAY_US, SPINS, OptionError, chosen_tuning
+from servers.options.defaults import SPINS, OptionError, chosen_tuning
 from servers.triton.config import (
-    HEURISTIC,
     MODEL_PY,
     NATIVE_BACKENDS,
     NO_BATCHING,
@@ -54,10 +52,10 @@ from servers.triton.config import (
     python_config,
 )
 from servers.triton.installation import Installation
+from servers.triton.settings import TritonSettings
 
 MARKER, MODELS, BACKENDS, LIBRARIES = ".abserve-triton", "models", "backends", "lib"
 """What is in the working folder."""
-DECODING = DecodingSettings()
 _PLAIN = re.compile(r"[\w./+,=@%-]+", re.ASCII)
 
 
@@ -74,26 +72,26 @@ class PlacedModel:
 class Serving:
     """How Triton executes every model of a repository; `engine` is resolved (see `settings.resolve_engine`)."""
 
+    settings: TritonSettings
     engine: EngineSettings
     weights: WeightsSource
-    max_queue_delay_us: int = MAX_QUEUE_DELAY_US
-    queue_size: int = 0
-    decoding: DecodingSettings = DECODING
     backend: str = "python"
-    instances: int = 1
-    merges: bool = True
-    """Whether Triton merges requests into batches."""
-    batch_multiple: int = 1
-    cudnn_conv_algo_search: int = HEURISTIC
 
     def name(self, specification: ModelSpecification) -> str:
         """The name under which Triton serves it."""
         return specification.name + ("" if self.backend == "python" else NATIVE_BACKENDS[self.backend].ending)
 
     @property
+    def instances(self) -> int:
+        """The instances of each executed model on each device."""
+        return self.settings.instances_on(self.engine.device, self.backend)
+
+    @property
     def batching(self) -> str:
         """The batcher's field of a config."""
-        return dynamic_batching(self.max_queue_delay_us, self.queue_size) if self.merges else NO_BATCHING
+        if self.settings.batching == "none":
+            return NO_BATCHING
+        return dynamic_batching(self.settings.max_queue_delay_us, self.settings.queue_size)
 
 
 def assert_usable(folder: Path) -> None:
@@ -161,7 +159,7 @@ def plain_path(path: Path) -> Path:
 
 
 def _place_python(models: Path, model: PlacedModel, serving: Serving) -> None:
-    engine, parameters = serving.engine, _parameters(model, serving)
+    engine, parameters = serving.engine, _parameters(model, serving, model.specification)
     specification = replace(model.specification, max_batch_size=engine.max_batch_size)
     if engine.device == "cpu" and engine.kind in SPINS:
         openmp_sleeps = engine.kind == "torch" and openmp_spinning(engine.threads) == "off"  # by a variable of the user
@@ -195,30 +193,30 @@ def _place_native(models: Path, model: PlacedModel, serving: Serving) -> None:
     backend, parameters = NATIVE_BACKENDS[serving.backend], _parameters(model, serving, executed)
     more = {}
     if serving.backend == "onnxruntime":
-        more = {"cudnn_conv_algo_search": serving.cudnn_conv_algo_search}
+        more = {"cudnn_conv_algo_search": serving.settings.cudnn_conv_algo_search}
     config = backend.config(executed, serving.batching, serving.engine.device, parameters, serving.instances, **more)
     folder = models / serving.name(executed)
     write_model(folder, config, {})
     artefact = folder / "1" / artefact_name(executed, backend.suffix)
     if not artefact.exists():  # JPEG and UINT8 execute the same file
-        if serving.batch_multiple > 1:
-            fill_batches(model.artefact, artefact, serving.batch_multiple)
+        if (multiple := serving.settings.batch_multiple) > 1:
+            fill_batches(model.artefact, artefact, multiple)
         else:
             parts = onnx_parts(model.artefact) if model.artefact == executed.file else (model.artefact,)
             place_parts(parts, artefact.parent, artefact.name)
     if specification.decodes_to is not None:
-        name = serving.name(specification)
-        decoding = serving.decoding
+        name, decoding = serving.name(specification), serving.settings.decoding
         decoder = preprocess_config(specification, decoding.thread_count, decoding.max_pixels)
         write_model(models / preprocess_name(specification), decoder, preprocess_files(specification))
         write_model(models / name, ensemble_config(specification, name, serving.name(executed)), {})
 
 
-def _parameters(model: PlacedModel, serving: Serving, executed: ModelSpecification | None = None) -> dict[str, str]:
+def _parameters(model: PlacedModel, serving: Serving, executed: ModelSpecification) -> dict[str, str]:
+    settings, sha256 = serving.settings, None if model.manifest is None else str(model.manifest["sha256"])
     return {
-        **parameters_from_settings(serving.engine, serving.weights, model.artefact, _sha256(model)),
-        **parameters_from_model(executed or model.specification, serving.engine.pad_to, serving.decoding),
-        **({"batch_multiple": str(serving.batch_multiple)} if serving.batch_multiple > 1 else {}),
+        **parameters_from_settings(serving.engine, serving.weights, model.artefact, sha256),
+        **parameters_from_model(executed, serving.engine.pad_to, settings.decoding),
+        **({"batch_multiple": str(settings.batch_multiple)} if settings.batch_multiple > 1 else {}),
     }
 
 
@@ -242,11 +240,6 @@ def _link_backends(folder: Path, installation: Installation) -> None:
         for file in (*filter(Path.is_file, source.iterdir()), installation.stub):
             (folder / "python" / file.name).unlink(missing_ok=True)
             (folder / "python" / file.name).symlink_to(file)
-
-
-def _sha256(model: PlacedModel) -> str | None:
-    sha256 = (model.manifest or {}).get("sha256")
-    return None if sha256 is None else str(sha256)
 
 
 BATCHING = "dynamic_batching"

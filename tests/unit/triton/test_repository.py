@@ -12,7 +12,6 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from servers.engines.settings import EngineSettings
-from servers.models.images import DecodingSettings
 from servers.models.registry import get_specification, get_variant
 from servers.models.sources.triton_repository import read_config
 from servers.models.specification import ModelSpecification
@@ -27,6 +26,7 @@ from servers.triton.config import (
 )
 from servers.triton.installation import Interpreter
 from servers.triton.repository import PlacedModel, Serving, apply_tuning, lay_out, merge_config, tuning_of
+from servers.triton.settings import TritonSettings
 from servers.triton.wheel import find_wheel
 from tests.unit.triton.test_config import parse
 
@@ -38,7 +38,7 @@ def laid_out(
 ) -> Path:
     """The working folder."""
     model = PlacedModel(specification, Path("/artefacts/model.onnx"), {"sha256": "ab12"})
-    lay_out(folder, find_wheel(interpreter), [model], Serving(engine, RandomWeights(0)))
+    lay_out(folder, find_wheel(interpreter), [model], Serving(TritonSettings(), engine, RandomWeights(0)))
     return folder
 
 
@@ -139,7 +139,7 @@ def test_a_folder_with_other_files_is_refused_and_kept(
 def native(folder: Path, interpreter: Interpreter, payload: str, backend: str, device: str) -> Path:
     specification = get_variant("open_clip:ViT-B-32", payload)
     engine = replace(ENGINE, kind=backend, device=device, precision="fp16")
-    serving = Serving(engine, RandomWeights(0), decoding=DecodingSettings(threads=3), backend=backend)
+    serving = Serving(TritonSettings(decode_threads=3), engine, RandomWeights(0), backend)
     model = PlacedModel(specification, Path("/artefacts/exported"), {"sha256": "ab12"})
     lay_out(folder, find_wheel(interpreter), [model], serving)
     return folder / "models"
