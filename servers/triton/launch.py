@@ -189,7 +189,11 @@ def prepare(
     _clean_up()
     shared_bytes = max(region_bytes(model.specification, engine.max_batch_size) for model in models)
     serving = Serving(settings, engine, weights, backend)
-    assert_space(shared_bytes * len(models) * serving.instances)
+    # Each process of the python backend has a region; in front of another backend there is at most one, which decodes.
+    regions = len(models) * serving.instances * len(engine.device.split(","))
+    if backend != "python":
+        regions = sum(model.specification.decodes_to is not None for model in models)
+    assert_space(shared_bytes * regions)
     lay_out(settings.folder, installation, models, serving)
     first, repository = models[0], settings.folder / MODELS
     if settings.merge_config:

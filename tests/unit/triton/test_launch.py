@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,15 @@ import typer
 
 from servers.commands.gpu import gpu_exporter, gpu_info
 from servers.commands.triton import serve_triton
+from servers.engines import settings as engine_settings
+from servers.models.registry import get_variant
+from servers.models.weights import RandomWeights
 from servers.options.defaults import OptionError
+from servers.triton import launch
+from servers.triton.installation import Installation, TritonError
 from servers.triton.launch import assert_free
+from servers.triton.process import region_bytes
+from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
 
 CODE = """
@@ -67,6 +75,37 @@ def test_the_python_backend_has_two_instances_on_a_gpu(
     asked: int | None, device: str, backend: str, instances: int
 ) -> None:
     assert TritonSettings(instances=asked).instances_on(device, backend) == instances
+
+
+@pytest.mark.parametrize(
+    ("payload", "device", "backend", "regions"),
+    [
+        ("fp32", "cpu", "python", 1),
+        ("fp32", "cuda:0", "python", 2),
+        ("fp32", "cuda:0,cuda:1", "python", 4),
+        ("fp32", "cuda:0,cuda:1", "onnxruntime", 0),
+        ("jpeg", "cuda:0,cuda:1", "onnxruntime", 1),
+    ],
+)
+def test_every_process_of_the_python_backend_needs_shared_memory_and_nothing_else_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, payload: str, device: str, backend: str, regions: int
+) -> None:
+    needed: list[int] = []
+
+    def assert_space(needed_bytes: int) -> None:
+        needed.append(needed_bytes)
+        raise TritonError("enough of this launch")
+
+    monkeypatch.setattr(engine_settings, "nvidia_device_present", lambda: True)
+    monkeypatch.setattr(launch, "assert_ready", lambda _settings: None)
+    monkeypatch.setattr(launch, "_clean_up", lambda: None)
+    monkeypatch.setattr(launch, "assert_space", assert_space)
+    settings = TritonSettings(payloads=payload, device=device, work_dir=tmp_path / "work")
+    specification = get_variant(settings.model, payload)
+    installation = Installation("here", "2.61", tmp_path / "tritonserver", tmp_path / "backends")
+    with pytest.raises(TritonError, match="enough"):
+        launch.prepare(settings, [PlacedModel(specification)], RandomWeights(0), installation, backend)
+    assert needed == [regions * region_bytes(specification, specification.max_batch_size)]
 
 
 def test_a_taken_port_names_its_option(taken: int) -> None:
