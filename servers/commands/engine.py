@@ -36,7 +36,7 @@ from servers.measuring.measurement import (
 from servers.measuring.request import resolved_device
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
-from servers.options.command_line import checked, counted, fail, settings_of, takes_settings
+from servers.options.command_line import checked, counted, fail, is_chosen, settings_of, takes_settings
 
 HELP_GROUP = "Explore"
 
@@ -162,10 +162,9 @@ def _measure_language(settings: MeasurementSettings, json: Path | None) -> None:
     from servers.measuring.generation import measure_generation, table_of
 
     on_cpu = resolved_device(settings.device) == "cpu"
-    default = settings.engine == MeasurementSettings.model_fields["engine"].default
     if settings.profile:
         fail("--profile shows no kernels of a language model; leave it out", status=2)
-    name = DEFAULT_ENGINE if default else settings.engine
+    name = settings.engine if is_chosen(settings, "engine") else DEFAULT_ENGINE
     with failing(2):
         try:
             enter(generating_environment(name))

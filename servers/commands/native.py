@@ -16,6 +16,7 @@ from servers.engines.interface import CHOICES
 from servers.engines.padding import pad_to_text, padding_of
 from servers.engines.settings import engine_kind
 from servers.language.engine import SLOTS, generating_environment
+from servers.language.options import TOKENS_ONLY, of_other_kind
 from servers.language.specification import LanguageModel, is_language_model, language_model
 from servers.measuring.fastest import OWN, fastest_engine
 from servers.models.images import DecodingSettings
@@ -28,14 +29,12 @@ from servers.native.shared.recording import check_recording
 from servers.native.shared.settings import (
     NO_BATCHES,
     TENSORS_ONLY,
-    TOKENS_ONLY,
     NativeSettings,
     artefact_field,
-    of_other_kind,
     watched_files,
 )
 from servers.native.shared.tls import Certificate
-from servers.options.command_line import given_options, takes_settings, to_argument, tuning_of, with_tuning
+from servers.options.command_line import given_options, is_chosen, takes_settings, to_argument, tuning_of, with_tuning
 from servers.options.defaults import ARTEFACTS, OptionError, usable_cores
 from servers.options.launch import PROGRAM, LaunchPlan, bind, check_free, host_in_url
 from servers.options.search import space_json
@@ -93,7 +92,7 @@ def _requested(options: Mapping[str, Any]) -> NativeSettings:
 def _resolved(requested: NativeSettings) -> tuple[NativeSettings, Models]:
     """The settings in effect. Raises for an option that the server cannot honour."""
     if is_language_model(requested.model):
-        if requested.max_batch_size != NativeSettings.model_fields["max_batch_size"].default:
+        if is_chosen(requested, "max_batch_size"):
             raise OptionError(NO_BATCHES)
         model = language_model(requested.model, requested.weights)
         return requested.resolved_for(model), (model,)

@@ -20,6 +20,7 @@ from servers.options.command_line import (
     fail,
     flag_of,
     given_options,
+    is_chosen,
     takes_settings,
     to_argument,
     tuning_of,
@@ -68,6 +69,7 @@ def _chosen(kind: str, requested: PlainSettings) -> tuple[ModelSpecification | L
     if not is_language_model(requested.model):
         if kind != "fastapi" and requested.workers > 1:
             raise OptionError(f"--workers is for FastAPI; abserve serve {kind} has one process for the model")
+        requested.check_for_tensors()
         specification = requested.specification()
         largest = specification.max_batch_size
         engine = EngineSettings("torch", requested.precision, "eager", requested.device, requested.threads, largest)
@@ -76,7 +78,7 @@ def _chosen(kind: str, requested: PlainSettings) -> tuple[ModelSpecification | L
     if kind != "fastapi":
         raise OptionError(f"abserve serve {kind} serves no language models; use fastapi, native, triton or vllm")
     for option in ("max_batch_size", "payloads", "max_queue_delay_us", "workers"):
-        if getattr(requested, option) != PlainSettings.model_fields[option].default:
+        if is_chosen(requested, option):
             raise OptionError(
                 f"{flag_of(option)} has no effect on a language model: generate() serves one request each"
             )

@@ -11,7 +11,18 @@ from pydantic_settings import BaseSettings
 from servers.language.engine import GenerationSettings
 from servers.language.specification import LanguageModel
 from servers.options import defaults, search
+from servers.options.command_line import flag_of, is_chosen
 from servers.options.defaults import OptionError
+
+TOKENS_ONLY = ("slots", "max_length", "prefill_chunk", "graphs", "max_client_requests")
+"""Options that only a language model has."""
+
+
+def of_other_kind(name: str) -> str:
+    """The refusal of an option that the served model does not have."""
+    if name in TOKENS_ONLY:
+        return f"{flag_of(name)} is for language models, such as --model language:demo"
+    return f"{flag_of(name)} is for models of tensors; a language model has no such setting"
 
 
 class ServingOptions(BaseSettings):
@@ -37,6 +48,12 @@ class ServingOptions(BaseSettings):
         """Raise `OptionError` for a maximum length beyond the model's."""
         if self.max_length > model.max_length:
             raise OptionError(f"--max-length {self.max_length}: {model.title} takes at most {model.max_length} tokens")
+
+    def check_for_tensors(self) -> None:
+        """Raise `OptionError` for an option that only a language model has."""
+        for name in TOKENS_ONLY:
+            if name in type(self).model_fields and is_chosen(self, name):
+                raise OptionError(of_other_kind(name))
 
 
 class GeneratingOptions(ServingOptions):

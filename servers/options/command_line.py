@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from servers.options import search
-from servers.options.defaults import ALL, chosen_tuning
+from servers.options.defaults import ALL, NONE, chosen_tuning
 
 S = TypeVar("S", bound=BaseSettings)
 
@@ -83,12 +83,18 @@ def given_options(context: Any, options: Mapping[str, object], *, variables: boo
     return frozenset(name for name in options if context.get_parameter_source(name).name in given)
 
 
+def is_chosen(settings: BaseSettings, name: str) -> bool:
+    """Whether an option has another value than its default; an empty text may also be spelled none."""
+    value, default = getattr(settings, name), type(settings).model_fields[name].default
+    return bool(value != default and (value, default) != (NONE, ""))
+
+
 def tuning_of(settings: BaseSettings) -> dict[str, str]:
     """The options that tune the server and differ from its defaults, with their values."""
     return {
-        flag_of(name)[2:]: str(value)
+        flag_of(name)[2:]: str(getattr(settings, name))
         for name, field in type(settings).model_fields.items()
-        if _option(field).tunes and (value := getattr(settings, name)) != field.default
+        if _option(field).tunes and is_chosen(settings, name)
     }
 
 

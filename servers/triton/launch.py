@@ -18,7 +18,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from servers.engines.padding import parse_pad_to
 from servers.engines.processors import wait_policy
 from servers.engines.settings import EngineError, EngineSettings
 from servers.language.engine import GenerationSettings, generating_environment
@@ -28,7 +27,7 @@ from servers.language.weights import pin_language_weights, weights_sha256
 from servers.models.files import user_path
 from servers.models.sources.triton_repository import CONFIG, read_config, step_folders
 from servers.models.weights import WeightsSource
-from servers.options.command_line import flag_of
+from servers.options.command_line import flag_of, is_chosen
 from servers.options.defaults import ALL, OptionError, check_traces
 from servers.options.launch import LaunchPlan, check_free, host_in_url, is_loopback
 from servers.protocol.examples import generate_commands, in_path, infer_commands
@@ -81,6 +80,13 @@ VLLM_MEMORY_SHARE = 0.4
 """Of the GPU's memory: what the vLLM backend takes, so that another server fits beside it."""
 OF_ONNXRUNTIME = ("batch_multiple", "cudnn_conv_algo_search")
 """Options of Triton's own onnxruntime backend alone."""
+OF_CONFIGS = ("instances", "batching", *OF_ONNXRUNTIME)
+"""Options that the config of a generated model of tensors has."""
+OF_TENSORS = (
+    *("payloads", "mode", "max_batch_size", "max_queue_delay_us", "pad_to"),
+    *("decode_threads", "max_image_pixels"),
+)
+"""Other options that only a model of tensors has."""
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -238,10 +244,8 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
     if not model.is_dir():
         raise OptionError(f"--triton-repository {folder} has no model {settings.model}; {_listed(folder)}")
     _assert_name(settings.model)
-    changing = {"merge_config": settings.merge_config, "instances": (settings.instances or 1) > 1}
-    for option, value in (changing | _own_batching(settings)).items():
-        if value:
-            raise OptionError(f"{flag_of(option)} changes generated configs; edit the one in your own repository")
+    for option in _changing(settings, "merge_config", *OF_CONFIGS):
+        raise OptionError(f"{flag_of(option)} changes generated configs; edit the one in your own repository")
     assert_ready(settings)
     _clean_up()
     lay_out(settings.folder, installation)
@@ -270,19 +274,8 @@ def prepare_repository(settings: TritonSettings, installation: Installation) -> 
 def language_backend(settings: TritonSettings, installation: Installation) -> str:
     """The backend that generates tokens. Raises `OptionError` for one that cannot, and for options without effect."""
     backend = "python" if settings.backend == "auto" else settings.backend
-    without_effect = {
-        "payloads": settings.payloads,
-        "max_batch_size": settings.max_batch_size,
-        "max_queue_delay_us": settings.max_queue_delay_us,
-        "pad_to": parse_pad_to(settings.pad_to),
-        "instances": (settings.instances or 1) > 1,
-        **_own_batching(settings),
-    }
-    for option, value in without_effect.items():
-        if value:
-            raise OptionError(
-                f"{flag_of(option)} has no effect on a language model, whose engine batches tokens itself"
-            )
+    for option in _changing(settings, *OF_TENSORS, *OF_CONFIGS):
+        raise OptionError(f"{flag_of(option)} has no effect on a language model, whose engine batches tokens itself")
     if backend not in ("python", "vllm"):
         raise OptionError(f"--backend {backend} generates no tokens; use python, or vllm where it is installed")
     _assert_offered(backend, installation.backends, installation)
@@ -381,26 +374,26 @@ def vllm_arguments(generation: GenerationSettings, folder: Path) -> dict[str, ob
     }
 
 
-def _own_batching(settings: TritonSettings) -> dict[str, bool]:
-    """The options of how batches are formed and convolved, and whether each differs from its default."""
-    names = ("batching", *OF_ONNXRUNTIME)
-    return {name: getattr(settings, name) != type(settings).model_fields[name].default for name in names}
+def _changing(settings: TritonSettings, *names: str) -> list[str]:
+    """Those of the options that change something; one instance is what there is without the option."""
+    return [name for name in names if is_chosen(settings, name) and (name != "instances" or settings.instances != 1)]
 
 
 def assert_applies(settings: TritonSettings, backend: str, engine: EngineSettings) -> None:
     """Raise `OptionError` for an option of batching that has no effect on a model of tensors."""
-    changed = _own_batching(settings)
+    settings.check_for_tensors()
+    changing = _changing(settings, "batching", *OF_ONNXRUNTIME)
     for option in OF_ONNXRUNTIME:
-        if changed[option] and backend != "onnxruntime":
+        if option in changing and backend != "onnxruntime":
             raise OptionError(f"{flag_of(option)} is of the onnxruntime backend, and not of {backend}; leave it out")
-    if changed["cudnn_conv_algo_search"] and engine.device == "cpu":
+    if "cudnn_conv_algo_search" in changing and engine.device == "cpu":
         raise OptionError("--cudnn-conv-algo-search has no effect on a CPU; leave it out")
     if settings.batch_multiple > engine.max_batch_size:
         raise OptionError(
             f"--batch-multiple {settings.batch_multiple} is more than the largest batch, {engine.max_batch_size}; give "
             "a smaller one, or a larger --max-batch-size"
         )
-    if changed["batching"] and settings.queue_size:
+    if "batching" in changing and settings.queue_size:
         raise OptionError("--queue-size has no effect with --batching none; leave one of them out")
 
 

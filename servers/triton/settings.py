@@ -18,7 +18,7 @@ from servers.language.options import GeneratingOptions
 from servers.models.images import DecodingSettings
 from servers.models.registry import get_variants
 from servers.options import defaults, search
-from servers.options.command_line import Tuning, settings_of
+from servers.options.command_line import Tuning, is_chosen, settings_of
 from servers.options.defaults import ALL
 from servers.triton.config import HEURISTIC, NATIVE_BACKENDS
 
@@ -190,7 +190,7 @@ class TritonSettings(EngineOptions, GeneratingOptions):
 
     def resolved_generation(self) -> GenerationSettings:
         """The settings of a generating engine, with device and precision chosen. Raises `EngineError`."""
-        engine = DEFAULT_ENGINE if self.engine == type(self).model_fields["engine"].default else self.engine
+        engine = self.engine if is_chosen(self, "engine") else DEFAULT_ENGINE
         if "," in self.device:
             raise EngineError(f"device {self.device}: a language model runs on one device; choose one of them")
         device = EngineSettings("torch", "fp32", "eager", self.device).device_here()

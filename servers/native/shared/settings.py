@@ -15,7 +15,7 @@ from servers.engines.padding import parse_pad_to
 from servers.engines.processors import check_devices, thread_count
 from servers.engines.settings import EngineError, EngineSettings, engine_kind, parse_spinning
 from servers.language.engine import DEFAULT_ENGINE, GENERATING_ENGINES, GenerationSettings, generation_precision
-from servers.language.options import GeneratingOptions
+from servers.language.options import GeneratingOptions, of_other_kind
 from servers.language.specification import LanguageModel, is_language_model
 from servers.models.files import onnx_parts
 from servers.models.images import MAX_PIXELS
@@ -23,7 +23,7 @@ from servers.models.registry import DEFAULT_MODEL, model_files
 from servers.models.specification import ModelSpecification, choose_from
 from servers.models.weights import CheckpointWeights, WeightsSource
 from servers.options import defaults, search
-from servers.options.command_line import OptionTraits, Tuning, flag_of, settings_of
+from servers.options.command_line import OptionTraits, Tuning, flag_of, is_chosen, settings_of
 from servers.options.defaults import ALL, OptionError, usable_cores
 
 TENSORS_ONLY = (
@@ -32,8 +32,6 @@ TENSORS_ONLY = (
     *("busy_poll_us", "added_delay_ms", "reload"),
 )
 """Options that only a model of tensors has."""
-TOKENS_ONLY = ("slots", "max_length", "prefill_chunk", "graphs", "max_client_requests")
-"""Options that only a language model has."""
 NO_BATCHES = "--max-batch-size is for models of tensors; a language model has --slots"
 DEFAULT_SLOTS = 256
 """Statistics count the steps of up to so many rows, where the engine chooses how many slots it has."""
@@ -55,13 +53,6 @@ def traces_installed() -> bool:
     with suppress(PackageNotFoundError):
         return bool(version("opentelemetry-exporter-otlp-proto-http"))
     return False
-
-
-def of_other_kind(name: str) -> str:
-    """The refusal of an option that the served model does not have."""
-    if name in TOKENS_ONLY:
-        return f"{flag_of(name)} is for language models, such as --model language:demo"
-    return f"{flag_of(name)} is for models of tensors; a language model has no such setting"
 
 
 class NativeSettings(GeneratingOptions):
@@ -315,8 +306,9 @@ class NativeSettings(GeneratingOptions):
 
     def resolved_for(self, model: LanguageModel) -> NativeSettings:
         """The settings for a language model. Raises `OptionError` and `EngineError`."""
-        for name in self.chosen(TENSORS_ONLY):
-            raise OptionError(of_other_kind(name))
+        for name in TENSORS_ONLY:
+            if is_chosen(self, name):
+                raise OptionError(of_other_kind(name))
         if "," in self.device:
             raise OptionError(f"--device {self.device}: a language model runs on one device; choose one of them")
         self.check_length(model)
@@ -348,18 +340,6 @@ class NativeSettings(GeneratingOptions):
     def longest_s(self, byte_count: int) -> float:
         """How long a client may take to send or to read so many bytes."""
         return self.read_timeout_s + byte_count / self.min_body_bytes_per_s
-
-    def check_for_tensors(self) -> None:
-        """Raise `OptionError` for an option that only a language model has."""
-        for name in self.chosen(TOKENS_ONLY):
-            raise OptionError(of_other_kind(name))
-
-    def chosen(self, names: Sequence[str]) -> list[str]:
-        """Those of these options that have another value than their default."""
-        fields = type(self).model_fields
-        # The default of pad_to has another spelling once it is checked.
-        given = {name: self.pad_sizes or "" if name == "pad_to" else getattr(self, name) for name in names}
-        return [name for name, value in given.items() if value != fields[name].default]
 
     def language_engine(self) -> GenerationSettings:
         """The options as a generating engine takes them; of resolved settings only."""

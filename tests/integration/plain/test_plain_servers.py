@@ -234,6 +234,7 @@ def test_another_model_gets_404(server: Plain) -> None:
     ("options", "message"),
     [
         (("--payloads", "jpeg"), "a plain server decodes no JPEG files; use --payloads uint8, or serve native"),
+        (("--max-length", "64"), "--max-length is for language models, such as --model language:demo"),
         (("--payloads", "fp32,uint8"), "a plain server serves one payload"),
         (("--precision", "fp16", "--device", "cpu"), "does not offer precision fp16 on cpu"),
         (("--model", "nothing"), "unknown model 'nothing'"),

@@ -211,6 +211,7 @@ def test_the_config_says_what_the_engine_does(running: Running, client: httpx.Cl
     [
         ({"max_batch_size": 4}, "--max-batch-size has no effect on a language model"),
         ({"pad_to": "32,64"}, "--pad-to has no effect on a language model"),
+        ({"mode": "eager"}, "--mode has no effect on a language model"),
         ({"backend": "onnxruntime"}, "--backend onnxruntime generates no tokens; use python, or vllm"),
         ({"backend": "vllm"}, "--backend vllm: the tritonserver of nvidia-pytriton 0.7.0 does not have it"),
         ({"max_length": 2000}, "--max-length 2000: Tiny"),

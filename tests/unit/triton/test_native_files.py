@@ -141,6 +141,8 @@ def test_onnxruntime_can_fill_batches_and_execute_requests_alone(
         ({"device": "cpu", "cudnn_conv_algo_search": 0}, "no effect on a CPU"),
         ({"batch_multiple": 16, "max_batch_size": 8}, "more than the largest batch, 8"),
         ({"batching": "none", "queue_size": 5}, "--queue-size has no effect with --batching none"),
+        ({"slots": 8}, "--slots is for language models"),
+        ({"graphs": False}, "--graphs is for language models"),
     ],
 )
 def test_an_option_of_batches_without_effect_is_refused(
