@@ -19,6 +19,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -55,8 +56,10 @@ def write_samples(
     or one or several whole numbers. `images` is a folder of JPEG files. Raises `OptionError`, and `FolderError` when
     the place cannot be written or holds something else.
     """
-    if images is not None and specification.payload != "fp32":
-        raise OptionError(f"{specification.label} takes no images; give it inputs of another kind")
+    if images is not None:
+        if specification.payload != "fp32":
+            raise OptionError(f"{specification.label} takes no images; give it inputs of another kind")
+        specification = replace(specification, samples=None)  # the user's come before its author's
     if specification.payload == "fp32" and specification.samples is None:
         return _write_images(specification, folder, images)
     return _write_items(specification, folder, sequence_length, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from loadgen.entry import PanelledCommand
 from servers.commands.models import samples
 from servers.models.items import QUANTILES, jpeg_paths, text_lengths
-from servers.models.registry import get_base
+from servers.models.registry import DEFAULT_MODEL, get_base
 from servers.models.samples import write_samples
 from servers.models.specification import ModelSpecification
 from servers.options.defaults import OptionError
@@ -93,6 +94,22 @@ def test_a_users_pictures_are_resized_as_the_corpus_is(tmp_path: Path) -> None:
     (own / "b.JPG").write_bytes(b"no picture")
     with pytest.raises(OptionError, match=r"^b\.JPG: the image is not a JPEG"):
         write_samples(model, tmp_path / "given", images=own)
+
+
+def test_a_users_pictures_come_before_the_items_of_a_models_author(tmp_path: Path) -> None:
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    (pictures / "one.jpg").write_bytes(jpeg_paths()[0].read_bytes())
+    items = {"pixel_values": np.zeros((2, 3, 224, 224), np.float32)}
+    specification = replace(get_base(DEFAULT_MODEL), samples=items)
+    write_samples(specification, tmp_path / "authors")
+    assert json.loads((tmp_path / "authors" / "samples.json").read_text())["count"] == 2
+    write_samples(specification, tmp_path / "mine", images=pictures)
+    document = json.loads((tmp_path / "mine" / "samples.json").read_text())
+    assert (document["count"], document["source"], list(document["variants"])) == (
+        1, "pictures", ["fp32", "uint8", "jpeg"],
+    )  # fmt: skip
+    assert np.load(tmp_path / "mine" / "pixel_values.fp32.npy").any()
 
 
 def test_what_does_not_fit_the_model_is_refused(bert: ModelSpecification, tmp_path: Path) -> None:
