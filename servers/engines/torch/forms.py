@@ -235,13 +235,12 @@ def _compiled(form: ModelForm) -> ModelForm:
 def _fused_form(
     lean: LeanVisionTower, specification: ModelSpecification, device: torch.device, rows: Sequence[int]
 ) -> ModelForm:
-    from servers.engines.torch.vit_fused import FusedVisionTower, FusedWeights, PlanChooser, TilePlan, Workspace
+    from servers.engines.torch.vit_fused import FusedVisionTower, FusedWeights, TilePlan, Workspace, chosen_plans
 
     weights = FusedWeights(lean, device)
     workspace = Workspace(lean.shape, rows[-1], device)
     item = specification.inputs[0].item_shape
-    chooser = PlanChooser(weights, workspace, item)
-    chosen = {images: chooser.choose(images) for images in rows}
+    chosen = chosen_plans(weights, workspace, item, rows)
     towers = {images: FusedVisionTower(weights, workspace, images, plan) for images, (plan, _) in chosen.items()}
     pixels = torch.zeros(rows[-1], *item, dtype=torch.uint8 if lean.bytes_in else torch.float32, device=device)
     out = torch.empty(rows[-1], lean.shape.output_width, device=device)

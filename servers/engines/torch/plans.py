@@ -132,7 +132,6 @@ class PlannedModule(ABC):
         self._module, self._specification, self._device, self._dtype = module, specification, device, dtype
         self._plans = plans
         self._answers = answers
-        self._started = monotonic()
         self._forms: dict[ModulePlan, ModelForm | None] = {}
         self._chosen: dict[int, tuple[ModulePlan, str]] = {}
         """By rows, the plan and where it comes from."""
@@ -148,6 +147,7 @@ class PlannedModule(ABC):
         """Choose for each batch of `rows`; None if no plan gives the model's answers to one of them."""
         cache = ChoiceCache(cache_key(self._module, self._specification, self._device, self._answers.precision))
         with stage("choose"), cache.held():
+            self._started = monotonic()  # without the wait for another start
             kept = self._kept(cache)
             if not kept:
                 self._compile(rows)

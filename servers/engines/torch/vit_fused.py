@@ -16,7 +16,7 @@ import triton
 from torch import Tensor, nn
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from servers.engines.choice import ChoiceCache, graph_times_ms, machine_key, makes_choices
+from servers.engines.choice import MOST_SECONDS, ChoiceCache, graph_times_ms, machine_key, makes_choices
 from servers.engines.torch import vit_kernels as kernels
 from servers.engines.torch.vit_tower import LeanVisionTower, TowerShape, UnsupportedTowerError
 from servers.options.stages import stage
@@ -127,9 +127,6 @@ def portable_plans(images: int) -> tuple[TilePlan, ...]:
 
 
 MAX_CHUNKS = 64
-
-MEASURING_BUDGET_S = 20.0
-"""For all batch sizes together, kernel compilation included; sizes left over run entirely on cuBLAS."""
 
 HOPPER = (9, 0)
 
@@ -415,51 +412,61 @@ class FusedVisionTower:
         return max(sizes)
 
 
-class PlanChooser:
-    """Chooses for one tower on one device; the measuring budget runs from its construction."""
-
-    def __init__(self, weights: FusedWeights, workspace: Workspace, item: tuple[int, ...]) -> None:
-        self._weights, self._space, self._item = weights, workspace, item
-        self._deadline = time.monotonic() + MEASURING_BUDGET_S
-        key = {"tower": repr(weights.shape), "item": str(item), "bytes": str(weights.bytes_in)}
-        self._cache = ChoiceCache(machine_key(torch.device(weights.device)) | key)
-
-    def choose(self, images: int) -> tuple[TilePlan, str]:
-        """The plan for batches of `images` and its origin: "table", "measured" or "default"."""
-        shape = self._weights.shape
-        if torch.cuda.get_device_capability(self._weights.device) == HOPPER:
-            plan = hopper_plan(images)
-            if plan.fits(shape):
-                return plan, "table"
-        if not makes_choices():
-            return CUBLAS, "default"
-        candidates = [plan for plan in portable_plans(images) if plan.fits(shape)]
-        with stage("choose"), self._cache.held():
-            stored = self._cache.read()
+def chosen_plans(
+    weights: FusedWeights, workspace: Workspace, item: tuple[int, ...], rows: Sequence[int]
+) -> dict[int, tuple[TilePlan, str]]:
+    """By batch size, the plan of a tower and its origin: "table", "measured" or "default"."""
+    shape, device = weights.shape, torch.device(weights.device)
+    chosen = dict[int, tuple[TilePlan, str]]()
+    if torch.cuda.get_device_capability(device) == HOPPER:
+        chosen = {images: (plan, "table") for images in rows if (plan := hopper_plan(images)).fits(shape)}
+    others = [images for images in rows if images not in chosen]
+    if not makes_choices():
+        return chosen | dict.fromkeys(others, (CUBLAS, "default"))
+    if not others:
+        return chosen
+    key = {"tower": repr(shape), "item": str(item), "bytes": str(weights.bytes_in)}
+    kept = ChoiceCache(machine_key(device) | key)
+    with stage("choose"), kept.held():
+        # For all sizes together, kernel compilation included; sizes left over run entirely on cuBLAS.
+        deadline, stored = time.monotonic() + MOST_SECONDS, kept.read()
+        measured = dict[str, tuple[int, str]]()
+        for images in others:
+            candidates = [plan for plan in portable_plans(images) if plan.fits(shape)]
             try:
                 place, origin = stored[str(images)]
-                return candidates[place], str(origin)
+                chosen[images] = candidates[place], str(origin)
             except (KeyError, TypeError, ValueError, IndexError):
-                plan, origin = self._fastest(images, candidates)
-            self._cache.write({**stored, str(images): [candidates.index(plan), origin]})
-        return plan, origin
+                plan, origin = _fastest(weights, workspace, item, images, candidates, deadline)
+                chosen[images], measured[str(images)] = (plan, origin), (candidates.index(plan), origin)
+        if measured:
+            kept.write({**stored, **measured})
+    return chosen
 
-    def _fastest(self, images: int, candidates: Sequence[TilePlan]) -> tuple[TilePlan, str]:
-        device = self._weights.device
-        # Random pixels: on zeros a matrix product draws less power and runs faster.
-        pixels = torch.randint(0, 256, (images, *self._item), device=device, dtype=torch.uint8)
-        pixels = pixels if self._weights.bytes_in else pixels.float()
-        out = torch.empty(images, self._weights.shape.output_width, device=device)
 
-        @cache
-        def tower(place: int) -> FusedVisionTower:
-            return FusedVisionTower(self._weights, self._space, images, candidates[place])
+def _fastest(
+    weights: FusedWeights,
+    workspace: Workspace,
+    item: tuple[int, ...],
+    images: int,
+    candidates: Sequence[TilePlan],
+    deadline: float,
+) -> tuple[TilePlan, str]:
+    device = weights.device
+    # Random pixels: on zeros a matrix product draws less power and runs faster.
+    pixels = torch.randint(0, 256, (images, *item), device=device, dtype=torch.uint8)
+    pixels = pixels if weights.bytes_in else pixels.float()
+    out = torch.empty(images, weights.shape.output_width, device=device)
 
-        calls = (
-            (str(place), lambda place=place: tower(place).run(pixels, out))
-            for place in range(len(candidates))
-            if time.monotonic() <= self._deadline
-        )
-        # A card may have less shared memory than a plan needs.
-        times = graph_times_ms(calls, torch.device(device), lambda _title, _error: None)
-        return (candidates[int(min(times, key=times.__getitem__))], "measured") if times else (CUBLAS, "default")
+    @cache
+    def tower(place: int) -> FusedVisionTower:
+        return FusedVisionTower(weights, workspace, images, candidates[place])
+
+    calls = (
+        (str(place), lambda place=place: tower(place).run(pixels, out))
+        for place in range(len(candidates))
+        if time.monotonic() <= deadline
+    )
+    # A card may have less shared memory than a plan needs.
+    times = graph_times_ms(calls, torch.device(device), lambda _title, _error: None)
+    return (candidates[int(min(times, key=times.__getitem__))], "measured") if times else (CUBLAS, "default")

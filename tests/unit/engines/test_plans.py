@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,24 @@ def test_a_size_without_time_has_the_plan_of_the_nearest_one(
     assert measured == [8, 1]
     assert plans_of(engine) == {"1": LAST.title, "2": LAST.title, "4": LAST_FOLDED.title, "8": LAST_FOLDED.title}
     assert engine.describe().details["plan_origins"]["2"] == "not measured"
+
+
+def test_the_wait_for_another_start_takes_none_of_the_time_to_choose(
+    loaded: Any, times: dict[int, Times], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times.update({1: prefers(LAST), 2: prefers(FIRST), 4: prefers(LAST_FOLDED)})
+    clock = [0.0]
+
+    @contextmanager
+    def held(_: object) -> Iterator[None]:
+        clock[0] += 2 * plans.MEASURING_SECONDS
+        yield
+
+    monkeypatch.setattr(plans, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(plans.ChoiceCache, "held", held)
+    engine = loaded(specification_of())
+    assert set(engine.describe().details["plan_origins"].values()) == {"measured"}
+    assert plans_of(engine) == {"1": LAST.title, "2": FIRST.title, "4": LAST_FOLDED.title}
 
 
 def test_a_model_that_cannot_be_traced_or_is_traced_wrongly_keeps_its_norms(

@@ -17,7 +17,7 @@ from servers.engines.interface import PLANS_FOLDER
 from servers.engines.torch import forms, vit_fused
 from servers.engines.torch.forms import OWN_MODULE, fast_form, plain_form
 from servers.engines.torch.runner import Build
-from servers.engines.torch.vit_fused import CUBLAS, PlanChooser, TilePlan, hopper_plan, portable_plans
+from servers.engines.torch.vit_fused import CUBLAS, TilePlan, chosen_plans, hopper_plan, portable_plans
 from servers.engines.torch.vit_tower import TowerShape, UnsupportedTowerError
 from servers.models.registry import get_specification, payload_variants
 from servers.models.specification import ModelSpecification
@@ -93,8 +93,8 @@ def test_a_tower_s_plan_is_chosen_once(monkeypatch: pytest.MonkeyPatch, tmp_path
 
         monkeypatch.setattr(vit_fused, "FusedVisionTower", tower)
         monkeypatch.setattr(vit_fused, "graph_times_ms", times)
-        chooser = PlanChooser(weights, None, (224, 224, 3))  # type: ignore[arg-type]
-        return [chooser.choose(images) for images in (1, 8)]
+        plans = chosen_plans(weights, None, (224, 224, 3), (1, 8))  # type: ignore[arg-type]
+        return [plans[images] for images in (1, 8)]
 
     first = chosen(0.5)
     assert first == [(portable_plans(1)[1], "measured"), (CUBLAS, "measured")]
