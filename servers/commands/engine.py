@@ -36,7 +36,7 @@ from servers.measuring.measurement import (
 from servers.measuring.request import resolved_device
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
-from servers.options.command_line import checked, counted, fail, is_chosen, settings_of, takes_settings
+from servers.options.command_line import checked, counted, fail, flag_of, is_chosen, settings_of, takes_settings
 
 HELP_GROUP = "Explore"
 
@@ -71,10 +71,10 @@ def engine(
     console = Console(highlight=False)
     if json is not None and not json.absolute().parent.is_dir():
         fail(f"--json {json}: give the path of a file in a folder that exists", status=2)
+    os.environ.update(wait_policy(parse_spinning(settings.spinning)))
     if is_language_model(settings.model):
         _measure_language(settings, json)
         return
-    os.environ.update(wait_policy(parse_spinning(settings.spinning)))
     on_cpu = resolved_device(settings.device) == "cpu"
     with failing(2):
         specification = get_variant(settings.model, settings.payload)
@@ -161,26 +161,22 @@ def _measure_language(settings: MeasurementSettings, json: Path | None) -> None:
     """Measure an engine that generates tokens: prompts and decoding, by batch and length of the prompt."""
     from servers.measuring.generation import measure_generation, table_of
 
+    for option in ("payload", "mode", "max_batch_size", "seconds", "profile"):
+        if is_chosen(settings, option):
+            fail(f"{flag_of(option)} has no effect on a language model; leave it out", status=2)
     on_cpu = resolved_device(settings.device) == "cpu"
-    if settings.profile:
-        fail("--profile shows no kernels of a language model; leave it out", status=2)
     name = settings.engine if is_chosen(settings, "engine") else DEFAULT_ENGINE
     with failing(2):
-        try:
-            enter(generating_environment(name))
-            batches = _numbers("--batches", settings.batches or ("1,4,16" if on_cpu else "1,4,16,64"), "1,8,32")
-            lengths = _numbers("--sequence-length", settings.sequence_length or "128", "32,128,512")
-            document = measure_generation(
-                language_model(settings.model, settings.weights),
-                GenerationSettings(
-                    name, settings.device, settings.precision, slots=max(batches), threads=settings.threads
-                ),
-                batches,
-                lengths,
-                say=lambda text: typer.echo(text, err=True),
-            )
-        except EngineError as exc:
-            fail(str(exc), exc)
+        batches = _numbers("--batches", settings.batches or ("1,4,16" if on_cpu else "1,4,16,64"), "1,8,32")
+        lengths = _numbers("--sequence-length", settings.sequence_length or "128", "32,128,512")
+        engine = GenerationSettings(
+            name, settings.device, settings.precision, slots=max(batches), threads=settings.threads
+        )
+        engine.check()
+        model = language_model(settings.model, settings.weights)
+        enter(generating_environment(name))
+    with failing():
+        document = measure_generation(model, engine, batches, lengths, say=lambda text: typer.echo(text, err=True))
     typer.echo("\n".join(table_of(document)))
     if json is not None:
         _write(json, document)

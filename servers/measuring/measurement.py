@@ -313,7 +313,7 @@ def _requests_in_slots(
     requests: list[dict[str, Array]] = [{} for _ in range(count)]
     pinned = []
     for name, array in random_inputs(specification, count, 0, sizes).items():
-        stride = -(-array[0].nbytes // SLOT_BYTES) * SLOT_BYTES
+        stride = max(1, -(-array[0].nbytes // SLOT_BYTES)) * SLOT_BYTES
         memory = np.frombuffer(mmap(-1, stride * count), np.uint8)
         for number, request in enumerate(requests):
             slot = memory[number * stride :][: array[0].nbytes].view(array.dtype).reshape(1, *array.shape[1:])

@@ -25,6 +25,7 @@ from servers.measuring.measurement import (
     MeasuredEngine,
     Reference,
     batch_row,
+    flight_rate,
     matrix_tflops,
     p99_ns,
     references_of,
@@ -195,6 +196,35 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(options: list[str]
     assert message in done.output
     assert done.output.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batches", "1,x"], "--batches 1,x: give whole numbers from 1 up"),
+        (["--engine", "onnxruntime"], "no engine 'onnxruntime' generates tokens"),
+        (["--precision", "int8"], "precision 'int8' is not offered for language models"),
+        (["--seconds", "2"], "--seconds has no effect on a language model"),
+        (["--max-batch-size", "8"], "--max-batch-size has no effect on a language model"),
+        (["--profile"], "--profile has no effect on a language model"),
+    ],
+)
+def test_a_mistake_about_a_language_model_is_one_sentence(options: list[str], message: str) -> None:
+    done = CliRunner().invoke(build(), ["engine", "--model", "language:tiny", "--device", "cpu", *options])
+    assert (done.exit_code, done.output.count("\n")) == (2, 1), done.output
+    assert message in done.output
+
+
+def test_requests_without_elements_fly_too(specification: ModelSpecification) -> None:
+    class TwoFlights(NullEngine):
+        flights = 2
+
+    shapes = {"inputs": (TensorSpec("empty", "INT64", (-1, 0)), TensorSpec("full", "FP32", (-1, 2)))}
+    model = replace(specification, **shapes, outputs=(TensorSpec("y", "FP32", (-1, 1)),), kinds={}, image=None)
+    engine = TwoFlights(model, EngineSettings("null", device="cpu"))
+    rate = flight_rate(engine, model, 2, {}, 0.0)
+    assert rate is not None
+    assert rate.items_per_second > 0
 
 
 def test_wrong_answers_end_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
