@@ -49,7 +49,7 @@ from servers.export.manifest import (
 from servers.export.parity import assert_parity, measure_parity
 from servers.export.quantisation import quantise
 from servers.export.tensorrt import PlanRequest, bindings_version, ensure_plan, gpu_kind, profile_shapes
-from servers.export.torch_export import convert_to_fp16, package_target, write_onnx, write_package
+from servers.export.torch_export import convert_to_fp16, package_target, weight_bytes, write_onnx, write_package
 from servers.models.files import (
     atomic_folder,
     exclusive,
@@ -328,7 +328,7 @@ def _make(
     name = _file_name(specification, form)
     with (
         _original(specification, weights, progress) as (module, answers),
-        atomic_folder(folder, needed_bytes=_fp32_bytes(module, source) * 105 // 100) as fresh,
+        atomic_folder(folder, needed_bytes=_needed_bytes(module, source) * 105 // 100) as fresh,
     ):
         path = fresh / name
         started_ns = time.perf_counter_ns()
@@ -370,11 +370,11 @@ def _original(
     yield module, partial(expected_answers, specification, module)
 
 
-def _fp32_bytes(module: torch.nn.Module | None, source: Artefact | None) -> int:
+def _needed_bytes(module: torch.nn.Module | None, source: Artefact | None) -> int:
     if source is not None:
         return source.manifest.bytes
     assert module is not None
-    return sum(4 * parameter.numel() for parameter in module.parameters())
+    return weight_bytes(module)
 
 
 def _write(

@@ -84,6 +84,11 @@ def _write_fused(specification: ModelSpecification, module: torch.nn.Module, pat
     return True
 
 
+def weight_bytes(module: torch.nn.Module) -> int:
+    """The size of all parameters and buffers, which a file holds alike."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
+
+
 def example_sizes(specification: ModelSpecification) -> dict[str, int]:
     """A size for each axis: above 1 and unlike the other sizes, so that torch.export takes none for a constant."""
     sizes: dict[str, int] = {}
@@ -99,10 +104,9 @@ def _export(specification: ModelSpecification, module: torch.nn.Module, path: Pa
 
     from servers.engines.torch.fused_layers import dynamic_shapes
 
-    parameter_bytes = sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
-    if parameter_bytes > _MAX_BYTES:
+    if (size := weight_bytes(module)) > _MAX_BYTES:
         raise ExportError(
-            f"{specification.name} has {parameter_bytes / 1e9:.1f} GB of weights, and an ONNX file holds at most 2 GB; "
+            f"{specification.name} has {size / 1e9:.1f} GB of weights, and an ONNX file holds at most 2 GB; "
             "use the engine torch"
         )
     names = [tensor.name for tensor in specification.inputs]

@@ -22,7 +22,8 @@ from servers.export.artefacts import (
     find_artefact,
     plan_request,
 )
-from servers.export.manifest import ExportError, FileForm, executed_form
+from servers.export.manifest import PLAIN, ExportError, FileForm, executed_form
+from servers.export.torch_export import write_onnx
 from servers.models.files import file_sha256
 from servers.models.registry import get_specification, payload_variants
 from servers.models.specification import ModelSpecification
@@ -212,6 +213,18 @@ def test_a_model_that_fixes_an_axis_is_refused_with_the_reason(tmp_path: Path) -
 
     with pytest.raises(ExportError, match=r"torch cannot export mixed to ONNX: .*height.*; use the engine torch"):
         ensure_artefact(replace(mixed(), load_module=lambda _: Fixed().eval()), WEIGHTS, tmp_path)
+
+
+def test_weights_that_one_file_cannot_hold_are_refused_before_the_export(tmp_path: Path) -> None:
+    """Also where they are buffers, as the constants of a frozen module are."""
+
+    class Large(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(1).expand(2**29))
+
+    with pytest.raises(ExportError, match=r"has 2\.1 GB of weights, and an ONNX file holds at most 2 GB"):
+        write_onnx(small_bert(), Large(), tmp_path / "model.onnx", PLAIN)
 
 
 def test_a_users_file_has_its_own_folder_and_is_exported_again_when_it_changes(tmp_path: Path) -> None:
