@@ -56,7 +56,6 @@ from servers.models.files import (
     file_sha256,
     known_sha256,
     onnx_parts,
-    parts_sha256,
     remove_abandoned,
 )
 from servers.models.specification import ModelSpecification, choose_from
@@ -281,7 +280,7 @@ def users_manifest(specification: ModelSpecification, weights: WeightsSource, pa
     try:
         model = onnx.load(path, load_external_data=False)
         parts = onnx_parts(path, model)
-        sha256, states = parts_sha256(parts), [part.stat() for part in parts]
+        sha256, states = known_sha256(*parts), [part.stat() for part in parts]
     except OSError as exc:
         raise ExportError(f"cannot read {exc.filename or path}: {exc.strerror or exc}") from exc
     except Exception as exc:  # protobuf's DecodeError, of which each implementation has its own

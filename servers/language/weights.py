@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.files import named_path, parts_sha256, user_path
+from servers.models.files import known_sha256, named_path, user_path
 from servers.models.weights import CheckpointWeights, RandomWeights, WeightsError, parse_weights
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def weights_sha256(weights: LanguageWeights, fields: Mapping[str, Any]) -> str:
         named = json.dumps([drawn, weights.seed, dict(fields)], sort_keys=True)
         return hashlib.sha256(named.encode()).hexdigest()
     try:
-        digest = parts_sha256(weights_files(weights))
+        digest = known_sha256(*weights_files(weights))
     except OSError as exc:
         raise WeightsError(f"--weights {weights.path.name}: cannot read the files ({exc.strerror or exc})") from exc
     if weights.sha256 not in (None, digest):

@@ -15,11 +15,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 SETTLED_NS = 2_000_000_000
+_known: dict[Path, str] = {}
+"""What `known_sha256` keeps in files, for a user without a cache."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -110,25 +111,34 @@ def remove_abandoned(final: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def file_sha256(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def file_sha256(*paths: Path) -> str:
+    """Hexadecimal SHA-256 of the content of a file, or of several, one after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while chunk := file.read(2**20):
+                digest.update(chunk)
+    return digest.hexdigest()
 
 
-def known_sha256(path: Path) -> str:
-    """`file_sha256` of a large file, which is read again only when its inode, size or times are others than when it was
-    hashed. Raises `OSError`."""
-    kept, status = user_cache() / "hashes" / hashlib.sha256(os.fsencode(path.absolute())).hexdigest(), path.stat()
-    state = " ".join(map(str, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)))
+def known_sha256(*paths: Path) -> str:
+    """`file_sha256` of large files, which are read again only when the inode, size or times of one are others than when
+    they were hashed: models have many gigabytes, and every start asks. Raises `OSError`."""
+    states = [path.stat() for path in paths]
+    numbers = ((at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for at in states)
+    state = " ".join(str(number) for of_path in numbers for number in of_path)
+    named = b"\0".join(os.fsencode(path.absolute()) for path in paths)
+    kept = user_cache() / "hashes" / hashlib.sha256(named).hexdigest()
     with suppress(OSError, ValueError):
-        before, _, sha256 = kept.read_text().rpartition(" ")
+        before, _, sha256 = (_known.get(kept) or kept.read_text()).rpartition(" ")
         if before == state:
             return sha256
-    hashed_ns, sha256 = time.time_ns(), file_sha256(path)
+    hashed_ns, sha256 = time.time_ns(), file_sha256(*paths)
     # A file that was written within a tick of its clock may be written again and have the same times.
-    if hashed_ns - max(status.st_mtime_ns, status.st_ctime_ns) > SETTLED_NS:
-        keep_file(kept, f"{state} {sha256}".encode())
+    newest_ns = max((max(at.st_mtime_ns, at.st_ctime_ns) for at in states), default=0)
+    if hashed_ns - newest_ns > SETTLED_NS:
+        _known[kept] = f"{state} {sha256}"
+        keep_file(kept, _known[kept].encode())
     return sha256
 
 
@@ -233,23 +243,6 @@ def load_onnx(path: Path) -> Any:
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
     return model
-
-
-def parts_sha256(parts: tuple[Path, ...]) -> str:
-    """The SHA-256 of the content of all files, one after the other. Raises `OSError`."""
-    states = tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in map(Path.stat, parts))
-    return _sha256(parts, states)
-
-
-@lru_cache(16)
-def _sha256(parts: tuple[Path, ...], _states: tuple[tuple[int, int, int], ...]) -> str:
-    """Once per process and state of the files: they may have many gigabytes."""
-    digest = hashlib.sha256()
-    for part in parts:
-        with part.open("rb") as file:
-            while chunk := file.read(2**20):
-                digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _tensors(model: Any) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.files import for_library, named_path, onnx_parts, parts_sha256, user_path
+from servers.models.files import for_library, known_sha256, named_path, onnx_parts, user_path
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +193,7 @@ def verify(path: Path, option: str, sha256: str | None) -> None:
 def _hash(path: Path, name: str) -> str:
     """The SHA-256 of a file; of an ONNX file together with the data files that it names."""
     try:
-        return parts_sha256(onnx_parts(path) if path.suffix == ".onnx" else (path,))
+        return known_sha256(*(onnx_parts(path) if path.suffix == ".onnx" else (path,)))
     except OSError as exc:
         which = Path(exc.filename or path)
         of_data = "" if which == path else f" {which.name} with its weights"

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.models.files import named_path, onnx_parts, parts_sha256
+from servers.models.files import known_sha256, named_path, onnx_parts
 from servers.models.items import text_ids
 from servers.models.specification import ModelSpecification, UnknownModelError, served_name
 from servers.models.weights import WeightsError, WeightsSource
@@ -116,7 +116,7 @@ def refuse_module(path: Path, _: WeightsSource) -> torch.nn.Module:
 def _sha256(path: Path, model: Any) -> str:
     """The hash of the file with its external data. Raises `UnknownModelError` for data that are missing."""
     try:
-        return parts_sha256(onnx_parts(path, model))
+        return known_sha256(*onnx_parts(path, model))
     except OSError as exc:
         name = Path(exc.filename or path).name
         raise UnknownModelError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import os
 import resource
 import subprocess
 import sys
@@ -68,9 +70,9 @@ def test_a_large_file_is_read_again_only_when_it_has_changed(tmp_path: Path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     read: list[Path] = []
 
-    def hashed(path: Path) -> str:
-        read.append(path)
-        return file_sha256(path)
+    def hashed(*paths: Path) -> str:
+        read.extend(paths)
+        return file_sha256(*paths)
 
     monkeypatch.setattr(files, "file_sha256", hashed)
     large = tmp_path / "model.onnx"
@@ -82,7 +84,27 @@ def test_a_large_file_is_read_again_only_when_it_has_changed(tmp_path: Path, mon
     assert len(read) == 3
     large.write_bytes(b"another")
     assert known_sha256(large) == file_sha256(large)
+    monkeypatch.setattr(files, "_known", {})  # in another process
+    assert known_sha256(large) == file_sha256(large)
+    assert len(read) == 4
     (kept,) = (tmp_path / "cache/abserve/hashes").iterdir()
     kept.write_bytes(b"\xff damaged")
+    monkeypatch.setattr(files, "_known", {})
     assert known_sha256(large) == file_sha256(large)
     assert len(read) == 5
+    data = tmp_path / "model.onnx.data"
+    data.write_bytes(b"weights")
+    assert known_sha256(large, data) == known_sha256(large, data) == hashlib.sha256(b"anotherweights").hexdigest()
+    assert len(read) == 7
+    data.write_bytes(b"WEIGHTS")
+    assert known_sha256(large, data) == hashlib.sha256(b"anotherWEIGHTS").hexdigest()
+
+
+def test_without_a_cache_a_process_reads_a_large_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    monkeypatch.setattr(files, "SETTLED_NS", -(10**18))
+    large = tmp_path / "model.onnx"
+    large.write_bytes(b"old")
+    sha256 = known_sha256(large)
+    monkeypatch.setattr(files, "file_sha256", None)
+    assert known_sha256(large) == sha256
