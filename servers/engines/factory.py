@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -40,13 +41,14 @@ def check_engine(specification: ModelSpecification, settings: EngineSettings) ->
 
 
 def engines_here(
-    specification: ModelSpecification, settings: EngineSettings
+    specification: ModelSpecification, settings: EngineSettings, names: Sequence[str] = ()
 ) -> dict[Literal["installed", "elsewhere", "missing"], list[str]]:
     """The engines that take the settings except for the kind, by whether they are installed, in the second environment
-    (`elsewhere`), or in none; the engine null executes no model. Loads no library."""
+    (`elsewhere`), or in none; the engine null executes no model. Loads no library. Without `names` all are asked for,
+    which starts the second environment once for each that is not installed."""
     places: dict[Literal["installed", "elsewhere", "missing"], list[str]]
     places = {"installed": [], "elsewhere": [], "missing": []}
-    for name in engine_names():
+    for name in names or engine_names():
         candidate = replace(settings, kind=name)
         with suppress(EngineError):
             check_engine(specification, candidate)

@@ -87,7 +87,7 @@ def fastest_engine(
     wanted = choices_wanted(choices)
     if wanted == "off" or from_file or settings.mode != MODE or settings.device_here() != "cpu":
         return OWN
-    installed = engines_here(specification, settings)["installed"]
+    installed = engines_here(specification, settings, OTHERS)["installed"]
     others = [
         name
         for name in OTHERS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from servers.engines import settings
-from servers.engines.factory import ENGINES_PYTHON, build_engine, environment_of, second_interpreter
+from servers.engines.factory import ENGINES_PYTHON, build_engine, engines_here, environment_of, second_interpreter
 from servers.engines.interface import EngineError
 from servers.engines.settings import ENTRY_POINTS, EngineSettings, engine_kind, engine_names
 from servers.models.registry import get_specification
@@ -100,3 +100,18 @@ def test_the_second_environment_is_used_where_it_has_the_libraries(
         environment_of("needy")
     monkeypatch.setenv(ENGINES_PYTHON, sys.executable)
     assert second_interpreter() is None  # so that a command never enters itself again
+
+
+@pytest.mark.usefixtures("outside")
+def test_the_second_environment_is_started_only_for_engines_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, started = tmp_path / "python", tmp_path / "started"
+    other.write_text(f'#!/bin/sh\ntouch {started}\ncase "$*" in *no_such_library*) exit 0;; *) exit 1;; esac\n')
+    other.chmod(0o755)
+    monkeypatch.setenv(ENGINES_PYTHON, str(other))
+    specification, asked = get_specification("openclip_vit_b32"), EngineSettings(device="cpu", precision="fp32")
+    assert engines_here(specification, asked, ("zero",)) == {"installed": ["zero"], "elsewhere": [], "missing": []}
+    assert not started.exists()
+    assert engines_here(specification, asked)["elsewhere"] == ["needy"]
+    assert started.exists()
