@@ -111,8 +111,10 @@ def parse_weights(option: str | None, default: str = "random:0") -> WeightsSourc
     text = default if option is None else option
     if text.startswith("random:") or text == "random":
         seed = text.partition(":")[2] or "0"
-        if not seed.isdecimal():
-            raise WeightsError(f"--weights {text}: the seed must be a whole number ≥ 0, as in random:0")
+        if not seed.isdecimal() or len(seed) > 19:  # torch takes 64 bits
+            raise WeightsError(
+                f"--weights {text}: the seed must be a whole number ≥ 0 of at most 19 digits, as in random:0"
+            )
         return RandomWeights(int(seed))
     match = _PINNED.fullmatch(text)
     assert match is not None  # the first part takes any text

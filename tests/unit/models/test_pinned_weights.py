@@ -124,6 +124,7 @@ def test_a_server_is_launched_with_the_pin(tmp_path: Path) -> None:
         (f"{TAG}@sha256:12", "after @ give a commit"),
         (f"{TAG}@sha256:{HASH}@{OLD}", "after @ give a commit"),
         (f"random:0@sha256:{HASH}", "the seed must be a whole number"),
+        ("random:18446744073709551616", "the seed must be a whole number ≥ 0 of at most 19 digits"),
         (f"@{OLD}", "--weights is empty"),
         (f"{__file__}@{OLD}", "a file has no revision"),
         (f"./none.pt@sha256:{HASH}", r"--weights \./none\.pt: no such file"),
