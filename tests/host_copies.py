@@ -81,7 +81,7 @@ class HostCopies(CudaCopies):
 
 def graph_mode_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch engines have mode graph on the CPU, where a bucket's function takes the place of its graph."""
-    monkeypatch.setitem(settings.KINDS, "torch", replace(settings.KINDS["torch"], modes={"cpu": ("graph",)}))
+    monkeypatch.setitem(settings.KINDS, "torch", replace(settings.KINDS["torch"], modes={"cpu": ("graph", "eager")}))
     start = TorchEngine._start
     monkeypatch.setattr(
         TorchEngine,

@@ -7,12 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from servers.engines.settings import EngineError, EngineSettings, engine_kind
 from servers.models.items import random_batch
 from servers.models.specification import ModelSpecification
 from servers.options.defaults import MOST_WARM_ON_CPU
 from servers.protocol.tensors import Array, Axis, Shaped, TensorSpec
 
 SMALLEST_AXIS_BUCKET = 16
+GRAPH_MODES = ("graph", "compile")
+"""Modes that need the shape of every batch in advance."""
 
 
 class Bucket(NamedTuple):
@@ -66,6 +69,21 @@ def has_buckets(specification: ModelSpecification) -> bool:
         for tensor in (*specification.inputs, *specification.outputs)
         for place, dimension in enumerate(tensor.item_shape, start=1)
     )
+
+
+def executed_mode(specification: ModelSpecification, settings: EngineSettings, device: str) -> tuple[str, str | None]:
+    """The mode in which an engine executes a model on "cpu" or "cuda"; and why it is not the one that `auto` would
+    choose otherwise, as a clause. Raises `EngineError` where the requested one does not fit the model."""
+    mode = settings.mode_on(device)
+    if mode not in GRAPH_MODES or has_buckets(specification):
+        return mode, None
+    reason = f"{specification.name} has dimensions of any size that cannot be padded, so CUDA graphs do not fit it"
+    other = next((other for other in engine_kind(settings.kind).modes[device] if other not in GRAPH_MODES), None)
+    if other is None:
+        raise EngineError(f"{reason}; use the engine torch or onnxruntime")
+    if settings.mode != "auto":
+        raise EngineError(f"mode {mode}: {reason}; use mode {other}")
+    return other, reason
 
 
 def bucket_of(buckets: Sequence[int], size: int) -> int:

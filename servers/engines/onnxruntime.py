@@ -39,7 +39,7 @@ from servers.engines.batches import (
     bucket_of,
     bucket_sizes,
     check_sizes,
-    has_buckets,
+    executed_mode,
     random_inputs,
 )
 from servers.engines.interface import Engine, EngineDescription, EngineError, export_command, first_line
@@ -103,7 +103,7 @@ class OnnxRuntimeEngine(Engine):
             raise EngineError(f"no ONNX file for {specification.name} at {path.name}; run: {command}")
         ort.set_default_logger_severity(3)  # without a GPU, device discovery warns at every start
         index = self._resolve_cuda_index()
-        self._mode = self._resolve_mode(index)
+        self._mode, _ = executed_mode(specification, settings, "cpu" if index is None else "cuda")
         try:
             providers = self._providers(index, graphs=self._mode == "graph")
             with loadable_parts(path) as whole:
@@ -269,18 +269,6 @@ class OnnxRuntimeEngine(Engine):
         except Exception as exc:  # ORT's exceptions share no base but Exception
             reason = ort_reason(exc)
             raise EngineError(f"ONNX Runtime cannot capture CUDA graphs: {reason}; use mode session") from exc
-
-    def _resolve_mode(self, index: int | None) -> str:
-        """`auto` is `session` for a model whose shapes are not known from the batch and a padded axis."""
-        mode = self._settings.mode_on("cpu" if index is None else "cuda")
-        if mode != "graph" or has_buckets(self._specification):
-            return mode
-        if self._settings.mode == "graph":
-            raise EngineError(
-                f"CUDA graphs need fixed shapes, and {self._specification.name} has dimensions of any size that cannot "
-                "be padded; use mode session"
-            )
-        return "session"
 
     def _stored_precision(self, session: Any) -> str:
         """The precision of the file; only a user's own has to be read for it."""

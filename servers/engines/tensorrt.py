@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from servers.engines.batches import Bucket, axis_buckets, bucket_sizes, has_buckets
+from servers.engines.batches import Bucket, axis_buckets, bucket_sizes, executed_mode
 from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
 from servers.engines.torch.device import device_details, resolve_device
 from servers.engines.torch.runner import Enqueue, RunnerEngine
@@ -30,18 +30,13 @@ INSTALL = "pip install tensorrt --extra-index-url https://pypi.nvidia.com"
 class TensorRTEngine(RunnerEngine):
     """Executes the plan at `path`. A plan does not state its precision; the one it was built for is reported."""
 
-    _version = ""
+    _version = _mode = ""
     _engine: Any = None
 
     def load(self) -> None:
         """Deserialise the plan, check that it is the model's, and capture a graph per bucket."""
         settings, path = self._settings, self._path
-        mode = settings.mode_on("cuda")
-        if not has_buckets(self._specification):
-            raise EngineError(
-                f"CUDA graphs need fixed shapes, and {self._specification.name} has dimensions of any size that cannot "
-                "be padded; use the engine torch or onnxruntime"
-            )
+        self._mode, _ = executed_mode(self._specification, settings, "cuda")
         if path is None or not path.is_file():
             raise EngineError(
                 f"no TensorRT plan at {'' if path is None else path.name}; run: "
@@ -50,7 +45,7 @@ class TensorRTEngine(RunnerEngine):
         trt = import_tensorrt()
         device = resolve_device(settings.device)
         settings.mode_on(device.type)
-        self._version, self._mode = str(trt.__version__), mode
+        self._version = str(trt.__version__)
         self._contexts: list[Any] = []
         with torch.cuda.device(device):
             self._engine = trt.Runtime(trt.Logger(trt.Logger.WARNING)).deserialize_cuda_engine(path.read_bytes())

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from servers.engines.batches import has_buckets
+from servers.engines.batches import executed_mode
 from servers.engines.factory import check_engine, environment_of
 from servers.engines.interface import EngineError, first_line
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
@@ -31,10 +31,6 @@ from servers.models.registry import UnknownModelError, get_variant
 from servers.models.specification import ModelSpecification
 from servers.models.weights import WeightsError, parse_weights
 from servers.options import defaults
-
-GRAPHS = ("graph", "compile")
-"""Modes that need the shape of every batch in advance."""
-
 
 SendAnswer = Callable[[object], None]
 
@@ -176,7 +172,7 @@ def _of_tensors(specification: ModelSpecification, request: MeasurementRequest) 
     settings, axis = request.settings(), specification.main_axis
     check_engine(specification, settings)
     settings.check_here()
-    mode = _mode(specification, settings)
+    mode, _ = executed_mode(specification, settings, "cpu" if settings.device == "cpu" else "cuda")
     _ = request.environment
     if axis is None:
         return mode, (None,), None
@@ -235,18 +231,3 @@ def sentence_of(exc: Exception) -> str:
     if type(exc).__module__.startswith("servers."):
         return first_line(exc)
     return f"{type(exc).__name__}: {first_line(exc)}"
-
-
-def _mode(specification: ModelSpecification, settings: EngineSettings) -> str:
-    """The mode in which the engine will execute; graphs need a model whose shapes are known."""
-    place = "cpu" if settings.device == "cpu" else "cuda"
-    mode = settings.mode_on(place)
-    if mode not in GRAPHS or has_buckets(specification):
-        return mode
-    reason = f"{specification.name} has dimensions of any size that cannot be padded, which the mode {mode} needs"
-    other = next((mode for mode in engine_kind(settings.kind).modes[place] if mode not in GRAPHS), None)
-    if other is None:
-        raise EngineError(f"{reason}; use the engine torch or onnxruntime")
-    if settings.mode != "auto":
-        raise EngineError(f"{reason}; use mode {other}")
-    return other

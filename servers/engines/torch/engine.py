@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from servers.engines.agreement import Disagreement, Proof, disagreement, proof_at_load, proof_batch
-from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, check_sizes, has_buckets
+from servers.engines.batches import GRAPH_MODES, axis_buckets, bucket_of, bucket_sizes, check_sizes, executed_mode
 from servers.engines.choice import ChoiceCache, cache_key, digest, makes_choices
 from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
 from servers.engines.processors import openmp_spinning, thread_count
@@ -49,8 +49,6 @@ from servers.models.weights import WeightsError
 from servers.options.stages import stage
 from servers.protocol.tensors import Array
 
-GRAPH_MODES = ("graph", "compile")
-"""One CUDA graph per bucket; the other modes enqueue every batch anew, in its own shape."""
 OWN_MODES = ("eager", "tuned")
 """The model's own module executes, in `tuned` with other products that have been compared."""
 
@@ -84,23 +82,13 @@ class TorchEngine(RunnerEngine):
     def _enter_device(self, requested: str) -> torch.device:
         """Choose the device and the mode on it, and set torch's threads or how it multiplies."""
         self._device = device = resolve_device(requested)
-        self._mode = self._mode_on(device)
+        self._mode, self._mode_reason = executed_mode(self._specification, self._settings, device.type)
         if device.type == "cpu":
             torch.set_num_threads(thread_count(self._settings.threads))
         else:
             torch.cuda.set_device(device)  # else what names no device makes a context on the first GPU
             set_fp32_products(tf32=self._settings.precision == "tf32")
         return device
-
-    def _mode_on(self, device: torch.device) -> str:
-        mode = self._settings.mode_on(device.type)
-        if mode not in GRAPH_MODES or has_buckets(self._specification):
-            return mode
-        reason = f"{self._specification.name} has a dynamic axis without padding values, so CUDA graphs do not fit it"
-        if self._settings.mode != "auto":
-            raise EngineError(f"mode {mode}: {reason}; use mode eager")
-        self._mode_reason = reason
-        return "eager"
 
     def _prepare(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Build what this mode executes from the FP32 module on the CPU, and compare it with that module."""

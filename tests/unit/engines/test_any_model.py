@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from servers.engines.agreement import proof_batch
-from servers.engines.batches import Bucket, axis_buckets, has_buckets, random_inputs
+from servers.engines.batches import Bucket, axis_buckets, executed_mode, has_buckets, random_inputs
 from servers.engines.interface import Engine, EngineError
 from servers.engines.null import NullEngine
 from servers.engines.settings import EngineSettings
-from servers.engines.torch import engine as torch_engine
 from servers.engines.torch.engine import TorchEngine
 from servers.engines.torch.forms import ModelForm, expected_answers, plain_form
 from servers.engines.torch.runner import Enqueue, GraphRunner
@@ -288,13 +287,13 @@ def test_an_axis_that_cannot_be_padded_has_no_graphs(monkeypatch: pytest.MonkeyP
     specification = encoder(padding={})
     assert has_buckets(encoder())
     assert not has_buckets(specification)
-    with pytest.raises(EngineError, match=r"mode graph: m has a dynamic axis without padding values.*; use mode eager"):
-        TorchEngine(specification, EngineSettings("torch", mode="graph"))._mode_on(torch.device("cuda"))
-    automatic = TorchEngine(specification, EngineSettings("torch"), RandomWeights(0))
-    assert automatic._mode_on(torch.device("cuda")) == "eager"
-    monkeypatch.setattr(torch_engine, "resolve_device", lambda _device: CPU)
+    with pytest.raises(EngineError, match=r"mode graph: m has dimensions .* cannot be padded.*; use mode eager"):
+        executed_mode(specification, EngineSettings("torch", mode="graph"), "cuda")
+    graph_mode_on_cpu(monkeypatch)
+    automatic = TorchEngine(specification, EngineSettings("torch", "fp32", device="cpu"), RandomWeights(0))
     automatic.load()
-    assert "dynamic axis" in str(automatic.describe().details["mode_reason"])
+    assert automatic.describe().mode == "eager"
+    assert "cannot be padded" in str(automatic.describe().details["mode_reason"])
 
 
 def test_a_runner_executes_with_and_without_graphs() -> None:

@@ -62,5 +62,5 @@ def test_a_model_without_buckets_is_refused_before_any_library_is_loaded(tmp_pat
     bert = get_specification("transformers:bert-base-uncased")
     (tmp_path / "model.plan").touch()
     unpadded = replace(bert, axes=(replace(bert.axes[0], padding={}),))
-    with pytest.raises(EngineError, match="cannot be padded; use the engine torch or onnxruntime"):
+    with pytest.raises(EngineError, match=r"cannot be padded, .*; use the engine torch or onnxruntime"):
         build_engine(unpadded, WEIGHTS, EngineSettings(kind="tensorrt"), tmp_path / "model.plan").load()

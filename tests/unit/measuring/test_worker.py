@@ -132,7 +132,7 @@ def test_on_a_gpu_a_model_without_fixed_shapes_has_another_mode(
     assert checked(request(device="auto")).mode == "graph"
     assert checked(request(device="auto")).precision == "fp16"
     assert checked(request(device="auto")).threads is None
-    monkeypatch.setattr("servers.measuring.request.has_buckets", lambda _: False)
+    monkeypatch.setattr("servers.engines.batches.has_buckets", lambda _: False)
     assert checked(request(device="auto")).mode == "eager"
     assert checked(request(device="auto", engine="onnxruntime")).mode == "session"
     assert "use mode eager" in str(checked(request(device="auto", mode="graph")).reason)
