@@ -21,7 +21,7 @@ from servers.engines.factory import check_engine, enter, environment_of
 from servers.engines.interface import EngineError
 from servers.engines.options import EngineOptions
 from servers.engines.processors import nvidia_device_present, wait_policy
-from servers.engines.settings import EngineSettings, parse_spinning
+from servers.engines.settings import EngineSettings, parse_spinning, resolved_device
 from servers.language.engine import DEFAULT_ENGINE, GenerationSettings, generating_environment
 from servers.language.specification import is_language_model, language_model
 from servers.measuring.measurement import (
@@ -33,7 +33,6 @@ from servers.measuring.measurement import (
     quiet_profiler,
     references_of,
 )
-from servers.measuring.request import resolved_device
 from servers.models.registry import get_variant
 from servers.models.specification import ModelSpecification
 from servers.options.command_line import checked, counted, fail, flag_of, is_chosen, settings_of, takes_settings

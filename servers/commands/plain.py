@@ -10,7 +10,7 @@ import typer
 
 from servers.commands.serving import PrintLaunch, PrintSpace, serve
 from servers.commands.spaces import language_context, plain_context
-from servers.engines.settings import EngineSettings
+from servers.engines.settings import EngineSettings, resolved_device
 from servers.language.engine import GenerationSettings, generation_precision
 from servers.language.specification import LanguageModel, is_language_model, language_model
 from servers.models.specification import ModelSpecification
@@ -85,7 +85,7 @@ def _chosen(kind: str, requested: PlainSettings) -> tuple[ModelSpecification | L
     model = language_model(requested.model, requested.weights)
     GenerationSettings(precision=requested.precision).check()
     requested.check_length(model)
-    device = EngineSettings("torch", "fp32", "eager", requested.device).device_here()
+    device = resolved_device(requested.device)
     return model, {"device": device, "precision": generation_precision(requested.precision, device)}
 
 

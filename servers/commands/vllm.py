@@ -19,7 +19,7 @@ import typer
 from servers.commands.serving import PrintLaunch, PrintSpace, serve
 from servers.commands.spaces import language_context
 from servers.engines.processors import cuda_index
-from servers.engines.settings import EngineSettings
+from servers.engines.settings import resolved_device
 from servers.language.engine import GenerationSettings, generation_precision
 from servers.language.module import DTYPES, TOKENIZER, served_folder
 from servers.language.specification import LanguageModel, language_model
@@ -63,7 +63,7 @@ def _resolved(settings: VllmSettings) -> tuple[LanguageModel, str, str]:
     """The model, the device and the precision. Raises for options that are wrong."""
     model = language_model(settings.model, settings.weights)
     GenerationSettings(precision=settings.precision).check()
-    device = EngineSettings("torch", "fp32", "eager", settings.device).device_here()
+    device = resolved_device(settings.device)
     settings.check_length(model)
     return model, device, generation_precision(settings.precision, device)
 

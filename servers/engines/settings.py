@@ -96,6 +96,14 @@ def engine_kind(name: str) -> EngineKind:
     return kind
 
 
+def resolved_device(device: str) -> str:
+    """cpu or cuda:N. Loads no library: `auto` is the first GPU if the kernel offers one, for every engine alike."""
+    if device == "auto":
+        return "cuda:0" if nvidia_device_present() else "cpu"
+    index = cuda_index(device)
+    return device if index is None else f"cuda:{index}"
+
+
 def precision_on(device: str, requested: str) -> str:
     """The precision to compute in: `auto` is FP16 on a GPU and FP32 on a CPU, for every engine and server."""
     if requested != "auto":
@@ -160,11 +168,10 @@ class EngineSettings:
         return replace(self, device=self.device.split(",")[0])
 
     def device_here(self) -> str:
-        """The device, cpu or cuda:N. Loads no library, so `auto` means a GPU if the kernel offers one to an engine that
-        uses GPUs."""
-        if self.device != "auto":
-            return self.device
-        return "cuda:0" if nvidia_device_present() and "cuda" in engine_kind(self.kind).modes else "cpu"
+        """The device, cpu or cuda:N, as `resolved_device`; of an engine that uses no GPU `auto` is the CPU."""
+        if self.device == "auto" and "cuda" not in engine_kind(self.kind).modes:
+            return "cpu"
+        return resolved_device(self.device)
 
     def check_here(self) -> None:
         """Raise `EngineError` for a value that is wrong on this machine; loads no library."""

@@ -13,6 +13,7 @@ from importlib import import_module
 from itertools import count
 from typing import BinaryIO
 
+from servers.engines.settings import resolved_device
 from servers.language.engine import MAX_LENGTH, GenerationSettings, make_engine
 from servers.language.specification import language_model
 from servers.measuring.generation import Repetition, copy_bytes_per_s, repeat, step_bytes
@@ -22,7 +23,6 @@ from servers.measuring.request import (
     SendAnswer,
     WorkerCommand,
     answer_commands,
-    resolved_device,
 )
 from servers.measuring.resources import Resources
 

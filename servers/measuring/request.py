@@ -16,8 +16,8 @@ import msgspec
 from servers.engines.batches import executed_mode
 from servers.engines.factory import check_engine, environment_of
 from servers.engines.interface import EngineError, first_line
-from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
-from servers.engines.settings import EngineSettings, engine_kind, engine_names, precision_on
+from servers.engines.processors import thread_count
+from servers.engines.settings import EngineSettings, engine_kind, engine_names, precision_on, resolved_device
 from servers.gpu.info import gpu_info
 from servers.language.engine import (
     GENERATING_ENGINES,
@@ -115,14 +115,6 @@ class RequestCheck(msgspec.Struct, frozen=True, kw_only=True):
     lengths: tuple[int | None, ...] = ()
     too_long: str | None = None
     """The lengths that the model does not take; the others are measured."""
-
-
-def resolved_device(device: str) -> str:
-    """cpu or cuda:N. `auto` is the first GPU if the kernel offers one, for every engine alike."""
-    if device == "auto":
-        return "cuda:0" if nvidia_device_present() else "cpu"
-    index = cuda_index(device)
-    return device if index is None else f"cuda:{index}"
 
 
 def offers(device: str, *, generating: bool = False) -> dict[str, object]:

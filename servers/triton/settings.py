@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from servers.engines.options import PAD_TO, EngineOptions, PadTo
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import check_devices, thread_count
-from servers.engines.settings import EngineError, EngineSettings
+from servers.engines.settings import EngineError, EngineSettings, resolved_device
 from servers.language.engine import DEFAULT_ENGINE, GenerationSettings, generation_precision
 from servers.language.options import GeneratingOptions
 from servers.models.images import DecodingSettings
@@ -193,7 +193,7 @@ class TritonSettings(EngineOptions, GeneratingOptions):
         engine = self.engine if is_chosen(self, "engine") else DEFAULT_ENGINE
         if "," in self.device:
             raise EngineError(f"device {self.device}: a language model runs on one device; choose one of them")
-        device = EngineSettings("torch", "fp32", "eager", self.device).device_here()
+        device = resolved_device(self.device)
         threads = thread_count(self.threads) if device == "cpu" else 0
         return self.generation_settings(engine, device, generation_precision(self.precision, device), threads)
 

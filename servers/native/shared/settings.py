@@ -13,7 +13,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from servers.engines.options import PadTo
 from servers.engines.padding import parse_pad_to
 from servers.engines.processors import check_devices, thread_count
-from servers.engines.settings import EngineError, EngineSettings, engine_kind, parse_spinning
+from servers.engines.settings import EngineError, EngineSettings, engine_kind, parse_spinning, resolved_device
 from servers.language.engine import DEFAULT_ENGINE, GENERATING_ENGINES, GenerationSettings, generation_precision
 from servers.language.options import GeneratingOptions, of_other_kind
 from servers.language.specification import LanguageModel, is_language_model
@@ -312,7 +312,7 @@ class NativeSettings(GeneratingOptions):
         if "," in self.device:
             raise OptionError(f"--device {self.device}: a language model runs on one device; choose one of them")
         self.check_length(model)
-        device = EngineSettings("torch", "fp32", "eager", self.device).device_here()
+        device = resolved_device(self.device)
         engine = DEFAULT_ENGINE if self.engine == "auto" else self.engine
         cores = usable_cores()
         fronts = 1 if device == "cpu" else max(1, min(2, cores - 2))

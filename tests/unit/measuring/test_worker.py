@@ -24,7 +24,7 @@ from servers.engines.factory import ENGINES_PYTHON
 from servers.engines.interface import PLANS_FOLDER, EngineError
 from servers.engines.null import NullEngine
 from servers.engines.onnxruntime import OnnxRuntimeEngine
-from servers.engines.settings import EngineSettings
+from servers.engines.settings import EngineSettings, resolved_device
 from servers.engines.torch.engine import TorchEngine
 from servers.gpu.readings import EdgeReading, GpuProcess
 from servers.measuring.measurement import (
@@ -41,7 +41,6 @@ from servers.measuring.request import (
     WorkerCommand,
     checked,
     offers,
-    resolved_device,
 )
 from servers.measuring.resources import Resources, joules_of, peak_rss_bytes, rapl_counter
 from servers.measuring.worker import measured_cell, private_compile_cache
@@ -126,7 +125,6 @@ def test_on_a_gpu_a_model_without_fixed_shapes_has_another_mode(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("servers.engines.settings.nvidia_device_present", lambda: True)
-    monkeypatch.setattr("servers.measuring.request.nvidia_device_present", lambda: True)
     monkeypatch.setattr("servers.measuring.request.environment_of", lambda _: None)
     assert resolved_device("auto") == resolved_device("cuda") == "cuda:0"
     assert checked(request(device="auto")).mode == "graph"
