@@ -67,6 +67,13 @@ KINDS: Mapping[str, EngineKind] = {
         executes="standard",
         install="pip install 'abserve[tensorrt]'",
     ),
+    "aotinductor": EngineKind(
+        "servers.engines.torch.engine:AOTInductorEngine",
+        {"cpu": ("package",)},
+        {"cpu": ("fp32",)},
+        ("torch",),
+        executes="package",
+    ),
     "null": EngineKind("servers.engines.null:NullEngine", {"cpu": ("eager",)}, {"cpu": (*PRECISIONS, "int8", "fp8")}),
 }
 
