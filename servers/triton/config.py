@@ -127,14 +127,14 @@ def onnxruntime_config(
     multiple = int(parameters.get("batch_multiple", "1"))
     sizes = sorted({min(size, largest) for size in range(multiple, largest + multiple, multiple)})
     if device == "cpu":
-        where = f"""instance_group [ {{ kind: KIND_CPU count: {instances} }} ]
+        where = f"""{_instance_group(device, instances)}
 parameters {{ key: "intra_op_thread_count" value: {{ string_value: {quote(parameters.get("threads", "0"))} }} }}"""
         warm = _warmup(specification, warm_on_cpu(sizes if multiple > 1 else warm_up_sizes(largest)), (None,), count=1)
     else:
         tf32 = int(parameters.get("precision") == "tf32")
         where = f"""\
 # KIND_GPU, written out: without it Triton falls back to the CPU without a message where it cannot use the GPU.
-{_gpu_group(device, instances)}
+{_instance_group(device, instances)}
 # Only as a top-level parameter: Triton's own defaults overwrite this key inside the accelerator block below.
 # 1 is HEURISTIC, 2 DEFAULT. Triton's default 0, EXHAUSTIVE, searches again at each new batch size.
 parameters {{ key: "cudnn_conv_algo_search" value: {{ string_value: "{cudnn_conv_algo_search}" }} }}
@@ -173,7 +173,7 @@ backend: "tensorrt"
 default_model_filename: {quote(artefact_name(specification, "plan"))}
 {_signature(specification)}
 # One optimisation profile, 1 to {specification.max_batch_size}; so there is no batch size to prefer, see below.
-{_gpu_group(device, instances, ' profile: [ "0" ]')}
+{_instance_group(device, instances, ' profile: [ "0" ]')}
 {batching}
 {_parameter_lines(parameters)}optimization {{ cuda {{
   graphs: true
@@ -279,12 +279,11 @@ def python_config(
     in effect.
     With `ragged`, requests of different sizes along the padded axis share a batch, which the model pads.
     """
-    kind, gpus = ("KIND_CPU", "") if device == "cpu" else ("KIND_GPU", f" gpus: [ {_gpu_numbers(device)} ]")
     return f"""{_header(specification, parameters)}name: {quote(specification.name)}
 backend: "python"
 {_signature(specification, ragged=ragged)}
 # One instance is one process with one engine; several compete for the same cores or GPU.
-instance_group [ {{ kind: {kind} count: {instances}{gpus} }} ]
+{_instance_group(device, instances)}
 {batching}
 # The model compares these with the settings of its engine. No model_warmup: the model warms its engine itself.
 {_parameter_lines(parameters)}"""
@@ -293,8 +292,6 @@ instance_group [ {{ kind: {kind} count: {instances}{gpus} }} ]
 def language_config(name: str, device: str, parameters: Mapping[str, str]) -> str:
     """The python backend executing `servers.triton.language_model`: a stream of responses for each request.
     `parameters` are the engine's settings; the model refuses to load when its engine has other ones."""
-    index = cuda_index(device)
-    group = "kind: KIND_CPU count: 1" if index is None else f"kind: KIND_GPU count: 1 gpus: [ {index} ]"
     return f"""# Generated from the options of a launch; do not edit.
 name: {quote(name)}
 backend: "python"
@@ -304,15 +301,14 @@ model_transaction_policy {{ decoupled: true }}
 input [ {", ".join(map(_whole_tensor, GENERATE_INPUTS))} ]
 output [ {", ".join(map(_whole_tensor, GENERATE_OUTPUTS))} ]
 # One instance is one process with one engine, whose loop generates for all requests.
-instance_group [ {{ {group} }} ]
+{_instance_group(device)}
 # The model compares these with the settings of its engine.
 {_parameter_lines(parameters)}"""
 
 
 def vllm_config(name: str, device: str) -> str:
     """Triton's vLLM backend: text in and text out. The engine's arguments are in model.json beside it."""
-    index = cuda_index(device)
-    group = "kind: KIND_MODEL count: 1" if index is None else f"kind: KIND_GPU count: 1 gpus: [ {index} ]"
+    group = "instance_group [ { kind: KIND_MODEL count: 1 } ]" if device == "cpu" else _instance_group(device)
     return f"""# Generated from the options of a launch; do not edit.
 name: {quote(name)}
 backend: "vllm"
@@ -324,7 +320,7 @@ input [
   {{ name: "sampling_parameters" data_type: TYPE_STRING dims: [ 1 ] optional: true }}
 ]
 output [ {{ name: "text_output" data_type: TYPE_STRING dims: [ -1 ] }} ]
-instance_group [ {{ {group} }} ]
+{group}
 """
 
 
@@ -344,12 +340,12 @@ def _header(specification: ModelSpecification, parameters: Mapping[str, str] = N
     return HEADER.format("" if specification.reference == DEFAULT_MODEL else f" --model {specification.label}")
 
 
-def _gpu_group(device: str, instances: int, more: str = "") -> str:
-    return f"instance_group [ {{ kind: KIND_GPU count: {instances} gpus: [ {_gpu_numbers(device)} ]{more} }} ]"
-
-
-def _gpu_numbers(device: str) -> str:
-    return ", ".join(str(cuda_index(one)) for one in device.split(","))
+def _instance_group(device: str, count: int = 1, more: str = "") -> str:
+    """So many instances on the CPU, or on each GPU of the list."""
+    if device == "cpu":
+        return f"instance_group [ {{ kind: KIND_CPU count: {count} }} ]"
+    gpus = ", ".join(str(cuda_index(gpu)) for gpu in device.split(","))
+    return f"instance_group [ {{ kind: KIND_GPU count: {count} gpus: [ {gpus} ]{more} }} ]"
 
 
 def _parameter_lines(parameters: Mapping[str, str]) -> str:
