@@ -86,7 +86,7 @@ def models(
     described = []
     with failing(2):
         for name in [reference] if reference else (*known_references(), *language):
-            described.append(_described_language(name) if is_language_model(name) else _described(name))
+            described.append(_described(name))
             if reference is None and not json:
                 _show_line(described[-1])
     if json:
@@ -120,7 +120,9 @@ def _announce() -> None:
 
 
 def _described(reference: str) -> dict[str, Any]:
-    """What `abserve models` says of a model of tensors. Raises `UnknownModelError` and `WeightsError`."""
+    """What `abserve models` says of a model. Raises `UnknownModelError` and `WeightsError`."""
+    if is_language_model(reference):
+        return {**describe_language_model(language_model(reference)), "kind": "language"}
     specification = get_base(reference)
     parameters, flops_per_item = model_size(reference, _announce)
     return {
@@ -145,11 +147,6 @@ def _described(reference: str) -> dict[str, Any]:
         "parameters": parameters,
         "flops_per_item": flops_per_item,
     }
-
-
-def _described_language(reference: str) -> dict[str, Any]:
-    """What `abserve models` says of a language model, which has no tensors."""
-    return {**describe_language_model(language_model(reference)), "kind": "language"}
 
 
 def _tensor(specification: ModelSpecification, tensor: Any) -> dict[str, Any]:

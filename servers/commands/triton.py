@@ -126,10 +126,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
     models = []
     for specification in specifications:
         executed = specification.executed
-        if engine_kind(engine.kind).executes is None:
-            models.append(PlacedModel(specification))
-            continue
-        if executed.name not in files:
+        if engine_kind(engine.kind).executes is not None and executed.name not in files:
             files[executed.name] = executed_file(
                 engine.kind,
                 engine.precision,
@@ -140,7 +137,7 @@ def _plan(settings: TritonSettings, console: Console) -> LaunchPlan:
                 max_batch_size=engine.max_batch_size,
                 release=release,
             )
-        path, manifest = files[executed.name]
+        path, manifest = files.get(executed.name, (None, None))
         models.append(PlacedModel(specification, path, None if manifest is None else manifest.to_dict()))
     return prepare(settings, models, weights, installation, backend)
 

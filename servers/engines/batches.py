@@ -114,22 +114,16 @@ def random_inputs(
     return random_batch(specification, batch, seed, sizes)
 
 
-def zero_inputs(
+def valid_inputs(
     specification: ModelSpecification, rows: int, sizes: Mapping[str, int] | None = None
-) -> dict[str, Array]:
-    """A batch of zeros (empty elements for BYTES); axes without an entry in `sizes` have their default."""
+) -> Mapping[str, Array]:
+    """A batch that the model can execute, quickly made: zeros (empty elements for BYTES), or valid random items where
+    the model describes them. Axes without an entry in `sizes` have their default."""
+    if specification.make_items is not None:
+        return random_inputs(specification, rows, 0, sizes)
     return {
         tensor.name: np.full(
             (rows, *specification.item_shape(tensor, sizes)), b"" if tensor.dtype.hasobject else 0, tensor.dtype
         )
         for tensor in specification.inputs
     }
-
-
-def valid_inputs(
-    specification: ModelSpecification, rows: int, sizes: Mapping[str, int] | None = None
-) -> Mapping[str, Array]:
-    """A batch that the model can execute, quickly made: zeros, or valid random items where the model describes them."""
-    if specification.make_items is None:
-        return zero_inputs(specification, rows, sizes)
-    return random_inputs(specification, rows, 0, sizes)

@@ -203,7 +203,7 @@ class MeasuredEngine:
     def _inputs(self, batch: int, reference: Reference) -> list[Mapping[str, Array]]:
         key = tuple(reference.sizes.items())
         if key not in self._pools:
-            rows = rotation_rows(self._largest)
+            rows = self._largest + (ROTATION - 1) * min(self._largest, DISTINCT_ROWS)
             self._pools[key] = random_inputs(self._specification, rows, 0, reference.sizes)
         return rotations(self._pools[key], batch)
 
@@ -220,11 +220,6 @@ def loaded_engine(
     with closing(build_engine(specification, weights, settings, path)) as engine:
         load_ns = _elapsed_ns(engine.load)
         yield MeasuredEngine(engine, specification, batches), load_ns / 1e9
-
-
-def rotation_rows(batch: int) -> int:
-    """The rows that `rotations` needs for batches up to this size."""
-    return batch + (ROTATION - 1) * min(batch, DISTINCT_ROWS)
 
 
 def rotations(pool: Mapping[str, Array], batch: int) -> list[Mapping[str, Array]]:
