@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import signal
 import threading
@@ -155,10 +156,12 @@ def _get(url: str, *, data: bytes | None = None, optional: bool = False) -> byte
         if optional and exc.code in (400, 404, 405):
             return None
         fail(f"{url} answers {exc.code}; {IS_IT_A_SERVER}", exc)
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, http.client.InvalidURL) as exc:
         reason = getattr(exc, "reason", exc)
         text = getattr(reason, "strerror", None) or reason
         fail(f"{url} does not answer ({text}); start the server or correct the URL", exc)
+    except http.client.HTTPException as exc:  # a port of gRPC, for example
+        fail(f"{url} does not answer with HTTP; {IS_IT_A_SERVER}", exc)
 
 
 def _object(body: bytes, url: str) -> Mapping[str, Any]:

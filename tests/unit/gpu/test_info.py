@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -262,6 +263,25 @@ def test_the_command_without_a_server() -> None:
     assert done.returncode == 1
     assert "http://127.0.0.1:1/gpu-info does not answer (Connection refused)" in done.stderr
     assert done.stderr.count("\n") == 1
+    wrong = command("127.0.0.1:one")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1)
+    assert "correct the URL" in wrong.stderr
+
+
+@pytest.mark.parametrize("answer", [b"\0\0\x12\4\0\0\0\0\0", b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n{"])
+def test_a_port_that_does_not_speak_http_is_one_sentence(answer: bytes) -> None:
+    def grpc() -> None:
+        with listener.accept()[0] as connection:
+            connection.recv(1000)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=grpc, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        result = command(url)
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert f"{url}/gpu-info does not answer with HTTP; is it a server" in result.stderr
 
 
 def test_this_machine() -> None:
