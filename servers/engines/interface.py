@@ -285,11 +285,6 @@ def profiled(engine: Engine) -> EngineDescription | None:
         return None
 
 
-def first_line(exc: BaseException) -> str:
-    """The first line of an exception's message; libraries may add pages."""
-    return str(exc).partition("\n")[0]
-
-
 EXPORTS = {
     "tensorrt": "--to tensorrt",
     "tensorrt-jax": "--to tensorrt --operators jax",

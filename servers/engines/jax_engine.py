@@ -25,12 +25,12 @@ import numpy as np
 
 from servers.engines.agreement import Disagreement, disagreement, proof_at_load
 from servers.engines.batches import axis_buckets, bucket_of, bucket_sizes, check_sizes, random_inputs, valid_inputs
-from servers.engines.interface import Engine, EngineDescription, EngineError, first_line
+from servers.engines.interface import Engine, EngineDescription, EngineError
 from servers.engines.padding import fill_rows
 from servers.engines.processors import cuda_index, thread_count
 from servers.engines.settings import KINDS, PARAMETER_TYPES, EngineKind
 from servers.gpu.cuda_library import device_uuid
-from servers.models.specification import ModelSpecification
+from servers.models.specification import ModelSpecification, reason_of
 from servers.models.weights import WeightsError
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import Array, TensorSpec
@@ -170,7 +170,7 @@ class JaxEngine(Engine):
         try:
             fetched = [np.asarray(output) for output in executable.call(self._weights_on_device, arrays)]
         except Exception as exc:  # JAX's errors share no base but Exception
-            raise EngineError(f"JAX failed to execute the batch: {first_line(exc)}") from exc
+            raise EngineError(f"JAX failed to execute the batch: {reason_of(exc)}") from exc
         answers = {}
         for tensor, array in zip(specification.outputs, fetched, strict=True):
             rows_of_request = array[:rows] if axis is None else axis.cut(tensor.name, array[:rows], size)
@@ -207,7 +207,7 @@ class JaxEngine(Engine):
             precision = "tf32"
         details: dict[str, object] = {
             "torchax": version("torchax"),
-            "platform_version": first_line(RuntimeError(self._device.client.platform_version)),
+            "platform_version": self._device.client.platform_version.partition("\n")[0],
             "parameters": sum(weight.size for weight in weights),
             "weights_devices": sorted({_name_of(device) for weight in weights for device in weight.devices()}),
             "products": sorted(products),
@@ -280,7 +280,7 @@ class JaxEngine(Engine):
         return _Executable(compiled, seconds, _product_precisions(lowered.as_text()))
 
     def _refusal(self, exc: Exception) -> EngineError:
-        reason = first_line(exc).rstrip(".")
+        reason = reason_of(exc).rstrip(".")
         return EngineError(f"JAX cannot execute {self._specification.name}: {reason}; use --engine torch")
 
     def _prepared(self, rows: int) -> tuple[Callable[..., Any], list[Any]] | None:
@@ -318,9 +318,9 @@ def start_jax(device: str, threads: int) -> Any:
         devices = jax.devices("cpu" if index is None else "cuda")
     except RuntimeError as exc:
         if index is None:
-            raise EngineError(f"JAX {jax.__version__} cannot start on the CPU: {first_line(exc)}") from exc
+            raise EngineError(f"JAX {jax.__version__} cannot start on the CPU: {reason_of(exc)}") from exc
         raise EngineError(
-            f"device {device}: JAX finds no CUDA device ({first_line(exc)}); install JAX's CUDA plugin "
+            f"device {device}: JAX finds no CUDA device ({reason_of(exc)}); install JAX's CUDA plugin "
             "beside it with pip install 'jax[cuda13]', or cuda12 for an older driver, or use --device cpu"
         ) from exc
     if index is None:

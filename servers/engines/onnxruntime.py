@@ -42,12 +42,12 @@ from servers.engines.batches import (
     executed_mode,
     random_inputs,
 )
-from servers.engines.interface import Engine, EngineDescription, EngineError, export_command, first_line
+from servers.engines.interface import Engine, EngineDescription, EngineError, export_command
 from servers.engines.processors import cuda_index, nvidia_device_present, thread_count
 from servers.gpu.cuda_library import device_uuid
 from servers.gpu.info import MAX_CPU_TIME_RATIO
 from servers.models.files import for_library, loadable_parts
-from servers.models.specification import ModelSpecification
+from servers.models.specification import ModelSpecification, reason_of
 from servers.options.libraries import installed_version, installed_versions
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import Array, TensorSpec
@@ -329,7 +329,7 @@ class OnnxRuntimeEngine(Engine):
 
 def ort_reason(exc: Exception) -> str:
     """ONNX Runtime's message without its code, the place in its sources and the signature of its C++ function."""
-    return _ORT_PLACE.sub("", _ORT_CODE.sub("", first_line(exc))).strip()
+    return _ORT_PLACE.sub("", _ORT_CODE.sub("", reason_of(exc))).strip()
 
 
 def beyond_runtime(path: Path, exc: Exception) -> str | None:
@@ -404,7 +404,7 @@ def precision_of_file(path: Path) -> str:
     try:
         return stored_precision(onnx.load(path, load_external_data=False))
     except Exception as exc:  # protobuf's DecodeError, of which each implementation has its own
-        raise EngineError(f"{path.name} is not an ONNX file that can be read: {first_line(exc)}") from exc
+        raise EngineError(f"{path.name} is not an ONNX file that can be read: {reason_of(exc)}") from exc
 
 
 def mark_precision(model: Any, precision: str) -> None:

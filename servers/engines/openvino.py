@@ -18,10 +18,11 @@ from typing import Any
 
 from servers.engines.agreement import Disagreement, disagreement, proof_at_load
 from servers.engines.batches import check_sizes
-from servers.engines.interface import Engine, EngineDescription, EngineError, export_command, first_line
+from servers.engines.interface import Engine, EngineDescription, EngineError, export_command
 from servers.engines.onnxruntime import OnnxRuntimeEngine
 from servers.engines.processors import thread_count
 from servers.engines.settings import EngineKind
+from servers.models.specification import reason_of
 from servers.protocol.tensors import Array
 
 KIND = EngineKind(
@@ -187,4 +188,4 @@ def _products(compiled: Any) -> dict[str, int]:
 def _reason(exc: BaseException) -> str:
     """The cause; OpenVINO puts the place in its source code before it."""
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if not line.startswith("Exception from")), first_line(exc))
+    return next((line for line in reversed(lines) if not line.startswith("Exception from")), reason_of(exc))

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from servers.engines.batches import Bucket, axis_buckets, bucket_sizes, executed_mode
-from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
+from servers.engines.interface import EngineDescription, EngineError, export_command
 from servers.engines.torch.device import device_details, resolve_device
 from servers.engines.torch.runner import Enqueue, RunnerEngine
+from servers.models.specification import reason_of
 
 ELEMENT_TYPES = {
     **{name: name for name in ("BOOL", "UINT8", "INT8", "INT32", "INT64")},
@@ -61,7 +62,7 @@ class TensorRTEngine(RunnerEngine):
                 sizes = () if axis is None else axis_buckets(axis, settings.pad_to, only=bool(settings.buckets))
                 self._start(self._build, rows, device, sizes=sizes)
             except RuntimeError as exc:
-                raise EngineError(f"the plan cannot be loaded on {device}: {first_line(exc)}") from exc
+                raise EngineError(f"the plan cannot be loaded on {device}: {reason_of(exc)}") from exc
 
     def describe(self) -> EngineDescription:
         """Read back from the plan and the runner; the precision is the one that the plan was built for."""

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from servers.engines.agreement import TOLERANCE, Answer
 from servers.engines.factory import build_engine, why_not_through_jax
-from servers.engines.interface import Engine, first_line
+from servers.engines.interface import Engine
 from servers.engines.onnxruntime import stored_precision
 from servers.engines.settings import KINDS, EngineSettings, engine_kind
 from servers.export.manifest import (
@@ -58,7 +58,7 @@ from servers.models.files import (
     onnx_parts,
     remove_abandoned,
 )
-from servers.models.specification import ModelSpecification, choose_from
+from servers.models.specification import ModelSpecification, choose_from, reason_of
 from servers.models.weights import PretrainedWeights, RandomWeights, WeightsError, WeightsSource, pin
 from servers.options import defaults
 
@@ -284,7 +284,7 @@ def users_manifest(specification: ModelSpecification, weights: WeightsSource, pa
     except OSError as exc:
         raise ExportError(f"cannot read {exc.filename or path}: {exc.strerror or exc}") from exc
     except Exception as exc:  # protobuf's DecodeError, of which each implementation has its own
-        raise ExportError(f"{path.name} is not an ONNX file: {first_line(exc)}") from exc
+        raise ExportError(f"{path.name} is not an ONNX file: {reason_of(exc)}") from exc
     modified = datetime.fromtimestamp(max(state.st_mtime for state in states), UTC)
     opsets = {entry.domain: entry.version for entry in model.opset_import}
     return Manifest(

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from servers.engines.interface import EngineError, first_line
+from servers.engines.interface import EngineError
 from servers.engines.jax_engine import as_jax, start_jax
 from servers.export.manifest import JAX, OPSETS, ExportError
-from servers.models.specification import ModelSpecification
+from servers.models.specification import ModelSpecification, reason_of
 from servers.protocol.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def write_jax_graph(specification: ModelSpecification, module: torch.nn.Module, 
         raise
     except Exception as exc:  # the model's own code runs here, and jax2onnx and JAX raise errors of every kind
         raise ExportError(
-            f"jax2onnx cannot export {specification.name} to ONNX: {type(exc).__name__}: {first_line(exc)}; "
+            f"jax2onnx cannot export {specification.name} to ONNX: {type(exc).__name__}: {reason_of(exc)}; "
             "use --operators standard"
         ) from exc
 

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servers.engines.batches import random_inputs
-from servers.engines.interface import first_line
 from servers.engines.onnxruntime import mark_precision
 from servers.export.manifest import FUSED, JAX, OPSETS, STANDARD, ExportError, FileForm
 from servers.models.files import load_onnx
-from servers.models.specification import ModelSpecification
+from servers.models.specification import ModelSpecification, reason_of
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +124,7 @@ def _export(specification: ModelSpecification, module: torch.nn.Module, path: Pa
                 dynamic_shapes=free,
             )
         except Exception as exc:  # the model's own code runs here, and the exporter wraps most of its errors
-            reason = first_line(exc.__cause__ or exc)
+            reason = reason_of(exc.__cause__ or exc)
             raise ExportError(
                 f"torch cannot export {specification.name} to ONNX: {reason}; use the engine torch"
             ) from exc
@@ -241,5 +240,5 @@ def write_package(specification: ModelSpecification, module: torch.nn.Module, pa
             aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(CONFIGURATION))
     except Exception as exc:  # the model's own code runs here, and the compiler's errors share no base class
         raise ExportError(
-            f"torch cannot compile {specification.name} to a package: {first_line(exc)}; use the engine torch"
+            f"torch cannot compile {specification.name} to a package: {reason_of(exc)}; use the engine torch"
         ) from exc

@@ -28,6 +28,7 @@ from servers.language.forward import PromptPiece, SlotForward, StepPlan, TorchFo
 from servers.language.module import build_module
 from servers.language.specification import LanguageModel
 from servers.language.torch_engine import TorchGeneratingEngine
+from servers.models.specification import reason_of
 
 PREFILL_CHUNK = {"cpu": 32, "cuda": 128}
 """Tokens of prompts per step that lengthen it to about twice its time."""
@@ -171,8 +172,7 @@ class SlotsEngine(TorchGeneratingEngine):
             while len(self._flights) > behind:
                 self._finish(self._flights.popleft(), emissions)
         except RuntimeError as exc:  # torch's errors, out of memory among them
-            reason = str(exc).partition("\n")[0] or "without a message"
-            raise EngineError(f"a step failed: {reason}") from exc
+            raise EngineError(f"a step failed: {reason_of(exc)}") from exc
         return tuple(emissions)
 
     def close(self) -> None:

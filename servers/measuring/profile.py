@@ -29,10 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 from servers.engines.batches import random_inputs
-from servers.engines.interface import Engine, EngineError, first_line
+from servers.engines.interface import Engine, EngineError
 from servers.engines.onnxruntime import OnnxRuntimeEngine
 from servers.measuring.measurement import EngineTimes
-from servers.models.specification import ModelSpecification
+from servers.models.specification import ModelSpecification, reason_of
 from servers.protocol.tensors import Array
 
 PRODUCTS = "matrix products"
@@ -329,7 +329,7 @@ def _nodes(engine: OnnxRuntimeEngine, batch: int, sizes: Mapping[str, int]) -> P
         try:
             path = engine.node_profile(Path(folder), batch, EXECUTIONS_ON_HOST + 1, sizes)  # the first one allocates
         except Exception as exc:  # ORT's exceptions share no base but Exception
-            reason = first_line(exc)
+            reason = reason_of(exc)
             raise EngineError(f"ONNX Runtime cannot execute batch {batch} with its profiler on: {reason}") from exc
         events = json.loads(path.read_text())
     nodes: list[KernelLaunch] = []
@@ -386,7 +386,7 @@ def device_launches(executions: Sequence[Callable[[], object]], device: str) -> 
                 mark()
         events = list(profiler.events() or ())
     except RuntimeError as exc:
-        raise EngineError(f"torch's profiler failed: {first_line(exc)}") from exc
+        raise EngineError(f"torch's profiler failed: {reason_of(exc)}") from exc
     launches = [
         KernelLaunch(event.name, round(event.time_range.start * 1e3), round(event.time_range.end * 1e3))
         for event in events

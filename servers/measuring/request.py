@@ -15,7 +15,7 @@ import msgspec
 
 from servers.engines.batches import executed_mode
 from servers.engines.factory import check_engine, environment_of
-from servers.engines.interface import EngineError, first_line
+from servers.engines.interface import EngineError
 from servers.engines.processors import thread_count
 from servers.engines.settings import EngineSettings, engine_kind, engine_names, precision_on, resolved_device
 from servers.gpu.info import gpu_info
@@ -28,7 +28,7 @@ from servers.language.engine import (
 )
 from servers.language.specification import PREFIX, LanguageModel, language_model
 from servers.models.registry import UnknownModelError, get_variant
-from servers.models.specification import ModelSpecification
+from servers.models.specification import ModelSpecification, reason_of
 from servers.models.weights import WeightsError, parse_weights
 from servers.options import defaults
 
@@ -220,6 +220,5 @@ def answer_commands(
 
 def sentence_of(exc: Exception) -> str:
     """The first line of an error's message, with its kind where it is not abserve's own."""
-    if type(exc).__module__.startswith("servers."):
-        return first_line(exc)
-    return f"{type(exc).__name__}: {first_line(exc)}"
+    name, reason = type(exc).__name__, reason_of(exc)
+    return reason if type(exc).__module__.startswith("servers.") or reason == name else f"{name}: {reason}"

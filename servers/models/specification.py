@@ -226,6 +226,12 @@ def choose_from(value: str, choices: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"use one of: {', '.join(names)}"
 
 
+def reason_of(exc: BaseException) -> str:
+    """An exception's cause in one line; libraries may add pages. TorchScript's interpreter puts it at the end."""
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()] or [type(exc).__name__]
+    return lines[-1] if "TorchScript interpreter" in lines[0] else lines[0]
+
+
 def closest(value: str, choices: Iterable[str]) -> list[str]:
     """Up to three known names that begin with `value`, the shortest first, or else are most like it."""
     names, lower = list(choices), value.lower()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from servers.models.modules import ready
-from servers.models.specification import Input, Output, UserModel
+from servers.models.specification import Input, Output, UserModel, reason_of
 from servers.protocol.tensors import DATATYPES, Array
 
 if TYPE_CHECKING:
@@ -308,10 +308,10 @@ class _Trial:
             except Exception as exc:
                 if "padding token" in str(exc):  # as decoders of transformers put it
                     raise ValueError(
-                        f"the module fails on {count} items ({_first_line(exc)}); set its config.pad_token_id"
+                        f"the module fails on {count} items ({reason_of(exc)}); set its config.pad_token_id"
                     ) from exc
                 raise ValueError(
-                    f"the module takes one item and fails on {count} ({_first_line(exc)}); servers merge requests, so "
+                    f"the module takes one item and fails on {count} ({reason_of(exc)}); servers merge requests, so "
                     "forward must take any number of items: use x.shape[0] or -1 in place of a fixed batch size"
                 ) from exc
         for name in whole:
@@ -441,10 +441,6 @@ class _Trial:
             for hook in hooks:
                 hook.remove()
         return counts
-
-
-def _first_line(exc: BaseException) -> str:
-    return next(iter(str(exc).strip().splitlines()), type(exc).__name__)
 
 
 def _slice(tensors: Tensors, first: int, last: int) -> Tensors:

@@ -26,7 +26,7 @@ import torch
 from servers.engines.agreement import Disagreement, Proof, disagreement, proof_at_load, proof_batch
 from servers.engines.batches import GRAPH_MODES, axis_buckets, bucket_of, bucket_sizes, check_sizes, executed_mode
 from servers.engines.choice import ChoiceCache, cache_key, digest, makes_choices
-from servers.engines.interface import EngineDescription, EngineError, export_command, first_line
+from servers.engines.interface import EngineDescription, EngineError, export_command
 from servers.engines.processors import openmp_spinning, thread_count
 from servers.engines.settings import PARAMETER_TYPES
 from servers.engines.torch.device import device_details, fp32_products, resolve_device, set_fp32_products
@@ -38,12 +38,12 @@ from servers.engines.torch.forms import (
     expected_answers,
     fast_form,
     plain_form,
-    reason_of,
 )
 from servers.engines.torch.plans import ComparedAnswers, planned_form
 from servers.engines.torch.products import NO_SHAPES, TYPICAL_ITEMS, InputShapes, TunedProducts, noted_shapes
 from servers.engines.torch.runner import RunnerEngine
 from servers.models.files import for_library
+from servers.models.specification import reason_of
 from servers.models.uint8_module import executed_module
 from servers.models.weights import WeightsError
 from servers.options.stages import stage
@@ -77,7 +77,7 @@ class TorchEngine(RunnerEngine):
         try:
             self._prepare(module, device, getattr(torch, PARAMETER_TYPES[settings.precision]))
         except FAILURES as exc:  # torch.OutOfMemoryError is a RuntimeError
-            raise EngineError(f"the model cannot be loaded on {device}: {first_line(exc)}") from exc
+            raise EngineError(f"the model cannot be loaded on {device}: {reason_of(exc)}") from exc
 
     def _enter_device(self, requested: str) -> torch.device:
         """Choose the device and the mode on it, and set torch's threads or how it multiplies."""
@@ -215,7 +215,7 @@ class TorchEngine(RunnerEngine):
                     shared.add(address)
                     answers[tensor.name] = answer.numpy()
         except (RuntimeError, IndexError) as exc:
-            raise EngineError(f"torch failed to execute the batch: {first_line(exc)}") from exc
+            raise EngineError(f"torch failed to execute the batch: {reason_of(exc)}") from exc
         return answers
 
     def describe(self) -> EngineDescription:

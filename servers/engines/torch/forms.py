@@ -30,12 +30,12 @@ from torch.jit._trace import TracerWarning
 
 from servers.engines.agreement import TOLERANCE, proof_batch
 from servers.engines.batches import Bucket
-from servers.engines.interface import EngineError, first_line
+from servers.engines.interface import EngineError
 from servers.engines.settings import PARAMETER_TYPES
 from servers.engines.torch.compiling import compile_together
 from servers.engines.torch.runner import TORCH_TYPES, Enqueue
 from servers.engines.torch.vit_tower import LeanVisionTower, UnsupportedTowerError
-from servers.models.specification import ModelSpecification
+from servers.models.specification import ModelSpecification, reason_of
 from servers.models.uint8_module import executed_module, to_precision
 from servers.options.stages import stage
 from servers.protocol.tensors import Array
@@ -299,12 +299,6 @@ def to_torchscript(
     return script, kernels
 
 
-def reason_of(exc: BaseException) -> str:
-    """The cause in one line; TorchScript's interpreter puts it at the end, after its own traceback."""
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()] or [type(exc).__name__]
-    return lines[-1] if "TorchScript interpreter" in lines[0] else lines[0]
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Hide deprecations, which the docs mention, and guesses about constants in a trace, which the comparison finds."""
@@ -371,7 +365,7 @@ def to_fp8(module: nn.Module, device: torch.device, *, title: str) -> tuple[int,
         import torchao
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
     except ImportError as exc:
-        raise EngineError(f"precision fp8 needs torchao, and {first_line(exc)}; run: {INSTALL_FP8}") from exc
+        raise EngineError(f"precision fp8 needs torchao, and {reason_of(exc)}; run: {INSTALL_FP8}") from exc
     linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     if not any(map(has_fp8_product, linear)):
         raise EngineError(

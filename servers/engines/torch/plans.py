@@ -37,11 +37,11 @@ from servers.engines.choice import MOST_SECONDS, ChoiceCache, cache_key, graph_t
 from servers.engines.torch.compiling import compile_together
 from servers.engines.torch.convolutions import fused_convolutions, layer_calls
 from servers.engines.torch.exported_graphs import restored, stored
-from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, as_specified, converted, plain_form, reason_of
+from servers.engines.torch.forms import FAILURES, OWN_MODULE, ModelForm, as_specified, converted, plain_form
 from servers.engines.torch.fused_layers import HALVES, Product, dynamic_shapes, exported_module, fused_layers
 from servers.engines.torch.norms import folded_norms, with_layers
 from servers.engines.torch.runner import TORCH_TYPES
-from servers.models.specification import ModelSpecification
+from servers.models.specification import ModelSpecification, reason_of
 from servers.models.uint8_module import UInt8Images, executed_module
 from servers.options.stages import stage
 from servers.protocol.tensors import Array

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from servers.engines.batches import Bucket, bucket_of, check_sizes, random_inputs, valid_inputs
-from servers.engines.interface import DeviceMemory, Engine, EngineError, Finish, HostMemory, Request, first_line
+from servers.engines.interface import DeviceMemory, Engine, EngineError, Finish, HostMemory, Request
 from servers.engines.padding import Padding, divide, fill_rows, pad_to_text
 from servers.engines.torch.copies import CudaCopies, cut_copy
 from servers.gpu.cuda_library import CudaError
 from servers.gpu.kernel_probe import event_pair, probe_kernels
-from servers.models.specification import ModelSpecification
+from servers.models.specification import ModelSpecification, reason_of
 from servers.options.stages import stage
 from servers.protocol.errors import InvalidRequestError
 from servers.protocol.tensors import Array, Axis, TensorSpec
@@ -663,7 +663,7 @@ class RunnerEngine(Engine):
             self._runner.prepare_no_more()
 
     def _failed(self, exc: Exception) -> EngineError:
-        return EngineError(f"{self._settings.kind} failed to execute the batch: {first_line(exc)}")
+        return EngineError(f"{self._settings.kind} failed to execute the batch: {reason_of(exc)}")
 
     def infer(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """Execute one batch; raises `ValueError` for one beyond the largest bucket."""

@@ -17,7 +17,7 @@ from servers.commands import models as command
 from servers.commands.models import models
 from servers.models import descriptions, registry, sources
 from servers.models.registry import DEFAULT_MODEL, known_references
-from servers.models.specification import ModelSpecification
+from servers.models.specification import ModelSpecification, reason_of
 from tests.tiny_bert import write_tiny_bert
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -229,3 +229,20 @@ def test_a_users_model_is_measured_again_when_its_file_has_changed(
             (tmp_path / "mine.py").write_text(content)
         assert run(f"{tmp_path / 'mine.py'}:scorer")[0] == 0
     assert len(library.read) == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("out of memory\nTried to allocate", "out of memory"),
+        ("\n\n  the shapes differ  \nmore", "the shapes differ"),  # as TorchScript and torch.export begin
+        (
+            "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript:\n"
+            "RuntimeError: size mismatch\n",
+            "RuntimeError: size mismatch",
+        ),
+        ("", "AssertionError"),  # a bare assert
+    ],
+)
+def test_the_cause_of_an_error_is_one_line_that_is_never_empty(message: str, reason: str) -> None:
+    assert reason_of(AssertionError(message)) == reason
