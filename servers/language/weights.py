@@ -76,7 +76,7 @@ def parse_language_weights(option: str | None, default: LanguageWeights) -> Lang
         return default
     path, _, pin = option.partition("@sha256:")
     folder = user_path(path)
-    if path != "random" and not path.startswith("random:") and folder.is_dir():
+    if path.partition(":")[0] != "random" and folder.is_dir():
         if not has_weights(folder):
             raise WeightsError(f"--weights {folder.name}: the folder has no .safetensors file")
         if pin and not (len(pin) == 64 and set(pin) <= set("0123456789abcdef")):

@@ -12,7 +12,8 @@ import torch
 
 from servers.language.module import build_module, count_parameters, write_folder
 from servers.language.specification import language_model, language_names
-from servers.language.weights import FileWeights, draw_tensor
+from servers.language.weights import FileWeights, draw_tensor, parse_language_weights
+from servers.models.weights import RandomWeights
 
 PROMPT = [[3, 1, 4, 15, 9, 26, 5, 35, 8, 97]]
 
@@ -104,3 +105,12 @@ def test_a_gpu_draws_the_same_bytes() -> None:
     for name in ("a.weight", "a.bias"):
         drawn = [draw_tensor(name, (1000, 1237), 64, 5, device) for device in ("cpu", "cuda")]
         assert torch.equal(drawn[0], drawn[1].cpu())
+
+
+def test_a_folder_may_have_a_name_that_begins_like_a_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("random-start", "random"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(parse_language_weights("random-start", RandomWeights(0)), FileWeights)
+    assert parse_language_weights("random", RandomWeights(1)) == RandomWeights(0)
