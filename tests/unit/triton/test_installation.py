@@ -95,7 +95,7 @@ def test_the_folder_is_the_one_asked_for_then_that_on_path_then_nvidias(
 
 
 def settings(tmp_path: Path, **options: Any) -> TritonSettings:
-    return TritonSettings(work_dir=tmp_path / "work", http_port=1, grpc_port=2, metrics_port=3, **options)
+    return TritonSettings(work_dir=tmp_path / "work", http_port=18471, grpc_port=18472, metrics_port=18473, **options)
 
 
 @pytest.mark.parametrize(
@@ -192,10 +192,10 @@ def own_repository(tmp_path: Path, config: str) -> Path:
     return folder
 
 
-def test_your_own_repository_is_served_as_it_is(tmp_path: Path, installation: Installation, free_ports: Any) -> None:
+def test_your_own_repository_is_served_as_it_is(tmp_path: Path, installation: Installation) -> None:
     folder = own_repository(tmp_path, 'backend: "onnxruntime"\nmax_batch_size: 6\n')
     before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
-    options = settings(tmp_path, triton_repository=folder, model="my_model").model_copy(update=free_ports)
+    options = settings(tmp_path, triton_repository=folder, model="my_model")
     plan = prepare_repository(options, installation)
     assert {f"--model-repository={folder}", "--model-control-mode=explicit", "--load-model=my_model"} <= set(plan.argv)
     assert not [word for word in plan.argv if word.startswith(("--disable-auto-complete", "--pinned-memory"))]
@@ -210,12 +210,10 @@ def test_your_own_repository_is_served_as_it_is(tmp_path: Path, installation: In
      ("", "127.0.0.1", False)],
 )  # fmt: skip
 def test_clients_of_this_machine_may_use_shared_memory_in_every_release(
-    tmp_path: Path, installation: Installation, free_ports: Any, release: str, host: str, allowed: bool
+    tmp_path: Path, installation: Installation, release: str, host: str, allowed: bool
 ) -> None:
     folder = own_repository(tmp_path, 'backend: "onnxruntime"\nmax_batch_size: 6\n')
-    options = settings(tmp_path, triton_repository=folder, model="my_model").model_copy(
-        update={**free_ports, "host": host}
-    )
+    options = settings(tmp_path, triton_repository=folder, model="my_model", host=host)
     plan = prepare_repository(options, replace(installation, version=release))
     assert ("--allow-client-shm=true" in plan.argv) is allowed
 
@@ -238,7 +236,6 @@ def test_clients_of_this_machine_may_use_shared_memory_in_every_release(
 def test_a_model_that_would_get_empty_tensors_is_refused(
     tmp_path: Path,
     installation: Installation,
-    free_ports: Any,
     monkeypatch: pytest.MonkeyPatch,
     stub: str,
     numpy: str,
@@ -250,7 +247,7 @@ def test_a_model_that_would_get_empty_tensors_is_refused(
     monkeypatch.setattr(launch, "version", lambda _package: numpy)
     folder = own_repository(tmp_path, 'backend: "python"')
     (folder / "my_model" / "1" / "model.py").write_text(code)
-    options = settings(tmp_path, triton_repository=folder, model="my_model").model_copy(update=free_ports)
+    options = settings(tmp_path, triton_repository=folder, model="my_model")
     if refused is None:
         assert prepare_repository(options, installation).model == "my_model"
     else:
@@ -273,7 +270,6 @@ def test_a_step_in_python_is_checked_like_the_model_itself(
     tmp_path: Path,
     image: Any,
     interpreter: Interpreter,
-    free_ports: Any,
     python: str,
     files: tuple[str, ...],
     words: str | None,
@@ -284,7 +280,7 @@ def test_a_step_in_python_is_checked_like_the_model_itself(
     for file in files:
         (folder / "decode" / "1" / file).touch()
     installation = read_installation(image("python", python=python), interpreter)
-    options = settings(tmp_path, triton_repository=folder, model="my_model").model_copy(update=free_ports)
+    options = settings(tmp_path, triton_repository=folder, model="my_model")
     if words is None:
         assert prepare_repository(options, installation).title == "Triton 2.61, ensemble, your my_model"
     else:
@@ -309,11 +305,6 @@ def test_a_model_that_the_repository_does_not_have(tmp_path: Path, installation:
         prepare_repository(options, installation)
 
 
-@pytest.fixture
-def free_ports() -> dict[str, int]:
-    return {"http_port": 18471, "grpc_port": 18472, "metrics_port": 18473}
-
-
 NAME = "libpython3.99.so.1.0"
 UNPACK = f'mkdir -p "$3/usr/lib/x86_64-linux-gnu" && cp "$2" "$3/usr/lib/x86_64-linux-gnu/{NAME}"'
 
@@ -333,11 +324,6 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def script(folder: Path, name: str, body: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
-    (folder / name).chmod(0o755)
-
-
 def test_this_pythons_own_folders_come_before_the_cache(interpreter: Interpreter, tmp_path: Path) -> None:
     cache_folder(interpreter).mkdir(parents=True)
     (cache_folder(interpreter) / NAME).touch()
@@ -347,8 +333,8 @@ def test_this_pythons_own_folders_come_before_the_cache(interpreter: Interpreter
 
 
 def test_fetched_with_apt_into_the_environment(debian: Interpreter, tools: Path) -> None:
-    script(tools, "apt-get", '[ "$*" = "download libpython3.99" ] && echo library > libpython3.99_1_amd64.deb')
-    script(tools, "dpkg-deb", UNPACK)
+    executable(tools / "apt-get", '[ "$*" = "download libpython3.99" ] && echo library > libpython3.99_1_amd64.deb')
+    executable(tools / "dpkg-deb", UNPACK)
     said: list[str] = []
     path = provide_libpython(debian, said.append)
     assert path == debian.prefix / "share" / "abserve" / "libpython" / NAME
@@ -359,21 +345,20 @@ def test_fetched_with_apt_into_the_environment(debian: Interpreter, tools: Path)
 
 
 def test_private_package_lists_where_the_system_has_none(debian: Interpreter, tools: Path) -> None:
-    script(
-        tools,
-        "apt-get",
+    executable(
+        tools / "apt-get",
         'for last; do :; done; case "$*" in\n'
         '  "download "*) echo "E: Unable to locate package libpython3.99" >&2; exit 100;;\n'
         '  *Dir::State::Lists=*" update") touch updated;;\n'
         '  *Dir::State::Lists=*" download libpython3.99") [ -e updated ] && echo x > l.deb;;\n'
         "esac",
     )
-    script(tools, "dpkg-deb", UNPACK)
+    executable(tools / "dpkg-deb", UNPACK)
     assert provide_libpython(debian, lambda _message: None).is_file()
 
 
 def test_a_failed_fetch_says_why_and_what_to_do(debian: Interpreter, tools: Path) -> None:
-    script(tools, "apt-get", 'echo "E: Could not resolve deb.debian.org" >&2; exit 100')
+    executable(tools / "apt-get", 'echo "E: Could not resolve deb.debian.org" >&2; exit 100')
     with pytest.raises(TritonError) as error:
         provide_libpython(debian, lambda _message: None)
     assert "Could not resolve deb.debian.org" in str(error.value)
@@ -383,7 +368,7 @@ def test_a_failed_fetch_says_why_and_what_to_do(debian: Interpreter, tools: Path
 
 def test_another_builds_library_is_never_fetched(interpreter: Interpreter, tmp_path: Path, tools: Path) -> None:
     shutil.rmtree(tmp_path / "lib")
-    script(tools, "apt-get", "echo called > called; exit 1")
+    executable(tools / "apt-get", "echo called > called; exit 1")
     said: list[str] = []
     with pytest.raises(TritonError, match="--enable-shared"):
         provide_libpython(interpreter, said.append)
