@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+import tritonclient.grpc as grpc_client
+import tritonclient.http as http_client
 import typer
+from tritonclient.utils import np_to_triton_dtype
 
 from servers.commands.triton import serve_triton
 from servers.export.artefacts import Artefact
 from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.options.launch import LaunchPlan
+from servers.protocol.tensors import Array
 from servers.triton.launch import prepare
 from servers.triton.process import TritonProcess, region_prefixes
 from servers.triton.repository import PlacedModel
@@ -76,6 +82,28 @@ def serve(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
         return subprocess.CompletedProcess(options, status or 0, *capfd.readouterr())
 
     return serve
+
+
+def infer(
+    plan: LaunchPlan, inputs: Mapping[str, Array], outputs: Collection[str] = (), module: Any = http_client, **more: Any
+) -> Any:
+    """A client's answer over a connection of its own: tritonclient's HTTP client is not thread-safe."""
+    tensors = []
+    for name, array in inputs.items():
+        tensors.append(module.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
+        tensors[-1].set_data_from_numpy(array)
+    wanted = [module.InferRequestedOutput(name) for name in outputs] or None
+    url = plan.grpc_address if module is grpc_client else plan.http_url.removeprefix("http://")
+    with closing(module.InferenceServerClient(url)) as client:
+        return client.infer(plan.model, tensors, outputs=wanted, **more)
+
+
+def embedding(plan: LaunchPlan, pixels: Array, **more: Any) -> Any:
+    return infer(plan, {"pixel_values": pixels}, **more).as_numpy("embedding")
+
+
+def config_of(plan: LaunchPlan) -> Any:
+    return httpx.get(f"{plan.http_url}/v2/models/{plan.model}/config", trust_env=False).json()
 
 
 def plan_of(done: subprocess.CompletedProcess[str]) -> LaunchPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 from onnx import TensorProto, helper
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException
 
 from servers.engines.factory import build_engine
 from servers.engines.settings import EngineSettings
@@ -26,10 +26,9 @@ from servers.protocol.tensors import DATATYPES, Array
 from servers.triton.launch import prepare
 from servers.triton.process import TritonProcess
 from servers.triton.repository import PlacedModel
-from tests.integration.triton.conftest import settings
+from tests.integration.triton.conftest import READY_SECONDS, config_of, infer, settings
 
 pytestmark = pytest.mark.triton
-READY_SECONDS = 120
 LENGTHS = (1, 5, 32, 40, 64, 100, 128)
 CONFIG = {
     "model_type": "distilbert",
@@ -72,26 +71,11 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> ModelSpecification:
 
 
 @pytest.fixture(scope="module", params=["32,64", pytest.param("", marks=pytest.mark.slow)])
-def address(request: pytest.FixtureRequest, bert: ModelSpecification, start: Callable[..., LaunchPlan]) -> str:
-    plan = start(bert, engine="torch", threads=1, pad_to=request.param, max_queue_delay_us=20_000)
-    return plan.http_url.removeprefix("http://")
+def texts(request: pytest.FixtureRequest, bert: ModelSpecification, start: Callable[..., LaunchPlan]) -> LaunchPlan:
+    return start(bert, engine="torch", threads=1, pad_to=request.param, max_queue_delay_us=20_000)
 
 
-def infer(
-    address: str, model: str, inputs: dict[str, Array], outputs: list[str], module: Any = http_client
-) -> dict[str, Array]:
-    with closing(module.InferenceServerClient(address)) as client:
-        tensors = []
-        for name, array in inputs.items():
-            tensor = module.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-            tensor.set_data_from_numpy(array)
-            tensors.append(tensor)
-        answer = client.infer(model, tensors, outputs=[module.InferRequestedOutput(name) for name in outputs])
-        assert {name for name in (*outputs, "out_INT8") if answer.get_output(name) is not None} == set(outputs)
-        return {name: answer.as_numpy(name) for name in outputs}
-
-
-def test_mixed_lengths_at_once_get_their_own_answers(address: str, bert: ModelSpecification) -> None:
+def test_mixed_lengths_at_once_get_their_own_answers(texts: LaunchPlan, bert: ModelSpecification) -> None:
     engine = build_engine(bert, RandomWeights(0), EngineSettings("torch", device="cpu", threads=1))
     engine.load()
     assert bert.make_items is not None
@@ -99,7 +83,8 @@ def test_mixed_lengths_at_once_get_their_own_answers(address: str, bert: ModelSp
     lengths = LENGTHS * 3
 
     def ask(length: int) -> Array:
-        return infer(address, "tiny", inputs[length], ["last_hidden_state"])["last_hidden_state"]
+        answer: Array = infer(texts, inputs[length], ["last_hidden_state"]).as_numpy("last_hidden_state")
+        return answer
 
     with ThreadPoolExecutor(len(lengths)) as threads:
         for length, answer in zip(lengths, threads.map(ask, lengths), strict=True):
@@ -113,18 +98,16 @@ def test_mixed_lengths_at_once_get_their_own_answers(address: str, bert: ModelSp
     [(129, 1, "sequence size of model 'tiny' is at most 128, got 129"), (5, 200, "its ids are 0 to 199")],
 )
 def test_what_the_model_does_not_take_is_the_clients_error(
-    address: str, length: int, first_id: int, problem: str
+    texts: LaunchPlan, length: int, first_id: int, problem: str
 ) -> None:
     ids = np.full((1, length), first_id, np.int64)
     with pytest.raises(InferenceServerException, match=problem) as caught:
-        infer(address, "tiny", {"input_ids": ids, "attention_mask": np.ones_like(ids)}, ["last_hidden_state"])
+        infer(texts, {"input_ids": ids, "attention_mask": np.ones_like(ids)}, ["last_hidden_state"])
     assert caught.value.status() == "400"
 
 
-def test_nothing_that_clients_read_shows_the_models_folder(address: str) -> None:
-    client = http_client.InferenceServerClient(address)
-    config = client.get_model_config("tiny")
-    client.close()
+def test_nothing_that_clients_read_shows_the_models_folder(texts: LaunchPlan) -> None:
+    config = config_of(texts)
     assert config["parameters"]["model"]["string_value"] == "tiny"
     assert "secret" not in json.dumps(config)
 
@@ -162,16 +145,16 @@ def values(datatype: str, rows: int) -> Array:
 
 @pytest.mark.parametrize("module", [http_client, grpc_client], ids=["http", "grpc"])
 def test_every_datatype_comes_back_from_a_merged_batch(module: Any, echo: LaunchPlan) -> None:
-    address = echo.http_url.removeprefix("http://") if module is http_client else str(echo.grpc_address)
     wanted = [name for name in ELEMENTS if name != "INT8"]  # only the outputs that are asked for are answered
 
-    def ask(rows: int) -> dict[str, Array]:
+    def ask(rows: int) -> Any:
         sent = {f"in_{name}": values(name, rows) for name in ELEMENTS}
-        return infer(address, "echo", sent, [f"out_{name}" for name in wanted], module)
+        return infer(echo, sent, [f"out_{name}" for name in wanted], module)
 
     with ThreadPoolExecutor(4) as threads:
         for rows, answer in zip((1, 2, 3, 4), threads.map(ask, (1, 2, 3, 4)), strict=True):
+            assert answer.get_output("out_INT8") is None
             for name in wanted:
-                expected = values(name, rows)
-                assert answer[f"out_{name}"].dtype == expected.dtype
-                np.testing.assert_array_equal(answer[f"out_{name}"], expected, err_msg=name)
+                expected, found = values(name, rows), answer.as_numpy(f"out_{name}")
+                assert found.dtype == expected.dtype
+                np.testing.assert_array_equal(found, expected, err_msg=name)

@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 import pytest
 import simplejpeg
-import tritonclient.http as http_client
 
 from loadgen.launch.deployment import RemoteDeployment
 from loadgen.measure.arms import Arm
@@ -36,11 +35,10 @@ from servers.triton.process import TritonProcess
 from servers.triton.wheel import find_wheel
 from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
 from tests.integration.native.conftest import free_ports
-from tests.integration.triton.conftest import Serve
+from tests.integration.triton.conftest import READY_SECONDS, Serve, config_of, embedding, infer, plan_of
 from tests.tiny_bert import write_tiny_bert
 
 pytestmark = pytest.mark.triton
-READY_SECONDS = 120
 STAND_IN = """
 import json, os
 import numpy
@@ -142,9 +140,7 @@ def start(
                 *(f"--{name}-port={port}" for name, port in ports),
                 *options,
             ]
-            done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-            document = {key: value for key, value in json.loads(done.stdout).items() if key != "schema"}
-            plan = LaunchPlan(**document)
+            plan = plan_of(subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True))
             process = servers.enter_context(TritonProcess(plan, folder / "log"))
             assert process.wait_ready(READY_SECONDS), (folder / "log").read_text()
             return plan
@@ -152,18 +148,14 @@ def start(
         yield start
 
 
-def infer(plan: LaunchPlan, name: str, datatype: str, array: Any, output: str) -> Any:
-    tensor = http_client.InferInput(name, list(array.shape), datatype)
-    tensor.set_data_from_numpy(array)
-    with closing(http_client.InferenceServerClient(plan.http_url.removeprefix("http://"))) as client:
-        return client.infer(plan.model, [tensor]).as_numpy(output)
+def doubled(plan: LaunchPlan) -> Any:
+    return infer(plan, {"values": np.array([[1, 2, 3]], np.float32)}).as_numpy("doubled").tolist()
 
 
 def test_a_native_backend_executes_the_exported_file(start: Callable[..., LaunchPlan], artefact: Any) -> None:
     plan = start("--device", "cpu", "--threads", "1", "--max-batch-size", "4")
     assert plan.title == "Triton 2.51, onnxruntime backend, fp32"
-    with closing(http_client.InferenceServerClient(plan.http_url.removeprefix("http://"))) as client:
-        config = client.get_model_config(plan.model)
+    config = config_of(plan)
     assert config["backend"] == "onnxruntime"
     assert config["parameters"]["artefact_sha256"]["string_value"] == artefact.manifest.sha256
     specification = get_variant("open_clip:ViT-B-32", "fp32")
@@ -174,8 +166,7 @@ def test_a_native_backend_executes_the_exported_file(start: Callable[..., Launch
     with closing(engine):
         pixels = np.random.default_rng(3).standard_normal((3, 3, 224, 224), np.float32)
         expected: Any = engine.infer({"pixel_values": pixels})["embedding"]
-    answer = infer(plan, "pixel_values", "FP32", pixels, "embedding")
-    np.testing.assert_allclose(answer, expected, atol=1e-5)
+    np.testing.assert_allclose(embedding(plan, pixels), expected, atol=1e-5)
 
 
 def test_jpeg_goes_through_the_decoding_model(start: Callable[..., LaunchPlan]) -> None:
@@ -184,7 +175,7 @@ def test_jpeg_goes_through_the_decoding_model(start: Callable[..., LaunchPlan]) 
     rows, columns = np.mgrid[0:224, 0:224].astype(np.uint8)
     picture = np.ascontiguousarray(np.stack([rows, columns, rows ^ columns], axis=-1))
     file = simplejpeg.encode_jpeg(picture, quality=100, colorsubsampling="444")
-    answer = infer(plan, "image", "BYTES", np.array([[file]], dtype=object), "embedding")
+    answer = infer(plan, {"image": np.array([[file]], dtype=object)}).as_numpy("embedding")
     assert answer.shape == (1, 512)
     assert np.isfinite(answer).all()
     assert answer.any()
@@ -266,8 +257,7 @@ def test_your_own_ensembles_are_read_to_their_models(own_repository: LaunchPlan,
     before = source.read()
     assert before is not None
     for _ in range(3):
-        answer = infer(plan, "values", "FP32", np.array([[1, 2, 3]], np.float32), "doubled")
-        assert answer.tolist() == [[2**calls * value for value in (1, 2, 3)]]
+        assert doubled(plan) == [[2**calls * value for value in (1, 2, 3)]]
     deadline = monotonic() + 60
     while (after := source.read()) is None or not source.settled(before, after, 3):
         assert monotonic() < deadline
@@ -282,10 +272,8 @@ def test_your_own_ensembles_are_read_to_their_models(own_repository: LaunchPlan,
 
 def test_your_own_python_model_runs_with_your_config(own_repository: LaunchPlan) -> None:
     plan = msgspec.structs.replace(own_repository, model="doubles")
-    answer = infer(plan, "values", "FP32", np.array([[1, 2, 3]], np.float32), "doubled")
-    assert answer.tolist() == [[2, 4, 6]]
-    with closing(http_client.InferenceServerClient(plan.http_url.removeprefix("http://"))) as client:
-        config = client.get_model_config("doubles")
+    assert doubled(plan) == [[2, 4, 6]]
+    config = config_of(plan)
     assert config["instance_group"][0]["count"] == 2
     assert config["dynamic_batching"]["max_queue_delay_microseconds"] == 700
 

@@ -23,20 +23,11 @@ from servers.triton.launch import prepare
 from servers.triton.process import TritonProcess
 from servers.triton.repository import PlacedModel
 from servers.triton.settings import TritonSettings
+from tests.integration.triton.conftest import embedding
 from tests.span_receiver import CALLER, PARENT, TRACE, receiving
 
 pytestmark = pytest.mark.triton
 MODEL = "openclip_vit_b32"
-
-
-def infer(url: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    client = http_client.InferenceServerClient(url)
-    try:
-        tensor = http_client.InferInput("pixel_values", list(array.shape), "FP32")
-        tensor.set_data_from_numpy(array)
-        return client.infer(MODEL, [tensor]).as_numpy("embedding")
-    finally:
-        client.close()
 
 
 def await_true(condition: Callable[[], bool], seconds: float = 100) -> None:
@@ -87,11 +78,7 @@ def test_a_request_is_a_part_of_its_callers_trace(
         with TritonProcess(plan, tmp_path / "log") as process:
             assert process.wait_ready(100)
             for headers in ({}, {"traceparent": CALLER}):
-                client = http_client.InferenceServerClient(plan.http_url.removeprefix("http://"))
-                tensor = http_client.InferInput("pixel_values", [1, 3, 224, 224], "FP32")
-                tensor.set_data_from_numpy(np.zeros((1, 3, 224, 224), np.float32))
-                client.infer(MODEL, [tensor], headers=headers)
-                client.close()
+                embedding(plan, np.zeros((1, 3, 224, 224), np.float32), headers=headers)
             await_true(lambda: any(span.parent_span_id.hex() == PARENT for span in receiver.spans))
     assert {span.trace_id.hex() for span in receiver.spans} == {TRACE}
 
@@ -119,16 +106,7 @@ def test_a_broken_artefact_is_the_reason_that_is_given(
 ) -> None:
     artefact = tmp_path / "model.onnx"
     artefact.write_bytes(b"not an ONNX file")
-    settings = TritonSettings(
-        model=MODEL,
-        http_port=own_settings.http_port,
-        grpc_port=own_settings.grpc_port,
-        metrics_port=own_settings.metrics_port,
-        engine="onnxruntime",
-        device="cpu",
-        threads=1,
-        work_dir=own_settings.work_dir,
-    )
+    settings = own_settings.model_copy(update={"engine": "onnxruntime", "device": "cpu", "threads": 1})
     plan = prepare(settings, [PlacedModel(specification, artefact)], RandomWeights(0))
     with TritonProcess(plan, tmp_path / "log") as server:
         with pytest.raises(TritonDiedError, match=r"ended with status 1: .*cannot load model\.onnx") as error:
@@ -165,13 +143,12 @@ def test_a_failing_batch_is_an_error_without_a_traceback_and_the_next_one_is_ser
     log_file = tmp_path / "log"
     with TritonProcess(own_plan, log_file) as server:
         server.wait_ready(60)
-        url = own_plan.http_url.removeprefix("http://")
         with pytest.raises(http_client.InferenceServerException) as error:
-            infer(url, np.full((2, 3, 224, 224), 7, np.float32))
+            embedding(own_plan, np.full((2, 3, 224, 224), 7, np.float32))
         assert error.value.message() == "the engine failed; the server's log has the cause"
         assert error.value.status() == "500"
         assert "out of memory" in log_file.read_text()
-        answer = infer(url, np.ones((2, 3, 224, 224), np.float32))
+        answer = embedding(own_plan, np.ones((2, 3, 224, 224), np.float32))
         np.testing.assert_array_equal(answer, np.ones((2, 512), np.float32))
         server.assert_alive()
 
@@ -184,5 +161,5 @@ def test_each_instance_is_a_process_with_its_own_engine(
     with TritonProcess(plan, tmp_path / "log") as server:
         assert server.wait_ready(60)
         assert len(psutil.Process(server.pid).children(recursive=True)) == 2
-        assert infer(plan.http_url.removeprefix("http://"), np.zeros((3, 3, 224, 224), np.float32)).shape == (3, 512)
+        assert embedding(plan, np.zeros((3, 3, 224, 224), np.float32)).shape == (3, 512)
     assert (tmp_path / "log").read_text(errors="replace").count("engine ready: ") == 2

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-import tritonclient.http as http_client
 from onnx import TensorProto, helper
 
 from servers.options.launch import LaunchPlan
 from servers.triton.process import TritonProcess
-from tests.integration.triton.conftest import READY_SECONDS, Serve, plan_of
+from tests.integration.triton.conftest import READY_SECONDS, Serve, infer, plan_of
 from tests.integration.triton.test_installed import OWN_CONFIG, OWN_MODEL
 
 pytestmark = pytest.mark.triton
@@ -27,14 +25,10 @@ FILES = ("m1.onnx", "modül.onnx", "m2.onnx", "größe.onnx", "m3.onnx")
 """Of different names, since a process reads a model once by its reference."""
 
 
-def infer(plan: LaunchPlan, log: Path, name: str, output: str) -> Any:
-    array = np.array([[1, -2, 3]], np.float32)
-    tensor = http_client.InferInput(name, [1, 3], "FP32")
-    tensor.set_data_from_numpy(array)
+def answer_of(plan: LaunchPlan, log: Path, name: str, output: str) -> Any:
     with TritonProcess(plan, log) as server:
         assert server.wait_ready(READY_SECONDS), log.read_text()
-        with closing(http_client.InferenceServerClient(plan.http_url.removeprefix("http://"))) as client:
-            return client.infer(plan.model, [tensor]).as_numpy(output).tolist()
+        return infer(plan, {name: np.array([[1, -2, 3]], np.float32)}).as_numpy(output).tolist()
 
 
 def write_repository(folder: Path, name: str = "doubles", config: str = OWN_CONFIG) -> Path:
@@ -66,14 +60,14 @@ def test_a_users_file_is_served_from_any_folder(serve: Serve, tmp_path: Path, na
     write_relu(folder / file)
     options = ("--device", "cpu", "--threads", "1", "--max-batch-size", "2", "--print-launch")
     plan = plan_of(serve("--model", file, *options, folder=folder))
-    assert infer(plan, tmp_path / "log", "x", "y") == [[2, 0, 4]]
+    assert answer_of(plan, tmp_path / "log", "x", "y") == [[2, 0, 4]]
 
 
 @pytest.mark.parametrize("name", each(*zip(FOLDERS, strict=True)))
 def test_a_users_repository_is_served_from_any_folder(serve: Serve, tmp_path: Path, name: str) -> None:
     folder = write_repository(tmp_path / name)
     plan = plan_of(serve("--triton-repository", ".", "--model", "doubles", "--print-launch", folder=folder))
-    assert infer(plan, tmp_path / "log", "values", "doubled") == [[2, -4, 6]]
+    assert answer_of(plan, tmp_path / "log", "values", "doubled") == [[2, -4, 6]]
 
 
 @pytest.mark.parametrize("model", ["a b", "half50%", "größe", "what?", "a#b"])

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
@@ -24,6 +23,7 @@ from servers.models.specification import ModelSpecification
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import Array
 from tests.again import again
+from tests.integration.triton.conftest import Running, embedding
 
 pytestmark = pytest.mark.triton
 MODEL = "openclip_vit_b32"
@@ -51,25 +51,9 @@ def pixels(rows: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal((rows, 3, 224, 224), np.float32)
 
 
-def infer(client: Any, array: Array, module: Any = http_client) -> npt.NDArray[np.float32]:
-    tensor = module.InferInput("pixel_values", list(array.shape), "FP32")
-    tensor.set_data_from_numpy(array)
-    answer: npt.NDArray[np.float32] = client.infer(MODEL, [tensor]).as_numpy("embedding")
-    return answer
-
-
-def infer_at_once(url: str, arrays: list[Array]) -> list[npt.NDArray[np.float32]]:
-    """One connection and one thread an array, since tritonclient's HTTP client is not thread-safe."""
-
-    def send(array: Array) -> npt.NDArray[np.float32]:
-        client = http_client.InferenceServerClient(url)
-        try:
-            return infer(client, array)
-        finally:
-            client.close()
-
+def embed_at_once(triton: Running, arrays: list[Array]) -> list[Any]:
     with ThreadPoolExecutor(len(arrays)) as pool:
-        return list(pool.map(send, arrays))
+        return list(pool.map(lambda array: embedding(triton.plan, array), arrays))
 
 
 def statistics(client: Any) -> Any:
@@ -119,25 +103,25 @@ def test_the_config_tells_what_is_in_effect(triton: Any, client: Any, artefact: 
 
 
 @pytest.mark.parametrize("rows", [1, 5, pytest.param(32, marks=pytest.mark.slow)])
-def test_answers_equal_onnxruntime_in_process(client: Any, engine: Engine, rows: int) -> None:
+def test_answers_equal_onnxruntime_in_process(triton: Any, engine: Engine, rows: int) -> None:
     array = pixels(rows, seed=rows)
-    answer = infer(client, array)
+    answer = embedding(triton.plan, array)
     assert answer.shape == (rows, 512)
     expected: Any = engine.infer({"pixel_values": array})["embedding"]
     np.testing.assert_allclose(answer, expected, rtol=0, atol=BIT_EQUAL_BUT_FOR_THREADS)
 
 
-def test_grpc_answers_the_same(triton: Any, client: Any) -> None:
+def test_grpc_answers_the_same(triton: Any) -> None:
     array = pixels(2, seed=5)
-    with grpc_client.InferenceServerClient(triton.plan.grpc_address) as other:
-        np.testing.assert_array_equal(infer(other, array, grpc_client), infer(client, array))
+    over_grpc = embedding(triton.plan, array, module=grpc_client)
+    np.testing.assert_array_equal(over_grpc, embedding(triton.plan, array))
 
 
 def test_batches_form_and_every_request_gets_its_own_answer(triton: Any, client: Any, engine: Engine) -> None:
     arrays = [pixels(1, seed) for seed in range(12)]
     arrays[3] = np.full_like(arrays[3], np.nan)
     before = statistics(client)
-    answers = infer_at_once(triton.url, arrays)
+    answers = embed_at_once(triton, arrays)
     after, deadline = statistics(client), time.monotonic() + 60
     while after["inference_count"] - before["inference_count"] < len(arrays):  # Triton counts once it has answered
         assert time.monotonic() < deadline
@@ -154,24 +138,22 @@ def test_batches_form_and_every_request_gets_its_own_answer(triton: Any, client:
 
 
 @pytest.mark.slow  # hundreds of megabytes
-def test_the_largest_batches_do_not_grow_the_shared_memory(triton: Any, client: Any) -> None:
+def test_the_largest_batches_do_not_grow_the_shared_memory(triton: Any) -> None:
     before = [(path.name, path.stat().st_size) for path in triton.regions()]
     assert len(before) == 1
-    infer_at_once(triton.url, [pixels(32, seed) for seed in range(2)])
+    embed_at_once(triton, [pixels(32, seed) for seed in range(2)])
     assert [(path.name, path.stat().st_size) for path in triton.regions()] == before
 
 
 @pytest.mark.slow  # by default the refusals of a full queue
-def test_without_a_queue_limit_nothing_is_refused(triton: Any, client: Any) -> None:
+def test_without_a_queue_limit_nothing_is_refused(triton: Any) -> None:
     """Triton honours a request's own timeout only with a queue policy, which makes its batcher slow."""
-    tensor = http_client.InferInput("pixel_values", [1, 3, 224, 224], "FP32")
-    tensor.set_data_from_numpy(pixels(1))
     with ThreadPoolExecutor(1) as pool:
-        occupied = pool.submit(infer_at_once, triton.url, [pixels(16)] * 4)
+        occupied = pool.submit(embed_at_once, triton, [pixels(16)] * 4)
         deadline = time.monotonic() + 60
         while pending(triton) < 2:
             assert time.monotonic() < deadline
-        assert client.infer(MODEL, [tensor], timeout=50_000).as_numpy("embedding").shape == (1, 512)  # in µs
+        assert embedding(triton.plan, pixels(1), timeout=50_000).shape == (1, 512)  # in µs
         assert len(occupied.result()) == 4
 
 
@@ -181,9 +163,9 @@ def pending(triton: Any) -> float:
     return float(next(line for line in lines if line.startswith("nv_inference_pending_request_count")).split()[-1])
 
 
-def test_too_large_a_batch_is_refused(client: Any) -> None:
+def test_too_large_a_batch_is_refused(triton: Any) -> None:
     with pytest.raises(http_client.InferenceServerException, match="batch") as error:
-        infer(client, pixels(33))
+        embedding(triton.plan, pixels(33))
     assert error.value.status() == "400"
 
 
@@ -208,6 +190,6 @@ def test_it_is_idle_when_nobody_asks(triton: Any) -> None:
     assert cpu_seconds() - before < 0.2 * (time.monotonic() - started), "a spinning thread would take a whole core"
 
 
-def test_python_frees_the_tensors_without_a_message(triton: Any, client: Any) -> None:
-    infer(client, pixels(2))
+def test_python_frees_the_tensors_without_a_message(triton: Any) -> None:
+    embedding(triton.plan, pixels(2))
     assert "PyCapsule" not in triton.log_file.read_text()
