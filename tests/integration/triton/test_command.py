@@ -38,8 +38,8 @@ def command(settings: TritonSettings, *options: str) -> list[str]:
     ]
 
 
-def start(settings: TritonSettings, *options: str) -> subprocess.Popen[str]:
-    """In the foreground, on a port of the environment, until it says ready."""
+def start(settings: TritonSettings, *options: str, host: str = "127.0.0.1") -> subprocess.Popen[str]:
+    """In the foreground, until it says ready at that host."""
     process = subprocess.Popen(
         command(settings, "--engine=null", "--max-batch-size=4", *options), stderr=subprocess.PIPE, text=True
     )
@@ -50,7 +50,7 @@ def start(settings: TritonSettings, *options: str) -> subprocess.Popen[str]:
         line = process.stderr.readline()
         assert line, f"ended: {said}"
         said += line
-    assert f"http://127.0.0.1:{settings.http_port}" in said
+    assert f"http://{host}:{settings.http_port}" in said
     return process
 
 
@@ -116,17 +116,8 @@ def ipv6_loopback() -> bool:
 @pytest.mark.skipif(not ipv6_loopback(), reason="this machine has no IPv6")
 @pytest.mark.parametrize("host", ["::1", "::"])
 def test_it_serves_http_grpc_and_metrics_on_ipv6(own_settings: TritonSettings, host: str) -> None:
-    process = subprocess.Popen(
-        command(own_settings, "--engine=null", f"--host={host}", "--anyone"), stderr=subprocess.PIPE, text=True
-    )
+    process = start(own_settings, f"--host={host}", "--anyone", host="[::1]")
     try:
-        assert process.stderr is not None
-        said = ""
-        while "ready:" not in said:
-            line = process.stderr.readline()
-            assert line, f"ended: {said}"
-            said += line
-        assert f"http://[::1]:{own_settings.http_port}" in said
         for port, path in ((own_settings.http_port, "/v2/health/ready"), (own_settings.metrics_port, "/metrics")):
             assert httpx.get(f"http://[::1]:{port}{path}").status_code == 200
         with InferenceServerClient(f"[::1]:{own_settings.grpc_port}") as client:

@@ -1,4 +1,4 @@
-"""A tritonserver that is installed somewhere: the wheel's, copied and arranged as in NVIDIA's images.
+"""A tritonserver that is installed somewhere: the wheel's, arranged as in NVIDIA's images.
 
 Its backend onnxruntime is a stand-in in Python, since NVIDIA's binary is not to be had here: what it executes, and how
 it is configured, is what the real one gets.
@@ -100,20 +100,25 @@ dynamic_batching { max_queue_delay_microseconds: 700 }
 """
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The copy."""
-    wheel, folder = find_wheel(), tmp_path_factory.mktemp("opt") / "tritonserver"
+def arranged(folder: Path) -> Path:
+    """Links to the wheel's files, as in NVIDIA's images; the backend onnxruntime is a stand-in in Python."""
+    wheel = find_wheel()
     assert wheel.stub is not None
     assert wheel.libraries is not None
-    shutil.copytree(wheel.backend_folder, folder / "backends")
-    shutil.copy2(wheel.stub, folder / "backends" / "python" / STUB)
-    shutil.copytree(wheel.libraries, folder / "lib")
-    (folder / "bin").mkdir()
-    shutil.copy2(wheel.binary, folder / "bin")
-    (folder / "TRITON_VERSION").write_text(f"{wheel.version}.0\n")
+    (folder / "bin").mkdir(parents=True)
+    shutil.copy2(wheel.binary, folder / "bin")  # a link would find its libraries beside the wheel's binary
+    (folder / "lib").symlink_to(wheel.libraries)
+    shutil.copytree(wheel.backend_folder / "python", folder / "backends" / "python")
+    (folder / "backends" / "python" / STUB).symlink_to(wheel.stub)
     (folder / "backends" / "onnxruntime").mkdir()
     (folder / "backends" / "onnxruntime" / "model.py").write_text(STAND_IN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = arranged(tmp_path_factory.mktemp("opt") / "tritonserver")
+    (folder / "TRITON_VERSION").write_text(f"{find_wheel().version}.0\n")
     return folder
 
 

@@ -11,27 +11,14 @@ import pytest
 
 from servers.triton.installation import STUB, current_interpreter, read_installation
 from servers.triton.trial import RELU, ServerTrial, try_installation
-from servers.triton.wheel import find_wheel
-from tests.integration.triton.test_installed import STAND_IN
+from tests.integration.triton.test_installed import STAND_IN, arranged
 
 pytestmark = pytest.mark.triton
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Links to the wheel's files; the backend onnxruntime is a stand-in in Python."""
-    wheel, folder = find_wheel(), tmp_path / "tritonserver"
-    assert wheel.stub is not None
-    assert wheel.libraries is not None
-    (folder / "bin").mkdir(parents=True)
-    shutil.copy2(wheel.binary, folder / "bin")  # a link would find its libraries beside the wheel's binary
-    (folder / "lib").symlink_to(wheel.libraries)
-    (folder / "backends").mkdir()
-    shutil.copytree(wheel.backend_folder / "python", folder / "backends" / "python")
-    (folder / "backends" / "python" / STUB).symlink_to(wheel.stub)
-    (folder / "backends" / "onnxruntime").mkdir()
-    (folder / "backends" / "onnxruntime" / "model.py").write_text(STAND_IN)
-    return folder
+    return arranged(tmp_path / "tritonserver")
 
 
 def tried(tree: Path) -> ServerTrial:
