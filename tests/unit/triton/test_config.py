@@ -74,12 +74,9 @@ def test_a_folder_is_named_after_its_model(path: Path) -> None:
 
 
 @pytest.mark.parametrize("specification", EXECUTED, ids=lambda s: s.name)
-def test_every_config_has_the_models_signature(specification: ModelSpecification) -> None:
+def test_every_config_merges_requests_and_has_one_instance(specification: ModelSpecification) -> None:
     for text in generated_configs(specification):
         config = parse(text)
-        for tensors, wanted in ((config.input, specification.inputs), (config.output, specification.outputs)):
-            found = [(t.name, pb.DataType.Name(t.data_type), tuple(t.dims)) for t in tensors]
-            assert found == [(t.name, f"TYPE_{t.datatype}", t.item_shape) for t in wanted]
         assert config.max_batch_size == specification.max_batch_size
         assert config.HasField("dynamic_batching")
         assert not config.dynamic_batching.ListFields(), "every field here makes Triton slower: docs/triton.md"
@@ -98,21 +95,6 @@ def test_native_onnxruntime_is_on_the_gpu_without_settings_that_do_nothing(speci
     assert dict(accelerator.parameters) == {"use_tf32": "0"}  # the convolution key is overwritten when it stands here
     assert config.parameters["cudnn_conv_algo_search"].string_value == "1"
     assert [w.batch_size for w in config.model_warmup] == list(range(1, specification.max_batch_size + 1))
-
-
-def test_native_tensorrt_has_a_graph_for_every_batch_size(specification: ModelSpecification) -> None:
-    config = parse(tensorrt_config(specification))
-    assert (config.name, config.backend) == (f"{specification.name}_tensorrt", "tensorrt")
-    cuda = config.optimization.cuda
-    assert cuda.graphs
-    covered: set[int] = set()
-    for graph in cuda.graph_spec:
-        lower = graph.graph_lower_bound.batch_size if graph.HasField("graph_lower_bound") else graph.batch_size
-        covered |= set(range(lower, graph.batch_size + 1))
-        for tensor in specification.inputs:
-            assert tuple(graph.input[tensor.name].dim) == tensor.item_shape
-    assert covered == set(range(1, specification.max_batch_size + 1))
-    assert {w.batch_size for w in config.model_warmup} == {g.batch_size for g in cuda.graph_spec}
 
 
 def test_warm_up_is_zeros_not_random_bits(specification: ModelSpecification) -> None:
@@ -214,7 +196,12 @@ def several() -> ModelSpecification:
 
 
 OTHER = TensorSpec("mean", "UINT64", (-1, 2))
-ANY = [get_specification("transformers:bert-base-uncased"), get_specification("torchvision:resnet50"), several()]
+ANY = [
+    get_specification("transformers:bert-base-uncased"),
+    get_specification("torchvision:resnet50"),
+    several(),
+    *EXECUTED,
+]
 
 
 @pytest.mark.parametrize("specification", ANY, ids=lambda s: s.name)
@@ -239,6 +226,8 @@ def test_a_graph_of_tensorrt_is_of_one_size_along_an_axis_and_of_every_batch_siz
     specification: ModelSpecification,
 ) -> None:
     config = parse(tensorrt_config(specification))
+    assert (config.name, config.backend) == (f"{specification.name}_tensorrt", "tensorrt")
+    assert config.optimization.cuda.graphs
     covered: dict[tuple[tuple[int, ...], ...], set[int]] = {}
     for graph in config.optimization.cuda.graph_spec:
         shapes = tuple(tuple(graph.input[tensor.name].dim) for tensor in specification.inputs)
@@ -254,6 +243,7 @@ def test_a_graph_of_tensorrt_is_of_one_size_along_an_axis_and_of_every_batch_siz
     assert first == {"bert_base_uncased": bert, "several": [(16,), (32,), (40,)]}.get(specification.name, first)
     warm = {tuple(tuple(w.inputs[t.name].dims) for t in specification.inputs) for w in config.model_warmup}
     assert warm == set(covered)
+    assert {w.batch_size for w in config.model_warmup} == {g.batch_size for g in config.optimization.cuda.graph_spec}
 
 
 def test_ragged_inputs_are_those_along_the_padded_axis() -> None:
