@@ -17,7 +17,7 @@ from servers.triton.launch import find_installation, prepare_language
 from servers.triton.process import TritonProcess
 from tests.grpc_streams import Streamed, collect, inputs, stream, stream_with_asyncio
 from tests.integration.native.conftest import _starter, _stop, status_of
-from tests.integration.plain.test_generate_server import MODEL, PROMPTS, all_generated, generated
+from tests.integration.plain.test_generate_server import PROMPTS, generated, generated_with_eos
 from tests.integration.triton.conftest import READY_SECONDS, settings
 
 OPTIONS: dict[str, Any] = {"model": "language:tiny", "device": "cpu", "threads": 1, "slots": 2, "max_length": 128}
@@ -129,14 +129,12 @@ def test_a_client_with_asyncio_streams(address: str) -> None:
 
 
 def test_an_answer_stops_at_eos_only_where_it_is_not_ignored(address: str) -> None:
-    prompts = [[number, 3, 8] for number in range(1, 1023)]
-    answers = all_generated(prompts, 24)
-    prompt, expected = next(pair for pair in zip(prompts, answers, strict=True) if MODEL.eos[0] in pair[1])
+    prompt, expected, until_eos = generated_with_eos(24)
     with stream(address) as (client, arrived):
         client.async_stream_infer("tiny", inputs(prompt, 24, ignore_eos=False), request_id="stops")
         client.async_stream_infer("tiny", inputs(prompt, 24, ignore_eos=None), request_id="goes on")
         answered, _, _ = collect(arrived, 2)
-    assert_whole(answered["stops"], prompt, expected[: expected.index(MODEL.eos[0]) + 1], "stop")
+    assert_whole(answered["stops"], prompt, until_eos, "stop")
     assert_whole(answered["goes on"], prompt, expected)
 
 

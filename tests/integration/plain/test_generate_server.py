@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +20,8 @@ from servers.commands.serve import serve
 from servers.language.module import build_module
 from servers.language.specification import language_model
 from tests.again import again
-from tests.integration.loadgen.conftest import UNWATCHED_ABSERVE
 from tests.integration.native.conftest import free_port, wait_until
+from tests.integration.plain.test_plain_servers import launch, running
 
 MODEL = language_model("language:tiny")
 PROMPTS = [[17, 5, 900, 33], [1023, 1, 2], [7] * 40, list(range(100, 164))]
@@ -47,32 +46,27 @@ def generated(prompt: list[int], length: int) -> list[int]:
     return all_generated([prompt], length)[0]
 
 
+def generated_with_eos(length: int) -> tuple[list[int], list[int], list[int]]:
+    """A prompt whose answer of that length has EOS in it, the answer, and the answer up to EOS."""
+    prompts = [[number, 3, 8] for number in range(1, 1023)]
+    answers = zip(prompts, all_generated(prompts, length), strict=True)
+    prompt, answer = next(pair for pair in answers if MODEL.eos[0] in pair[1])
+    return prompt, answer, answer[: answer.index(MODEL.eos[0]) + 1]
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, psutil.Process]]:
     folder = tmp_path_factory.mktemp("generate")
-    command = [*UNWATCHED_ABSERVE, "serve", "fastapi", "--model", "language:tiny", "--http-port", str(free_port())]
-    command += ["--device", "cpu", "--threads", "1", "--max-length", "600", "--slots", "4"]
-    done = subprocess.run(
-        [*command, "--print-launch"], capture_output=True, text=True, check=False, cwd=folder, timeout=60
-    )
+    options = ("--device", "cpu", "--threads", "1", "--max-length", "600", "--slots", "4")
+    done = launch("fastapi", folder, "--model", "language:tiny", *options)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert (plan["model"], plan["max_batch_size"], plan["title"]) == ("tiny", None, "FastAPI generate() fp32")
-    process = subprocess.Popen(plan["argv"], cwd=folder)
-    client = httpx.Client(base_url=plan["http_url"], timeout=30, trust_env=False)
-
-    def ready() -> bool:
-        assert process.poll() is None, "the server has exited"
-        try:
-            return client.get("/v2/models/tiny/ready").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    wait_until(ready, "ready", 90)
-    yield client, psutil.Process(process.pid)
-    client.close()
-    process.terminate()
-    process.wait(60)
+    with (
+        running(plan, folder) as (found, _),
+        httpx.Client(base_url=found.url, timeout=30, trust_env=False) as client,
+    ):
+        yield client, psutil.Process(found.process.pid)
 
 
 @pytest.fixture
@@ -156,16 +150,10 @@ def test_text_is_taken_and_an_answer_comes_in_one_piece_without_stream(client: h
 
 def test_an_answer_stops_at_eos_unless_it_is_ignored(client: httpx.Client) -> None:
     """EOS is not masked where it is ignored: it comes, as the model says, and the answer goes on."""
-    prompts = [[number, 3, 8] for number in range(1, 1023)]
-    prompt, expected = next(
-        (prompt, answer)
-        for prompt, answer in zip(prompts, all_generated(prompts, 24), strict=True)
-        if MODEL.eos[0] in answer
-    )
-    stop = expected.index(MODEL.eos[0]) + 1
+    prompt, expected, until_eos = generated_with_eos(24)
     assert [event["token_ids"] for event in generate(client, prompt, 24)] == expected
     stopped = generate(client, prompt, 24, ignore_eos=False)
-    assert [event["token_ids"] for event in stopped] == expected[:stop]
+    assert [event["token_ids"] for event in stopped] == until_eos
     assert stopped[-1]["finish_reason"] == "stop"
 
 

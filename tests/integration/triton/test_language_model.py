@@ -20,7 +20,7 @@ from servers.options.defaults import OptionError
 from servers.triton.launch import find_installation, prepare_language
 from servers.triton.process import TritonProcess
 from tests.again import again
-from tests.integration.plain.test_generate_server import MODEL, PROMPTS, all_generated, events_of, generated
+from tests.integration.plain.test_generate_server import PROMPTS, events_of, generated, generated_with_eos
 from tests.integration.triton.conftest import READY_SECONDS, Running, settings
 
 pytestmark = pytest.mark.triton
@@ -106,11 +106,9 @@ def test_tokens_arrive_as_they_are_generated(client: httpx.Client) -> None:
 
 
 def test_an_answer_stops_at_eos_only_where_it_is_not_ignored(client: httpx.Client) -> None:
-    prompts = [[number, 3, 8] for number in range(1, 1023)]
-    answers = all_generated(prompts, 24)
-    prompt, expected = next(pair for pair in zip(prompts, answers, strict=True) if MODEL.eos[0] in pair[1])
+    prompt, expected, until_eos = generated_with_eos(24)
     stopped = generate(client, prompt, 24, ignore_eos=False)
-    assert [event["token_ids"] for event in stopped] == expected[: expected.index(MODEL.eos[0]) + 1]
+    assert [event["token_ids"] for event in stopped] == until_eos
     assert stopped[-1]["finish_reason"] == "stop"
     assert [event["token_ids"] for event in generate(client, prompt, 24)] == expected
 

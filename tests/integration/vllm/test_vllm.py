@@ -139,32 +139,6 @@ def test_the_cause_of_an_end_is_the_first_error_and_no_warning() -> None:
     assert cause_in(log, CAUSES) == "No module named 'flashinfer'"
 
 
-def test_the_settings_in_effect_are_read_from_the_server() -> None:
-    """The shape is that of vLLM 0.26.0's /server_info."""
-    config = {
-        "model_config": {"dtype": "torch.bfloat16", "max_model_len": 512, "seed": 0, "generation_config": "vllm",
-                         "enforce_eager": False, "quantization": None},
-        "cache_config": {"enable_prefix_caching": False, "kv_cache_size_tokens": 100_000},
-        "scheduler_config": {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "async_scheduling": True,
-                             "stream_interval": 1},
-        "device_config": {"device_type": "cuda"},
-        "parallel_config": {"tensor_parallel_size": 1},
-        "speculative_config": None,
-    }  # fmt: skip
-    served = {"model": "language:tiny", "weights": "random weights (seed 0)", "precision": "bf16"}
-    settings = read_vllm({"vllm_config": config}, "0.26.0", served)
-    assert settings == {
-        "engine": "vllm", "engine_version": "0.26.0", "precision": "bf16", "device": "cuda", "slots": "16",
-        "max_length": "512", "prefill_chunk": "2048", "prefix_cache": "False", "eager": "False",
-        "async_scheduling": "True", "stream_interval": "1", "generation_config": "vllm", "kv_cache_tokens": "100000",
-        "tensor_parallel": "1", "model": "language:tiny", "weights": "random weights (seed 0)",
-    }  # fmt: skip
-    speculating = {**config, "speculative_config": {"method": "ngram"}}
-    assert read_vllm({"vllm_config": speculating}, None)["speculative"] == "ngram"
-    assert read_vllm(None, "0.26.0") == {"engine": "vllm", "engine_version": "0.26.0"}
-    assert read_vllm({"vllm_config": "text"}, None) == {"engine": "vllm"}
-
-
 def test_threads_on_a_cpu_are_those_asked_for(
     interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +180,17 @@ def test_the_settings_of_a_vllm_that_ran() -> None:
     assert read_vllm(unbound, None)["threads"] == "1"
     graphs = {**info["vllm_config"], "compilation_config": {"cudagraph_mode": [2, 1]}}
     assert read_vllm({"vllm_config": graphs}, None)["cuda_graphs"] == "full and piecewise"
+    on_a_gpu = {
+        **info["vllm_config"],
+        "model_config": {"dtype": "torch.bfloat16"},
+        "device_config": {"device_type": "cuda"},
+        "speculative_config": {"method": "ngram"},
+    }
+    served = {"model": "language:tiny", "weights": "random weights (seed 0)"}
+    told = {"precision": "bf16", "device": "cuda", "speculative": "ngram", **served}
+    assert told.items() <= read_vllm({"vllm_config": on_a_gpu}, None, {**served, "precision": "bf16"}).items()
+    assert read_vllm(None, "0.26.0") == {"engine": "vllm", "engine_version": "0.26.0"}
+    assert read_vllm({"vllm_config": "text"}, None) == {"engine": "vllm"}
 
 
 @NEEDS_VLLM
