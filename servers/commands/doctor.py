@@ -7,7 +7,6 @@ run a scripted trtexec only.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from servers.engines.choice import choices_folder, clear_stored_choices, stored_
 from servers.engines.factory import environment_of
 from servers.engines.settings import KINDS, EngineError, engine_kind, engine_names
 from servers.export.tensorrt import bindings_version, library_version, trtexec_version
-from servers.gpu.info import gpu_info
+from servers.gpu.info import gpu_info, in_container
 from servers.native.shared.settings import NativeSettings
 from servers.options.command_line import counted, fail
 from servers.options.defaults import OptionError, usable_cores
@@ -83,7 +82,6 @@ GPU_REMEDIES = {
     "error": "run nvidia-smi and follow its message",
 }
 """Remedies by status. Any other status means that there is no GPU, which is fine for a comparison of CPUs."""
-CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 LEAST_DRIVER = 580
 """The images in docker-compose.yml use CUDA 13."""
 LEAST_COMPOSE = (2, 20)
@@ -303,12 +301,6 @@ def _sum_up(checks: Sequence[MachineCheck]) -> None:
         cores = usable_cores()
         text = f"[green]Ready to compare.[/]{optional} CPU cores that this process may use: {cores}."
     Console().print(text)
-
-
-def in_container() -> bool:
-    """Whether this process runs inside a container."""
-    named = os.environ.get("container")  # noqa: SIM112 - systemd and Podman write it so
-    return bool(named) or any(mark.exists() for mark in CONTAINER_MARKS)
 
 
 def trial_checks(server: Installation, interpreter: Interpreter, trial: ServerTrial) -> list[MachineCheck]:

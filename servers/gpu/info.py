@@ -27,6 +27,7 @@ MAX_CPU_TIME_RATIO = 0.01
 GPU_IS_LOST = 15
 """The driver's return code for a lost GPU."""
 _IDENTITY = ("index", "uuid", "name", "pci_bus_id", "compute_capability", "mig_enabled")
+CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 Document = dict[str, object]
 
 _QUANTITIES: Mapping[str, tuple[str, str]] = {
@@ -94,12 +95,18 @@ def gpu_info(runtime: Runtime | None, reader: GpuReader | None = None) -> Docume
     return document if runtime is None else {**document, "runtime": _runtime(runtime, document)}
 
 
+def in_container() -> bool:
+    """Whether this process runs inside a container."""
+    named = os.environ.get("container")  # noqa: SIM112 - systemd and Podman write it so
+    return bool(named) or any(mark.exists() for mark in CONTAINER_MARKS)
+
+
 def _host() -> Document:
     pid_namespace = None
     with suppress(OSError):
         pid_namespace = str(Path("/proc/self/ns/pid").readlink())
     return {
-        "in_container": Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
+        "in_container": in_container(),
         "pid_namespace": pid_namespace,
         "wsl": Path("/dev/dxg").exists(),
         "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),

@@ -8,8 +8,10 @@ import pytest
 
 from servers.commands import doctor
 from servers.export import tensorrt
+from servers.gpu import info
 from servers.triton.installation import STUB, Installation, current_interpreter, libpython_remedy, read_installation
 from servers.triton.trial import ServerTrial
+from tests.scripted_reader import NullReader
 
 HERE = current_interpreter()
 THREE_ARMS = "abserve compare --a native --b triton --b-option backend=onnxruntime"
@@ -102,10 +104,13 @@ def test_a_backend_that_does_not_work_is_a_failure_beside_those_that_do(tmp_path
 
 def test_a_container_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("container", raising=False)
-    monkeypatch.setattr(doctor, "CONTAINER_MARKS", (tmp_path / "mark",))
-    assert not doctor.in_container()
+    monkeypatch.setattr(info, "CONTAINER_MARKS", (tmp_path / "mark",))
+    assert not info.in_container()
     (tmp_path / "mark").touch()
-    assert doctor.in_container()
+    assert info.in_container()
+    (tmp_path / "mark").unlink()
+    monkeypatch.setenv("container", "lxc")
+    assert info.gpu_info(None, NullReader())["host"]["in_container"] is True  # type: ignore[index]  # a document
 
 
 def test_the_next_command_has_an_arm_per_backend_that_can_run(tmp_path: Path) -> None:
