@@ -44,6 +44,11 @@ def clock() -> Clock:
     return Clock()
 
 
+def polling_of(clock: Clock, reader: type[ScriptedReader] = ScriptedReader, *script: Any, **more: Any) -> GpuPolling:
+    clocks = clock.monotonic_ns, clock.wall_ns
+    return GpuPolling(reader(*clocks, *script, **more), *clocks)
+
+
 @pytest.fixture
 def export() -> Iterator[Callable[[GpuPolling], GpuExporter]]:
     running: list[GpuExporter] = []
@@ -95,7 +100,7 @@ def test_every_family_of_a_full_reading(export: Any, clock: Clock) -> None:
             return EdgeReading((GpuProcess(1, None),), {"corrected": 2, "uncorrected": 0}, failed)
 
     phases = [Phase(100 * S, 120 * S, 0.5, 500.0)]
-    polling = GpuPolling(Full(clock.monotonic_ns, clock.wall_ns, phases), clock.monotonic_ns, clock.wall_ns)
+    polling = polling_of(clock, Full, phases)
     exporter = export(polling)
     poll_for(polling, clock, 20)
     found = scrape(exporter.port)
@@ -134,9 +139,7 @@ def test_the_host_is_shown_with_and_without_a_gpu(export: Any) -> None:
 
 def test_a_lost_gpu_loses_its_series_and_comes_back(export: Any, clock: Clock) -> None:
     fault = Fault(110 * S, 120 * S, "*", "GPU_IS_LOST")
-    polling = GpuPolling(
-        ScriptedReader(clock.monotonic_ns, clock.wall_ns, (), [fault]), clock.monotonic_ns, clock.wall_ns
-    )
+    polling = polling_of(clock, ScriptedReader, (), [fault])
     exporter = export(polling)
     poll_for(polling, clock, 5)
     before = scrape(exporter.port)
@@ -156,9 +159,7 @@ def test_a_lost_gpu_loses_its_series_and_comes_back(export: Any, clock: Clock) -
 
 def test_a_failed_reading_is_absent_and_counted(export: Any, clock: Clock) -> None:
     faults = [Fault(0, 2**62, "power", "UNKNOWN"), Fault(0, 2**62, "energy", "NOT_SUPPORTED")]
-    polling = GpuPolling(
-        ScriptedReader(clock.monotonic_ns, clock.wall_ns, (), faults), clock.monotonic_ns, clock.wall_ns
-    )
+    polling = polling_of(clock, ScriptedReader, (), faults)
     poll_for(polling, clock, 3)
     assert polling.points["nvml_errors_total"] == {("power", "UNKNOWN"): 3, ("energy", "NOT_SUPPORTED"): 1}
     found = scrape(export(polling).port)
@@ -175,7 +176,7 @@ def test_wrapping_counters(clock: Clock, first: float, second: float, grown: flo
         def reading(self, index: int) -> Reading:
             return Reading(values={RECEIVED: float(next(readings))})
 
-    polling = GpuPolling(Wrapping(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns, clock.wall_ns)
+    polling = polling_of(clock, Wrapping)
     poll_for(polling, clock, 2)
     assert polling.points["nvml_device_pcie_bytes_total"][UUID, "receive"] == grown
 
@@ -187,7 +188,7 @@ def test_a_driver_that_counts_from_zero_again_has_not_moved_gigabytes(clock: Clo
         def reading(self, index: int) -> Reading:
             return next(readings, Reading({RECEIVED: 10.0}))
 
-    polling = GpuPolling(Reloaded(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns, clock.wall_ns)
+    polling = polling_of(clock, Reloaded)
     poll_for(polling, clock, 6)
     assert polling.points["nvml_device_pcie_bytes_total"][UUID, "receive"] == 5
 
@@ -230,9 +231,7 @@ def test_a_taken_port_is_a_mistake_on_the_command_line() -> None:
 
 def test_a_hole_in_the_samples_is_not_observed_time(clock: Clock) -> None:
     """Held up for 30 s, of which the driver kept 14.2: what was lost counts as one sample of at most 1 s."""
-    polling = GpuPolling(
-        ScriptedReader(clock.monotonic_ns, clock.wall_ns, idle_busy=0.5), clock.monotonic_ns, clock.wall_ns
-    )
+    polling = polling_of(clock, idle_busy=0.5)
     poll_for(polling, clock, 1)
     observed, busy = "nvml_device_observed_seconds_total", "nvml_device_busy_seconds_total"
     before = polling.points
@@ -250,29 +249,28 @@ def test_an_exception_while_polling_takes_the_values_away_until_there_are_new_on
         odd = False
 
         def reading(self, index: int) -> Reading:
-            if self.odd:
+            if Odd.odd:
                 raise IndexError("a value of a type that no release had before")
             return super().reading(index)
 
-    reader = Odd(clock.monotonic_ns, clock.wall_ns)
-    polling = GpuPolling(reader, clock.monotonic_ns, clock.wall_ns)
+    polling = polling_of(clock, Odd)
     port = export(polling).port
     poll_for(polling, clock, 3)
     assert value(scrape(port), "nvml_up") == 1
-    reader.odd = True
+    Odd.odd = True
     poll_for(polling, clock, 3)
     found = scrape(port)
     assert value(found, "nvml_up") == 0
     assert value(found, "nvml_errors_total", call="poll", code="IndexError") == 3
     assert {name for name, _ in found if name.startswith("nvml_device")} == set()
-    reader.odd = False
+    Odd.odd = False
     poll_for(polling, clock, 3)
     assert value(scrape(port), "nvml_up") == 1
     assert value(scrape(port), "nvml_device_power_watts", uuid=UUID) is not None
 
 
 def test_values_of_a_driver_that_hangs_disappear(export: Any, clock: Clock) -> None:
-    polling = GpuPolling(ScriptedReader(clock.monotonic_ns, clock.wall_ns), clock.monotonic_ns, clock.wall_ns)
+    polling = polling_of(clock)
     exporter = export(polling)
     exporter._ended.set()  # nothing polls any more, as when a call of the driver does not return
     exporter._thread.join()
