@@ -67,6 +67,7 @@ KINDS: Mapping[str, EngineKind] = {
         executes="standard",
         install="pip install 'abserve[tensorrt]'",
     ),
+    "null": EngineKind("servers.engines.null:NullEngine", {"cpu": ("eager",)}, {"cpu": (*PRECISIONS, "int8", "fp8")}),
     "aotinductor": EngineKind(
         "servers.engines.torch.engine:AOTInductorEngine",
         {"cpu": ("package",)},
@@ -74,7 +75,6 @@ KINDS: Mapping[str, EngineKind] = {
         ("torch",),
         executes="package",
     ),
-    "null": EngineKind("servers.engines.null:NullEngine", {"cpu": ("eager",)}, {"cpu": (*PRECISIONS, "int8", "fp8")}),
 }
 
 
