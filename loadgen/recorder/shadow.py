@@ -256,18 +256,19 @@ class Shadow(Observer):
 
     def has_read(self, connection: _CopyConnection, cpu_ns: int, now_ns: int) -> None:
         """Reading a part of an answer took so long. Where that is too much, or the answer is, nobody reads any more for
-        a while."""
+        a while; only an answer that is too long is a failure of the candidate."""
         copy = connection.copy
         is_endless = (
             copy is not None
             and copy.other is not None
             and copy.answer_bytes > 2 * copy.other.answer_bytes + _MOST_MORE_BYTES
         )
+        if is_endless:
+            connection.fail("its answer does not end")
         if is_endless or self._reading.is_over(cpu_ns, now_ns):
-            connection.fail("reading its answer takes more time than the traffic allows")
             self._rest(REST_S)
-            for other in [*self._connections]:
-                other.drop()
+            for each in [*self._connections]:
+                each.drop()
 
     def _rest(self, seconds: float) -> None:
         self._rest_until_ns = perf_counter_ns() + int(seconds * 1e9)

@@ -31,7 +31,7 @@ from loadgen.client.grpc_messages import ModelInferResponse
 from loadgen.client.outputs import HEADER_LENGTH, read_body, read_document, read_message
 from loadgen.experiment.schedule import arm_orders
 from loadgen.launch.deployment import RemoteDeployment
-from loadgen.measure.answers import Answer, ParityError, compare_answers
+from loadgen.measure.answers import Answer, compare_answers
 from loadgen.measure.arms import Arm
 from loadgen.measure.machine import read_environment, utc_now
 from loadgen.metrics.comparisons import LEADING_SHARE, Outcome, judge
@@ -280,8 +280,9 @@ class ShadowRun:
             return  # it counts as failed, not as a wrong answer
         name = self._name(expected, None)
         before = self._cases.get(name)
-        if before is None or before.images < _OFTEN or self._queue.qsize() <= _BEHIND:
-            self._add_case(self._case(name, expected, answered))
+        is_wanted = before is None or before.images < _OFTEN or self._queue.qsize() <= _BEHIND
+        if is_wanted and (case := self._case(name, expected, answered)) is not None:
+            self._add_case(case)
 
     def _name(self, request: PairedRequest, of_text: str | None) -> str:
         """Of the row of a request in the table of answers: its model, and its inputs or `of_text`."""
@@ -309,8 +310,8 @@ class ShadowRun:
             relative_max=0.0, element_max=0.0,
         )  # fmt: skip
 
-    def _case(self, name: str, expected: PairedRequest, answered: PairedRequest) -> ParityCase:
-        """How one answer of the candidate agrees."""
+    def _case(self, name: str, expected: PairedRequest, answered: PairedRequest) -> ParityCase | None:
+        """How one answer of the candidate agrees; None if the expected one cannot be read."""
         case = self._right(name)
         if expected.status != answered.status:
             fault = f"{_status_words(answered)} instead of {_status_words(expected)}"
@@ -319,12 +320,14 @@ class ShadowRun:
         if bodies[0] == bodies[1] or _is_refusal(expected):
             return case
         try:
-            (datatypes, reference), (_, actual) = (
-                _outputs(each, body) for body, each in zip(bodies, (expected, answered), strict=True)
-            )
-            rules = tolerances_for(datatypes, {}, self._tolerance or self._read_arms())
+            datatypes, reference = _outputs(expected, bodies[0])
+        except Exception:  # noqa: BLE001 (that the primary's answer cannot be read is no fault of the candidate)
+            return None
+        rules = tolerances_for(datatypes, {}, self._tolerance or self._read_arms())
+        try:
+            _, actual = _outputs(answered, bodies[1])
             return compare_answers(name, [reference], [actual], label=LABELS[1], kind="reference", rules=rules)
-        except (ParityError, ValueError) as exc:
+        except Exception as exc:  # noqa: BLE001 (the candidate may answer anything)
             fault = one_line(str(exc).removeprefix(f"{name}: "))
             return msgspec.structs.replace(case, ok=False, cosine_min=0.0, relative_max=None, fault=fault)
 

@@ -34,7 +34,7 @@ def fields_of(content: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
     try:
         plain = uncompressed(content, headers.get("content-encoding", "identity"), MOST_STREAM_BYTES)
         fields = msgspec.json.decode(plain or b"")
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return {}
     if not isinstance(fields, dict):
         return {}
@@ -46,7 +46,7 @@ def is_certain(fields: Mapping[str, Any]) -> bool:
     """Whether a request asks for the most probable tokens. Without a temperature most servers draw them."""
     try:
         return float(fields.get("temperature", 1)) == 0.0 or int(fields.get("top_k", 0)) == 1
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
 
 

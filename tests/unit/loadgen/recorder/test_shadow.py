@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from loadgen.client.connection import Address
-from loadgen.recorder.shadow import MOST_UNDER_WAY, MOST_WAITING, PairedRequest, Shadow
+from loadgen.recorder.shadow import MOST_UNDER_WAY, MOST_WAITING, PairedRequest, ReadingTime, Shadow
 
 HEAD = "POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 1"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -18,10 +18,10 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 class Shadowed:
     """A shadow with a candidate in the same event loop, and the pairs that it has made."""
 
-    def __init__(self, port: int, timeout_s: float = 60.0) -> None:
+    def __init__(self, port: int, timeout_s: float = 60.0, reading: ReadingTime | None = None) -> None:
         self.pairs: list[tuple[PairedRequest, PairedRequest]] = []
         self.made = asyncio.Event()
-        self.shadow = Shadow(Address("127.0.0.1", port), None, paired=self._take, timeout_s=timeout_s)
+        self.shadow = Shadow(Address("127.0.0.1", port), None, paired=self._take, timeout_s=timeout_s, reading=reading)
         self.watch = asyncio.get_running_loop().create_task(self.shadow.watch())
 
     def _take(self, primary: PairedRequest, copy: PairedRequest | None) -> None:
@@ -135,3 +135,28 @@ def test_a_request_that_the_primary_does_not_answer_is_no_pair(answered: bool) -
         assert shadowed.held_bytes == 0
 
     with_candidate(answer_once, test)
+
+
+class NoTime(ReadingTime):
+    def is_over(self, cpu_ns: int, now_ns: int) -> bool:
+        return True
+
+
+async def answer_half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\nx")
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\ny")
+    await reader.read()
+
+
+def test_a_copy_that_there_is_no_time_to_read_is_dropped_and_no_failure_of_the_candidate() -> None:
+    async def test(port: int) -> None:
+        shadowed = Shadowed(port, reading=NoTime())
+        shadowed.answer(shadowed.ask())
+        counts = shadowed.shadow.counts
+        while not counts["dropped"] + counts["failed"]:
+            await asyncio.sleep(0)
+        assert (counts["dropped"], counts["failed"], counts["copied"], shadowed.pairs) == (1, 0, 0, [])
+        await shadowed.end()
+        assert shadowed.held_bytes == 0
+
+    with_candidate(answer_half, test)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
 from loadgen.client.connection import Address
+from loadgen.client.grpc_messages import ModelInferResponse
 from loadgen.metrics.comparisons import Outcome
 from loadgen.recorder.metrics import ShadowMetrics
 from loadgen.recorder.shadow import PairedRequest, Shadow
@@ -97,3 +99,62 @@ def test_turns_come_in_pairs_of_random_order_that_balance(seed: int) -> None:
     assert {tuple(sorted(pair)) for pair in pairs} == {("a", "b")}
     assert all({first[0], second[0]} == {"a", "b"} for first, second in zip(pairs[::2], pairs[1::2], strict=True))
     assert 20 < sum(pair[0] == "a" for pair in pairs[::2]) < 80  # else in 1 of 10⁹
+
+
+def pair_of(
+    shadow: Shadow, transport: Literal["http", "grpc"], route: str, content: bytes, *answers: bytes
+) -> list[PairedRequest]:
+    """A request and its copy, which both servers have answered with success."""
+    status, times = (200 if transport == "http" else 0), {"sent_ns": 1, "first_byte_ns": 2, "end_ns": 3}
+    return [
+        PairedRequest(shadow, transport, route, {}, 1, content=[content], answer=[answer], status=status, **times)
+        for answer in answers
+    ]
+
+
+def message() -> bytes:
+    answer = ModelInferResponse(model_name="m")
+    answer.outputs.add(name="y", datatype="FP32", shape=[1])
+    answer.raw_output_contents.append(bytes(4))
+    serialised: bytes = answer.SerializeToString()
+    return serialised
+
+
+JSON = b'{"outputs": [{"name": "y", "datatype": "FP32", "shape": [1], "data": [1.0]}]}'
+WORDS = b'{"choices": [{"text": "words", "finish_reason": "stop"}]}'
+CALL = "/inference.GRPCInferenceService/ModelInfer"
+TEXT, INFER = "/v1/completions", "/v2/models/m/infer"
+
+
+@pytest.mark.parametrize(
+    ("pair", "compared", "wrong"),
+    [
+        (("http", TEXT, b'{"prompt": "\xff"}', b"{}", b"{}"), 0, 0),
+        (("http", TEXT, b'{"temperature": 1%b}' % (b"0" * 400), WORDS, WORDS), 0, 0),
+        (("grpc", CALL, b"", message(), b"\xff\xff"), 1, 1),
+        (("grpc", CALL, b"", b"\xff\xff", message()), 0, 0),
+        (("http", INFER, b"{}", JSON, b"<html>"), 1, 1),
+        (("http", INFER, b"{}", b"<html>", JSON), 0, 0),
+    ],
+    ids=[
+        "no UTF-8",
+        "huge temperature",
+        "no message",
+        "no message of the primary",
+        "no JSON",
+        "no JSON of the primary",
+    ],
+)
+def test_what_cannot_be_read_costs_its_pair_and_only_the_candidate_is_wrong(
+    pair: Any, compared: int, wrong: int, tmp_path: Path
+) -> None:
+    failures: list[str] = []
+    run = ShadowRun(
+        RunStore(tmp_path / "run"), ARMS, share=1.0, block_s=1.0, margin=0.05, say=lambda *_: None,
+        failed=failures.append,
+    )  # fmt: skip
+    shadow = Shadow(Address("127.0.0.1", 1), None, paired=run.take)
+    run.take(*pair_of(shadow, *pair))
+    assert run.finish(100)
+    assert failures == []
+    assert (run.record.pairs, run.record.compared, run.record.wrong) == (1, compared, wrong)
