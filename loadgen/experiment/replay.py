@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadgen.base.documents import one_line, uncompressed
+from loadgen.base.documents import DocumentError, decode_json, uncompressed
 from loadgen.base.quantities import join
 from loadgen.experiment.prompts import MOST_ID, PromptShape
 from loadgen.experiment.schedule import Offsets
@@ -31,7 +31,6 @@ _WRONG = {"http": range(400, 500), "grpc": (3, 5, 7, 12, 16)}
 """The statuses of requests that were wrong themselves, such as INVALID_ARGUMENT of gRPC. They are not replayed. Those
 that a server failed to answer are: they were a part of its load."""
 _TRIES = 1000
-_UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _COUNTED = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,7})')
 _READ = re.compile(rb'"prompt_tokens"\s*:\s*([0-9]{1,7})')
 _CHARACTERS_PER_TOKEN = 4
@@ -166,11 +165,9 @@ def _read_prompt(folder: str, request: RecordedRequest) -> _Prompt:
         raise TrafficError(f"{folder} has no contents; record it again without --no-contents")
     content = _plain(content, request.headers)
     try:
-        fields = msgspec.json.decode(content)
-    except _UNREADABLE as exc:
-        raise TrafficError(f"{at} cannot be read: {one_line(str(exc))}") from exc
-    if not isinstance(fields, dict):
-        raise TrafficError(f"{at} is not a JSON object")
+        fields: dict[str, Any] = decode_json(content, dict[str, Any], most_bytes=MOST_CONTENT_BYTES)
+    except DocumentError as exc:
+        raise TrafficError(f"{at} cannot be read: {exc}") from exc
     if traffic.is_trace:
         return _Prompt(None, fields, [], PromptShape(fields["input_length"], fields["output_length"]))
     prompt = fields.get("input_ids", fields.get("prompt", fields.get("text_input", fields.get("messages"))))
@@ -208,8 +205,8 @@ def _answered_tokens(answer: bytes) -> int:
 
 def _tokens_of(event: bytes) -> int:
     try:
-        document = msgspec.json.decode(event)
-    except _UNREADABLE:  # [DONE]
+        document = decode_json(event, Any, most_bytes=MOST_CONTENT_BYTES)
+    except DocumentError:  # [DONE]
         return 0
     choices = document.get("choices") if isinstance(document, dict) else None
     part = choices[0] if isinstance(choices, list) and choices else document

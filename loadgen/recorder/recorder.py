@@ -280,8 +280,8 @@ def _of_body(route: str, headers: Mapping[str, str], content: bytes) -> dict[str
     named, version = (None, None) if to_model is None else to_model.groups()
     described: dict[str, Any] = {"model": named and unquote(named), "version": version}
     try:
-        body = msgspec.json.decode(content, type=RequestBody)
-    except msgspec.MsgspecError:
+        body = msgspec.json.decode(content, type=RequestBody)  # it may hold millions of values, which are skipped
+    except (ValueError, RecursionError):
         return described
     priority = body.parameters.get("priority", body.priority)
     return described | {

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from loadgen.base.documents import uncompressed
+from loadgen.base.documents import DocumentError, decode_json, uncompressed
 from loadgen.client.event_stream import MOST_STREAM_BYTES, ReceivedStream
 from loadgen.client.generation import StreamedAnswer, read_answer_stream
 from loadgen.recorder.shadow import PairedRequest
@@ -31,12 +31,10 @@ def is_text(request: PairedRequest) -> bool:
 
 def fields_of(content: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a request, with those among its `parameters`; empty if it cannot be read."""
+    plain = uncompressed(content, headers.get("content-encoding", "identity"), MOST_STREAM_BYTES)
     try:
-        plain = uncompressed(content, headers.get("content-encoding", "identity"), MOST_STREAM_BYTES)
-        fields = msgspec.json.decode(plain or b"")
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return {}
-    if not isinstance(fields, dict):
+        fields: dict[str, Any] = decode_json(plain or b"", dict[str, Any], most_bytes=MOST_STREAM_BYTES)
+    except DocumentError:
         return {}
     parameters = fields.get("parameters")
     return {**parameters, **fields} if isinstance(parameters, dict) else fields

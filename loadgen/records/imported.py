@@ -35,6 +35,10 @@ from loadgen.records.traffic import (
 )
 
 MOST_BYTES = 2**30
+_MOST_NS = 100 * 366 * 24 * 3600 * 10**9
+_MOST_DIGITS = 15
+Milliseconds = Annotated[float, msgspec.Meta(ge=-1e13, le=1e13)]
+"""From any moment on, such as the year 1970."""
 UNTYPED = ""
 """The datatype of inputs that have that of the model which gets them; their content is perf_analyzer's."""
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
@@ -60,6 +64,8 @@ class ImportedTraffic(RecordedTraffic):
             raise TrafficError(f"{path} has no requests to a model")
         first_ns = min(request.at_ns for request in requests)
         self.imported = sorted((_from(request, first_ns) for request in requests), key=lambda request: request.at_ns)
+        if self.imported[-1].at_ns > _MOST_NS:
+            raise TrafficError(f"{path} has requests that are more than 100 years apart; correct their times")
         self.recording = TrafficRecording(
             started_at="", requests=len(requests), answers=any(request.answer for request in requests),
             ended=f"imported from {self.folder.name}",
@@ -179,7 +185,7 @@ class _Entry(msgspec.Struct):
     startedDateTime: datetime  # noqa: N815
     request: _HarRequest
     response: _HarResponse = msgspec.field(default_factory=_HarResponse)
-    time: float = 0.0
+    time: Milliseconds = 0.0
 
 
 def _of_har(entry: _Entry) -> Iterator[Parts]:
@@ -242,7 +248,7 @@ def _intervals_us(path: str) -> list[int]:
     gaps_us = []
     for number, line in enumerate(_read(path).splitlines(), 1):
         if line.strip():
-            if not line.strip().isdigit():
+            if not line.strip().isdigit() or len(line.strip()) > _MOST_DIGITS:
                 raise TrafficError(f"{path}, line {number:,}: it is not a whole number of µs")
             gaps_us.append(int(line))
     if not gaps_us:
@@ -256,8 +262,7 @@ def _intervals_us(path: str) -> list[int]:
 class TraceLine(msgspec.Struct):
     """A line of a trace in Mooncake's format. Its requests keep their times and lengths."""
 
-    timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-    """Milliseconds from any moment on."""
+    timestamp: Milliseconds
     input_length: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
     output_length: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
     hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
@@ -271,7 +276,7 @@ def _of_mooncake(content: bytes) -> Parts:
 
 
 class _PromptLine(msgspec.Struct):
-    timestamp: float
+    timestamp: Milliseconds
     text_input: str | None = None
     messages: list[dict[str, Any]] | None = None
     output_length: int | None = None

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from loadgen.base.documents import DocumentError, list_inside, one_line, read_inside
+from loadgen.base.documents import MOST_RECORD_BYTES, DocumentError, decode_json, list_inside, one_line, read_inside
 from loadgen.records.run import Record
 
 SCHEMA = "abserve.traffic/1"
@@ -44,7 +44,7 @@ _RECORDING = "traffic.json"
 _MOST_LINES_BYTES = 2**28
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class TrafficError(ValueError):
@@ -156,10 +156,11 @@ class RecordedTraffic:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         try:
-            self.recording = msgspec.json.decode(read_inside(self.folder, _RECORDING), type=TrafficRecording)
+            content = read_inside(self.folder, _RECORDING)
+            self.recording = decode_json(content, TrafficRecording, most_bytes=MOST_RECORD_BYTES)
         except FileNotFoundError:
             raise TrafficError(f"{folder} holds no recorded traffic; record it with abserve record") from None
-        except (OSError, DocumentError, msgspec.MsgspecError) as exc:
+        except (OSError, DocumentError) as exc:
             raise self._error(_RECORDING, exc) from exc
 
     @cached_property
@@ -170,7 +171,7 @@ class RecordedTraffic:
         try:
             for name in list_inside(self.folder, "requests"):
                 requests += self._lines(read_inside(self.folder, name, _MOST_LINES_BYTES))
-        except (OSError, DocumentError, msgspec.MsgspecError) as exc:
+        except (OSError, ValueError, RecursionError) as exc:
             raise self._error(name, exc) from exc
         return tuple(sorted(requests, key=lambda request: request.at_ns))
 

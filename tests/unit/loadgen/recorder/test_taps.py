@@ -24,7 +24,7 @@ from loadgen.client.grpc import (
 from loadgen.client.grpc_messages import ModelInferRequest
 from loadgen.recorder.grpc import GrpcTap
 from loadgen.recorder.http import HttpTap
-from loadgen.recorder.recorder import Recorder
+from loadgen.recorder.recorder import Recorder, described
 from loadgen.records.traffic import RecordedTraffic, TrafficRecording, TrafficWriter
 
 HEAD = json.dumps(
@@ -253,3 +253,9 @@ def test_what_finds_no_place_in_memory_is_counted(recorded: Recorded, monkeypatc
     read = recorded.read()
     assert [each.content_bytes for each in read.requests] == [100]
     assert read.recording.lost == 1
+
+
+@pytest.mark.parametrize("body", [b'{"id": "\xff"}', b"[" * 100_000, b"no JSON"])
+def test_a_body_that_cannot_be_read_leaves_what_the_path_says(body: bytes) -> None:
+    says = described("http", "/v2/models/m%2F1/versions/2/infer", {}, body)
+    assert (says["model"], says["version"]) == ("m/1", "2")

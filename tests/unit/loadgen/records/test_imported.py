@@ -84,8 +84,9 @@ def test_prompts_with_texts_keep_them_and_their_lengths(tmp_path: Path) -> None:
 
 def test_a_trace_of_lengths_alone_is_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 6, "output_length": 5, "hash_ids": [1]}\n')
-    assert read_traffic(str(path)).is_trace
+    path.write_text('{"timestamp": 1764000000000, "input_length": 6, "output_length": 5, "hash_ids": [1]}\n')
+    traffic = read_traffic(str(path))
+    assert (traffic.is_trace, traffic.requests[0].at_ns) == (True, 0)
 
 
 SIGNATURE = Signature("m", (TensorSignature("x", "FP32", (-1, -1)), TensorSignature("t", "BYTES", (-1, 1))), ())
@@ -120,8 +121,11 @@ def test_data_of_perf_analyzer_gets_its_intervals_and_the_types_of_the_model(tmp
 
 @pytest.mark.parametrize(
     ("data", "intervals", "place"),
-    [([{"x": [1]}], "5\nsoon\n", "line 2"), ([{"x": [1]}], "", "no intervals"), ([[5]], "5", "entry 1")],
-)
+    [
+        ([{"x": [1]}], "5\nsoon\n", "line 2"), ([{"x": [1]}], "", "no intervals"), ([[5]], "5", "entry 1"),
+        ([{"x": [1]}], "9" * 5000, "line 1"), ([{"x": [1]}], ("9" * 15 + "\n") * 5, "years apart"),
+    ],
+)  # fmt: skip
 def test_data_of_perf_analyzer_that_cannot_be_read_is_named(
     tmp_path: Path, data: list[Any], intervals: str, place: str
 ) -> None:
@@ -137,6 +141,8 @@ def test_data_of_perf_analyzer_that_cannot_be_read_is_named(
         ("not json", "line 1"),
         ('{"log": {"entries": [{"startedDateTime": 5, "request": {"method": "GET", "url": "/"}}]}}', "entry 1"),
         ('{"log": {"entries": []}}', "no requests"),
+        ('{"timestamp": 0, "text_input": "a"}\n{"timestamp": 1e300, "text_input": "b"}', "line 2"),
+        ('{"timestamp": 0, "text_input": "a"}\n{"timestamp": 9e12, "text_input": "b"}', "years apart"),
         ('{"data": [{"x": [1]}]}', "no times"),
         ("", "no requests"),
     ],

@@ -20,6 +20,8 @@ from loadgen.records.traffic import (
 
 STARTED = TrafficRecording(started_at="2026-11-29T00:00:00Z")
 
+LINE = b'{"at_ns": %b, "transport": "http", "route": "%b"}\n'
+
 
 def request(at_s: float, **more: object) -> RecordedRequest:
     return RecordedRequest(at_ns=int(at_s * 1e9), transport="http", route="/v2/models/m/infer", **more)  # type: ignore[arg-type]
@@ -112,10 +114,13 @@ def test_some_requests_are_saved_as_traffic(tmp_path: Path) -> None:
     [
         lambda folder: (folder / "traffic.json").unlink(),
         lambda folder: (folder / "traffic.json").write_text(json.dumps({"schema": "abserve.traffic/2"})),
+        lambda folder: (folder / "traffic.json").write_bytes(b'{"started_at": "\xff"}'),
         lambda folder: (folder / "requests/000000.jsonl").write_text("{}\n"),
+        lambda folder: (folder / "requests/000000.jsonl").write_bytes(LINE % (b"0", b"\xff")),
+        lambda folder: (folder / "requests/000000.jsonl").write_bytes(LINE % (b"9" * 30, b"/")),
         lambda folder: (folder / "requests/000001.jsonl").symlink_to("000000.jsonl"),
     ],
-    ids=["no record", "another version", "no request", "a link"],
+    ids=["no record", "another version", "no text", "no request", "no text in a request", "a huge time", "a link"],
 )
 def test_what_is_not_traffic_is_an_error(spoil, tmp_path: Path) -> None:
     written = writer(tmp_path / "t")
