@@ -346,15 +346,22 @@ def shape_of(content: object) -> list[int]:
     return shape
 
 
-def byte_array(content: object, decode: Any = bytes) -> Array:
-    """Nested lists as an object array. Raises `ValueError` for lists of different lengths at the same depth."""
-    leaves, shape = [content], shape_of(content)
+def leaves_of(content: object, shape: Sequence[int]) -> list[Any]:
+    """The elements of nested lists of this shape, in order. Raises `ValueError` for lists of different lengths at the
+    same depth."""
+    leaves: list[Any] = [content]
     for size in shape:
         if any(not isinstance(leaf, list) or len(leaf) != size for leaf in leaves):
             raise ValueError("its lists have different lengths")
-        leaves = [inner for leaf in leaves for inner in leaf]  # type: ignore[attr-defined]  # a list, by the line above
+        leaves = [inner for leaf in leaves for inner in leaf]
+    return leaves
+
+
+def byte_array(content: object, decode: Any = bytes) -> Array:
+    """Nested lists as an object array. Raises `ValueError` for lists of different lengths at the same depth."""
+    shape = shape_of(content)
     array = np.empty(math.prod(shape), dtype=object)
-    array[:] = [decode(leaf) for leaf in leaves]
+    array[:] = [decode(leaf) for leaf in leaves_of(content, shape)]
     return array.reshape(shape)
 
 
@@ -639,15 +646,12 @@ def _values(entry: object, tensor: TensorSignature, place: str) -> Array:
         return _shaped(_from_buffer(decoded, tensor, place), shape, tensor, place)
     listed = content if isinstance(content, list) else [content]
     nested = shape_of(listed)
-    flat = _flat(listed, len(nested))
+    try:
+        flat = leaves_of(listed, nested)
+    except ValueError as exc:
+        raise InputError(f"{place}input {tensor.name}: {exc}") from None
     values = _bytes_of(flat, tensor, place) if tensor.datatype == "BYTES" else _numbers(flat, tensor, place)
     return _shaped(values, shape if shape is not None else nested if len(nested) > 1 else None, tensor, place)
-
-
-def _flat(content: list[Any], depth: int) -> list[Any]:
-    for _ in range(depth - 1):
-        content = [value for inner in content for value in (inner if isinstance(inner, list) else [inner])]
-    return content
 
 
 def _bytes_of(values: Sequence[object], tensor: TensorSignature | None = None, place: str = "") -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,16 @@ def test_floats_never_overflow_and_infinity_is_only_what_was_written(tmp_path: P
     for text in (f"[{beyond}, 2]", f"[1, -{beyond}]", f"[{10**400}, 1]", "[1e400, 1]", "[true, 1]", '["1", 1]'):
         with pytest.raises(InputError, match=f"has values that {datatype} cannot hold"):
             one_input(tmp_path, datatype, text)
+
+
+@pytest.mark.parametrize("text", ["[[1, 2], [3, 4, 5], [6]]", "[[1], 2]", '{"content": [[1, 2], [3], [4]]}'])
+@pytest.mark.parametrize("datatype", ["FP32", "BYTES"])
+def test_lists_of_different_lengths_are_no_tensor(tmp_path: Path, datatype: str, text: str) -> None:
+    """Also where they hold as many values as the shape needs."""
+    if datatype == "BYTES":
+        text = re.sub(r"(\d)", r'"\1"', text)
+    with pytest.raises(InputError, match="item 1, input x: its lists have different lengths"):
+        one_input(tmp_path, datatype, text, shape=(-1, -1, 2) if "3" in text else (-1, -1, 1))
 
 
 def test_booleans_are_true_false_1_and_0(tmp_path: Path) -> None:
