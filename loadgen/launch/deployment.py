@@ -297,10 +297,8 @@ class RemoteDeployment(Deployment):
         endpoint = Endpoint(self.url, timeout_s=RUNNING_READY_SECONDS, access=self.access)
         status = endpoint.status(endpoint.live_path)
         if status in REFUSED_ACCESS:
-            header = self._model_option.replace("model", "header")
-            raise DeploymentError(
-                f"the server at {self.url} refuses access ({endpoint.why_not_live()}); {access_remedy(header)}"
-            )
+            remedy = access_remedy(f"{self._model_option.removesuffix('model')}header", given=bool(self.access.header))
+            raise DeploymentError(f"the server at {self.url} refuses access ({endpoint.why_not_live()}); {remedy}")
         if status is None and endpoint.why_not_live().startswith(MALFORMED):
             raise DeploymentError(
                 f"the server at {self.url} does not answer in HTTP/1.1{tls_remedy(self._address, 'https')}; if this "

@@ -11,11 +11,12 @@ from urllib.parse import unquote
 
 import pytest
 
+from loadgen.base.headers import read_headers
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.launch import deployment
-from loadgen.launch.deployment import DeploymentError
+from loadgen.launch.deployment import DeploymentError, RemoteDeployment
 from loadgen.launch.discovery import find_models
-from loadgen.records.run import ArmRequest
+from loadgen.records.run import Access, ArmRequest
 from tests.hostile_server import hostile_server
 
 Serve = Callable[..., str]
@@ -152,6 +153,15 @@ def test_a_server_that_wants_a_key_is_named_at_once(serve: Serve) -> None:
         said = refusal(serve("m1"), server.url)
     assert "--b: the server at" in said
     assert "GET /v2/health/live answers 401 (no key)); add --b-header" in said
+
+
+def test_a_key_that_is_refused_is_to_be_checked_by_the_option_that_gave_it() -> None:
+    access = Access(header=read_headers({"Authorization": "Bearer wrong"}))
+    with hostile_server() as server:
+        server.answers["/v2/health/live"] = (401, {}, b"")
+        asked = RemoteDeployment(server.url, access=access, model_option="arms.model-b.model")
+        with pytest.raises(DeploymentError, match=r"check the value of arms\.model-b\.header$"):
+            asked.listed_models()
 
 
 def test_one_server_alone_takes_its_only_model(serve: Serve) -> None:
