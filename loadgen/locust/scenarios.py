@@ -232,13 +232,13 @@ def _export_metrics(environment: Any) -> None:
 @events.test_start.add_listener  # type: ignore[untyped-decorator]  # locust ships no usable types
 def _test_start(environment: Any, **_: object) -> None:
     """Prepare the request bodies in the processes that have users: not in a master."""
-    if _is(environment, "MasterRunner"):
-        return
     for user_class in environment.user_classes:
         user_class.traffic = idle_traffic()
     options = LoadOptions.parse(environment)
-    if (problem := options.problem()) is not None:
+    if (problem := _wrong_options(environment, options)) is not None:
         _give_up(environment, problem)
+        return
+    if _is(environment, "MasterRunner"):
         return
     try:
         session = Session(environment, options)
@@ -335,13 +335,19 @@ def _storage_failed(environment: Any, exc: OSError) -> None:
     _give_up(environment, f"the samples cannot be stored: {exc.strerror or exc}; choose another --samples-out")
 
 
+def _wrong_options(environment: Any, options: LoadOptions) -> str | None:
+    """A sentence about options with which no test can run, with the remedy. A worker does not know which classes of
+    users it will have."""
+    if OpenLoop in environment.user_classes and options.rate == 0.0 and not _is(environment, "WorkerRunner"):
+        return "OpenLoop needs a rate; give the requests per second, as in --rate 50"
+    return options.problem()
+
+
 def _problem(environment: Any) -> str | None:
     """A sentence that says why a run cannot start, with the remedy."""
     options = LoadOptions.parse(environment)
-    if (problem := options.problem()) is not None:
+    if (problem := _wrong_options(environment, options)) is not None:
         return problem
-    if OpenLoop in environment.user_classes and options.rate == 0.0:
-        return "OpenLoop needs a rate; give the requests per second, as in --rate 50"
     try:
         session, endpoint = Session(environment, options), Endpoint(environment.host, access=options.access)
         if options.model and options.served_model is None:

@@ -17,7 +17,7 @@ import msgspec
 from locust import User
 
 from loadgen.base.exposure import ANYONE
-from loadgen.base.headers import read_headers
+from loadgen.base.headers import read_headers, split_header
 from loadgen.client.bodies import choose_items, find_variation, fresh_numbers
 from loadgen.client.connection import Address, AddressError, ConnectionRefused
 from loadgen.client.endpoint import Endpoint, EndpointError, Signature, unmeasurable
@@ -131,7 +131,7 @@ class LoadOptions(msgspec.Struct, frozen=True):
     def access(self) -> Access:
         """How the server is reached. Raises `AddressError` for a header that cannot be sent."""
         try:
-            header = read_headers({name: value for name, _, value in (text.partition("=") for text in self.header)})
+            header = read_headers({name: value for name, _, value in map(split_header, self.header)})
         except ValueError as exc:
             raise AddressError(f"--header: {exc}") from None
         return Access(

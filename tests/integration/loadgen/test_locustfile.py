@@ -123,6 +123,7 @@ from loadgen.client.inputs import InputError
 from loadgen.locust.session import LoadOptions, Session
 print(LoadOptions().problem(), LoadOptions(batch_size=0).problem(), LoadOptions(request_timeout=0.0).problem(),
       LoadOptions(model="language:demo").problem(), sep="|")
+print(LoadOptions(header=("A=1", "Authorization: Bearer a=b")).access.header["Authorization"].secret)
 try:
     Session(SimpleNamespace(host="http://h:1"), LoadOptions(inputs="/no/such/file.npz")).load_inputs()
 except InputError as exc:
@@ -133,7 +134,8 @@ except InputError as exc:
 def test_each_option_that_cannot_be_is_named() -> None:
     """In another process, because importing Locust patches this one."""
     done = subprocess.run([sys.executable, "-c", PROBLEMS], capture_output=True, text=True, check=True)
-    options, inputs = done.stdout.splitlines()
+    options, header, inputs = done.stdout.splitlines()
+    assert header == "Bearer a=b"
     good, batch_size, timeout, language = options.split("|")
     assert good == "None"
     assert "--batch-size 0 is not possible" in batch_size
@@ -150,6 +152,30 @@ def test_an_open_loop_has_its_connections_at_once(fake_url: Callable[..., str], 
     assert done.returncode == 0, done.stderr
     (path,) = out.glob("OpenLoop-*.npy")
     assert len(np.load(path)) > 20
+
+
+def test_an_open_loop_without_a_rate_ends_with_a_sentence_on_the_page_too(
+    fake_url: Callable[..., str], images: Path
+) -> None:
+    """There its users ended at once, and the test went on without a word."""
+    ports = PortReservation(1)
+    command = [
+        sys.executable,
+        "-m",
+        "locust",
+        "-f",
+        str(LOCUSTFILE),
+        "--host",
+        fake_url(),
+        "--samples-dir",
+        str(images),
+    ]
+    command += ["--web-port", str(ports.ports[0]), "--autostart", "--autoquit", "0", "-t", "2s", "OpenLoop"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    ports.release()
+    assert done.returncode == 1
+    assert "OpenLoop needs a rate" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 NO_TIMER = """
