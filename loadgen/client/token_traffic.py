@@ -25,7 +25,7 @@ from loadgen.client.outputs import AnswerError
 from loadgen.client.traffic import GOOD, KeptAnswers, SentRequest, Traffic
 from loadgen.client.transports import InferenceTarget, Request
 from loadgen.experiment.prompts import SETTLING, PromptPlan
-from loadgen.records.samples import Samples, SampleWriter
+from loadgen.records.samples import Samples, SampleWriter, error_index
 from loadgen.records.targets import ROUTES, is_token_transport
 from loadgen.records.tokens import ANSWER_DTYPE, CUT, ECHO, ECHO_DIFFERS, EVENT_DTYPE, IDS, TokenRows, store_tokens
 
@@ -127,7 +127,7 @@ class TokenTraffic(Traffic):
         sample = self.writer.count
         self.writer.add(
             held.intended_ns, held.send_ns, first_ns, end_ns, held.request_bytes, held.response_bytes,
-            1, sent.user, sent.body, held.status, GOOD if fault is None else self._error_index(fault),
+            1, sent.user, sent.body, held.status, GOOD if fault is None else error_index(self.error_messages, fault),
         )  # fmt: skip
         self.errors += fault is not None
         if self._samples is not None:

@@ -28,7 +28,7 @@ from loadgen.client.inputs import Array, byte_array
 from loadgen.client.messages import KeptAnswer, KeptTensor
 from loadgen.client.outputs import AnswerError, ExpectedOutputs
 from loadgen.client.transports import InferenceTarget, Request, keep_answer
-from loadgen.records.samples import SampleWriter
+from loadgen.records.samples import SampleWriter, error_index
 
 FAILURES_IN_A_ROW = 100
 COOL_DOWN_SHARE = 1.0
@@ -47,7 +47,6 @@ _MOST_BYTES = 4 * 2**20
 """Limit of a block's kept outputs; the first answer is kept whatever its size."""
 
 GOOD = -1
-_MOST_MESSAGES = 200
 
 
 Claim = Literal["counted", "cool-down"]
@@ -374,7 +373,7 @@ class Traffic:
 
     def _record(self, exchange: Exchange, fault: str | None, body: int, user: int, intended_ns: int | None) -> None:
         """Store the sample. In a closed loop a request is due when it is sent."""
-        error = GOOD if fault is None else self._error_index(fault)
+        error = GOOD if fault is None else error_index(self.error_messages, fault)
         self.errors += fault is not None
         self.last_end_ns = exchange.end_ns
         self.writer.add(
@@ -382,15 +381,6 @@ class Traffic:
             exchange.end_ns, exchange.request_bytes,
             exchange.response_bytes, self._sizes[body], user, body, exchange.status, error,
         )  # fmt: skip
-
-    def _error_index(self, message: str) -> int:
-        """The index of `message` among the distinct ones; beyond a limit all count as "other errors"."""
-        messages = self.error_messages
-        if message not in messages:
-            message = message if len(messages) < _MOST_MESSAGES - 1 else "other errors"
-            if message not in messages:
-                messages.append(message)
-        return messages.index(message)
 
 
 def _without_answer(failure: str) -> Exchange:

@@ -52,7 +52,7 @@ from loadgen.records.run import (
     RunState,
     Workload,
 )
-from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, store_samples
+from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, error_index, store_samples
 from loadgen.records.store import RunStore
 from loadgen.stats.agreement import Tolerance, tolerance_of, tolerances_for
 from loadgen.stats.durations import DurationCounts
@@ -61,6 +61,8 @@ from loadgen.stats.ratios import RatioEstimate, estimate_anytime, lone_correlati
 LABELS: tuple[Label, Label] = ("a", "b")
 LEAST_PAIRS = 10
 """Good pairs of a block, which lasts longer where there are fewer."""
+MOST_ROWS = 20_000
+"""Requests of a block that ends without so many good pairs."""
 _MOST_SHAPES = 200
 """Kinds of requests with a row of their own in the table of answers."""
 _BEHIND = 200
@@ -101,10 +103,8 @@ class _Block:
 
     def add(self, arm: Label, request: PairedRequest, fault: str | None, *, is_good: bool) -> None:
         """Add a request that an arm has answered, or failed to."""
-        if fault is not None and fault not in self.messages:
-            self.messages.append(fault)
         began_ns, first_ns, end_ns = _times_ns(request)
-        number = -1 if fault is None else self.messages.index(fault)
+        number = -1 if fault is None else error_index(self.messages, fault)
         self.rows[arm].append(
             (
                 began_ns, began_ns, first_ns, end_ns, request.content_bytes, request.answer_bytes, 1, 0, 0,
@@ -117,6 +117,11 @@ class _Block:
     @property
     def good(self) -> int:
         return min(map(len, self.logs.values()))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it ends with its time, so that memory holds it also where hardly any request is good."""
+        return self.good >= LEAST_PAIRS or sum(map(len, self.rows.values())) >= MOST_ROWS
 
     @property
     def ratio(self) -> float:
@@ -225,7 +230,7 @@ class ShadowRun:
         faults = [_fault(request) for request in timed.values()]
         if not timed or (number == 0 and not any(faults)):  # connections are new, and a candidate may be cold
             return
-        if self._block is not None and number > self._block.number and self._block.good >= LEAST_PAIRS:
+        if self._block is not None and number > self._block.number and self._block.is_full:
             self._close(self._block)
         if self._block is None:
             self._block = _Block(number, perf_counter_ns(), utc_now(), process_time_ns())
@@ -291,7 +296,8 @@ class ShadowRun:
             content = plain(content, request.headers.get("grpc-encoding"))
         says = described(request.transport, request.route, request.headers, content)
         model = says.get("model") or "?"
-        self._models.add(model)
+        if _fault(request) is None:  # else clients may name what there is not
+            self._models.add(model)
         inputs = ", ".join(f"{each.name} {each.datatype} {list(each.shape)}" for each in says.get("tensors", ()))
         name = f"{model}: {of_text or inputs or 'no inputs that can be read'}"
         if name not in self._cases and len(self._cases) >= _MOST_SHAPES:

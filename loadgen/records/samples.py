@@ -57,6 +57,19 @@ def latencies_ms(samples: Samples) -> np.ndarray[tuple[int], np.dtype[np.float64
     return np.asarray((samples["end_ns"] - samples["intended_ns"]) / NS_PER_MS, dtype=np.float64)
 
 
+MOST_MESSAGES = 200
+
+
+def error_index(messages: list[str], message: str) -> int:
+    """The index of `message` among the distinct ones, to which it is added; beyond a limit all count as "other
+    errors"."""
+    if message not in messages:
+        message = message if len(messages) < MOST_MESSAGES - 1 else "other errors"
+        if message not in messages:
+            messages.append(message)
+    return messages.index(message)
+
+
 def with_errors_of(samples: Samples, texts: Sequence[str], messages: Sequence[str]) -> Samples:
     """A copy whose errors, so far numbered by `texts`, are numbered by `messages`, which include these. A number beyond
     `texts` becomes that of the last of them, or without any the number after the last of `messages`."""

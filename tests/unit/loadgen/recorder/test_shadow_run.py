@@ -12,12 +12,13 @@ from prometheus_client import CollectorRegistry
 from loadgen.client.connection import Address
 from loadgen.client.grpc_messages import ModelInferResponse
 from loadgen.metrics.comparisons import Outcome
+from loadgen.recorder import shadow_run
 from loadgen.recorder.metrics import ShadowMetrics
 from loadgen.recorder.shadow import PairedRequest, Shadow
 from loadgen.recorder.shadow_run import ShadowRun, whose_turn
 from loadgen.records.run import ArmRequest
-from loadgen.records.samples import NS_PER_S
-from loadgen.records.store import RunStore
+from loadgen.records.samples import MOST_MESSAGES, NS_PER_S
+from loadgen.records.store import RunStore, read_run
 
 BLOCKS, PAIRS = 24, 12
 ARMS = ArmRequest(label="a", target="http://127.0.0.1:1"), ArmRequest(label="b", target="http://127.0.0.1:1")
@@ -158,3 +159,40 @@ def test_what_cannot_be_read_costs_its_pair_and_only_the_candidate_is_wrong(
     assert run.finish(100)
     assert failures == []
     assert (run.record.pairs, run.record.compared, run.record.wrong) == (1, compared, wrong)
+
+
+def test_a_candidate_that_always_fails_takes_a_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks had no end, and a message for each request."""
+    monkeypatch.setattr(shadow_run, "MOST_ROWS", 600)
+    failures: list[str] = []
+    run = ShadowRun(
+        RunStore(tmp_path / "run"), ARMS, share=1.0, block_s=1.0, margin=0.05, say=lambda *_: None,
+        failed=failures.append,
+    )  # fmt: skip
+    shadow = Shadow(Address("127.0.0.1", 1), None, paired=run.take)
+    for number in range(2000):
+        primary, copy = pair_of(shadow, "http", INFER, b"{}", JSON, b"")
+        primary.sent_ns = copy.sent_ns = run.started_ns + (number // 100) * NS_PER_S
+        primary.end_ns, copy.end_ns, copy.failure = primary.sent_ns + 1, None, f"request {number} failed"
+        run.take(primary, copy)
+    assert run.finish(100)
+    assert failures == []
+    blocks = read_run(tmp_path / "run").blocks
+    assert sum(block.record.requests for block in blocks) == 4000
+    assert max(block.record.requests for block in blocks) <= 400
+    assert max(len(block.record.error_messages) for block in blocks) == MOST_MESSAGES
+
+
+def test_a_model_that_the_primary_does_not_have_is_none_of_the_run(tmp_path: Path) -> None:
+    run = ShadowRun(
+        RunStore(tmp_path / "run"), ARMS, share=1.0, block_s=1.0, margin=0.05, say=lambda *_: None,
+        failed=lambda _: None,
+    )  # fmt: skip
+    shadow = Shadow(Address("127.0.0.1", 1), None, paired=run.take)
+    run.take(*pair_of(shadow, "http", INFER, b"{}", JSON, JSON))
+    wrong = pair_of(shadow, "http", "/v2/models/other/infer", b"{}", b"no", b"no")
+    for request in wrong:
+        request.status = 404
+    run.take(*wrong)
+    assert run.finish(100)
+    assert read_run(tmp_path / "run").experiment.model == "m"
