@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter_ns, sleep
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,8 @@ from loadgen.client.event_stream import ReceivedStream, StreamConnection, Stream
 from loadgen.client.generation import PreparedPrompts, StreamedAnswer, in_form_of, prompt_request, read_answer_stream
 from loadgen.client.inputs import Array
 from loadgen.client.outputs import AnswerError
-from loadgen.client.traffic import GOOD, KeptAnswers, SentRequest, Traffic
-from loadgen.client.transports import InferenceTarget, Request
+from loadgen.client.traffic import GOOD, SentRequest, Traffic
+from loadgen.client.transports import InferenceTarget
 from loadgen.experiment.prompts import SETTLING, PromptPlan
 from loadgen.records.samples import Samples, SampleWriter, error_index
 from loadgen.records.targets import ROUTES, is_token_transport
@@ -55,13 +55,9 @@ class TokenTraffic(Traffic):
 
     def __init__(
         self, target: InferenceTarget, prompts: PreparedPrompts, writer: SampleWriter, samples: Path | None,
-        *, timeout_s: float = 60.0, others: tuple[Request, ...] = (), answers: KeptAnswers | None = None,
-        first_body: int = 0, body_step: int = 1,
+        **shared: Any,
     ) -> None:  # fmt: skip
-        super().__init__(
-            target, prompts, 1, writer, timeout_s=timeout_s, others=others, answers=answers, first_body=first_body,
-            body_step=body_step,
-        )  # fmt: skip
+        super().__init__(target, prompts, 1, writer, **shared)
         self._prompts = prompts
         self._reads_text = ROUTES[target.transport].is_text
         """Whether the server makes ids of its own from the prompt."""
@@ -137,7 +133,7 @@ class TokenTraffic(Traffic):
             return
         if not self._reads_text or self._echoes_prompt(answer, sent):
             kept = partial(self._kept, sent, answer.ids)
-            self.answers.keep(sent.slot, sent.number, sent.user, sent.body, sent.first, kept)
+            self.answers.keep(sent.slot, sent, kept)
 
     def _echoes_prompt(self, answer: StreamedAnswer, sent: SentRequest) -> bool:
         """Whether the server has sent back the ids that the prompt was made from."""

@@ -146,6 +146,25 @@ class LoadWindow:
         self.cut_reason = self.cut_reason or reason
 
 
+class SentRequest(NamedTuple):
+    """What a request was, besides its outcome."""
+
+    number: int
+    """Number of requests that were sent before."""
+    slot: int | None
+    """Where its answer is kept, if it is."""
+    first: int
+    """The number of its first item."""
+    body: int
+    user: int
+    intended_ns: int | None
+    measured: bool
+
+
+ReadAnswer = Callable[[], Mapping[str, Array]]
+"""Decodes the outputs of an answer."""
+
+
 class KeptAnswers:
     """At most `most` answers of a block; each request has the same chance, however many there will be.
 
@@ -155,8 +174,7 @@ class KeptAnswers:
 
     def __init__(self, most: int, seed: int) -> None:
         self._random = Random(seed)
-        self._slots: list[tuple[int, int, int, int, Callable[[], Mapping[str, Array]]] | None] = [None] * most
-        """The arguments of `keep` for each kept answer."""
+        self._slots: list[tuple[SentRequest, ReadAnswer] | None] = [None] * most
         self._following = 0 if most else -1
         self._weight = 1.0
 
@@ -172,14 +190,11 @@ class KeptAnswers:
         self._following += 1 + int(math.log(self._uniform()) / math.log1p(-self._weight))
         return request if request < most else self._random.randrange(most)
 
-    def keep(
-        self, slot: int, request: int, user: int, body: int, first: int, read: Callable[[], Mapping[str, Array]]
-    ) -> None:
-        """Keep an answer, unless the slot holds that of a later request. `first` is the number of its first item;
-        `read` decodes it."""
+    def keep(self, slot: int, sent: SentRequest, read: ReadAnswer) -> None:
+        """Keep an answer, unless the slot holds that of a later request."""
         before = self._slots[slot]
-        if before is None or before[0] < request:
-            self._slots[slot] = request, user, body, first, read
+        if before is None or before[0].number < sent.number:
+            self._slots[slot] = sent, read
 
     def read(self) -> tuple[KeptAnswer, ...]:
         """Decode the kept answers, with the rows that are compared."""
@@ -193,9 +208,7 @@ class KeptAnswers:
             answers.append(answer)
         return tuple(answers)
 
-    def _decode(
-        self, request: int, user: int, body: int, first: int, read: Callable[[], Mapping[str, Array]]
-    ) -> KeptAnswer:
+    def _decode(self, sent: SentRequest, read: ReadAnswer) -> KeptAnswer:
         outputs: list[KeptTensor] = []
         rows: list[int] = []
         error: str | None = None
@@ -212,8 +225,9 @@ class KeptAnswers:
         except Exception as exc:  # noqa: BLE001 (as an output without dimensions: one answer costs itself only)
             error = f"the answer cannot be read: {one_line(repr(exc))}"
         return KeptAnswer(
-            request=request, user=user, body=body, first=first, rows=tuple(rows), outputs=tuple(outputs), error=error
-        )
+            request=sent.number, user=sent.user, body=sent.body, first=sent.first, rows=tuple(rows),
+            outputs=tuple(outputs), error=error,
+        )  # fmt: skip
 
     def _uniform(self) -> float:
         return 1.0 - self._random.random()  # never 0
@@ -240,21 +254,6 @@ class Bodies(Protocol):
 
     def patches(self, body: int, /) -> tuple[int, Sequence[bytes]]:
         """The number of the request's first item, and the bytes at the places that vary."""
-
-
-class SentRequest(NamedTuple):
-    """What a request was, besides its outcome."""
-
-    number: int
-    """Number of requests that were sent before."""
-    slot: int | None
-    """Where its answer is kept, if it is."""
-    first: int
-    """The number of its first item."""
-    body: int
-    user: int
-    intended_ns: int | None
-    measured: bool
 
 
 class Traffic:
@@ -340,15 +339,14 @@ class Traffic:
     def _take(self, connection: ClientConnection, exchange: Exchange, sent: SentRequest) -> str | None:
         """Judge and record an answer; returns why it failed."""
         fault = self._fault(exchange)
-        _, slot, first, body, user, intended_ns, measured = sent
-        if measured or fault is not None:
-            self._record(exchange, fault, body, user, intended_ns)
+        if sent.measured or fault is not None:
+            self._record(exchange, fault, sent)
         else:
             self.unmeasured += 1
             self.unmeasured_ns += exchange.end_ns - exchange.send_ns
             self.last_end_ns = exchange.end_ns
-        if slot is not None and fault is None:
-            self.answers.keep(slot, sent.number, user, body, first, self._kept_answer(connection, exchange))
+        if sent.slot is not None and fault is None:
+            self.answers.keep(sent.slot, sent, self._kept_answer(connection, exchange))
         return fault
 
     def _fault(self, exchange: Exchange) -> str | None:
@@ -359,7 +357,7 @@ class Traffic:
         except Exception as exc:  # noqa: BLE001 (one answer costs itself only)
             return f"the client could not judge the answer: {one_line(repr(exc))}"
 
-    def _kept_answer(self, connection: ClientConnection, exchange: Exchange) -> Callable[[], Mapping[str, Array]]:
+    def _kept_answer(self, connection: ClientConnection, exchange: Exchange) -> ReadAnswer:
         """The function that reads the answer later; it raises what copying the answer raised."""
         try:
             return keep_answer(connection, exchange, batched=self.target.batched)
@@ -371,15 +369,15 @@ class Traffic:
 
         return fail
 
-    def _record(self, exchange: Exchange, fault: str | None, body: int, user: int, intended_ns: int | None) -> None:
+    def _record(self, exchange: Exchange, fault: str | None, sent: SentRequest) -> None:
         """Store the sample. In a closed loop a request is due when it is sent."""
         error = GOOD if fault is None else error_index(self.error_messages, fault)
         self.errors += fault is not None
         self.last_end_ns = exchange.end_ns
         self.writer.add(
-            exchange.send_ns if intended_ns is None else intended_ns, exchange.send_ns, exchange.first_byte_ns,
-            exchange.end_ns, exchange.request_bytes,
-            exchange.response_bytes, self._sizes[body], user, body, exchange.status, error,
+            exchange.send_ns if sent.intended_ns is None else sent.intended_ns, exchange.send_ns,
+            exchange.first_byte_ns, exchange.end_ns, exchange.request_bytes, exchange.response_bytes,
+            self._sizes[sent.body], sent.user, sent.body, exchange.status, error,
         )  # fmt: skip
 
 

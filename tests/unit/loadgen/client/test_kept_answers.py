@@ -14,11 +14,15 @@ from loadgen.client import token_traffic
 from loadgen.client.connection import Exchange
 from loadgen.client.generation import StreamedAnswer, prepare_prompts
 from loadgen.client.outputs import AnswerError
-from loadgen.client.traffic import MOST_ROWS, KeptAnswers, packed, unpacked
+from loadgen.client.traffic import MOST_ROWS, KeptAnswers, SentRequest, packed, unpacked
 from loadgen.client.transports import InferenceTarget
 from loadgen.experiment.prompts import PromptPlan, PromptShape
 from loadgen.records.samples import SampleWriter, read_samples
 from loadgen.records.tokens import read_tokens
+
+
+def sent(number: int, user: int = 0, body: int = 0, first: int = 0) -> SentRequest:
+    return SentRequest(number, None, first, body, user, None, measured=True)
 
 
 def fill(kept: KeptAnswers, requests: int, rows: int = 1) -> None:
@@ -26,7 +30,7 @@ def fill(kept: KeptAnswers, requests: int, rows: int = 1) -> None:
         slot = kept.slot(request)
         if slot is not None:
             answer = {"y": np.full((rows, 2), request, "<f4")}
-            kept.keep(slot, request, request % 3, request % 5, 10 * request, partial(dict, answer))
+            kept.keep(slot, sent(request, request % 3, request % 5, 10 * request), partial(dict, answer))
 
 
 @pytest.mark.parametrize("requests", [0, 3, 8, 9, 50, 2000])
@@ -46,8 +50,8 @@ def test_an_answer_that_cannot_be_read_costs_itself(fault: Exception) -> None:
         raise fault
 
     kept = KeptAnswers(2, seed=4)
-    kept.keep(0, 0, 0, 0, 0, fail)
-    kept.keep(1, 1, 0, 0, 1, partial(dict, {"y": np.zeros((1, 2), "<f4")}))
+    kept.keep(0, sent(0), fail)
+    kept.keep(1, sent(1), partial(dict, {"y": np.zeros((1, 2), "<f4")}))
     broken, good = kept.read()
     assert str(fault) in (broken.error or "")
     assert broken.error
@@ -111,7 +115,7 @@ def test_the_choice_is_the_seeds_alone() -> None:
 def test_a_late_answer_does_not_displace_a_newer_one() -> None:
     kept = KeptAnswers(1, 0)
     for request in (9, 4):
-        kept.keep(0, request, 0, 0, 0, lambda: {"y": np.zeros((1, 2))})
+        kept.keep(0, sent(request), lambda: {"y": np.zeros((1, 2))})
     assert [answer.request for answer in kept.read()] == [9]
 
 
@@ -122,8 +126,8 @@ def test_nan_in_any_row_and_answers_that_cannot_be_read_are_told() -> None:
     rows = np.zeros((32, 3), "<f4")
     rows[5, 1] = np.nan
     kept = KeptAnswers(2, 0)
-    kept.keep(0, 0, 0, 0, 0, lambda: {"y": rows})
-    kept.keep(1, 1, 0, 0, 0, unreadable)
+    kept.keep(0, sent(0), lambda: {"y": rows})
+    kept.keep(1, sent(1), unreadable)
     first, second = kept.read()
     assert (first.error, len(first.rows)) == ("output y holds NaN or infinite values", MOST_ROWS)
     assert (second.error, second.rows) == ("the answer cannot be read: x", ())
@@ -140,5 +144,5 @@ def test_outputs_travel_unchanged() -> None:
 def test_large_outputs_are_passed_on_as_far_as_there_is_room() -> None:
     kept = KeptAnswers(6, 0)
     for slot in range(6):
-        kept.keep(slot, slot, 0, 0, 0, lambda: {"y": np.zeros((1, 400_000), "<f4")})
+        kept.keep(slot, sent(slot), lambda: {"y": np.zeros((1, 400_000), "<f4")})
     assert len(kept.read()) == 2
