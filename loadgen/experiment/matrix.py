@@ -83,7 +83,7 @@ class MatrixSettings(Settings):
     min_top1: float = _measurement(
         0.99, ge=0.0, le=1.0, description="A cell that agrees with FP32 on fewer highest classes is not ranked."
     )
-    seed: int = _measurement(0, ge=0, le=2**63 - 1, description="Seed for the order of configurations and cells.")
+    seed: int = shared("seed", description="Seed for the order of configurations and cells.")
     strict: bool = shared("strict")
     profile: bool = _measurement(False, description="In the last round, also record the time per kernel.")
 

@@ -134,17 +134,15 @@ class TuneSettings(Settings):
     arrivals: Literal["poisson", "constant"] = shared("arrivals")
     connections: int = shared("connections")
     processes: int = shared("processes")
-    price: float | None = _load(
-        None, gt=0.0, le=1e6, description="Price of the machine per hour, in any currency, for --goal cost."
+    price: float | None = shared(
+        "price", description="Price of the machine per hour, in any currency, for --goal cost."
     )
     weights: str | None = shared("weights")
     precision: Literal["fp32", "tf32", "fp16"] | None = shared("precision")
     tritonserver: str | None = shared("tritonserver")
     pad_to: Buckets | None = shared("pad_to")
     request_timeout: float = shared("request_timeout")
-    seed: int = _measurement(
-        0, ge=0, le=2**63 - 1, description="Seed of the search, the order of the blocks, the inputs and the arrivals."
-    )
+    seed: int = shared("seed", description="Seed of the search, the order of the blocks, the inputs and the arrivals.")
     margin: float = shared("margin")
     strict: bool = shared("strict")
     gpu_control: bool = shared("gpu_control")

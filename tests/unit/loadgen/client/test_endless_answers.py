@@ -271,7 +271,11 @@ def test_an_http_answer_without_end_is_cut(head: bytes, content: bytes, failure:
     assert failure in get(endless(head, content), PATIENT_S)[0]
 
 
-@pytest.mark.parametrize("head", [b"", CHUNKED, b"HTTP/1.1 200 OK\r\n\r\n"], ids=["head", "chunk", "until-closed"])
+@pytest.mark.parametrize(
+    "head",
+    [b"", CHUNKED, b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"],
+    ids=["head", "chunk", "until-closed", "counted"],
+)
 def test_a_slow_http_server_has_the_timeout_and_no_more(head: bytes) -> None:
     def script(connection: socket.socket) -> None:
         connection.recv(1 << 16)
