@@ -265,7 +265,7 @@ class Traffic:
         answers: KeptAnswers | None = None, first_body: int = 0, body_step: int = 1, sizes: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """`others` are further requests that a user may send. Without `expected` every answer with a good status is
-        good. `sizes` are the items in each request where not all have `batch_size`."""
+        good, also in JSON. `sizes` are the items in each request where not all have `batch_size`."""
         self.target = target
         made = {id(body): target.sendable(body) for body in bodies.requests}  # a replay has one body in many places
         self.requests = tuple(made[id(body)] for body in bodies.requests)
@@ -360,7 +360,7 @@ class Traffic:
     def _kept_answer(self, connection: ClientConnection, exchange: Exchange) -> ReadAnswer:
         """The function that reads the answer later; it raises what copying the answer raised."""
         try:
-            return keep_answer(connection, exchange, batched=self.target.batched)
+            return keep_answer(connection, exchange, batched=self.target.batched, binary=self._expected is not None)
         except Exception as exc:  # noqa: BLE001 (one answer costs itself only)
             fault = AnswerError(f"the answer could not be kept: {one_line(repr(exc))}")
 

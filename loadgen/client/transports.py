@@ -218,18 +218,22 @@ def prepare_bodies(
     return PreparedBodies(requests, chosen, variation, numbers)
 
 
-def keep_answer(connection: ClientConnection, exchange: Exchange, *, batched: bool = True) -> Callable[[], Answer]:
+def keep_answer(
+    connection: ClientConnection, exchange: Exchange, *, batched: bool = True, binary: bool = True
+) -> Callable[[], Answer]:
     """Copy the connection's last response; the returned function reads the copy later, as `read_answer` does."""
     memory = connection.copy_outputs() if isinstance(connection, SharedMemoryConnection) else None
     copied = exchange.copy()
-    return lambda: read_answer(connection, copied, memory, batched=batched)
+    return lambda: read_answer(connection, copied, memory, batched=batched, binary=binary)
 
 
 def read_answer(
-    connection: ClientConnection, exchange: Exchange, memory: CopiedOutputs | None = None, *, batched: bool = True
-) -> Answer:
+    connection: ClientConnection, exchange: Exchange, memory: CopiedOutputs | None = None, *, batched: bool = True,
+    binary: bool = True,
+) -> Answer:  # fmt: skip
     """Copies of the outputs of the connection's last response, or of a copied one with its outputs' `memory`, with a
-    batch dimension also where the response has none. Raises `AnswerError`."""
+    batch dimension also where the response has none. Unless `binary` outputs were requested, as of recorded requests
+    they need not be, they may be in JSON. Raises `AnswerError`."""
     if not exchange.good:
         raise AnswerError(failure_message(exchange), exchange.status, answered=False)
     if not isinstance(connection, GrpcConnection) and (fault := unasked_coding(exchange)) is not None:
@@ -240,7 +244,7 @@ def read_answer(
         elif isinstance(connection, GrpcConnection):
             outputs = read_message(ModelInferResponse.FromString(bytes(exchange.body)))
         else:
-            outputs = read_body(exchange.body, exchange.header(HEADER_LENGTH))
+            outputs = read_body(exchange.body, exchange.header(HEADER_LENGTH), binary=binary)
     except (DecodeError, DocumentError) as exc:
         raise AnswerError(f"the response cannot be read: {exc}") from exc
     return outputs if batched else {name: array[np.newaxis] for name, array in outputs.items()}

@@ -347,12 +347,13 @@ def ask(arm: ParityTarget, items: Sequence[int]) -> Answer:
     return answer
 
 
-def ask_prepared(arm: ParityTarget, prepared: Request) -> Answer:
-    """The answer to a prepared request, on its own connection. Raises `AnswerError`, `ConnectionRefused`."""
+def ask_prepared(arm: ParityTarget, prepared: Request, *, binary: bool = True) -> Answer:
+    """The answer to a prepared request for `binary` outputs or any, on its own connection. Raises `AnswerError`,
+    `ConnectionRefused`."""
     request = arm.target.sendable(prepared)
     connection = arm.target.connection((request,), timeout_s=max(arm.request_timeout_s, _LEAST_TIMEOUT_S))
     try:
-        return read_answer(connection, connection.send(request), batched=arm.signature.batched)
+        return read_answer(connection, connection.send(request), batched=arm.signature.batched, binary=binary)
     finally:
         connection.close()
 
@@ -360,7 +361,7 @@ def ask_prepared(arm: ParityTarget, prepared: Request) -> Answer:
 def _ask_recorded(arm: ParityTarget, replay: Replay, number: int) -> Answer:
     """The answer to one recorded request. Raises as `ask_prepared`, and `TrafficError`."""
     request = replay.requests()[number]
-    return ask_prepared(arm, recorded_request(request, replay.content(request), arm.signature))
+    return ask_prepared(arm, recorded_request(request, replay.content(request), arm.signature), binary=False)
 
 
 def _recorded_answer(arm: ParityTarget, replay: Replay, number: int) -> Answer | None:

@@ -28,6 +28,7 @@ from loadgen.launch.embedded import EmbeddedDeployment
 from loadgen.measure.answers import ParityTarget, check_parity
 from loadgen.records.payloads import IMAGE_PAYLOADS, variant_name
 from loadgen.records.targets import TRANSPORTS, Transport
+from loadgen.records.traffic import RecordedRequest, RecordedTensor, TrafficRecording, TrafficWriter
 from loadgen.stats.agreement import tolerance_of
 from tests.again import again
 from tests.integration.loadgen.conftest import await_true, regions_of_load
@@ -206,6 +207,30 @@ def test_a_recorded_request_that_an_arm_refuses_is_named(
     )
     assert (record.ok, record.failed_arm, record.refused_items) == (False, "a", 16)
     assert {"http": "HTTP 400: ", "grpc": "INVALID_ARGUMENT: "}[transport] in (record.error or "")
+
+
+def test_recorded_requests_for_answers_in_json_are_compared(
+    server: EmbeddedDeployment, samples: Path, tmp_path: Path
+) -> None:
+    """As clients send them that know nothing of the binary extension."""
+    arm = question(server, samples, "http", "uint8")
+    (tensor,) = arm.signature.inputs
+    array = np.zeros((1, *tensor.shape[1:]), int)
+    inputs = {"name": tensor.name, "datatype": tensor.datatype, "shape": array.shape, "data": array.ravel().tolist()}
+    content = json.dumps({"inputs": [inputs]}).encode()
+    writer = TrafficWriter(tmp_path / "traffic", TrafficRecording(started_at="2026-11-29T00:00:00Z"))
+    for at_ns in (0, 10**9):
+        request = RecordedRequest(
+            at_ns=at_ns, transport="http", route="/v2/models/m/infer", status=200, content_bytes=len(content),
+            tensors=(RecordedTensor(name=tensor.name, datatype=tensor.datatype, shape=array.shape),),
+            headers={"content-type": "application/json"},
+        )  # fmt: skip
+        writer.add(request, content)
+    writer.flush()
+    replay = Replay(str(tmp_path / "traffic"), "http", 1.0)
+    record = check_parity({"a": arm, "b": arm}, [1], tolerance_of(["fp32"]), few=True, replay=replay)
+    assert record.ok, record.error
+    assert any("recorded requests" in case.name for case in record.cases)
 
 
 def test_a_slow_model_answers_fewer_inputs_alone_but_each_length(

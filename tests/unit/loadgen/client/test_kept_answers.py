@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from loadgen.client import token_traffic
-from loadgen.client.connection import Exchange
+from loadgen.client.connection import Exchange, PreparedRequest
 from loadgen.client.generation import StreamedAnswer, prepare_prompts
 from loadgen.client.outputs import AnswerError
-from loadgen.client.traffic import MOST_ROWS, KeptAnswers, SentRequest, packed, unpacked
+from loadgen.client.recorded import RecordedBodies
+from loadgen.client.traffic import MOST_ROWS, KeptAnswers, SentRequest, Traffic, packed, unpacked
 from loadgen.client.transports import InferenceTarget
 from loadgen.experiment.prompts import PromptPlan, PromptShape
 from loadgen.records.samples import SampleWriter, read_samples
@@ -88,6 +89,25 @@ def test_a_streamed_answer_that_no_row_can_hold_is_one_failed_request(
     assert (read_samples(samples)["error"] >= 0).tolist() == [False, True, False]
     assert read_tokens(samples).answers["usage_tokens"].tolist() == [2, -1, 2]
     assert "OverflowError" in traffic.error_messages[0]
+
+
+class AnsweringInJson:
+    def send(self, _request: object, _patches: object = ()) -> Exchange:
+        exchange = Exchange()
+        exchange.status, exchange.head = 200, b"http/1.1 200 ok\r\n\r\n"
+        exchange.body = memoryview(b'{"outputs": [{"name": "y", "datatype": "FP32", "shape": [1, 1], "data": [3.0]}]}')
+        return exchange
+
+
+def test_the_answer_to_a_recorded_request_may_be_in_json() -> None:
+    bodies = RecordedBodies((PreparedRequest(b"", b"{}", headers={}),), (1,))
+    target = InferenceTarget("http", "http://127.0.0.1:1", "m")
+    traffic = Traffic(target, bodies, 1, SampleWriter(None), answers=KeptAnswers(1, 0))
+    connection: Any = AnsweringInJson()
+    traffic.infer(connection, 0)
+    (kept,) = traffic.answers.read()
+    assert kept.error is None
+    assert unpacked(kept.outputs[0]).tolist() == [[3.0]]
 
 
 def test_every_request_has_the_same_chance() -> None:
