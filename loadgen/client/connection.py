@@ -71,13 +71,17 @@ class Address:
             raise AddressError(f"{url} is not an address ({exc}); give one like http://127.0.0.1:8100") from None
         if parts.username is not None:
             raise AddressError("an address with a user name or a password would be stored; send them with a header")
+        if parts.query or parts.fragment:
+            raise AddressError("an address ends before ? and #, which no request would have; send keys with a header")
         if parts.scheme not in ("http", "https") or not parts.hostname or not is_host(parts.hostname):
             raise AddressError(f"{url} is not an http:// or https:// address; give one like http://127.0.0.1:8100")
         tls = parts.scheme == "https"
         try:
-            port = parts.port or (443 if tls else 80)
+            port = (443 if tls else 80) if parts.port is None else parts.port
         except ValueError:
-            raise AddressError(f"{url} has no valid port; give one like http://127.0.0.1:8100") from None
+            port = 0
+        if not port:
+            raise AddressError(f"{url} has no valid port; give one like http://127.0.0.1:8100")
         return cls(parts.hostname, port, parts.path.rstrip("/"), tls, access)
 
     @property

@@ -346,7 +346,7 @@ def parse_grpc_address(address: str, access: Access = DEFAULT_ACCESS) -> Address
     host = host.strip("[]")
     possible = colon and host and is_host(host) and "/" not in authority and "@" not in authority
     possible = possible and scheme in ("", "grpc", "grpcs") and len(authority) <= MOST_ADDRESS_BYTES
-    if not possible or not port.isascii() or not port.isdigit() or int(port) > MOST_PORT:
+    if not possible or not port.isascii() or not port.isdigit() or not 0 < int(port) <= MOST_PORT:
         raise AddressError(
             f"no gRPC address can be read from {address!r}; give one like 127.0.0.1:8101 or grpcs://HOST:PORT"
         )

@@ -18,6 +18,7 @@ from servers.protocol.examples import in_path
         "http://",
         "ftp://x",
         "http://x:port",
+        "http://x:0",
         "http://[::1",
         "http://a..b",
         f"http://{'x' * 64}:1",
@@ -33,9 +34,10 @@ def test_addresses_are_normalised() -> None:
     assert Address.parse("http://[::1]:8000").authority == "[::1]:8000"
 
 
-def test_an_address_with_a_password_is_refused_without_showing_it() -> None:
-    with pytest.raises(AddressError, match="send them with a header") as refused:
-        Address.parse("https://me:s3cret@x:1")
+@pytest.mark.parametrize("url", ["https://me:s3cret@x:1", "https://x/v1?key=s3cret", "https://x/v1#s3cret"])
+def test_an_address_with_a_secret_is_refused_without_showing_it(url: str) -> None:
+    with pytest.raises(AddressError, match=r"send (them|keys) with a header") as refused:
+        Address.parse(url)
     assert "s3cret" not in str(refused.value)
 
 

@@ -144,6 +144,7 @@ def test_refused_and_silent_addresses() -> None:
         "host:port",
         "h" * 200 + ":1",
         "host:65536",
+        "host:0",
         "host:²",
         "a..b:1",
     ],
