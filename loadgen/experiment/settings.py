@@ -49,6 +49,7 @@ LANGUAGE_SCENARIOS: tuple[PlannedScenario, ...] = ("single", "concurrent")
 LANGUAGE_USERS, LANGUAGE_SMOKE_USERS = (4, 16), (4,)
 DEFAULT_PROJECT = "abserve"
 _MOST_LIMIT_MS = 3_600_000.0
+MOST_USERS, _MOST_MINUTES = 100_000, 10_080.0
 TOKEN_LIMITS = ("ttft", "tpot", "gap")
 LIMITS = (*TOKEN_LIMITS, "p99")
 """The limits of a good answer of a language model, see `TokenLimits`."""
@@ -142,7 +143,8 @@ SEPARATED = BeforeValidator(_separated)
 Scenarios = Annotated[tuple[PlannedScenario, ...], SEPARATED, Field(min_length=1)]
 Transports = Annotated[tuple[Transport, ...], SEPARATED, Field(min_length=1)]
 Payloads = Annotated[tuple[Payload, ...], SEPARATED, Field(min_length=1)]
-Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], SEPARATED]
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1, le=1_000_000)], ...], SEPARATED]
+Users = Annotated[tuple[Annotated[int, Field(ge=1, le=MOST_USERS)], ...], SEPARATED]
 Prompts = Annotated[tuple[Annotated[int, Field(ge=1, le=1_000_000)], ...], SEPARATED, Field(min_length=1)]
 Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, le=RATE_LIMIT_PER_S)], ...], SEPARATED]
 Speeds = Annotated[tuple[Annotated[float, Field(ge=0.01, le=1000.0)], ...], SEPARATED, Field(min_length=1)]
@@ -334,7 +336,7 @@ class ExperimentSettings(Settings):
         description="Pad batches of different lengths to these sizes, or none (default: 32,64,128,256,512 for text, if "
         "every arm can).",
     )
-    threads: int = _target(0, ge=0, description="Engine threads of each server; 0 uses all cores.")
+    threads: int = _target(0, ge=0, le=1024, description="Engine threads of each server; 0 uses all cores.")
     matrix: bool = _target(False, description="Run every transport with every payload.")
     deployment: DeploymentKind = _target(
         "embedded", description="embedded starts the servers; compose uses the running Docker Compose stack."
@@ -358,7 +360,7 @@ class ExperimentSettings(Settings):
         description="Batch sizes of the scenario batched (8 with --preset smoke) and of --surface (1,8); servers that "
         "are started accept at least the largest.",
     )
-    concurrency: Sizes = _load(
+    concurrency: Users = _load(
         (16,),
         description="Numbers of users of the scenario concurrent (4, 16 and on a GPU 64 of a language model; 4 with "
         "--preset smoke).",
@@ -384,7 +386,7 @@ class ExperimentSettings(Settings):
     price: float | None = _load(
         None, gt=0.0, le=1e6, description="Price of the machine per hour, for the cost of a language model's tokens."
     )
-    requests: int = _load(1, ge=1, description="Fewest requests per block of the scenario concurrent.")
+    requests: int = _load(1, ge=1, le=1_000_000, description="Fewest requests per block of the scenario concurrent.")
     rates: Rates = _load(
         (), description="Open loop: send this many requests/s whatever the server does; one workload per rate."
     )
@@ -404,12 +406,15 @@ class ExperimentSettings(Settings):
     arrivals: Literal["poisson", "constant"] = _load(
         "poisson", description="Gaps between open-loop requests: poisson (independent clients) or constant."
     )
-    connections: int = _load(64, ge=1, description="Most connections of an open loop; a request without one waits.")
-    open_seconds: float = _load(5.0, ge=0.1, description="Seconds per block of an open loop.")
+    connections: int = _load(
+        64, ge=1, le=MOST_USERS, description="Most connections of an open loop; a request without one waits."
+    )
+    open_seconds: float = _load(5.0, ge=0.1, le=86_400.0, description="Seconds per block of an open loop.")
     slo_p99_ms: Bounds = _load((), description="Search the highest Poisson rate whose p99 stays within this many ms.")
     slo_queries: int | None = _load(
         None,
         ge=queries_needed(0),
+        le=1_000_000,
         description="Fewest requests per trial of that search (default: 459 smoke, 838 quick, 2010 full).",
     )
     processes: int = _load(
@@ -425,15 +430,23 @@ class ExperimentSettings(Settings):
         description="Minutes of the comparison, for as many rounds as fit (default: the preset's).",
     )
     rounds: int | None = _measurement(
-        None, ge=1, description="Rounds per workload, in place of --minutes; with --until decided the fewest."
+        None,
+        ge=1,
+        le=100_000,
+        description="Rounds per workload, in place of --minutes; with --until decided the fewest.",
     )
     restarts: int = _measurement(
-        1, ge=1, description="Spread the rounds over this many server starts; from 5 on the intervals cover restarts."
+        1,
+        ge=1,
+        le=10_000,
+        description="Spread the rounds over this many server starts; from 5 on the intervals cover restarts.",
     )
     until: Literal["planned", "decided"] = _measurement(
         "planned", description="decided adds rounds until every scenario has a verdict."
     )
-    time_limit: float = _measurement(30.0, gt=0.0, description="Most minutes of load with --until decided.")
+    time_limit: float = _measurement(
+        30.0, gt=0.0, le=_MOST_MINUTES, description="Most minutes of load with --until decided."
+    )
     request_timeout: float = _measurement(
         REQUEST_TIMEOUT_S,
         gt=0.0,
@@ -460,7 +473,9 @@ class ExperimentSettings(Settings):
         description="Compare each arm that abserve starts with the same server at its own defaults; a slower one makes "
         "the run INVALID. Without it the arms are compared as configured.",
     )
-    explain_minutes: float = _measurement(10.0, gt=0.0, description="Most minutes for the ablations of --explain.")
+    explain_minutes: float = _measurement(
+        10.0, gt=0.0, le=_MOST_MINUTES, description="Most minutes for the ablations of --explain."
+    )
     ceiling: bool | None = _measurement(
         None, description="Measure each engine alone, without its server (default: with --preset full)."
     )

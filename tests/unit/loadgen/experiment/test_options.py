@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from loadgen.base.documents import read_record
 from loadgen.entry import build
+from loadgen.experiment.matrix import MatrixSettings
 from loadgen.experiment.options import effective_settings, setting_options, write_settings
-from loadgen.experiment.settings import ArmSettings, ExperimentSettings
+from loadgen.experiment.settings import ArmSettings, ExperimentSettings, Settings
+from loadgen.experiment.tuning import TuneSettings
 from loadgen.measure.planning import plan_experiment
 from loadgen.records.run import Experiment
 
@@ -259,3 +263,15 @@ def test_every_setting_has_an_option_with_help_and_each_name_once() -> None:
     assert flags["--a-grpc"] == "ABSERVE_COMPARE_A_GRPC"
     assert flags["--h-payload"] == "ABSERVE_COMPARE_H_PAYLOAD"
     assert flags["--batch-sizes"] == "ABSERVE_COMPARE_BATCH_SIZES"
+
+
+@pytest.mark.parametrize("kind", [ExperimentSettings, TuneSettings, MatrixSettings])
+def test_every_number_has_a_limit(kind: type[Settings]) -> None:
+    """A billion rounds were planned one by one, until the memory was full."""
+    numbers = [
+        name for name, field in kind.model_fields.items() if re.search(r"\b(int|float)\b", str(field.annotation))
+    ]
+    assert len(numbers) > 3
+    for name in {*numbers} - {"seed"}:
+        with pytest.raises(ValidationError):
+            kind.model_validate({name: 10**9})
