@@ -13,12 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from loadgen.experiment.plan import PlanError
-from loadgen.experiment.schedule import RATE_LIMIT_PER_S
 from loadgen.experiment.settings import (
     LOAD,
     MAIN,
     MEASUREMENT,
-    MOST_USERS,
     TARGET,
     TOKEN_LIMITS,
     ArmSettings,
@@ -79,16 +77,10 @@ class TuneSettings(Settings):
     )
     model: str = shared("model", description="Model: SOURCE:NAME (see `abserve models`), a file or a folder.")
     concurrency: int | None = _main(
-        None,
-        ge=1,
-        le=MOST_USERS,
-        description=f"Load: this many users at once, each with one request (default: {USERS}).",
+        None, ge=1, le=100_000, description=f"Load: this many users at once, each with one request (default: {USERS})."
     )
     rate: float | None = _main(
-        None,
-        gt=0.0,
-        le=RATE_LIMIT_PER_S,
-        description="Load: this many requests/s that arrive at random, in place of users.",
+        None, gt=0.0, le=100_000.0, description="Load: this many requests/s that arrive at random, in place of users."
     )
     traffic: str | None = _main(
         None,

@@ -16,17 +16,15 @@ from time import perf_counter_ns
 from typing import Any, Literal
 from urllib.parse import unquote
 
-import msgspec
-
 from loadgen.base.documents import one_line, uncompressed
 from loadgen.client.grpc_messages import ModelInferRequest
 from loadgen.records.traffic import (
     MODEL_ROUTE,
     RecordedRequest,
     RecordedTensor,
-    RequestBody,
     TrafficWriter,
     kept_headers,
+    read_request,
 )
 
 MOST_HELD_BYTES = 2**28
@@ -273,15 +271,11 @@ def described(
 
 
 def _of_body(route: str, headers: Mapping[str, str], content: bytes) -> dict[str, Any]:
-    content = plain(content, headers.get("content-encoding"))
-    if length := headers.get("inference-header-content-length"):
-        content = content[: int(length)]
+    body = read_request(plain(content, headers.get("content-encoding")), headers)
     to_model = MODEL_ROUTE.fullmatch(route)
     named, version = (None, None) if to_model is None else to_model.groups()
     described: dict[str, Any] = {"model": named and unquote(named), "version": version}
-    try:
-        body = msgspec.json.decode(content, type=RequestBody)  # it may hold millions of values, which are skipped
-    except (ValueError, RecursionError):
+    if body is None:
         return described
     priority = body.parameters.get("priority", body.priority)
     return described | {

@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,10 +28,10 @@ from loadgen.records.traffic import (
     RecordedRequest,
     RecordedTensor,
     RecordedTraffic,
-    RequestBody,
     TrafficError,
     TrafficRecording,
     kept_headers,
+    read_request,
 )
 
 MOST_BYTES = 2**30
@@ -196,6 +196,7 @@ def _of_har(entry: _Entry) -> Iterator[Parts]:
     if request.method != "POST" or model_route is None or request.postData is None:
         return
     content, headers = request.postData.bytes(), _kept(request.headers)
+    body = read_request(content, headers)
     at_ns = int(entry.startedDateTime.timestamp() * 1e6) * 1000
     answer = None if response.content is None or response.status != 200 else response.content.bytes()
     end_ns = at_ns + int(max(entry.time, 0.0) * 1e6) if response.status else None
@@ -203,7 +204,7 @@ def _of_har(entry: _Entry) -> Iterator[Parts]:
     yield (
         RecordedRequest(
             at_ns=at_ns, transport="http", route=route, model=unquote(named) if named else None, version=version,
-            tensors=_inputs(content, headers), headers=headers, status=response.status or None, end_ns=end_ns,
+            tensors=() if body is None else body.inputs, headers=headers, status=response.status or None, end_ns=end_ns,
             first_byte_ns=end_ns, answer_headers=_kept(response.headers),
         ),
         content,
@@ -214,13 +215,6 @@ def _of_har(entry: _Entry) -> Iterator[Parts]:
 def _kept(headers: list[_Named]) -> dict[str, str]:
     kept = kept_headers({header.name.lower(): header.value for header in headers})
     return {name: value for name, value in kept.items() if not name.endswith("-encoding")}
-
-
-def _inputs(content: bytes, headers: Mapping[str, str]) -> tuple[RecordedTensor, ...]:
-    """The inputs that a body describes; none of prompts."""
-    length = headers.get("inference-header-content-length", "")
-    body = msgspec.json.decode(content[: int(length)] if length.isdecimal() else content, type=RequestBody)
-    return body.inputs
 
 
 # perf_analyzer

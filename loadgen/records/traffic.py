@@ -73,6 +73,15 @@ class RequestBody(msgspec.Struct):
     priority: int | None = None
 
 
+def read_request(content: bytes, headers: Mapping[str, str]) -> RequestBody | None:
+    """What a body without compression says of itself; None if it cannot be read. Tensors may follow the JSON."""
+    length = headers.get("inference-header-content-length", "")
+    try:
+        return msgspec.json.decode(content[: int(length)] if length.isdecimal() else content, type=RequestBody)
+    except (ValueError, RecursionError):
+        return None
+
+
 class RecordedRequest(Record, frozen=True, kw_only=True):
     """One request. Times are nanoseconds of one monotonic clock since the beginning of the recording; what is unknown
     is None."""

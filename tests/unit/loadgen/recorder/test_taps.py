@@ -256,6 +256,8 @@ def test_what_finds_no_place_in_memory_is_counted(recorded: Recorded, monkeypatc
 
 
 @pytest.mark.parametrize("body", [b'{"model": "\xff"}', b'{"x": ' + b"[" * 100_000, b"no JSON"])
-def test_a_body_that_cannot_be_read_leaves_what_the_path_says(body: bytes) -> None:
-    says = described("http", "/v2/models/m%2F1/versions/2/infer", {}, body)
+@pytest.mark.parametrize("length", ["", "none", "5"])
+def test_a_body_that_cannot_be_read_leaves_what_the_path_says(body: bytes, length: str) -> None:
+    headers = {"inference-header-content-length": length} if length else {}
+    says = described("http", "/v2/models/m%2F1/versions/2/infer", headers, body)
     assert (says["model"], says["version"]) == ("m/1", "2")

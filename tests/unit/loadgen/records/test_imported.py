@@ -64,6 +64,12 @@ def test_an_archive_is_traffic_as_a_folder_is(tmp_path: Path) -> None:
     assert len(abserve.load_traffic(path).requests) == 2
 
 
+def test_a_request_that_cannot_be_described_leaves_the_others(tmp_path: Path) -> None:
+    refused = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 2], "data": [1.0, 2.0]}]}
+    archive = har(tmp_path, entry(1.0, "/v2/models/m/infer", INFER), entry(2.0, "/v2/models/m/infer", refused))
+    assert [request.tensors == () for request in read_traffic(archive).requests] == [False, True]
+
+
 def test_prompts_with_texts_keep_them_and_their_lengths(tmp_path: Path) -> None:
     path = tmp_path / "calls.jsonl"
     lines = [
