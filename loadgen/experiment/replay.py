@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from loadgen.base.documents import DocumentError, decode_json, uncompressed
+from loadgen.base.documents import DocumentError, decode_json
 from loadgen.base.quantities import join
 from loadgen.experiment.prompts import MOST_ID, PromptShape
 from loadgen.experiment.schedule import Offsets
 from loadgen.records.imported import read_traffic
 from loadgen.records.targets import ROUTES, TOKEN_TRANSPORTS, Kind, TokenTransport, Transport, is_token_transport
 from loadgen.records.tokens import MOST_TOKENS
-from loadgen.records.traffic import MOST_CONTENT_BYTES, STRETCH_S, RecordedRequest, RecordedTraffic, TrafficError
+from loadgen.records.traffic import MOST_CONTENT_BYTES, STRETCH_S, RecordedRequest, RecordedTraffic, TrafficError, plain
 
 INFER = re.compile(r"/v2/models/[^/]+(?:/versions/[^/]+)?/infer$")
 _PROMPTS = re.compile(r"/(completions|chat/completions|generate|generate_stream)$")
@@ -163,7 +163,7 @@ def _read_prompt(folder: str, request: RecordedRequest) -> _Prompt:
     content = traffic.content(request)
     if content is None:
         raise TrafficError(f"{folder} has no contents; record it again without --no-contents")
-    content = _plain(content, request.headers)
+    content = plain(content, request.headers.get("content-encoding"))
     try:
         fields: dict[str, Any] = decode_json(content, dict[str, Any], most_bytes=MOST_CONTENT_BYTES)
     except DocumentError as exc:
@@ -177,7 +177,8 @@ def _read_prompt(folder: str, request: RecordedRequest) -> _Prompt:
         transport = "chat"
     elif not request.route.endswith("completions"):
         transport = "generate_stream"
-    answer = _plain(traffic.answer(request) or b"", request.answer_headers) if request.succeeded else b""
+    answer = traffic.answer(request) if request.succeeded else None
+    answer = plain(answer or b"", request.answer_headers.get("content-encoding"))
     counted = _answered_tokens(answer)
     output = counted or fields.get("max_tokens") or fields.get("max_completion_tokens")
     if not isinstance(output, int) or not 0 < output <= MOST_TOKENS:
@@ -187,12 +188,6 @@ def _read_prompt(folder: str, request: RecordedRequest) -> _Prompt:
     read = _READ.findall(answer)
     length = len(ids) or int(read[-1] if read else 0) or len(content) // _CHARACTERS_PER_TOKEN
     return _Prompt(transport, fields, ids, PromptShape(min(max(length, 1), MOST_TOKENS), output))
-
-
-def _plain(content: bytes, headers: Mapping[str, str]) -> bytes:
-    """A body without its compression, if that is known: else it is not JSON, as is then said."""
-    plain = uncompressed(content, headers.get("content-encoding", "identity"), MOST_CONTENT_BYTES)
-    return content if plain is None else plain
 
 
 def _answered_tokens(answer: bytes) -> int:

@@ -16,7 +16,7 @@ from time import perf_counter_ns
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from loadgen.base.documents import one_line, uncompressed
+from loadgen.base.documents import one_line
 from loadgen.client.grpc_messages import ModelInferRequest
 from loadgen.records.traffic import (
     MODEL_ROUTE,
@@ -24,6 +24,7 @@ from loadgen.records.traffic import (
     RecordedTensor,
     TrafficWriter,
     kept_headers,
+    plain,
     read_request,
 )
 
@@ -309,9 +310,3 @@ def _tensors(inputs: Any) -> tuple[RecordedTensor, ...]:
         )
         for each in inputs
     )
-
-
-def plain(content: bytes, coding: str | None) -> bytes:
-    """Content without its compression, if that is known."""
-    plain = uncompressed(content, coding or "identity", MOST_HELD_BYTES)
-    return content if plain is None else plain

@@ -36,7 +36,7 @@ from loadgen.measure.arms import Arm
 from loadgen.measure.machine import read_environment, utc_now
 from loadgen.metrics.comparisons import LEADING_SHARE, Outcome, judge
 from loadgen.metrics.registry import TYPICAL_LATENCY
-from loadgen.recorder.recorder import MOST_HELD_BYTES, described, plain
+from loadgen.recorder.recorder import MOST_HELD_BYTES, described
 from loadgen.recorder.shadow import MOST_UNDER_WAY, PairedRequest
 from loadgen.recorder.texts import are_alike, fields_of, is_certain, is_text, read_text
 from loadgen.records.probes import ShadowRecord
@@ -54,6 +54,7 @@ from loadgen.records.run import (
 )
 from loadgen.records.samples import NS_PER_MS, NS_PER_S, SAMPLE_DTYPE, error_index, store_samples
 from loadgen.records.store import RunStore
+from loadgen.records.traffic import plain
 from loadgen.stats.agreement import Tolerance, tolerance_of, tolerances_for
 from loadgen.stats.durations import DurationCounts
 from loadgen.stats.ratios import RatioEstimate, estimate_anytime, lone_correlation

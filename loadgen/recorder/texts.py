@@ -17,6 +17,7 @@ from loadgen.base.documents import DocumentError, decode_json, uncompressed
 from loadgen.client.event_stream import MOST_STREAM_BYTES, ReceivedStream
 from loadgen.client.generation import StreamedAnswer, read_answer_stream
 from loadgen.recorder.shadow import PairedRequest
+from loadgen.records.traffic import plain
 
 _MOST_TOKENS = 2**15
 """Of an answer to a request that does not limit it."""
@@ -31,9 +32,9 @@ def is_text(request: PairedRequest) -> bool:
 
 def fields_of(content: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a request, with those among its `parameters`; empty if it cannot be read."""
-    plain = uncompressed(content, headers.get("content-encoding", "identity"), MOST_STREAM_BYTES)
+    content = plain(content, headers.get("content-encoding"))
     try:
-        fields: dict[str, Any] = decode_json(plain or b"", dict[str, Any], most_bytes=MOST_STREAM_BYTES)
+        fields: dict[str, Any] = decode_json(content, dict[str, Any], most_bytes=MOST_STREAM_BYTES)
     except DocumentError:
         return {}
     parameters = fields.get("parameters")
@@ -77,10 +78,10 @@ def _stream(request: PairedRequest) -> ReceivedStream:
     is_stream = request.answer_headers.get("content-type", "").startswith("text/event-stream") or body[:5] == b"data:"
     if is_stream and coding == "identity":
         return ReceivedStream(body, ends, moments)
-    plain = uncompressed(body, coding, MOST_STREAM_BYTES) or b""
+    body = uncompressed(body, coding, MOST_STREAM_BYTES) or b""
     if not is_stream:
-        plain = b"data: " + msgspec.json.encode(msgspec.json.decode(plain)) + b"\n\n"
-    return ReceivedStream(plain, array("q", [len(plain)]), array("q", [request.end_ns or 0]))
+        body = b"data: " + msgspec.json.encode(msgspec.json.decode(body)) + b"\n\n"
+    return ReceivedStream(body, array("q", [len(body)]), array("q", [request.end_ns or 0]))
 
 
 def are_alike(expected: StreamedAnswer, actual: StreamedAnswer) -> bool | None:

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from loadgen.base.documents import MOST_RECORD_BYTES, DocumentError, decode_json, list_inside, one_line, read_inside
+from loadgen.base.documents import DocumentError, list_inside, one_line, read_inside, read_record, uncompressed
 from loadgen.records.run import Record
 
 SCHEMA = "abserve.traffic/1"
@@ -71,6 +71,12 @@ class RequestBody(msgspec.Struct):
     model: str | None = None
     parameters: dict[str, Any] = {}
     priority: int | None = None
+
+
+def plain(content: bytes, coding: str | None) -> bytes:
+    """Content without its compression, if that is known."""
+    plain = uncompressed(content, coding or "identity", MOST_CONTENT_BYTES)
+    return content if plain is None else plain
 
 
 def read_request(content: bytes, headers: Mapping[str, str]) -> RequestBody | None:
@@ -165,8 +171,7 @@ class RecordedTraffic:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         try:
-            content = read_inside(self.folder, _RECORDING)
-            self.recording = decode_json(content, TrafficRecording, most_bytes=MOST_RECORD_BYTES)
+            self.recording = read_record(read_inside(self.folder, _RECORDING), TrafficRecording)
         except FileNotFoundError:
             raise TrafficError(f"{folder} holds no recorded traffic; record it with abserve record") from None
         except (OSError, DocumentError) as exc:
