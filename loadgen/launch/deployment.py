@@ -22,7 +22,6 @@ from loadgen.client.connection import Address, ConnectionRefused, TlsRefused
 from loadgen.client.endpoint import (
     CompletionsEndpoint,
     Endpoint,
-    IndexRow,
     Signature,
     model_names,
     nothing_ready,
@@ -251,14 +250,6 @@ class RemoteDeployment(Deployment):
             ),
         )
         return endpoint
-
-    def listed_models(self) -> tuple[IndexRow, ...] | None:
-        """The models that the server lists, once it is live; None if it lists none. Raises `DeploymentError`."""
-        return self.wait_live().repository_index()
-
-    def has_model(self, name: str) -> bool:
-        """Whether a model with this name is ready."""
-        return Endpoint(self.url, access=self.access).ready(name)
 
     def _other_models(self, model: str) -> str | None:
         """What the server serves instead of a model, and the option to give; None if it does not say."""

@@ -81,7 +81,7 @@ def find_models(arms: Sequence[ArmRequest], preferred: str) -> tuple[Mapping[Lab
     candidates = {*[preferred], *named.values(), *(name for names in listed.values() for name in names)}
     for arm in asking:
         if rows[arm.label] is None:
-            listed[arm.label] = [name for name in sorted(candidates) if servers[arm.label].has_model(name)]
+            listed[arm.label] = [name for name in sorted(candidates) if servers[arm.label].endpoint().ready(name)]
             if not listed[arm.label]:
                 raise DeploymentError(
                     f"{option_of(arm.label)} {arm.target} does not list its models, and has none of those known here; "
@@ -445,7 +445,7 @@ def _is_decoupled(endpoint: Endpoint, model: str) -> bool:
 
 def _rows(server: RemoteDeployment, arm: ArmRequest) -> tuple[IndexRow, ...] | None:
     try:
-        return server.listed_models()
+        return server.wait_live().repository_index()
     except DeploymentError as exc:
         raise DeploymentError(f"{option_of(arm.label)}: {exc}") from exc
 

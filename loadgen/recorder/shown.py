@@ -6,10 +6,11 @@ when the last of them has ended.
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from contextlib import suppress
+
+import psutil
 
 from loadgen.recorder.grpc import GrpcTap
 from loadgen.recorder.http import HttpTap
@@ -76,15 +77,7 @@ class ShownBytes:
 
     def _forget_dead(self, at_ns: int) -> None:
         """A process that was killed has not said that its connections are closed."""
-        for process in [each for each in self._processes if not _is_alive(each)]:
+        for process in [each for each in self._processes if not psutil.pid_exists(each)]:
             self._processes.discard(process)
             for connection in [each for each in self._taps if each[0] == process]:
                 self._close(connection, at_ns)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError:
-        return False
-    return True

@@ -63,18 +63,14 @@ class ImportedTraffic(RecordedTraffic):
         if not requests:
             raise TrafficError(f"{path} has no requests to a model")
         first_ns = min(request.at_ns for request in requests)
-        self.imported = sorted((_from(request, first_ns) for request in requests), key=lambda request: request.at_ns)
-        if self.imported[-1].at_ns > _MOST_NS:
+        moved = (_from(request, first_ns) for request in requests)
+        self.requests = tuple(sorted(moved, key=lambda request: request.at_ns))
+        if self.requests[-1].at_ns > _MOST_NS:
             raise TrafficError(f"{path} has requests that are more than 100 years apart; correct their times")
         self.recording = TrafficRecording(
             started_at="", requests=len(requests), answers=any(request.answer for request in requests),
             ended=f"imported from {self.folder.name}",
         )  # fmt: skip
-
-    @property
-    def requests(self) -> tuple[RecordedRequest, ...]:
-        """All requests by their arrivals."""
-        return tuple(self.imported)
 
     def _with_contents(self, request: RecordedRequest, content: bytes, answer: bytes | None) -> RecordedRequest:
         kept = self._keep(answer) if answer else None

@@ -211,7 +211,7 @@ def store_samples(path: Path, parts: Iterable[Samples], dtype: np.dtype[np.void]
 
 def read_samples(path: Path, dtype: np.dtype[np.void] = SAMPLE_DTYPE) -> Samples:
     """Read all whole records of NAME.npy, or of NAME.npy.part if only that exists. Raises `OSError`, `ValueError`."""
-    path = _existing(path)
+    path = part_path(path) if not path.exists() and part_path(path).exists() else path
     with path.open("rb") as file:
         return load_samples(file, path.name, dtype=dtype)
 
@@ -269,10 +269,6 @@ def _open_stored(folder: Path, name: str) -> BinaryIO:
         with suppress(FileNotFoundError):
             return open_inside(folder, f"{name}.part")
         raise FileNotFoundError(f"{name} is missing") from None
-
-
-def _existing(path: Path) -> Path:
-    return part_path(path) if not path.exists() and part_path(path).exists() else path
 
 
 def load_samples(

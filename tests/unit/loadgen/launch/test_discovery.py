@@ -161,7 +161,7 @@ def test_a_key_that_is_refused_is_to_be_checked_by_the_option_that_gave_it() -> 
         server.answers["/v2/health/live"] = (401, {}, b"")
         asked = RemoteDeployment(server.url, access=access, model_option="arms.model-b.model")
         with pytest.raises(DeploymentError, match=r"check the value of arms\.model-b\.header$"):
-            asked.listed_models()
+            asked.wait_live()
 
 
 def test_one_server_alone_takes_its_only_model(serve: Serve) -> None:
