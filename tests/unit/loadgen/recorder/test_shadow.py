@@ -146,6 +146,7 @@ async def answer_half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     await reader.readuntil(b"\r\n\r\nx")
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\ny")
     await reader.read()
+    writer.close()
 
 
 def test_a_copy_that_there_is_no_time_to_read_is_dropped_and_no_failure_of_the_candidate() -> None:

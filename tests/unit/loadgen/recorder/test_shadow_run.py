@@ -106,9 +106,20 @@ def pair_of(
     shadow: Shadow, transport: Literal["http", "grpc"], route: str, content: bytes, *answers: bytes
 ) -> list[PairedRequest]:
     """A request and its copy, which both servers have answered with success."""
-    status, times = (200 if transport == "http" else 0), {"sent_ns": 1, "first_byte_ns": 2, "end_ns": 3}
     return [
-        PairedRequest(shadow, transport, route, {}, 1, content=[content], answer=[answer], status=status, **times)
+        PairedRequest(
+            shadow,
+            transport,
+            route,
+            {},
+            1,
+            content=[content],
+            answer=[answer],
+            status=200 if transport == "http" else 0,
+            sent_ns=1,
+            first_byte_ns=2,
+            end_ns=3,
+        )
         for answer in answers
     ]
 
@@ -172,8 +183,9 @@ def test_a_candidate_that_always_fails_takes_a_bounded_memory(tmp_path: Path, mo
     shadow = Shadow(Address("127.0.0.1", 1), None, paired=run.take)
     for number in range(2000):
         primary, copy = pair_of(shadow, "http", INFER, b"{}", JSON, b"")
-        primary.sent_ns = copy.sent_ns = run.started_ns + (number // 100) * NS_PER_S
-        primary.end_ns, copy.end_ns, copy.failure = primary.sent_ns + 1, None, f"request {number} failed"
+        sent_ns = run.started_ns + number // 100 * 10**9
+        primary.sent_ns, primary.end_ns, copy.sent_ns = sent_ns, sent_ns + 1, sent_ns
+        copy.end_ns, copy.failure = None, f"request {number} failed"
         run.take(primary, copy)
     assert run.finish(100)
     assert failures == []
