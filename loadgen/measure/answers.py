@@ -11,6 +11,7 @@ In a replay with `check_answers` the recorded answers take the baseline's place,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -403,7 +404,6 @@ class _AnswerSample:
     workload: Workload
     label: Label
     block: str
-    users: int
     replay: Replay | None
     """The recorded requests of which it answers one."""
     answer: KeptAnswer
@@ -418,6 +418,8 @@ class AnswersUnderLoad:
     tolerance: Tolerance
     samples: list[_AnswerSample] = field(default_factory=list)
     compared: list[AnswersCompared] = field(default_factory=list)
+    kept: Counter[tuple[str, Label]] = field(default_factory=Counter)
+    """How many answers of this start are kept, by workload and arm."""
     least: int = FULL.answers
     """Answers kept per workload and arm."""
 
@@ -426,22 +428,19 @@ class AnswersUnderLoad:
         `StorageError`."""
         self.store.write_all(AnswersCompared, self.compared)
 
-    def keeping(self, command: Open, workload: Workload, number: int) -> Open:
-        """The command with a number of answers to keep; `number` is the block's. Rounds beyond the plan keep one per
-        block."""
+    def keeping(self, command: Open, workload: Workload, label: Label, number: int) -> Open:
+        """The command with a number of answers to keep; `number` is the block's. Once the arm has `least` in this
+        workload, each further block keeps one."""
         planned = workload.has_blocks
         count = -(-self.least // max(1, workload.rounds)) if planned else ANSWERS_OF_A_TRIAL
-        load = workload.name, command.concurrency
-        if sum((sample.workload.name, sample.users) == load for sample in self.samples) >= 2 * self.least:
+        if self.kept[workload.name, label] >= self.least:
             count = 1
         return msgspec.structs.replace(command, keep_answers=count, keep_seed=self.seed * 1_000_003 + number)
 
     def take(self, workload: Workload, label: Label, block: str, command: Open, outcome: BlockOutcome) -> None:
         """Take over the answers that the block of a command has kept; `block` is its name for messages."""
-        self.samples += [
-            _AnswerSample(workload, label, block, command.concurrency, command.replay, answer)
-            for answer in outcome.answers
-        ]
+        self.kept[workload.name, label] += len(outcome.answers)
+        self.samples += [_AnswerSample(workload, label, block, command.replay, answer) for answer in outcome.answers]
 
     def compare(
         self, arms: Mapping[Label, Arm], signatures: Mapping[Label, Signature], inputs: Inputs, restart: int
@@ -474,6 +473,7 @@ class AnswersUnderLoad:
                     record = _compared(record, pairs, rules, typical)
                 self.compared.append(record)
         self.samples = []
+        self.kept.clear()
         self.store.write_all(AnswersCompared, self.compared)
 
 

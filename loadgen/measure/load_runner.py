@@ -279,7 +279,7 @@ class LoadRunner:
             raise RunError(why, entry.label)
         answers = self.answers if self.arms.get(entry.label) is arm else None
         if answers is not None:
-            command = answers.keeping(command, entry.workload, number)
+            command = answers.keeping(command, entry.workload, entry.label, number)
         outcome = self._generate(_title(arm, entry), arm, command, readings)
         if answers is not None:
             answers.take(entry.workload, entry.label, f"{name} {number}", command, outcome)
