@@ -43,12 +43,14 @@ from loadgen.metrics.summaries import BlockSummary, figure_of, why_missing
 from loadgen.metrics.tokens import samples_of
 from loadgen.records.run import Experiment, Figure, Label, Pairing, Record, Workload, shown
 from loadgen.records.store import StoredBlock
+from loadgen.stats.distributions import student_tail
 from loadgen.stats.estimates import SIGNIFICANCE, Estimate
 from loadgen.stats.percentiles import Pool, samples_needed
 from loadgen.stats.ratios import (
     RatioEstimate,
     Values,
     adjust_holm,
+    anytime_p,
     between_restarts,
     detectable_effect,
     error_of_mean,
@@ -541,10 +543,13 @@ def adjust(
 ) -> list[float | None]:
     """Adjust p by Holm over the run. With a decision after every pair, the family is all that was planned, not all that
     has an interval so far, or the thresholds of an early decision would be too easy."""
-    p_values = [estimate.p_value for estimate in estimates]
-    if not experiment.until_decided:
-        return adjust_holm(p_values)
     leading = [paired.metric == leading_metric(paired.workload) for paired in paired_metrics]
+    return _adjust(leading, [estimate.p_value for estimate in estimates], until_decided=experiment.until_decided)
+
+
+def _adjust(leading: Sequence[bool], p_values: Sequence[float | None], *, until_decided: bool) -> list[float | None]:
+    if not until_decided:
+        return adjust_holm(p_values)
     others = len(leading) - sum(leading)
     weights = [LEADING_SHARE / sum(leading) if leads else (1.0 - LEADING_SHARE) / others for leads in leading]
     adjusted = adjust_holm([1.0 if p is None else p for p in p_values], weights)
@@ -597,13 +602,46 @@ def roughen(
     comparisons: Sequence[Comparison], lost: Mapping[str, Mapping[Label, float]], margin: float
 ) -> tuple[Comparison, ...]:
     """Widen the intervals of the rough workloads by what others may have taken from one arm and not from the other;
-    `lost` is the share of its time of each arm by workload. A winner that this difference could make is none."""
+    `lost` is the share of its time of each arm by workload. A winner that this difference could make, or that it leaves
+    to chance among all comparisons of the run, is none."""
+    rough = [
+        msgspec.structs.replace(c, lost=(of_arms.get(c.baseline, 0.0), of_arms.get(c.arm, 0.0)))
+        if (of_arms := lost.get(c.workload)) is not None
+        else c
+        for c in comparisons
+    ]
+    until_decided = any(comparison.method.startswith("anytime") for comparison in rough)
+    adjusted = _adjust([c.leading for c in rough], list(map(_p_beyond, rough)), until_decided=until_decided)
     return tuple(
-        _widened(comparison, (of_arms.get(comparison.baseline, 0.0), of_arms.get(comparison.arm, 0.0)), margin)
-        if (of_arms := lost.get(comparison.workload)) is not None
-        else comparison
-        for comparison in comparisons
+        comparison if comparison.lost is None else _widened(comparison, p_adjusted, margin)
+        for comparison, p_adjusted in zip(rough, adjusted, strict=True)
     )
+
+
+def may_be_moved(comparison: Comparison) -> tuple[float, float] | None:
+    """How far below and above the measured one the log ratio without the others may lie; None: without a bound. An arm
+    would have done as well or better alone, so it lies beyond the far end by the arm's own loss, and beyond the near
+    end by that of the baseline."""
+    baseline, arm = (METRICS[comparison.metric].most_lost(share) for share in comparison.lost or (0.0, 0.0))
+    if baseline is None or arm is None:
+        return None
+    return (baseline, arm) if comparison.higher_is_better else (arm, baseline)
+
+
+def _p_beyond(comparison: Comparison) -> float | None:
+    """p of a log ratio that others alone could make of equal arms; where nothing was taken, that of no difference."""
+    if comparison.lost is None or comparison.ratio is None or comparison.p_value is None:
+        return comparison.p_value
+    if (moved := may_be_moved(comparison)) is None:
+        return 1.0
+    (down, up), centre, pairs = moved, math.log(comparison.ratio), comparison.pairs
+    made = min(max(centre, -up), down)
+    if made == centre:
+        return 1.0
+    if comparison.error_log is None:
+        return anytime_p([math.log(ratio) for ratio in comparison.ratios], made, comparison.correlation)
+    looks = pairs * (pairs + 1.0) if comparison.method == "anytime-valid order statistics" else 1.0
+    return min(1.0, looks * 2.0 * student_tail(abs(centre - made) / comparison.error_log, comparison.degrees))
 
 
 def lost_in(comparisons: Sequence[Comparison]) -> dict[str, dict[Label, float]]:
@@ -615,22 +653,29 @@ def lost_in(comparisons: Sequence[Comparison]) -> dict[str, dict[Label, float]]:
     return lost
 
 
-def _widened(comparison: Comparison, lost: tuple[float, float], margin: float) -> Comparison:
-    """An arm would have done as well or better alone, so the far end of the interval moves by its own loss and the near
-    end by that of the baseline."""
-    rough = msgspec.structs.replace(comparison, lost=lost, error_log=None)
-    baseline, arm = (METRICS[comparison.metric].most_lost(share) for share in lost)
+def _widened(comparison: Comparison, p_adjusted: float | None, margin: float) -> Comparison:
+    """`p_adjusted` is that of `_p_beyond`."""
+    rough = msgspec.structs.replace(comparison, error_log=None)
     if comparison.ci95 is None or comparison.verdict == "invalid":
         return rough
-    if baseline is None or arm is None:
+    if (moved := may_be_moved(comparison)) is None:
         return msgspec.structs.replace(rough, ci95=None, verdict="inconclusive", reason=UNBOUNDED)
-    up, down = (arm, baseline) if comparison.higher_is_better else (baseline, arm)
-    low, high = comparison.ci95[0] * math.exp(-down), comparison.ci95[1] * math.exp(up)
-    rough = msgspec.structs.replace(rough, ci95=(low, high))
-    verdict = judge((low, high), 0.0, margin, comparison.higher_is_better)
+    (down, up), (low, high) = moved, comparison.ci95
+    ci95 = low * math.exp(-down), high * math.exp(up)
+    rough = msgspec.structs.replace(rough, ci95=ci95)
+    verdict = judge(ci95, p_adjusted, margin, comparison.higher_is_better)
     if comparison.verdict == "inconclusive" or verdict == comparison.verdict:
         return rough
     return msgspec.structs.replace(rough, verdict="inconclusive", reason=WITHIN_DISTURBANCE)
+
+
+def as_measured(comparison: Comparison) -> Comparison:
+    """A comparison with its interval before `roughen`."""
+    moved = may_be_moved(comparison)
+    if comparison.lost is None or comparison.ci95 is None or moved is None:
+        return comparison
+    (down, up), (low, high) = moved, comparison.ci95
+    return msgspec.structs.replace(comparison, ci95=(low * math.exp(down), high * math.exp(-up)))
 
 
 UNBOUNDED = "others used the machine, and how far that moves a tail or a first token has no bound"

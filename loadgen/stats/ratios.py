@@ -371,15 +371,18 @@ def estimate_anytime(ratios: Sequence[float], margin: float, correlation: float 
     (low, high), bound = interval_of_logs(logs, correlation), math.log1p(margin)
     p_equivalence = 1.0
     if -bound < (low + high) / 2.0 < bound:
-        p_equivalence = max(_p(logs, bound, correlation), _p(logs, -bound, correlation))
+        p_equivalence = max(anytime_p(logs, bound, correlation), anytime_p(logs, -bound, correlation))
     unbounded = not (-MOST_LOG <= low <= high <= MOST_LOG)
     estimate = msgspec.structs.replace(plain, correlation=allowed_correlation(correlation), error_log=None, degrees=0.0)
     if unbounded:
         reason = f"{plain.pairs} pairs are too few for an interval that stays valid after every round"
         return msgspec.structs.replace(estimate, ci95=None, p_value=None, p_equivalence=None, reason=reason)
     ci95 = math.exp(low), math.exp(high)
-    return msgspec.structs.replace(estimate, ci95=ci95, p_value=_p(logs, 0.0, correlation), p_equivalence=p_equivalence)
+    return msgspec.structs.replace(
+        estimate, ci95=ci95, p_value=anytime_p(logs, 0.0, correlation), p_equivalence=p_equivalence
+    )
 
 
-def _p(logs: Sequence[float], mean: float, correlation: float) -> float:
+def anytime_p(logs: Sequence[float], mean: float, correlation: float) -> float:
+    """p of this mean of the log ratios, valid after every pair: 1 over its Bayes factor."""
     return math.exp(-max(float(log_bayes_factors(logs, mean, correlation)[-1]), 0.0))

@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from loadgen.base.quantities import Interval, counted, excludes_one, number
-from loadgen.metrics.comparisons import Comparison, Outcome
+from loadgen.metrics.comparisons import Comparison, Outcome, as_measured, may_be_moved
 from loadgen.metrics.registry import METRICS
 from loadgen.records.machine import own_devices, used_gpus
 from loadgen.records.run import Experiment, Label, Pairing, Record, Workload, shown
@@ -244,23 +244,30 @@ def _why_not_compared(old: Comparison, new: Comparison) -> str | None:
 
 
 def _test(old: Comparison, new: Comparison) -> tuple[float, Interval | None, float | None, str | None]:
-    """The change, its 95 % interval, p of no change, and why interval and p are missing, if they are."""
+    """The change, its 95 % interval, p of no change, and why interval and p are missing, if they are. What others took
+    from rough runs is no chance: it moves both ends in full, of both runs together."""
     centre = math.log(new.ratio or 1.0) - math.log(old.ratio or 1.0)
+    (old_down, old_up), (new_down, new_up) = (may_be_moved(run) or (0.0, 0.0) for run in (old, new))
+    down, up = new_down + old_up, new_up + old_down
+    beyond = max(centre - down, -up - centre)
+    old, new = as_measured(old), as_measured(new)
     change = math.exp(centre)
     if any("order statistics" in comparison.method for comparison in (old, new)) and old.ci95 and new.ci95:
         low, high = _tail_interval(old, new, SIGNIFICANCE)
         if low == high:
             return change, None, None, "the intervals of both runs have no width"
-        return change, (math.exp(low), math.exp(high)), _tail_p(old, new), None
-    first, second = _spread(old), _spread(new)
-    if first is None or second is None:
-        missing = old if first is None else new
-        return change, None, None, f"no interval in one of the runs: {missing.reason}"
-    (error_1, degrees_1), (error_2, degrees_2) = first, second
-    error = math.hypot(error_1, error_2)
-    degrees = error**4 / (error_1**4 / degrees_1 + error_2**4 / degrees_2)
-    p = 2.0 * student_tail(abs(centre) / error, degrees)
-    return change, t_estimate(centre, error, degrees).exp().interval, p, None
+        p = _tail_p(old, new, down, up)
+    else:
+        first, second = _spread(old), _spread(new)
+        if first is None or second is None:
+            missing = old if first is None else new
+            return change, None, None, f"no interval in one of the runs: {missing.reason}"
+        (error_1, degrees_1), (error_2, degrees_2) = first, second
+        error = math.hypot(error_1, error_2)
+        degrees = error**4 / (error_1**4 / degrees_1 + error_2**4 / degrees_2)
+        p = 2.0 * student_tail(max(beyond, 0.0) / error, degrees)
+        low, high = t_estimate(centre, error, degrees).interval or (centre, centre)
+    return change, (math.exp(low - down), math.exp(high + up)), p, None
 
 
 def _units(comparison: Comparison) -> int:
@@ -282,12 +289,12 @@ def _tail_interval(old: Comparison, new: Comparison, significance: float) -> tup
     return centre - math.hypot(new_below, old_above), centre + math.hypot(new_above, old_below)
 
 
-def _tail_p(old: Comparison, new: Comparison) -> float:
-    """The smallest significance at which that interval excludes no change."""
+def _tail_p(old: Comparison, new: Comparison, down: float, up: float) -> float:
+    """The smallest significance at which that interval, so much wider, excludes no change."""
 
     def beyond(log_p: float) -> float:
         low, high = _tail_interval(old, new, math.exp(log_p))
-        return low if (new.ratio or 1.0) > (old.ratio or 1.0) else -high
+        return low - down if (new.ratio or 1.0) > (old.ratio or 1.0) else -high - up
 
     least, most = math.log(LEAST_P), math.log(MOST_P)
     if beyond(most) <= 0.0:

@@ -91,11 +91,11 @@ def false_winners(
 
 
 def winners_on_a_busy_machine(
-    trials: int, noise: Noise, effect: float, taken: float, lost: float
+    trials: int, noise: Noise, effect: float, taken: float, lost: float, *, workloads: int = 7, pairs: int = 6
 ) -> tuple[Share, Share]:
-    """Rough runs of seven workloads that name a winner, and those that name the wrong one. B is `effect` times as fast
-    as A, others took the share `taken` of the cores in every block, and B alone loses the share `lost` of its time."""
-    plan, rng, any_winner, wrong = experiment(7, 6, 0.05), np.random.default_rng(54), 0, 0
+    """Rough runs that name a winner, and those that name the wrong one. B is `effect` times as fast as A, others took
+    the share `taken` of the cores in every block, and B alone loses the share `lost` of its time."""
+    plan, rng, any_winner, wrong = experiment(workloads, pairs, 0.05), np.random.default_rng(54), 0, 0
     shares = {load.name: {"a": taken, "b": taken} for load in plan.workloads}
     for _ in range(trials):
         seen = roughen(simulate(plan, rng, noise, effect * (1.0 - lost)), shares, plan.equivalence_margin)

@@ -69,6 +69,13 @@ def test_nor_where_others_have_half_of_the_machine(noise: Noise, lost: float, tr
     assert named.value > 0.95, "what others cannot have made is named"
 
 
+@trials(40, 1000)
+def test_nor_among_many_workloads_where_others_took_just_what_makes_the_difference(trials: int) -> None:
+    """Without Holm's adjustment for what lies beyond that, every fifth of these runs would name a winner."""
+    _, wrong = promises.winners_on_a_busy_machine(trials, plain, 1.0, 0.5, 0.5, workloads=40, pairs=14)
+    assert_at_most(wrong)
+
+
 @trials(25, 600)
 def test_four_arms_are_ranked_and_like_neighbours_not_told_apart(trials: int) -> None:
     right, wrong = promises.rankings(trials, plain, 12)

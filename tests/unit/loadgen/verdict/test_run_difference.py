@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from loadgen.base.quantities import counted
 from loadgen.entry import build
-from loadgen.metrics.comparisons import Comparison
+from loadgen.metrics.comparisons import Comparison, Method, roughen
 from loadgen.report.contents import _sides
 from loadgen.stats.estimates import critical_t
 from loadgen.stats.tails import Round, estimate_tail_ratio
@@ -169,6 +169,29 @@ def stalling(rng: np.random.Generator, share: float) -> Comparison:
         compared("a", "b", estimate.ratio, "inconclusive", "latency_p99"),
         ci95=estimate.ci95, method="order statistics", pairs=12, error_log=estimate.error_log, degrees=estimate.degrees,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["t over pairs", "order statistics"])
+@pytest.mark.parametrize(("factor", "outcome"), [(1.0, "no change shown"), (1.5, "changed")])
+def test_what_others_took_from_two_rough_runs_adds_up(
+    runs: dict[str, Path], method: Method, factor: float, outcome: str
+) -> None:
+    """Half of the machine is taken from B in the old run and from A in the new one: B is four times as fast beside A as
+    before, and nothing has changed. The root of the squares of both would leave 2.7 times."""
+
+    def rough(ratio: float) -> Comparison:
+        error = 0.01 / critical_t(5, 0.05)
+        measured = msgspec.structs.replace(
+            compared("a", "b", ratio, "inconclusive"), ci95=(ratio * math.exp(-0.01), ratio * math.exp(0.01)),
+            method=method, error_log=error, degrees=5.0, p_value=1e-6, p_adjusted=1e-6,
+        )  # fmt: skip
+        (widened,) = roughen([measured], {"single": {"a": 0.5, "b": 0.5}}, 0.05)
+        return widened
+
+    changed = change(analyse(runs["old"]), rough(0.5), rough(2.0 * factor))
+    assert changed.outcome == outcome
+    assert changed.change_ci95 is not None
+    assert changed.change_ci95[0] == pytest.approx(factor * math.exp(-0.01 * math.sqrt(2.0)), rel=2e-3)
 
 
 def test_other_environments_are_refused_by_name_unless_told(runs: dict[str, Path], tmp_path: Path) -> None:
