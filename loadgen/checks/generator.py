@@ -13,17 +13,19 @@ from loadgen.base.quantities import join, number, per_second, share
 from loadgen.checks.registry import Judgement, check, late_severity, per_load, per_load_or_search
 from loadgen.findings.rate_search import BUSY, RatesFound, Trial
 from loadgen.metrics.facts import Facts, WorkloadFacts
-from loadgen.metrics.registry import CHUNK_SIZE, OUTPUT_TOKENS
-from loadgen.metrics.summaries import BlockSummary, figure_of
+from loadgen.metrics.registry import CHUNK_SIZE, OUTPUT_TOKENS, split_lag_ms
+from loadgen.metrics.summaries import figure_of
 from loadgen.records.checks import Severity
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, ceiling_images_per_s, ceiling_tokens_per_s
 from loadgen.records.run import Label, Workload
+from loadgen.records.samples import NS_PER_MS
 from loadgen.records.targets import Kind
 from loadgen.stats.estimates import critical_t
+from loadgen.stats.percentiles import Pool, percentile
 
 SEND_LAG_LIMIT = 0.02
 REPLAY_LAG_MS = 1.0
-"""The p99 of a block; of few requests the largest lag."""
+"""The p99 of an arm; of few requests the largest lag."""
 CONNECTION_WAIT_LIMIT = 0.02
 RECONNECT_LIMIT = 0.01
 """Share of an arm's requests that may reconnect: above 1 %, reconnecting decides the p99."""
@@ -160,14 +162,18 @@ def _processes(load: WorkloadFacts, facts: Facts) -> int:
 )
 @per_load
 def send_lag(load: WorkloadFacts, facts: Facts) -> Judgement:
-    """Judge p99 of the generator's own lag over p99 of the latency. With too few samples for a p99, the largest lag
-    over the mean latency, which is larger: it can clear the generator, but not fail it. Where others took the cores, a
-    lag is part of what they may have taken, since a latency counts from when its request was due."""
-    lags = [(*_own_lag(block), block.latency_ms("p99"), block.latency_ms("mean")) for block in load.blocks]
-    exact = [lag / p99_ms for lag, _, p99_ms, _ in lags if lag is not None and p99_ms]
-    bounds = [
-        largest / mean_ms for _, largest, p99_ms, mean_ms in lags if largest is not None and mean_ms and not p99_ms
-    ]
+    """Judge, of all requests of an arm, p99 of the generator's own lag over p99 of the latency: of many blocks one
+    nearly always meets a stall of the machine. With too few samples for a p99, the largest lag over the mean latency,
+    which is larger: it can clear the generator, but not fail it. Where others took the cores, a lag is part of what
+    they may have taken, since a latency counts from when its request was due."""
+    exact, bounds = [], []
+    for summary in load.summaries:
+        lag_ms, largest_ms = _own_lag(load, summary.label)
+        p99_ms, mean_ms = summary.latency_ms("p99"), summary.latency_ms("mean")
+        if lag_ms is not None and p99_ms:
+            exact.append(lag_ms / p99_ms)
+        elif largest_ms is not None and mean_ms:
+            bounds.append(largest_ms / mean_ms)
     worst = max(exact + bounds, default=None)
     if worst is None:
         return Judgement(None, "no samples")
@@ -196,20 +202,28 @@ def replay_on_time(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     """Judge the generator's own delay, without the wait for a connection, which the server's answers decide."""
     if load.workload.traffic is None:
         return None
-    lags = [_own_lag(block) for block in load.blocks]
+    lags = [_own_lag(load, summary.label) for summary in load.summaries]
     known = [largest if p99 is None else p99 for p99, largest in lags if largest is not None]
     if not known:
         return Judgement(None, "no samples")
     ok = max(known) <= REPLAY_LAG_MS
-    detail = f"requests were sent up to {number(max(known))} ms (p99 of a block) after their recorded time"
+    detail = f"requests were sent up to {number(max(known))} ms (p99 of an arm) after their recorded time"
     return Judgement(ok, detail, max(known), severity=late_severity(ok, load, facts))
 
 
-def _own_lag(block: BlockSummary) -> tuple[float | None, float | None]:
-    """(p99, largest) delay of the generator itself in ms, without the wait for a busy connection."""
-    if block.open_loop is not None:
-        return block.open_loop.generator_lag_p99_ms, block.open_loop.generator_lag_max_ms
-    return block.send_lag_p99_ms, block.send_lag_max_ms
+def _own_lag(load: WorkloadFacts, label: Label) -> tuple[float | None, float | None]:
+    """(p99, largest) delay of the generator itself in ms over all requests of an arm, without the wait for a busy
+    connection."""
+    pool = Pool()
+    for block in load.stored:
+        record, samples = block.record, block.samples
+        if record.label == label and record.complete and samples is not None:
+            lags_ms = (samples["send_ns"] - samples["intended_ns"]) / NS_PER_MS
+            if record.offered is not None and record.due_span_ns is not None:
+                lags_ms, _ = split_lag_ms(samples, load.workload.concurrency)
+            pool.add(record.index, lags_ms)
+    lags_ms = pool.values
+    return percentile(lags_ms, 0.99), float(lags_ms.max()) if len(lags_ms) else None
 
 
 @check(
