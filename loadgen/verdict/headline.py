@@ -239,9 +239,12 @@ def _claims(
     claim = winner_in_words(comparison, names, where)
     if ranking is None:
         return (claim,)
-    ahead = [names[label] for label in ranking.order[: ranking.order.index(comparison.winner or "") + 1]]
+    ahead = ranking.order[: ranking.order.index(comparison.winner or "") + 1]
     alone = winner_in_words(comparison, names)
-    first = f"{join(ahead)} are ahead, not separated: " if len(ahead) > 1 else ""
+    is_shown = all((label, comparison.loser) not in ranking.not_separated for label in ahead)
+    first = (
+        f"{join([names[label] for label in ahead])} are ahead, not separated: " if len(ahead) > 1 and is_shown else ""
+    )
     return (
         f"ranking {where}: {ranking.words(names)}. {capital(alone)}",
         f"{first}{claim}, the next of {len(names)}",
@@ -270,9 +273,11 @@ def _shortened(clause: str) -> Alternatives:
 def _leads(
     usable: Sequence[Comparison], rankings: Sequence[WorkloadRanking], main: Comparison, names: Mapping[Label, str]
 ) -> Alternatives:
-    """At how many loads which arm is ahead: of the other, or with several arms of all others."""
+    """At how many loads which arm is ahead: of the other, or with several arms of all others. One whose figures vary
+    may be last in the order, and yet not be shown to be slower than the first."""
     if len({c.pairing for c in usable}) > 1:
-        winners = [ranking.order[0] for ranking in rankings if ranking.order[:2] not in ranking.not_separated]
+        firsts = [(ranking.order[0], {faster for faster, _ in ranking.not_separated}) for ranking in rankings]
+        winners = [first for first, not_ahead in firsts if first not in not_ahead]
         total = len(rankings)
     else:
         winners = [c.winner for c in usable if c.winner]

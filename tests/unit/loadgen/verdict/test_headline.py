@@ -5,12 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from loadgen.metrics.claims import rank
+from loadgen.metrics.comparisons import Outcome
 from loadgen.records.names import names_of
 from loadgen.records.run import Access, ArmRequest
-from loadgen.verdict.headline import MOST_WORDS, consequence, headline, word_count
+from loadgen.verdict.headline import MOST_WORDS, _claims, consequence, headline, word_count
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import SimulatedArm, write_run
 from tests.golden.test_golden_reports import PLANS
+from tests.unit.loadgen.metrics.test_several_arms import compared
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,36 @@ def test_it_says_who_leads_by_how_much_and_where_the_other_does(results: dict[st
         "It is ahead at 7 of 8 loads, PyTorch (native) at 1."
     )
     assert results["identical"].headline.startswith("No winner between PyTorch (native) and Triton: no meaningful")
+
+
+@pytest.mark.parametrize(("beside_c", "ahead"), [("inconclusive", False), ("baseline_better", True)])
+def test_of_several_servers_one_is_ahead_where_it_beats_all_of_them(
+    results: dict[str, Result], beside_c: Outcome, ahead: bool
+) -> None:
+    """A beats B; C, whose figures vary, measured last and is not shown to be slower than A."""
+    result = results["four-arms"]
+    at_one = [
+        compared("a", "b", 0.5, "baseline_better"), compared("a", "c", 0.4, beside_c),
+        compared("b", "c", 0.8, "inconclusive"),
+    ]  # fmt: skip
+    loads = [load.name for load in result.experiment.workloads if load.has_blocks][:2]
+    comparisons = [msgspec.structs.replace(each, workload=load) for load in loads for each in at_one]
+    text = headline(result.experiment, result.arms, comparisons, rank(comparisons, lambda _: "a"), ())
+    assert "2.00 times the load" in text
+    assert ("ahead at both loads" in text) is ahead
+
+
+def test_an_arm_is_not_called_ahead_of_one_that_it_is_not_separated_from() -> None:
+    """B beats C, and A, whose figures vary, measured first."""
+    for beside_c, said in (("inconclusive", False), ("baseline_better", True)):
+        first, second, main = (
+            compared("a", "b", 0.9, "inconclusive"), compared("a", "c", 0.5, beside_c),
+            compared("b", "c", 0.55, "baseline_better"),
+        )  # fmt: skip
+        (ranking,) = rank([first, second, main], lambda _: "a")
+        wordings = _claims(main, {label: label.upper() for label in "abc"}, "with 16 users", ranking)
+        assert any("ahead, not separated" in wording for wording in wordings) is said
+        assert all("B handles 1.82 times the load of C" in wording for wording in wordings)
 
 
 def test_a_run_that_is_not_valid_says_so_before_it_names_a_leader(results: dict[str, Result]) -> None:
