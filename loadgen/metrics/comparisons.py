@@ -243,14 +243,14 @@ def _block_pairs(
         # What a request takes behind a growing backlog depends on the length of the block.
         return PairedMetric(workload, metric, pairing, (), saturated[0], saturated=True)
     if (reason := why_missing((block for couple in couples for block in couple), metric, names)) is not None:
-        return PairedMetric(workload, metric, pairing, (), reason)
+        return PairedMetric(workload, metric, pairing, (), reason, saturated=bool(saturated))
     if metric.quantile is not None:
         needed = samples_needed(metric.quantile)
         if metric.is_tail or any(block.samples < needed for couple in couples for block in couple):
             return _tail(workload, metric, pairing, couples, requests)
     pairs = _pairs(couples, metric)
     if len(pairs) < len(couples):
-        return PairedMetric(workload, metric, pairing, (), metric.if_missing)
+        return PairedMetric(workload, metric, pairing, (), metric.if_missing, saturated=bool(saturated))
     return PairedMetric(workload, metric, pairing, pairs, saturated=bool(saturated))
 
 

@@ -222,6 +222,19 @@ def test_a_saturated_arm_is_a_result_with_its_capacity_and_no_latencies(tmp_path
     assert find(result, "send_lag").ok, "the lag is the server's doing"
 
 
+def test_a_saturated_arm_with_a_block_without_an_answer_still_has_a_leading_comparison(tmp_path: Path) -> None:
+    """Without one the workload is in no count of the verdict, and decided at once where a run ends when all are."""
+
+    def saturated(pair: int) -> tuple[Samples, int]:
+        samples, span_ns = noisy(200.0)(pair)
+        samples["error"] = -1 if pair else 0
+        return samples, span_ns
+
+    result = open_run(tmp_path, {"a": noisy(20.0), "b": saturated}, 50.0)
+    assert [comparison.metric for comparison in result.comparisons if comparison.leading] == ["achieved_rate"]
+    assert result.verdict.sentence.startswith("No verdict")
+
+
 def some(share: int, base_ms: float, other_ms: float) -> Callable[[int], tuple[Samples, int]]:
     """The first `share` of the eight rounds with one service time, the rest with another."""
     return lambda pair: noisy(base_ms if pair < share else other_ms)(pair)
