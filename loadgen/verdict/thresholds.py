@@ -89,9 +89,18 @@ class Bound:
     factor: float
     right: Quantity | None
 
+    @property
+    def quantities(self) -> tuple[Quantity, ...]:
+        """The one or two that it names."""
+        return tuple(dict.fromkeys(quantity for quantity in (self.left, self.right) if quantity is not None))
+
     def limit(self, values: Mapping[Quantity, float]) -> float:
         """What `left` is compared with."""
         return self.factor * (1.0 if self.right is None else values[self.right])
+
+    def holds(self, values: Mapping[Quantity, float]) -> bool:
+        """Whether it is true of the values."""
+        return self.compare(values[self.left], self.limit(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +115,11 @@ class Condition:
     @property
     def quantities(self) -> tuple[Quantity, ...]:
         """The quantities without repeats, in the order of their appearance."""
-        named = (quantity for bound in self.bounds for quantity in (bound.left, bound.right) if quantity is not None)
-        return tuple(dict.fromkeys(named))
+        return tuple(dict.fromkeys(quantity for bound in self.bounds for quantity in bound.quantities))
 
     def holds(self, values: Mapping[Quantity, float]) -> bool:
         """Whether it is true of the values, one per quantity."""
-        return all(bound.compare(values[bound.left], bound.limit(values)) for bound in self.bounds)
+        return all(bound.holds(values) for bound in self.bounds)
 
 
 def parse_condition(text: str, labels: Sequence[Label]) -> Condition:
@@ -277,11 +285,13 @@ def _judge(condition: Condition, workload: Workload, facts: Facts) -> ThresholdO
 
 def _holds_at_all_ends(condition: Condition, workload: str, facts: Facts, lost: Mapping[Label, float]) -> bool:
     """Whether a condition is true whatever the others took; a difference (`!=`) on one side only."""
-    ends = [_ends(quantity, workload, facts, lost) for quantity in condition.quantities]
-    corners = [dict(zip(condition.quantities, corner, strict=True)) for corner in product(*ends)]
-    return all(map(condition.holds, corners)) and all(
-        len({values[bound.left] > bound.limit(values) for values in corners}) == 1 for bound in condition.bounds
-    )
+    for bound in condition.bounds:
+        ends = [_ends(quantity, workload, facts, lost) for quantity in bound.quantities]
+        corners = [dict(zip(bound.quantities, corner, strict=True)) for corner in product(*ends)]
+        sides = {values[bound.left] > bound.limit(values) for values in corners}
+        if len(sides) > 1 or not all(map(bound.holds, corners)):
+            return False
+    return True
 
 
 def _ends(quantity: Quantity, workload: str, facts: Facts, lost: Mapping[Label, float]) -> tuple[float, float]:

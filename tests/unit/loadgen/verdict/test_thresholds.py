@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 
 from loadgen.cli.compare import EXIT_INVALID, EXIT_THRESHOLD, EXIT_VALID, exit_status
 from loadgen.experiment.plan import PlanError
+from loadgen.metrics.facts import Facts
 from loadgen.records.run import Workload
 from loadgen.report.contents import result_document
 from loadgen.report.renderers.markdown import render_markdown
+from loadgen.verdict import thresholds
 from loadgen.verdict.result import Result, analyse
 from loadgen.verdict.thresholds import parse_condition, plan_conditions
 from tests.golden.synthetic_run import Plan, SimulatedArm, workloads, write_run
@@ -250,6 +254,27 @@ def test_each_arm_of_three_is_judged_by_its_own_values(tmp_path: Path) -> None:
     assert result.thresholds[3].values == {"ratio(c).throughput.low": low[0], "ratio(b).throughput.high": high[1]}
     assert result.thresholds[0].values["c.p50"] == pytest.approx(8.5, rel=0.05)
     assert result.thresholds[0].values["b.p50"] == pytest.approx(13.6, rel=0.05)
+
+
+@pytest.mark.parametrize(("ends", "holds"), [((1.0, 2.0), True), ((0.5, 2.0), False)])
+def test_many_quantities_of_a_rough_run_are_judged_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, ends: tuple[float, float], holds: bool
+) -> None:
+    """All ends of sixteen quantities together are 65,536 cases, of thirty a thousand million."""
+    asked = 0
+
+    def above(left: float, right: float) -> bool:
+        nonlocal asked
+        asked += 1
+        return left > right
+
+    monkeypatch.setattr(thresholds, "_ends", lambda *_: ends)
+    labels = tuple("abcdefgh")
+    text = " and ".join(f"{label}.{metric} > 0.9" for label in labels for metric in ("p50", "p90"))
+    parsed = parse_condition(text, labels)
+    condition = replace(parsed, bounds=tuple(replace(bound, compare=above) for bound in parsed.bounds))
+    assert thresholds._holds_at_all_ends(condition, "single", cast("Facts", None), {}) is holds
+    assert asked <= 32
 
 
 def test_the_baselines_value_comes_from_a_comparison_that_could_be_made(tmp_path: Path) -> None:
