@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from loadgen.base.quantities import Interval, excludes_one, inverse, possessive
+from loadgen.base.quantities import Interval, excludes_one, inverse, possessive, share
 from loadgen.base.quantities import ratio as factor_words
 from loadgen.metrics.registry import (
     ACHIEVED_RATE,
@@ -408,7 +408,7 @@ def compare_all(
     estimates = [estimate_pairs(paired, experiment, seen) for paired in paired_metrics]
     adjusted = adjust(paired_metrics, [estimate for _, estimate, _ in estimates], experiment)
     family = sum(1 for _, estimate, _ in estimates if estimate.p_value is not None)
-    comparisons = []
+    comparisons: list[Comparison] = []
     shown_values = _one_value_each(paired_metrics, [values for _, _, values in estimates])
     for paired, (method, estimate, _), values, p_adjusted in zip(
         paired_metrics, estimates, shown_values, adjusted, strict=True
@@ -445,7 +445,43 @@ def compare_all(
                 restart_effect=None if added is None else math.expm1(added),
             )
         )
+    failed = _failed_shares(blocks)
+    comparisons = [_of_answers(comparison, failed, names or {}) for comparison in comparisons]
     return tuple(_without_held_back(comparison, comparisons, names or {}) for comparison in comparisons)
+
+
+MOST_FAILED = 0.1
+"""Of the requests that a percentile leaves above it (for a mean, of a tenth of all): so many more may have failed on
+the arm that wins."""
+
+
+def _failed_shares(blocks: Sequence[BlockSummary]) -> dict[tuple[str, Label], float]:
+    """The share of an arm's requests in a workload that failed, over its complete blocks."""
+    counts: dict[tuple[str, Label], tuple[int, int]] = {}
+    for block in blocks:
+        if block.complete:
+            errors, requests = counts.get((block.workload, block.label), (0, 0))
+            counts[block.workload, block.label] = errors + block.errors, requests + block.requests
+    return {key: errors / requests for key, (errors, requests) in counts.items() if requests}
+
+
+def _of_answers(
+    comparison: Comparison, failed: Mapping[tuple[str, Label], float], names: Mapping[Label, str]
+) -> Comparison:
+    """The comparison without its winner if that is one by the times of its answers and has refused more requests:
+    where goodput counts failed requests, an arm that refuses them has the shorter times."""
+    metric, winner, loser = METRICS[comparison.metric], comparison.winner, comparison.loser
+    if winner is None or loser is None or metric.of_requests is None:
+        return comparison
+    share_failed = failed.get((comparison.workload, winner), 0.0)
+    allowed = MOST_FAILED * (1.0 - (0.9 if metric.quantile is None else metric.quantile))
+    if share_failed <= failed.get((comparison.workload, loser), 0.0) + allowed:
+        return comparison
+    reason = (
+        f"{names.get(winner, shown(winner))} failed {share(share_failed)} of its requests, and its times are those of "
+        "the others"
+    )
+    return msgspec.structs.replace(comparison, verdict="inconclusive", reason=reason)
 
 
 def _without_held_back(

@@ -33,7 +33,7 @@ from loadgen.stats.ratios import RatioEstimate
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 from tests.truth.simulated_runs import experiment as simulated
-from tests.truth.simulated_runs import plain, simulate
+from tests.truth.simulated_runs import plain, simulate, simulate_blocks
 
 
 @pytest.mark.parametrize(
@@ -269,6 +269,20 @@ def test_an_interval_without_one_names_no_winner_among_many_comparisons() -> Non
     unadjusted = [c for c in tested if excludes_one(c.ci95) and c.winner is None]
     assert unadjusted, "the adjustment decides some of them"
     assert all(c.verdict == "inconclusive" and "Holm" in (c.reason or "") for c in unadjusted)
+
+
+@pytest.mark.parametrize(("of_a", "of_b", "wins"), [(0, 0, True), (0, 30, True), (0, 70, False), (70, 70, True)])
+def test_an_arm_that_refuses_more_requests_does_not_win_by_the_times_of_the_others(
+    of_a: int, of_b: int, wins: bool
+) -> None:
+    """B is 1.5 times as fast, with so many of its 700 requests a block failed; of the median 5 % may have."""
+    plan, failed = simulated(1, 6, 0.05), {"a": of_a, "b": of_b}
+    blocks = simulate_blocks(plan, np.random.default_rng(1), plain, 1.5)
+    blocks = [msgspec.structs.replace(block, errors=failed[block.label]) for block in blocks]
+    compared = {comparison.metric: comparison for comparison in compare_all(plan, blocks)}
+    assert compared["throughput"].verdict == "arm_better", "which counts what was answered"
+    assert compared["latency_p50"].verdict == ("arm_better" if wins else "inconclusive")
+    assert wins or "B failed 10 % of its requests" in (compared["latency_p50"].reason or "")
 
 
 @pytest.mark.parametrize("rounds", [6, 14, 40])
