@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -240,17 +241,24 @@ def agreement(
 
 def within_limit(answers: Sequence[PromptedAnswer], most_tokens: int = MOST_JUDGED_TOKENS) -> list[PromptedAnswer]:
     """The answers that the reference judges: of every workload and arm alike, as many as the limit allows, and at
-    least one."""
+    least one. They are spread over all blocks, since a server may begin to answer wrongly later."""
     groups: dict[tuple[str, Label, int], list[PromptedAnswer]] = {}
     for answer in answers:
         groups.setdefault((answer.workload, answer.label, answer.restart), []).append(answer)
     chosen, left = [], most_tokens
-    for place in range(max(map(len, groups.values()), default=0)):
-        for group in groups.values():
-            if place < len(group) and (place == 0 or left > 0):
-                chosen.append(group[place])
-                left -= len(group[place].prompt) + len(group[place].output)
+    for number, together in enumerate(zip_longest(*map(_spread, groups.values()))):
+        for answer in filter(None, together):
+            if number == 0 or left > 0:
+                chosen.append(answer)
+                left -= len(answer.prompt) + len(answer.output)
     return chosen
+
+
+def _spread(answers: Sequence[PromptedAnswer]) -> list[PromptedAnswer]:
+    """In an order of which every beginning is spread over all: the first, that in the middle, those in the middles of
+    both halves, and so on (van der Corput's sequence)."""
+    bits = (len(answers) - 1).bit_length()
+    return [answers[place] for place in sorted(range(len(answers)), key=lambda place: f"{place:0{bits}b}"[::-1])]
 
 
 def ask_reference(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -101,9 +102,17 @@ def test_every_arm_and_workload_has_its_share_of_what_is_judged() -> None:
     """Each answer has 4 tokens with its prompt, so 20 tokens are five answers; every group gets at least one."""
     many = [answer("a", number, [1, 2]) for number in range(10)] + [answer("b", 0, [1, 2]), answer("b", 1, [1, 2])]
     chosen = within_limit(many, most_tokens=20)
-    assert [(one.label, one.request) for one in chosen] == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2)]
+    assert [(one.label, one.request) for one in chosen] == [("a", 0), ("b", 0), ("a", 8), ("b", 1), ("a", 4)]
     assert [one.label for one in within_limit(many, most_tokens=1)] == ["a", "b"]
     assert within_limit([]) == []
+
+
+def test_answers_that_are_judged_are_spread_over_the_whole_load() -> None:
+    """Only those of the first blocks were, where the limit does not allow all."""
+    many = [answer("a", number, [1] * 10, prompt=0) for number in range(100)]
+    chosen = sorted(one.request for one in within_limit(many, most_tokens=80))
+    assert len(chosen) == 8
+    assert all(later - earlier <= 16 for earlier, later in pairwise([0, *chosen, 99]))
 
 
 def test_equal_answers_are_counted_by_prompt() -> None:
