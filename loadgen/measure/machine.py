@@ -150,7 +150,7 @@ def cache_path(kind: str, digest: str) -> Path:
     """`$XDG_CACHE_HOME/abserve/KIND-FINGERPRINT.json`, under `~/.cache` without that variable. Nothing can be written
     there for a user without a home, as in some containers."""
     cache = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return Path(os.devnull if cache.parts[0] == "~" else cache, "abserve", f"{kind}-{digest}.json")
+    return Path(os.devnull if cache.parts[:1] == ("~",) else cache, "abserve", f"{kind}-{digest}.json")
 
 
 class MachineRecordError(Exception):

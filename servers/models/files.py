@@ -33,7 +33,7 @@ def user_cache() -> Path:
     """Where abserve keeps what it would find out again without it. A user without a home, as in some containers, has no
     such folder: nothing can be read or written there."""
     cache = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return Path(os.devnull if cache.parts[0] == "~" else cache, "abserve")
+    return Path(os.devnull if cache.parts[:1] == ("~",) else cache, "abserve")
 
 
 def keep_file(path: Path, content: bytes) -> OSError | None:

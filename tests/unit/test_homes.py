@@ -44,6 +44,13 @@ def test_a_home_is_where_things_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert cache_path("noise", "1").parent == user_cache()
 
 
+def test_the_current_folder_may_be_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A path without parts ended every comparison in a traceback."""
+    monkeypatch.setenv("XDG_CACHE_HOME", ".")
+    monkeypatch.chdir(tmp_path)
+    assert cache_path("noise", "1").parent.resolve() == user_cache().resolve() == tmp_path / "abserve"
+
+
 @pytest.mark.parametrize(
     ("read", "error"),
     [
