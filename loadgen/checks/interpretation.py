@@ -106,12 +106,11 @@ def half_second_stalls(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     names = facts.names
     if load.workload.is_open:
         return None
-    blocks_of = {
-        arm.label: [block for block in load.stored if block.record.label == arm.label] for arm in facts.run.arms
-    }
+    arms = [arm for arm in facts.run.arms if arm.label in facts.run.experiment.loaded(load.workload)]
+    blocks_of = {arm.label: [block for block in load.stored if block.record.label == arm.label] for arm in arms}
     if any(not any(block.has_samples for block in blocks) for blocks in blocks_of.values()):
         return Judgement(None, "no samples")
-    judged = [(arm, stalls) for arm in facts.run.arms if (stalls := find_stalls(blocks_of[arm.label])) is not None]
+    judged = [(arm, stalls) for arm in arms if (stalls := find_stalls(blocks_of[arm.label])) is not None]
     if not judged:
         return None
     if stalled := [(arm, stalls) for arm, stalls in judged if stalls.stalled]:

@@ -239,7 +239,7 @@ def tokens_agree(facts: Facts) -> Iterator[Judgement]:
     for workload, loaded in loads:
         compared = [record for record in run.records_of(TokensCompared) if record.workload == workload.name]
         scope = workload_scope(workload.name)
-        yield replace(_agreement(facts.names, compared, loaded, run.experiment.labels, texts), scope=scope)
+        yield replace(_agreement(facts.names, compared, loaded, run.experiment.loaded(workload), texts), scope=scope)
 
 
 def _agreement(

@@ -175,6 +175,7 @@ def _latencies(facts: Facts, load: WorkloadFacts, traffic: ReplayedTraffic) -> I
     near_s = company.near_s
     most_quiet = max(1.0, BURST_FACTOR * 2.0 * near_s * traffic.rate_per_s * load.workload.speed)
     medians: dict[bool, dict[Label, dict[int, float]]] = {True: {}, False: {}}
+    baseline = facts.run.experiment.baseline_in(load.workload.name)
     for label in facts.run.experiment.labels:
         parts: list[Array] = []
         counted: list[tuple[float, int, int]] = []
@@ -200,7 +201,7 @@ def _latencies(facts: Facts, load: WorkloadFacts, traffic: ReplayedTraffic) -> I
         pooled = np.hstack(parts)
         bursts, quiet = (
             _part(
-                pooled[:, (pooled[1] > most_quiet) == is_burst], _ratios(of_label, facts, label),
+                pooled[:, (pooled[1] > most_quiet) == is_burst], _ratios(of_label, baseline, label),
                 _mean_batch(counted, of_bursts=is_burst), facts,
             )
             for is_burst, of_label in medians.items()
@@ -255,9 +256,9 @@ def _by_crowd(times_ms: Array, crowd: Array) -> dict[int, float]:
     return {level: median for level, median in medians.items() if median is not None}
 
 
-def _ratios(medians: Mapping[Label, Mapping[int, float]], facts: Facts, label: Label) -> list[float]:
+def _ratios(medians: Mapping[Label, Mapping[int, float]], baseline: Label, label: Label) -> list[float]:
     """Of an arm to the baseline, by the rounds that both have."""
-    base, arm = medians.get(facts.run.experiment.baseline.label, {}), medians.get(label, {})
-    if label == facts.run.experiment.baseline.label:
+    base, arm = medians.get(baseline, {}), medians.get(label, {})
+    if label == baseline:
         return []
     return [arm[number] / base[number] for number in sorted(base.keys() & arm.keys()) if base[number] > 0.0]

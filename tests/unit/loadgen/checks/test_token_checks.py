@@ -275,6 +275,17 @@ def test_without_a_reference_the_run_is_not_called_wrong_but_the_check_says_so(t
     assert judged(analyse(tmp_path), "tokens_agree").detail == "out of memory"
 
 
+def test_what_would_be_found_is_of_the_arms_that_a_load_has(tmp_path: Path) -> None:
+    write_language_run(tmp_path, plan())
+    detail = judged(analyse(tmp_path), "tokens_agree").detail
+    experiment = json.loads((tmp_path / "experiment.json").read_text())
+    experiment["arms"].append(experiment["arms"][0] | {"label": "c"})
+    for workload in experiment["workloads"]:
+        workload["arms"] = ["a", "b"]
+    (tmp_path / "experiment.json").write_text(json.dumps(experiment))
+    assert judged(analyse(tmp_path), "tokens_agree").detail == detail
+
+
 def compared(deficit: float, precision: str = "fp32", noise: float = 0.0, largest: float = 12.0) -> TokensCompared:
     judged = JudgedTokens(deficits=(0.0, deficit), best=(5, 7), largest=largest)
     answer = judged.beside([5, 6], (0,), block="block 0", request=0, user=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -56,8 +57,11 @@ def test_bursts_are_more_than_independent_arrivals(tmp_path: Path) -> None:
     assert bursts.dispersion > 5.0
 
 
-def bursty_run(directory: Path, slower: float, speed: float = 1.0, *, quiet_pairs: bool = False) -> Result:
-    """Arm b takes so many times as long in bursts, and as long in quiet. Every second pair may have fewer bursts."""
+def bursty_run(
+    directory: Path, slower: float, speed: float = 1.0, *, quiet_pairs: bool = False, labels: str = "ab", **own: object
+) -> Result:
+    """The last arm takes so many times as long in bursts, and as long in quiet. Every second pair may have fewer
+    bursts. `own`: fields of the workload."""
 
     def play(label: str, pair: int) -> tuple[Samples, int]:
         due = np.array(due_ms(14.0)) * MS / speed
@@ -65,8 +69,8 @@ def bursty_run(directory: Path, slower: float, speed: float = 1.0, *, quiet_pair
             due = due[np.arange(len(due)) % 18 < 9]
         crowded = np.array([np.sum(abs(due - at) <= 50 * MS) > 10 for at in due])
         samples = np.zeros(len(due), dtype=SAMPLE_DTYPE)
-        took_ms = 20.0 + np.random.default_rng([pair, label == "b"]).exponential(0.2, len(due))
-        took_ms[crowded] *= slower if label == "b" else 1.0
+        took_ms = 20.0 + np.random.default_rng([pair, label == labels[-1]]).exponential(0.2, len(due))
+        took_ms[crowded] *= slower if label == labels[-1] else 1.0
         for name, values in {
             "intended_ns": due, "send_ns": due, "first_byte_ns": due + took_ms * MS, "end_ns": due + took_ms * MS
         }.items():  # fmt: skip
@@ -75,9 +79,9 @@ def bursty_run(directory: Path, slower: float, speed: float = 1.0, *, quiet_pair
         samples["status"], samples["error"] = 200, -1
         return samples, int(due[-1])
 
-    arms = {label: lambda pair, label=label: play(label, pair) for label in "ab"}
+    arms = {label: lambda pair, label=label: play(label, pair) for label in labels}
     more = {"scenario": "traffic", "traffic": "folder", "arrivals": "trace", "concurrency": 64, "speed": speed}
-    return open_run(directory, arms, 42.0 * speed, **more)  # type: ignore[arg-type]
+    return open_run(directory, arms, 42.0 * speed, **more, **own)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("speed", [1.0, 2.0])
@@ -102,6 +106,20 @@ def test_an_arm_that_loses_time_in_bursts_alone_is_shown_as_that(tmp_path: Path,
     page = render_html(result_document(result))
     assert "Arrivals over time" in page
     assert "In bursts and in quiet" in page
+
+
+def test_a_server_at_its_best_is_compared_with_what_is_the_baseline_for_that_load(tmp_path: Path) -> None:
+    """The baseline's other configuration is not loaded there, so nothing was compared."""
+    run = tmp_path / "run"
+    bursty_run(run, 1.3, labels="abc", arms=("b", "c"))
+    (run / ReplayedTraffic.FILE).write_bytes(msgspec.json.encode(described(tmp_path, due_ms(14.0))))
+    experiment = json.loads((run / "experiment.json").read_text())
+    for arm, server in zip(experiment["arms"], "aac", strict=True):
+        arm["server"] = server
+    (run / "experiment.json").write_text(json.dumps(experiment))
+    base, other = analyse(run).of(TrafficFound).latencies
+    assert (base.label, base.bursts.ratio) == ("b", None)
+    assert (other.label, other.bursts.ratio) == ("c", pytest.approx(1.3, rel=0.05))
 
 
 def test_batches_are_those_of_the_blocks_with_more_and_fewer_bursts(tmp_path: Path) -> None:

@@ -92,6 +92,11 @@ def test_each_load_compares_what_was_chosen_for_it_and_misses_no_block(result: R
     }  # fmt: skip
 
 
+def test_stalls_are_looked_for_in_the_arms_that_a_load_has(result: Result) -> None:
+    """Without blocks of an arm that another load has, none was found."""
+    assert [check.state for check in result.checks if check.name == "half_second_stalls"] == ["passed", "passed"]
+
+
 def test_the_headline_and_the_thresholds_are_about_servers(result: Result) -> None:
     assert result.headline.startswith("Each server at its best: Triton handles ")
     assert "It is ahead at both loads" in result.headline
