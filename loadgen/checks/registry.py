@@ -8,7 +8,7 @@ the registry, in the order of declaration. A check without its data is unknown (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial, wraps
 from typing import Literal, TypeVar, get_args
 
@@ -56,21 +56,37 @@ Judge = Callable[[S, Facts], Judgement | None]
 
 @dataclass(frozen=True, slots=True)
 class CheckDefinition:
-    """A declared check; the fields are the arguments of `check`."""
+    """A declared check: a decorator of its function, whose name it has."""
 
-    name: str
     title: str
+    """The condition that should hold."""
     failed: str
+    """The title where it does not."""
     severity: Severity
     remedy: str
-    unknown: Severity
-    threshold: Value
-    before_load: bool
-    caveat: tuple[State, ...]
-    not_known: str
-    fault: Fault | None
-    of: Kind | None
-    find: Find
+    _: KW_ONLY
+    unknown: Severity = "informs"
+    """The severity without data."""
+    threshold: Value = None
+    before_load: bool = False
+    """Whether it needs only the arms and the machine, and is shown before the load."""
+    caveat: tuple[State, ...] = ()
+    """The states in which the verdict quotes it."""
+    not_known: str = ""
+    """The title without data, if it differs from `title`."""
+    fault: Fault | None = None
+    """Of every check that can take a verdict away."""
+    of: Kind | None = None
+    """The kind of model that alone is checked."""
+    name: str = ""
+    find: Find = lambda _: ()
+
+    def __call__(self, find: Find) -> CheckDefinition:
+        """Declare the function as the check of the same name."""
+        if find.__name__ in CHECKS:
+            raise ValueError(f"there are two checks {find.__name__}")
+        CHECKS[find.__name__] = declared = replace(self, name=find.__name__, find=find)
+        return declared
 
     def checks(self, facts: Facts) -> Iterator[Check]:
         if self.of not in (None, facts.run.experiment.kind):
@@ -109,41 +125,7 @@ CHECKS: dict[str, CheckDefinition] = {}
 """Every check by its name, in the order in which they are shown."""
 
 
-def check(
-    title: str,
-    failed: str,
-    severity: Severity,
-    remedy: str,
-    *,
-    unknown: Severity = "informs",
-    threshold: Value = None,
-    before_load: bool = False,
-    caveat: tuple[State, ...] = (),
-    not_known: str = "",
-    fault: Fault | None = None,
-    of: Kind | None = None,
-) -> Callable[[Find], CheckDefinition]:
-    """Declare the function below as the check of the same name.
-
-    `title` is the condition that should hold, `failed` the title where it does not, and `not_known` the one without
-    data, if it differs from `title`; `unknown` is the severity without data. `before_load`: the check needs only the
-    arms and the machine, and is shown before the load. In the states of `caveat` the verdict quotes it. A check that
-    can take a verdict away has a `fault`. `of`: the kind of model that alone is checked.
-    """
-
-    def declare(find: Find) -> CheckDefinition:
-        name = find.__name__
-        if name in CHECKS:
-            raise ValueError(f"there are two checks {name}")
-        CHECKS[name] = CheckDefinition(
-            name, title, failed, severity, remedy, unknown, threshold, before_load, caveat, not_known, fault,
-            of, find,
-        )  # fmt: skip
-        return CHECKS[name]
-
-    return declare
-
-
+check = CheckDefinition
 fairness = partial(check, before_load=True)
 of_tensors, of_tokens = partial(check, of=Kind.TENSORS), partial(check, of=Kind.TOKENS)
 tensor_fairness = partial(fairness, of=Kind.TENSORS)
