@@ -406,8 +406,10 @@ def compare_all(
     paired_metrics = pair_metrics(experiment, blocks, figures, requests, names)
     seen = seen_correlations(paired_metrics)
     estimates = [estimate_pairs(paired, experiment, seen) for paired in paired_metrics]
-    adjusted = adjust(paired_metrics, [estimate for _, estimate, _ in estimates], experiment)
-    family = sum(1 for _, estimate, _ in estimates if estimate.p_value is not None)
+    p_values = [estimate.p_value for _, estimate, _ in estimates]
+    leads = [paired.metric == leading_metric(paired.workload) for paired in paired_metrics]
+    adjusted = adjust(leads, p_values, until_decided=experiment.until_decided)
+    family = sum(p is not None for p in p_values)
     comparisons: list[Comparison] = []
     shown_values = _one_value_each(paired_metrics, [values for _, _, values in estimates])
     for paired, (method, estimate, _), values, p_adjusted in zip(
@@ -574,20 +576,14 @@ def _one_value_each(
     return chosen
 
 
-def adjust(
-    paired_metrics: Sequence[PairedMetric], estimates: Sequence[RatioEstimate], experiment: Experiment
-) -> list[float | None]:
+def adjust(leads: Sequence[bool], p_values: Sequence[float | None], *, until_decided: bool) -> list[float | None]:
     """Adjust p by Holm over the run. With a decision after every pair, the family is all that was planned, not all that
-    has an interval so far, or the thresholds of an early decision would be too easy."""
-    leading = [paired.metric == leading_metric(paired.workload) for paired in paired_metrics]
-    return _adjust(leading, [estimate.p_value for estimate in estimates], until_decided=experiment.until_decided)
-
-
-def _adjust(leading: Sequence[bool], p_values: Sequence[float | None], *, until_decided: bool) -> list[float | None]:
+    has an interval so far, or the thresholds of an early decision would be too easy; `leads`: whether each comparison
+    is by the metric that leads its workload, by the plan."""
     if not until_decided:
         return adjust_holm(p_values)
-    others = len(leading) - sum(leading)
-    weights = [LEADING_SHARE / sum(leading) if leads else (1.0 - LEADING_SHARE) / others for leads in leading]
+    others = len(leads) - sum(leads)
+    weights = [LEADING_SHARE / sum(leads) if one_leads else (1.0 - LEADING_SHARE) / others for one_leads in leads]
     adjusted = adjust_holm([1.0 if p is None else p for p in p_values], weights)
     return [None if p is None else a for p, a in zip(p_values, adjusted, strict=True)]
 
@@ -647,7 +643,7 @@ def roughen(
         for c in comparisons
     ]
     until_decided = any(comparison.method.startswith("anytime") for comparison in rough)
-    adjusted = _adjust([c.leading for c in rough], list(map(_p_beyond, rough)), until_decided=until_decided)
+    adjusted = adjust([c.leading for c in rough], list(map(_p_beyond, rough)), until_decided=until_decided)
     return tuple(
         comparison if comparison.lost is None else _widened(comparison, p_adjusted, margin)
         for comparison, p_adjusted in zip(rough, adjusted, strict=True)

@@ -22,7 +22,7 @@ from loadgen.metrics.comparisons import (
     judge,
     seen_correlations,
 )
-from loadgen.metrics.registry import METRICS, THROUGHPUT
+from loadgen.metrics.registry import METRICS, THROUGHPUT, leading_metric
 from loadgen.records.run import Experiment, Pairing
 from tests.truth.promises import Share
 from tests.truth.simulated_runs import autoregression, experiment
@@ -127,9 +127,11 @@ def _pairs(logs: np.ndarray) -> tuple[Pair, ...]:
 def _verdicts(paired: Sequence[PairedMetric], asked: Experiment) -> list[Outcome]:
     seen = seen_correlations(paired)
     estimates = [estimate_pairs(metric, asked, seen)[1] for metric in paired]
+    leads = [metric.metric == leading_metric(metric.workload) for metric in paired]
+    adjusted = adjust(leads, [estimate.p_value for estimate in estimates], until_decided=asked.until_decided)
     return [
         judge(estimate.ci95, p, asked.equivalence_margin, metric.metric.higher_is_better)
-        for metric, estimate, p in zip(paired, estimates, adjust(paired, estimates, asked), strict=True)
+        for metric, estimate, p in zip(paired, estimates, adjusted, strict=True)
     ]
 
 

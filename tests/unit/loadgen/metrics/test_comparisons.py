@@ -17,6 +17,7 @@ from loadgen.base.quantities import excludes_one, ratio
 from loadgen.checks.registry import CHECKS
 from loadgen.measure.progress import LiveRatios
 from loadgen.metrics.comparisons import (
+    LEADING_SHARE,
     Comparison,
     Pair,
     PairedMetric,
@@ -29,7 +30,6 @@ from loadgen.metrics.comparisons import (
 from loadgen.metrics.registry import METRICS, leading_metric, metrics_of
 from loadgen.metrics.summaries import BlockSummary
 from loadgen.records.run import ArmRequest, Experiment, Figure, Pairing, Workload
-from loadgen.stats.ratios import RatioEstimate
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
 from tests.truth.simulated_runs import experiment as simulated
@@ -251,14 +251,10 @@ def series_of(workload: Workload, logs: list[float]) -> PairedMetric:
 
 def test_an_early_decision_is_adjusted_for_all_that_was_planned() -> None:
     """Also for what has no interval yet: else the first workload with one would have the whole 5 %."""
-    plan = simulated(5, 8, 0.05, until_decided=True)
-    paired = [series_of(workload, []) for workload in plan.workloads]
-    decided = RatioEstimate(8, 1.1, (1.05, 1.15), p_value=0.008)
-    estimates = [decided, *(RatioEstimate(2, 1.0) for _ in paired[1:])]
-    assert adjust(paired, estimates, plan) == [pytest.approx(5 * 0.008), None, None, None, None]
-    fixed = simulated(5, 8, 0.05)
-    with_intervals = [decided, *(msgspec.structs.replace(decided, p_value=0.5) for _ in paired[1:])]
-    assert adjust(paired, with_intervals, fixed)[0] == pytest.approx(5 * 0.008)
+    one_so_far: list[float | None] = [0.008, *[None] * 4]
+    assert adjust([True] * 5, one_so_far, until_decided=True) == [pytest.approx(5 * 0.008), *[None] * 4]
+    assert adjust([True, *[False] * 4], one_so_far, until_decided=True)[0] == pytest.approx(0.008 / LEADING_SHARE)
+    assert adjust([True] * 5, [0.008, *[0.5] * 4], until_decided=False)[0] == pytest.approx(5 * 0.008)
 
 
 def test_an_interval_without_one_names_no_winner_among_many_comparisons() -> None:
