@@ -386,7 +386,7 @@ def with_verdicts(
     names: Mapping[Label, str] | None = None,
 ) -> CausesFound:
     """The causes with sentences that follow the verdicts of the leading comparisons."""
-    by_name = {workload.name: workload for workload in experiment.workloads}
+    by_name = experiment.by_name
     verdicts = {(comparison.workload, comparison.pairing): comparison for comparison in leading}
 
     def judged(causes: WorkloadCauses) -> WorkloadCauses:
@@ -534,7 +534,7 @@ def analyse(facts: Facts) -> CausesFound:
     ]
     breakdowns = {(breakdown.workload, breakdown.baseline, breakdown.arm): breakdown for breakdown in facts.breakdowns}
     explained: list[WorkloadCauses] = []
-    by_name = {workload.name: workload for workload in experiment.workloads}
+    by_name = experiment.by_name
     for workload in (by_name[name] for name in explanation.workloads if name in by_name):
         measured = [measure_effect(ablation, workload.name, blocks) for ablation, blocks in done]
         effects = [effect for effect in measured if isinstance(effect, MeasuredEffect)]

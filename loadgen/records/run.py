@@ -400,6 +400,11 @@ class Experiment(Record, frozen=True, kw_only=True):
     def pairings(self) -> tuple[Pairing, ...]:
         return tuple(Pairing(self.arms[0].label, arm.label) for arm in self.arms[1:])
 
+    @property
+    def by_name(self) -> dict[str, Workload]:
+        """The workloads by their names."""
+        return {workload.name: workload for workload in self.workloads}
+
     def loaded(self, workload: Workload) -> tuple[Label, ...]:
         """The arms that get the load of a workload."""
         return workload.loaded(self.labels)

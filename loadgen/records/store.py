@@ -305,7 +305,7 @@ def read_run(directory: Path) -> StoredRun:
             problems.append(str(exc))
             return None
 
-    named = {workload.name: workload for workload in experiment.workloads}
+    named = experiment.by_name
     names = [name for name in readable(_files, "blocks") or () if name.endswith(".json")]
     records = [record for name in names if (record := readable(_read, name, BlockRecord)) is not None]
     ran = sorted(cast("list[BlockRecord]", records), key=lambda record: record.index)

@@ -65,7 +65,7 @@ def headline(
     if not usable:
         start = "No verdict" if leading else "Nothing was compared"
         return fit([(start,), (*(text for text in _failures(failed, names_of(experiment.arms, arms))), ""), (".",)])
-    workloads = {workload.name: workload for workload in experiment.workloads}
+    workloads = experiment.by_name
     lost = len({c.workload for c in leading} - {c.workload for c in usable})
     total = len({c.workload for c in leading})
     before: Alternatives = ("",)
@@ -121,7 +121,7 @@ def consequence(
     """What the headline's comparison means: the p99 of both arms, and how many servers a load takes, or what it costs
     where the price of the machine is known. Empty without a winner."""
     names = names_of(experiment.arms, arms)
-    workloads = {workload.name: workload for workload in experiment.workloads}
+    workloads = experiment.by_name
     main = main_comparison(comparisons, rankings, workloads)
     if main is None:
         return ""

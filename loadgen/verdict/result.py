@@ -7,7 +7,7 @@ raises the schema's number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -83,8 +83,14 @@ class Result(Record, frozen=True, kw_only=True):
 
     @property
     def titles(self) -> dict[Label, str]:
-        """The arms' names for people."""
-        return titles_of(self.experiment, self.arms)
+        """The arms' names for people: what the experiment calls them until their servers have been asked."""
+        experiment = self.experiment
+        names = {request.label: request.target for request in experiment.arms}
+        names |= {arm.label: arm.title for arm in self.arms}
+        if experiment.is_at_best:  # several arms are one server
+            told = {arm.label: [f"{name}={value}" for name, value in arm.settings.items()] for arm in experiment.arms}
+            names = {label: ", ".join([name, *told[label]]) for label, name in names.items()}
+        return names
 
     @property
     def names(self) -> dict[Label, str]:
@@ -98,16 +104,6 @@ class Result(Record, frozen=True, kw_only=True):
 
     def of(self, kind: type[F]) -> F:
         return kind.among(self.studies)
-
-
-def titles_of(experiment: Experiment, arms: Sequence[ArmRecord]) -> dict[Label, str]:
-    """The arms' names for people: what the experiment calls them until their servers have been asked."""
-    names = {request.label: request.target for request in experiment.arms}
-    names |= {arm.label: arm.title for arm in arms}
-    if experiment.is_at_best:  # several arms are one server
-        told = {arm.label: [f"{name}={value}" for name, value in arm.settings.items()] for arm in experiment.arms}
-        names = {label: ", ".join([name, *told[label]]) for label, name in names.items()}
-    return names
 
 
 def encode_result(result: Result) -> bytes:

@@ -116,7 +116,7 @@ def reach_verdict(facts: Facts, checks: Sequence[Check]) -> Verdict:
     apart = next((check for check in invalidating(checks) if check.name == same_payload.name), None)
     slowed = complaints([check for check in checks if check.name == handicap.name])
     surface = surface_of(experiment, facts.comparisons)
-    decided = main_comparison(facts.comparisons, rankings, _by_name(facts))
+    decided = main_comparison(facts.comparisons, rankings, experiment.by_name)
     cause = "" if decided is None else explain_lead(facts, decided)
     text = _sentence(facts, rankings, surface, failed, slowed, decided, cause)
     if disturbed and not failed:
@@ -212,7 +212,8 @@ def _sentence(
 
 def _two_arms(facts: Facts, usable: Sequence[Comparison], main: Comparison | None, cause: str) -> str:
     """The headline's comparison, then the other workloads by outcome, then the other metrics."""
-    workloads, margin, names = _by_name(facts), facts.run.experiment.equivalence_margin, facts.names
+    experiment, names = facts.run.experiment, facts.names
+    workloads, margin = experiment.by_name, experiment.equivalence_margin
     besides = other_decided_metrics(facts.comparisons, workloads, names)
     if main is None:
         metrics = dict.fromkeys(METRICS[c.metric].title for c in usable) if besides else ()
@@ -226,7 +227,7 @@ def _two_arms(facts: Facts, usable: Sequence[Comparison], main: Comparison | Non
 
 def _many_arms(facts: Facts, usable: Sequence[Comparison], rankings: Sequence[WorkloadRanking]) -> str:
     """The order in the most loaded workload with the lead of each arm over the next, then the order in the others."""
-    workloads, names = _by_name(facts), facts.names
+    workloads, names = facts.run.experiment.by_name, facts.names
     besides = other_decided_metrics(facts.comparisons, workloads, names)
     if not rankings:  # no leading metric could be measured, as with too few requests for a percentile
         where = places([workloads[name] for name in dict.fromkeys(c.workload for c in usable)])
@@ -241,10 +242,6 @@ def _many_arms(facts: Facts, usable: Sequence[Comparison], rankings: Sequence[Wo
             same.setdefault(ranking.words(names), []).append(workloads[ranking.workload])
     rest = [f"{places(where)}: {words}" for words, where in same.items()]
     return " ".join([first, *(sentence("; ".join(part)) for part in (apart, rest, besides) if part)])
-
-
-def _by_name(facts: Facts) -> dict[str, Workload]:
-    return {workload.name: workload for workload in facts.run.experiment.workloads}
 
 
 def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
@@ -266,7 +263,7 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
         reasons += _explain_tokens(facts, leading)
         summaries = [s for s in facts.summaries if s.workload == leading.workload and s.label in leading.pairing]
         reasons += [text for summary in summaries for text in _explain_arm(summary, facts.names)]
-        reasons += _explain_batching(_by_name(facts)[leading.workload], summaries, facts.names)
+        reasons += _explain_batching(facts.run.experiment.by_name[leading.workload], summaries, facts.names)
     return ScenarioVerdict(
         workload=leading.workload,
         baseline=leading.baseline,
