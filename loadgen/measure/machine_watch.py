@@ -96,7 +96,7 @@ def machine_load(
     are processes besides this one's descendants; None if unknown."""
     if before is None or after is None:
         return None
-    roots = (os.getpid(), *(servers or ()))
+    roots = (os.getpid(), *filter(_shares_cores, servers or ()))
     own_before, own_after = descendants(before.processes, roots), descendants(after.processes, roots)
     our_ticks = _all_ticks(after, own_after) - _all_ticks(before, own_before)
     stolen, waited_ns = None, None
@@ -113,6 +113,15 @@ def machine_load(
         runnable=before.runnable,
         waited_ns=waited_ns,
     )
+
+
+def _shares_cores(number: int) -> bool:
+    """Whether a process may use a core of those that this one may use. The time of a server that is pinned to others
+    must not hide what somebody else takes from these."""
+    try:
+        return not os.sched_getaffinity(0).isdisjoint(os.sched_getaffinity(number))
+    except OSError:  # it has ended
+        return True
 
 
 def _all_ticks(reading: ProcessorReading, numbers: set[int]) -> int:

@@ -69,6 +69,18 @@ def test_steal_other_processes_and_the_run_queue(tmp_path: Path, monkeypatch: py
     assert (load.runnable, load.waited_ns) == (3, 4_000_000)
 
 
+@pytest.mark.parametrize(("pinned_to", "known"), [({2}, 300), ({1, 2}, 300 + 4990)])
+def test_a_server_that_is_pinned_to_other_cores_hides_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned_to: set[int], known: int
+) -> None:
+    """The time of a server at a URL, on cores of its own, counted as time of these: the converter had none."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda number: pinned_to if number == 31 else {0, 1})
+    monkeypatch.setattr(machine_watch, "PROC", tmp_path)
+    load = machine_load(*two_readings(tmp_path), (31,))
+    assert load is not None
+    assert load.known_ns == known * TICK
+
+
 def test_what_cannot_be_told_is_unknown(tmp_path: Path) -> None:
     load = machine_load(*two_readings(tmp_path), None)
     assert load is not None
