@@ -161,7 +161,7 @@ def _processes(load: WorkloadFacts, facts: Facts) -> int:
     fault="overloaded load generator",
 )
 @per_load
-def send_lag(load: WorkloadFacts, facts: Facts) -> Judgement:
+def send_lag(load: WorkloadFacts, _: Facts) -> Judgement:
     """Judge, of all requests of an arm, p99 of the generator's own lag over p99 of the latency: of many blocks one
     nearly always meets a stall of the machine. With too few samples for a p99, the largest lag over the mean latency,
     which is larger: it can clear the generator, but not fail it. Where others took the cores, a lag is part of what
@@ -184,7 +184,7 @@ def send_lag(load: WorkloadFacts, facts: Facts) -> Judgement:
         detail = f"the p99 of the load generator's own delay is {share(worst)} of the p99 latency"
     else:
         detail = f"the largest delay of the load generator is {share(worst)} of the mean latency"
-    return Judgement(ok, detail, worst, severity=late_severity(ok, load, facts))
+    return Judgement(ok, detail, worst, severity=late_severity(ok, load))
 
 
 @check(
@@ -198,7 +198,7 @@ def send_lag(load: WorkloadFacts, facts: Facts) -> Judgement:
     fault="overloaded load generator",
 )
 @per_load
-def replay_on_time(load: WorkloadFacts, facts: Facts) -> Judgement | None:
+def replay_on_time(load: WorkloadFacts, _: Facts) -> Judgement | None:
     """Judge the generator's own delay, without the wait for a connection, which the server's answers decide."""
     if load.workload.traffic is None:
         return None
@@ -208,7 +208,7 @@ def replay_on_time(load: WorkloadFacts, facts: Facts) -> Judgement | None:
         return Judgement(None, "no samples")
     ok = max(known) <= REPLAY_LAG_MS
     detail = f"requests were sent up to {number(max(known))} ms (p99 of an arm) after their recorded time"
-    return Judgement(ok, detail, max(known), severity=late_severity(ok, load, facts))
+    return Judgement(ok, detail, max(known), severity=late_severity(ok, load))
 
 
 def _own_lag(load: WorkloadFacts, label: Label) -> tuple[float | None, float | None]:

@@ -28,7 +28,7 @@ from loadgen.stats.ratios import estimate_ratio
 LEAST_RESTARTS = 3
 MOST_NAMED = 3
 COMMAND = "abserve noise-floor"
-_LOCAL = {"localhost", "127.0.0.1", "::1", ""}
+_LOCAL = {"localhost", "127.0.0.1", "::1"}
 
 
 def is_self_comparison(experiment: Experiment) -> bool:
@@ -39,8 +39,9 @@ def is_self_comparison(experiment: Experiment) -> bool:
 
 def server_of(arm: ArmRequest) -> str:
     """Host of a server on another machine; empty on this one."""
-    host = _host(arm)
-    return "" if host in _LOCAL else host
+    is_url = "://" in arm.target
+    host = urlsplit(arm.target if is_url else f"//{arm.target}").hostname if is_url or ":" in arm.target else None
+    return "" if host is None or host in _LOCAL else host
 
 
 def floor_entries(paired_metrics: Sequence[PairedMetric], comparisons: Sequence[Comparison]) -> tuple[FloorEntry, ...]:
@@ -182,12 +183,6 @@ def floor_sentence(
     lacking = dict.fromkeys(c.workload for c in leading if c.noise_floor is None)
     rest = f" Not measured in {', '.join(lacking)}." if lacking else ""
     return f"Noise floor of this machine (identical arms: {made}): {span}; no smaller difference is claimed.{rest}"
-
-
-def _host(arm: ArmRequest) -> str:
-    if "://" not in arm.target and ":" not in arm.target:
-        return ""
-    return urlsplit(arm.target if "://" in arm.target else f"//{arm.target}").hostname or ""
 
 
 def gpu_of(environment_gpu: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -178,10 +178,10 @@ per_comparison = _each(_leading, _of_comparisons)
 """Of each workload's leading comparisons: one with two arms, several with more."""
 
 
-def late_severity(ok: bool | None, load: WorkloadFacts, facts: Facts) -> Severity | None:
+def late_severity(ok: bool | None, load: WorkloadFacts) -> Severity | None:
     """A load generator that was late because others had the cores makes the run rough; None: the check's own
     severity."""
-    return "roughens" if ok is False and load.is_disturbed(facts.by_url) else None
+    return "roughens" if ok is False and load.is_disturbed else None
 
 
 def make_checks(facts: Facts, *, before_load: bool = False) -> tuple[Check, ...]:
@@ -243,7 +243,7 @@ def lost_where_rough(checks: Sequence[Check], facts: Facts) -> dict[str, dict[La
     """The share of its time that each arm may have lost to others, by rough workload. What has no blocks, and so no
     readings, is taken to have lost as much as the worst of these."""
     scopes = {check.scope for check in invalidating(checks, "roughens")}
-    lost = {load.workload.name: load.lost_to_others(facts.by_url) for load in facts.loads if load.scope in scopes}
+    lost = {load.workload.name: load.lost_to_others for load in facts.loads if load.scope in scopes}
     worst = {label: max(of.get(label, 0.0) for of in lost.values()) for label in facts.run.experiment.labels if lost}
     without = [workload.name for workload in facts.run.experiment.workloads if not workload.has_blocks]
     return lost | dict.fromkeys(without, worst) if lost else {}

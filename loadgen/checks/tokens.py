@@ -554,7 +554,7 @@ def server_counts(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     fault="overloaded load generator",
 )
 @per_load
-def generator_scheduled(load: WorkloadFacts, facts: Facts) -> Judgement | None:
+def generator_scheduled(load: WorkloadFacts, _: Facts) -> Judgement | None:
     """Judge the median block, since a moment's wait only widens the intervals."""
     records = [block.record for block in load.stored if block.record.complete]
     shares = [
@@ -567,7 +567,7 @@ def generator_scheduled(load: WorkloadFacts, facts: Facts) -> Judgement | None:
     middle = median(shares)
     detail = f"the load generator waited for a core for {share(middle)} of the time, in the median block"
     ok = middle <= WAITED_LIMIT
-    return Judgement(ok, detail, middle, severity=late_severity(ok, load, facts))
+    return Judgement(ok, detail, middle, severity=late_severity(ok, load))
 
 
 @of_tokens(

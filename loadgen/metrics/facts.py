@@ -43,6 +43,8 @@ class WorkloadFacts:
     """A summary per arm."""
     breakdowns: Sequence[LatencyBreakdown]
     """A breakdown per arm except the baseline."""
+    by_url: Collection[Label]
+    """The arms whose servers may have other clients."""
 
     @property
     def stages(self) -> list[ArmStages]:
@@ -68,7 +70,8 @@ class WorkloadFacts:
             if (sent := sum(own for _, own in both))
         }
 
-    def lost_to_others(self, by_url: Collection[Label]) -> dict[Label, float]:
+    @property
+    def lost_to_others(self) -> dict[Label, float]:
         """The share of its time that each arm may have lost: of the cores to the hypervisor and other programs, and of
         a server at a URL to other clients. It is the mean over the blocks of the logarithm of what was left, since the
         geometric mean of the blocks is reported. 0 where nothing was recorded."""
@@ -79,15 +82,16 @@ class WorkloadFacts:
             if machine is not None and machine.total_ns > 0:
                 taken = ((machine.steal_ns or 0) + (machine.others_ns or 0)) / machine.total_ns
             left.setdefault(record.label, []).append(math.log(min(max(1.0 - taken, LEAST_LEFT), 1.0)))
-        more = {label: max(self.further_requests.get(label, 0.0), 0.0) for label in by_url}
+        more = {label: max(self.further_requests.get(label, 0.0), 0.0) for label in self.by_url}
         return {
             label: 1.0 - math.exp(math.fsum(logs) / len(logs)) / (1.0 + more.get(label, 0.0))
             for label, logs in left.items()
         }
 
-    def is_disturbed(self, by_url: Collection[Label]) -> bool:
+    @property
+    def is_disturbed(self) -> bool:
         """Whether others took more from an arm than what a check tolerates."""
-        return any(lost > TAKEN_LIMIT for lost in self.lost_to_others(by_url).values())
+        return any(lost > TAKEN_LIMIT for lost in self.lost_to_others.values())
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class Facts:
                 [block for block in self.blocks if block.workload == workload.name],
                 [summary for summary in self.summaries if summary.workload == workload.name],
                 [breakdown for breakdown in self.breakdowns if breakdown.workload == workload.name],
+                self.by_url,
             )
             for workload in self.run.experiment.workloads
         ]
