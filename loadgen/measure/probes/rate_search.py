@@ -90,17 +90,12 @@ def search_rate(context: RunContext, entry: ScheduledBlock, earlier_rate: float 
 
 
 def _pilot(context: RunContext, entry: ScheduledBlock) -> float:
-    """Measure the requests per second of one user; not stored."""
-    arm = context.arms[entry.label]
-    load = arm.load(closed_loop(1, _PILOT_REQUESTS, seconds=_PILOT_SECONDS, max_seconds=30.0, of=entry.workload), None)
-    index, _ = context.store.next_numbered(Trial)
-    outcome = context.load_runner(watched=False).load(arm, entry, load, index, "trial")
-    rate = outcome.requests_per_s
-    if outcome.cut_reason is not None or outcome.errors or rate is None:
-        raise RunError(
-            f"{entry.workload.name} on {arm.name}: a single user gets no answers "
-            f"({outcome.cut_reason or outcome.error_messages[0]}){arm.failure_message()}"
-        )
+    """Measure the requests per second of one user; not stored. Raises `RunError`."""
+    title = f"a single user of {entry.workload.name} on {context.arms[entry.label].name}"
+    load = closed_loop(1, _PILOT_REQUESTS, seconds=_PILOT_SECONDS, max_seconds=30.0, of=entry.workload)
+    rate = context.load_runner(watched=False).unstored(title, entry.label, load).requests_per_s
+    if rate is None:
+        raise RunError(f"{title} gets no answers", entry.label)
     return rate
 
 
