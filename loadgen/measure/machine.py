@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from loadgen.base.child_process import usable_cores
-from loadgen.base.documents import DocumentError, read_named, read_record, user_path, write_atomically
+from loadgen.base.documents import DocumentError, indented, read_named, read_record, user_path, write_atomically
 from loadgen.base.headers import without_secrets
 from loadgen.records.machine import Calibration, own_devices
 from loadgen.records.run import Environment
@@ -162,7 +162,7 @@ def store_record(path: Path, record: object, remedy: str) -> None:
     remedy."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+        write_atomically(path, indented(record))
     except OSError as exc:
         raise MachineRecordError(f"cannot store {path}: {exc.strerror or exc}; {remedy}") from exc
 

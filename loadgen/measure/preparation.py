@@ -188,7 +188,7 @@ def _is_file(model: str) -> bool:
 
 
 def _export(argv: Sequence[str], log_path: Path, say: Callable[[str], None]) -> None:
-    process = ChildProcess(argv, log_path=log_path, pipes=True)
+    process = ChildProcess(argv, log_path=log_path, pipes=True, causes=(r"^error: (?P<cause>.+)",))
     try:
         assert process.popen.stdout is not None
         for raw in process.popen.stdout:
@@ -199,16 +199,7 @@ def _export(argv: Sequence[str], log_path: Path, say: Callable[[str], None]) -> 
     finally:
         process.stop()
     if code != 0:
-        raise RunError(f"the export failed: {_error_line(log_path) or process.failure()}")
-
-
-def _error_line(log_path: Path) -> str | None:
-    """The last error message in the log of `abserve export`."""
-    with suppress(OSError):
-        for line in reversed(log_path.read_text("utf-8", "replace").splitlines()):
-            if line.startswith("error: "):
-                return line.removeprefix("error: ")
-    return None
+        raise RunError(f"the export failed: {process.cause() or process.failure()}")
 
 
 def prepare_inputs(
