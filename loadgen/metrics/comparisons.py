@@ -672,8 +672,9 @@ def _p_beyond(comparison: Comparison) -> float | None:
         return 1.0
     if comparison.error_log is None:
         return anytime_p([math.log(ratio) for ratio in comparison.ratios], made, comparison.correlation)
+    errors = abs(centre - made) / comparison.error_log if comparison.error_log else math.inf
     looks = pairs * (pairs + 1.0) if comparison.method == "anytime-valid order statistics" else 1.0
-    return min(1.0, looks * 2.0 * student_tail(abs(centre - made) / comparison.error_log, comparison.degrees))
+    return min(1.0, looks * 2.0 * student_tail(errors, comparison.degrees))
 
 
 def lost_in(comparisons: Sequence[Comparison]) -> dict[str, dict[Label, float]]:

@@ -19,12 +19,16 @@ from loadgen.measure.progress import LiveRatios
 from loadgen.metrics.comparisons import (
     LEADING_SHARE,
     Comparison,
+    Method,
+    Outcome,
     Pair,
     PairedMetric,
     adjust,
+    as_measured,
     compare_all,
     estimate_pairs,
     judge,
+    roughen,
     seen_correlations,
 )
 from loadgen.metrics.registry import METRICS, leading_metric, metrics_of
@@ -255,6 +259,30 @@ def test_an_early_decision_is_adjusted_for_all_that_was_planned() -> None:
     assert adjust([True] * 5, one_so_far, until_decided=True) == [pytest.approx(5 * 0.008), *[None] * 4]
     assert adjust([True, *[False] * 4], one_so_far, until_decided=True)[0] == pytest.approx(0.008 / LEADING_SHARE)
     assert adjust([True] * 5, [0.008, *[0.5] * 4], until_decided=False)[0] == pytest.approx(5 * 0.008)
+
+
+@pytest.mark.parametrize(("ratio", "wins"), [(1.5, False), (2.1, True), (0.4, True)])
+@pytest.mark.parametrize(
+    ("method", "error_log"),
+    [("t over pairs", 0.004), ("order statistics", 0.0), ("anytime-valid order statistics", 0.0004),
+     ("anytime-valid over pairs", None)],
+)  # fmt: skip
+def test_a_winner_of_a_rough_run_lies_beyond_what_others_could_make(
+    ratio: float, wins: bool, method: Method, error_log: float | None
+) -> None:
+    """Half of the machine was taken: up to twice as fast, or half."""
+    verdict: Outcome = "arm_better" if ratio > 1.0 else "baseline_better"
+    around = tuple(ratio * math.exp(log) for log in (0.01, -0.01, 0.005, -0.005, 0.002, -0.002, 0.01, -0.01))
+    measured = Comparison(
+        workload="single", metric="throughput", unit="", higher_is_better=True, baseline="a", arm="b",
+        baseline_value=1.0, arm_value=ratio, ratio=ratio, ci95=(0.99 * ratio, 1.01 * ratio), verdict=verdict, pairs=8,
+        minimal_detectable_effect=None, p_value=1e-9, p_adjusted=1e-9, p_equivalence=1.0, ratios=around, leading=True,
+        method=method, error_log=error_log, degrees=7.0,
+    )  # fmt: skip
+    (rough,) = roughen([measured], {"single": {"a": 0.5, "b": 0.5}}, 0.05)
+    assert rough.verdict == (verdict if wins else "inconclusive")
+    assert rough.ci95 == pytest.approx((0.99 * ratio / 2.0, 1.01 * ratio * 2.0))
+    assert as_measured(rough).ci95 == pytest.approx(measured.ci95)
 
 
 def test_an_interval_without_one_names_no_winner_among_many_comparisons() -> None:
