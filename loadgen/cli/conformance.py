@@ -104,15 +104,16 @@ def conformance(
             fail(str(exc))
         try:
             generates = session.subject(DEFAULTS).model.kind is Kind.TOKENS
-            cases = list(select(only, language_model=generates))
+            try:
+                cases = list(select(only, language_model=generates))
+            except ValueError as exc:
+                fail(str(exc))
             if not generates:
                 cases += [*([fuzz_case(fuzz, seed)] if fuzz else []), *([growth_case()] if growth else [])]
             run = CaseRun(session, destructive=launch is not None or i_own_this_server or is_loopback(url or ""))
             results = run.run(
                 cases, announce=lambda case: errors.print(f"{case.number:>5} {case.title}", soft_wrap=True, style="dim")
             )
-        except ValueError as exc:
-            fail(str(exc))
         finally:
             session.close()
     report = ConformanceReport(

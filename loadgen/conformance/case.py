@@ -9,9 +9,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Concatenate, ParamSpec
 
+from loadgen.base.documents import one_line
 from loadgen.client.connection import quoted
 from loadgen.conformance.model import Body, InferenceRequest, json_body
-from loadgen.conformance.records import CaseVerdict, Fact, Protocol, Response, Seen
+from loadgen.conformance.records import (
+    CaseVerdict,
+    Fact,
+    NotApplicableError,
+    Protocol,
+    Response,
+    Seen,
+    SkippedError,
+)
 from loadgen.conformance.servers import DEFAULTS, Setting, Subject
 from loadgen.conformance.wire import infer_message, messages
 
@@ -92,11 +101,14 @@ class Case:
             for send in self.send if isinstance(self.send, tuple) else (self.send,):
                 sent = send(subject, self.protocol)
                 seen += [sent] if isinstance(sent, Response) else sent
+            responses = [observed for observed in seen if isinstance(observed, Response)]
+            return seen + [fact(subject, responses) for fact in self.facts]
         except OSError as exc:  # the connection of a case was cut; whether the server is alive is checked next
             return [*seen, Fact("the case could be sent", False, str(exc))]
-        return seen + [
-            fact(subject, [observed for observed in seen if isinstance(observed, Response)]) for fact in self.facts
-        ]
+        except (NotApplicableError, SkippedError):
+            raise
+        except Exception as exc:  # noqa: BLE001 (an answer in an impossible form costs its case, not the run)
+            return [*seen, Fact("the answers can be read", False, f"{type(exc).__name__}: {one_line(str(exc))}")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadgen.base import exposure
 from loadgen.base.child_process import ABSERVE
 from loadgen.base.documents import DocumentError, read_json
-from loadgen.client.connection import AddressError
+from loadgen.client.connection import Address, AddressError
 from loadgen.client.endpoint import Endpoint, EndpointError
 from loadgen.client.outputs import read_body
 from loadgen.conformance.model import HEADER, Body, ServedModel, events_of
@@ -338,6 +338,7 @@ class RemoteSession:
         """Without a model, the only one that the server serves. Raises `SubjectError` when it cannot be tested."""
         self.title = url
         try:
+            _check_plain(url)
             endpoint = RemoteDeployment(url).wait_live()
             self.model = model or endpoint.only_model(DEFAULT_NAME)
         except (AddressError, DeploymentError, EndpointError) as exc:
@@ -494,6 +495,13 @@ class LaunchedSession:
 
 
 Session = RemoteSession | LaunchedSession
+
+
+def _check_plain(url: str) -> None:
+    """Raises `AddressError` for an address that `Subject` would not reach."""
+    address = Address.parse(url)
+    if address.tls or address.base_path:
+        raise AddressError(f"{url}: the cases are sent without TLS and without a prefix; give a URL http://HOST:PORT")
 
 
 def is_loopback(url: str) -> bool:

@@ -91,6 +91,8 @@ def test_memory_is_observed_with_a_process(sessions) -> None:
         (("http://127.0.0.1:1", "--launch", "native"), "either a URL or --launch"),
         (("--launch", "apache"), "native or triton"),
         (("http://127.0.0.1:1",), "is not live"),
+        (("https://127.0.0.1:1",), "without TLS"),
+        (("http://127.0.0.1:1/prefix",), "give a URL http://HOST:PORT"),
     ],
 )
 def test_usage_errors_are_explained(arguments: tuple[str, ...], words: str) -> None:

@@ -7,7 +7,10 @@ import json
 import pytest
 
 from loadgen.conformance.case import Case, describe, judge, problems
+from loadgen.conformance.cases import http, select
+from loadgen.conformance.model import ServedModel
 from loadgen.conformance.records import CaseVerdict, Fact, Response
+from loadgen.conformance.servers import Subject
 
 BAD = Case("1", "t", (), "400")
 JSON = {"content-type": "application/json"}
@@ -77,3 +80,31 @@ def test_one_bad_response_among_many_decides_and_is_shown() -> None:
 def test_responses_are_counted_by_status() -> None:
     responses = [Response("200"), Response("closed"), Response("200")]
     assert describe(responses) == "2×200; 1×closed"
+
+
+class Answering(Subject):
+    """A server that gives one body to every request."""
+
+    def raw(self, *_: object, **__: object) -> Response:  # type: ignore[override]
+        return Response("200", {}, self.answer)
+
+    answer = b""
+
+
+@pytest.mark.parametrize(
+    "event", ["3", '{"choices": [3]}', '{"prompt_tokens": []}', '{"usage": [1], "token_ids": [1]}', "[]"]
+)
+def test_an_answer_in_an_impossible_form_costs_its_case_alone(event: str) -> None:
+    (case,) = (case for case in select("36", language_model=True) if case.number == "36")
+    server = Answering("http://127.0.0.1:1", ServedModel("m"))
+    server.answer = f"data: {event}\n\n".encode()
+    verdict, _, reason, _ = judge(case, case.observe(server))
+    assert verdict is CaseVerdict.DEVIATES
+    assert "the answers can be read" in reason
+
+
+def test_the_latency_of_others_is_never_above_that_of_the_slowest_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five requests, one of which takes 60 ms; the 95th percentile of a larger population would be 101 ms."""
+    times = iter([0.0, 0.001, 1.0, 1.001, 2.0, 2.001, 3.0, 3.001, 4.0, 4.060])
+    monkeypatch.setattr(http, "perf_counter", lambda: next(times))
+    assert http._latency_s(Answering("http://127.0.0.1:1", ServedModel("m")), 5) <= 0.060
