@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 
 import numpy as np
 from msgspec import UNSET, UnsetType
@@ -260,6 +261,27 @@ def tokens_per_answer(summary: WorkloadSummary) -> float | None:
     """Output tokens of an answer of a language model, on average; None where none were counted."""
     tokens_per_s = figure_of(summary, OUTPUT_TOKENS)
     return tokens_per_s / summary.throughput_per_s if tokens_per_s and summary.throughput_per_s else None
+
+
+def items_per_request(
+    workload: Workload,
+    label: Label,
+    workloads: Iterable[Workload],
+    summaries: Iterable[WorkloadSummary],
+    blocks: Iterable[BlockSummary],
+) -> float | None:
+    """Items of a request of a workload, of a language model the tokens of its answer. Recorded requests differ: of them
+    it is the mean over those that this arm answered in the replays; None without such a replay."""
+    if workload.traffic is None:
+        return float(workload.output_tokens or workload.batch_size)
+    replays = {load.name for load in workloads if load.traffic == workload.traffic and load.has_blocks}
+    if workload.kind is Kind.TOKENS:
+        means = [tokens_per_answer(s) for s in summaries if s.label == label and s.workload in replays]
+        known = [tokens for tokens in means if tokens is not None]
+        return fmean(known) if known else None
+    own = [block for block in blocks if block.label == label and block.workload in replays]
+    answered = sum(block.requests - block.errors for block in own)
+    return sum(block.items for block in own) / answered if answered else None
 
 
 def further_metrics(summaries: Sequence[BlockSummary | WorkloadSummary]) -> list[Metric]:

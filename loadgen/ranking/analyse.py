@@ -22,7 +22,7 @@ from loadgen.experiment.schedule import request_shape
 from loadgen.findings.gpu.analysis import GpuFound
 from loadgen.findings.rate_search import RatesFound
 from loadgen.metrics.registry import METRICS, RATES, TPOT, TTFT, Metric
-from loadgen.metrics.summaries import figure_of, interval_of
+from loadgen.metrics.summaries import figure_of, interval_of, items_per_request
 from loadgen.metrics.tokens import per_million
 from loadgen.ranking.prices import prices_of
 from loadgen.records.checks import Check
@@ -300,7 +300,9 @@ def _slo_point(result: Result, label: Label, workload: Workload) -> tuple[Point 
     """The rate that held the bound: the geometric mean of the searches, in items."""
     rate_search = result.of(RatesFound)
     searches = [rate for rate in rate_search.rates if (rate.workload, rate.label) == (workload.name, label)]
-    items = workload.output_tokens or workload.batch_size
+    items = items_per_request(workload, label, result.experiment.workloads, result.summaries, result.blocks)
+    if items is None:
+        return None, "no recorded request was answered in a replay, so the items of a request are not known"
     rates: dict[int, list[float]] = {}
     for search in searches:
         if search.rate_per_s:

@@ -11,7 +11,7 @@ from loadgen.findings.gpu.analysis import GpuFound
 from loadgen.findings.rate_search import RatesFound
 from loadgen.findings.tokens import Points, TokensFound, TokenTotals
 from loadgen.metrics.registry import GOOD_SHARE, GOODPUT, METRICS, OUTPUT_TOKENS, TPOT, TTFT, Metric
-from loadgen.metrics.summaries import WorkloadSummary, figure_of, tokens_per_answer, why_missing
+from loadgen.metrics.summaries import WorkloadSummary, figure_of, items_per_request, tokens_per_answer, why_missing
 from loadgen.metrics.tokens import per_million
 from loadgen.records.run import Label, Workload, shown
 from loadgen.records.targets import Kind
@@ -322,9 +322,14 @@ def costs(result: Result) -> doc.Section | None:
 def _goodput_tokens_per_s(result: Result, label: Label) -> float | None:
     """Output tokens per second at the highest rate within the limits: the geometric mean of the searches; None unless
     each found one."""
-    tokens = {w.name: w.output_tokens or 0 for w in result.experiment.workloads if w.scenario == "goodput"}
+    loads = result.experiment.workloads
+    tokens = {
+        load.name: items_per_request(load, label, loads, result.summaries, result.blocks)
+        for load in loads
+        if load.scenario == "goodput"
+    }
     rates = [
-        (search.rate_per_s or 0.0) * tokens[search.workload]
+        (search.rate_per_s or 0.0) * (tokens[search.workload] or 0.0)
         for search in result.of(RatesFound).rates
         if search.label == label and search.workload in tokens
     ]

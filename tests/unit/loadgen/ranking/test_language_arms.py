@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from loadgen.base.quantities import number
+from loadgen.findings.rate_search import RatesFound
+from loadgen.metrics.summaries import items_per_request
 from loadgen.ranking.analyse import from_result, rank
 from loadgen.ranking.report import published
 from loadgen.records.ranks import TOKEN, Price, PriceMatch
@@ -98,6 +102,43 @@ def test_reports_show_the_costs_of_a_million_and_of_a_thousand(result: Result) -
     assert float(single["latency_ms"]) == pytest.approx(8.0, rel=0.1)
     assert float(single["first_token_ms"]) == pytest.approx(30.0, rel=0.1)
     assert f"| {number(cost.slo.value)} |" in render_markdown(result_document(result)), "the run's own table of costs"
+
+
+def test_recorded_prompts_count_by_their_answers_and_not_by_the_longest(result: Result) -> None:
+    """The answers have 64 tokens on average, and the longest of the recording has 640."""
+    single, several, goodput = result.experiment.workloads
+    recorded = {"traffic": "recorded", "output_tokens": 640}
+    replay, search_ = (msgspec.structs.replace(load, **recorded) for load in (several, goodput))
+    names = {several.name: replay.name, goodput.name: search_.name}
+
+    def renamed(rows: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(msgspec.structs.replace(row, workload=names.get(row.workload, row.workload)) for row in rows)
+
+    rates = msgspec.structs.replace(result.of(RatesFound), rates=renamed(result.of(RatesFound).rates))
+    changed = msgspec.structs.replace(
+        result,
+        experiment=msgspec.structs.replace(result.experiment, workloads=(single, replay, search_)),
+        summaries=renamed(result.summaries),
+        studies={**result.studies, RatesFound.STUDY: rates},
+    )
+    options = from_result("r", changed).candidates
+    held = [point.items_per_second.value for o in options for point in o.points if point.name == search_.name]
+    assert held == pytest.approx([30.0 * 64, 15.0 * 64], rel=0.06)
+    tables = result_document(changed).tables
+    costs = next(t for t in tables if "price per million, goodput" in [column.title for column in t.columns])
+    assert float(str(costs.rows[0][6])) == pytest.approx(1_000.0 / (30.0 * 64), rel=0.06)
+    alone = msgspec.structs.replace(changed.experiment, workloads=(single, search_))
+    left_out = from_result("r", msgspec.structs.replace(changed, experiment=alone)).left_out
+    assert any("no recorded request was answered" in left.reason for left in left_out)
+
+
+def test_the_items_of_recorded_requests_are_counted(result: Result) -> None:
+    _, several, goodput = result.experiment.workloads
+    replay = msgspec.structs.replace(several, output_tokens=None, prompt_tokens=None, traffic="recorded")
+    rates = msgspec.structs.replace(goodput, output_tokens=None, prompt_tokens=None, traffic="recorded")
+    blocks = [msgspec.structs.replace(b, workload=replay.name, items=8 * b.requests, errors=0) for b in result.blocks]
+    assert items_per_request(rates, "a", (replay, rates), (), blocks) == pytest.approx(8.0)
+    assert items_per_request(rates, "a", (rates,), (), blocks) is None
 
 
 def test_other_prompts_are_in_other_tables(result: Result) -> None:
