@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
@@ -122,13 +122,17 @@ class RunsCollector(Collector):
             yield family
 
     def _newest(self) -> list[tuple[float, Path]]:
-        """(time of its first record, folder) of the newest runs, the newest last."""
+        """(time of its first record, folder) of the newest runs, the newest last. Nothing is kept of others."""
         runs = []
         with suppress(OSError):
             for path in self._folder.glob("*/experiment.json"):
                 with suppress(OSError):
                     runs.append((path.stat().st_mtime, path.parent))
-        return sorted(runs)[-NEWEST:]
+        newest = sorted(runs)[-NEWEST:]
+        for path in list(self._read_files):  # scrapes may overlap
+            if path.parent not in {folder for _, folder in newest}:
+                self._read_files.pop(path, None)
+        return newest
 
     def _read(self, folder: Path, name: str) -> Mapping[str, Any]:
         """What is shown of a file, read again when it has changed; empty when it cannot be used."""
@@ -136,16 +140,21 @@ class RunsCollector(Collector):
         try:
             with open_inside(folder, name) as file:
                 changed_ns = os.fstat(file.fileno()).st_mtime_ns
-                if self._read_files.get(path, (0,))[0] != changed_ns:
-                    self._read_files[path] = changed_ns, {}
-                    content = read_record(read_limited(file, MOST_FILE_BYTES), dict[str, Any])
-                    shown = {key: content[key] for key in SHOWN[name] if key in content}
-                    for key, value in shown.items():
-                        shown[key] = value[:MOST_ROWS] if isinstance(value, list) else value
-                    self._read_files[path] = changed_ns, shown
+                known = self._read_files.get(path)
+                if known is None or known[0] != changed_ns:
+                    known = self._read_files[path] = changed_ns, _shown(file, SHOWN[name])
+                return known[1]
         except (OSError, DocumentError):
             return {}
-        return self._read_files[path][1]
+
+
+def _shown(file: BinaryIO, keys: Iterable[str]) -> Mapping[str, Any]:
+    try:
+        content = read_record(read_limited(file, MOST_FILE_BYTES), dict[str, Any])
+    except DocumentError:
+        return {}
+    values = {key: content[key] for key in keys if key in content}
+    return {key: value[:MOST_ROWS] if isinstance(value, list) else value for key, value in values.items()}
 
 
 def _texts(record: object, *names: str) -> list[str]:

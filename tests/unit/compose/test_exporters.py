@@ -14,8 +14,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from loadgen.base.documents import read_record
 from loadgen.locust.metrics import LoadMetrics
 from loadgen.records.store import running
+from loadgen.report import prometheus
 from loadgen.report.prometheus import SILENT_SECONDS, RunsCollector
 from loadgen.stats.durations import BOUNDS_S, DurationCounts
 
@@ -141,6 +143,31 @@ def test_a_changed_result_is_read_again(tmp_path: Path) -> None:
     store(tmp_path / "r1", result={"valid": True})
     os.utime(tmp_path / "r1/result.json", ns=(1, time.time_ns() + 10**9))
     assert list(scraped(collector)["abserve_run_valid"].values()) == [1.0]
+
+
+def test_runs_that_are_no_longer_shown_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus, "NEWEST", 2)
+    collector = RunsCollector(tmp_path)
+    for number in range(5):
+        store(tmp_path / f"r{number}", result={"valid": True})
+        os.utime(tmp_path / f"r{number}/experiment.json", (number, number))
+        scraped(collector)
+    assert {path.parent.name for path in collector._read_files} == {"r3", "r4"}
+
+
+def test_a_scrape_misses_no_file_that_another_one_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(tmp_path / "r1", result={"valid": True})
+    collector, beside = RunsCollector(tmp_path), []
+
+    def reading(*arguments: Any) -> Any:
+        if not beside:
+            beside.append({})
+            beside[0] = scraped(collector)
+        return read_record(*arguments)
+
+    monkeypatch.setattr(prometheus, "read_record", reading)
+    assert scraped(collector) == beside[0]
+    assert "abserve_run_valid" in beside[0]
 
 
 def environment(**runner: object) -> Any:
