@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -214,10 +215,10 @@ def _export(
     except MlflowExportError:
         raise
     except Exception as exc:  # MLflow and what is below it raise errors of many libraries
-        again = f"; repeat the export with: abserve report {folder} --mlflow {uri}" if command == "compare" else ""
+        again = shlex.join(["abserve", "report", str(folder), "--mlflow", uri])
         raise MlflowExportError(
             f"the export to MLflow at {uri} failed ({type(exc).__name__}: {one_line(str(exc), 200)}); the result is "
-            f"kept in {folder}{again}"
+            f"kept in {folder}; repeat the export with: {again}"
         ) from exc
 
 

@@ -86,6 +86,8 @@ def test_a_failed_export_is_a_warning_that_names_the_result(
     said = " ".join(capsys.readouterr().err.split())
     assert "the export to MLflow at http://host:5000 failed (ConnectionError: the server is away)" in said
     assert f"abserve report {RESNET} --mlflow http://host:5000" in said
+    with pytest.raises(MlflowExportError, match="with: abserve report 'my folder' --mlflow runs"):
+        export_matrix(matrix([configuration()], [cell(0, 100)]), "runs", Path("my folder"))
 
 
 def test_names_that_every_store_accepts() -> None:
