@@ -15,9 +15,10 @@ changes is part of every error.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from time import monotonic
 
@@ -55,6 +56,8 @@ MOST_CONFIGURATIONS = 8
 """Of a server. Where all combinations of its settings are more, each setting is changed alone."""
 NEIGHBOURS = 2
 """Values of an ordered setting that are tried beside its default: the nearest."""
+MOST_OF_LABEL = 21
+"""Characters of a server's name that begin those of its configurations, which are no longer than other labels."""
 AT_ONCE, AT_ONCE_ON_GPU = 8, {Kind.TENSORS: 16, Kind.TOKENS: 2}
 """Most servers of a run that chooses; they are all up at once and share the memory."""
 NOTHING_TO_TRY = "No server has settings that are tried, so they are compared as they were asked for."
@@ -66,8 +69,12 @@ RunStage = Callable[[Experiment, Path, Prepared], RunState]
 
 def read_servers(planned: Experiment, abserve: Sequence[str] = ABSERVE) -> tuple[TriedServer, ...]:
     """The configurations of every arm. Raises `PlanError`."""
+    heads = Counter(arm.label[:MOST_OF_LABEL] for arm in planned.arms)
 
-    def read(arm: ArmRequest) -> TriedServer:
+    def read(place: int, arm: ArmRequest) -> TriedServer:
+        head = arm.label[:MOST_OF_LABEL]
+        if heads[head] > 1:
+            head = f"{head[:-3]}-{place}"
         settings: list[dict[str, str]] = [{}]
         defaults: dict[str, str] = {}
         if arm.embedded and not arm.own_repository:
@@ -80,8 +87,7 @@ def read_servers(planned: Experiment, abserve: Sequence[str] = ABSERVE) -> tuple
             settings = configurations(space)
             defaults = {entry.name: entry.default for entry in space.settings if entry.by_load and len(settings) > 1}
         named = tuple(
-            TriedConfiguration(name=f"{arm.label[:21]}-{number}", settings=changed)
-            for number, changed in enumerate(settings)
+            TriedConfiguration(name=f"{head}-{number}", settings=changed) for number, changed in enumerate(settings)
         )
         return TriedServer(
             server=arm.label, target=arm.target, configurations=named, compromise=named[0].name, defaults=defaults,
@@ -89,7 +95,7 @@ def read_servers(planned: Experiment, abserve: Sequence[str] = ABSERVE) -> tuple
         )  # fmt: skip
 
     with ThreadPoolExecutor(4) as pool:
-        return tuple(pool.map(read, planned.arms))
+        return tuple(pool.map(read, count(), planned.arms))
 
 
 def configurations(space: Space) -> list[dict[str, str]]:

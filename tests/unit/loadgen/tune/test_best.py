@@ -17,6 +17,7 @@ from loadgen.measure.planning import plan_experiment
 from loadgen.records.run import Environment, Experiment, RunState
 from loadgen.records.store import write_record
 from loadgen.records.tuning import Space, TunableSetting
+from loadgen.tune import best
 from loadgen.tune.best import (
     CHOOSING_ROUNDS,
     FOLDER,
@@ -25,6 +26,7 @@ from loadgen.tune.best import (
     chosen,
     configurations,
     final_experiment,
+    read_servers,
     shortened,
     stages,
     with_arms,
@@ -83,6 +85,16 @@ def test_what_is_tried() -> None:
     backend = TunableSetting(name="backend", default="python", values=("python", "onnxruntime"))
     merging = setting("batching", "on", "on", "off", when={"backend": ("onnxruntime",)})
     assert configurations(Space(target="t", settings=(threads, backend, merging))) == [{}]
+
+
+def test_configurations_of_servers_with_long_names_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best, "read_space", lambda target, *_: Space(target=target, settings=(INSTANCES,)))
+    alike = ("triton-with-batching-on1", "triton-with-batching-on2")
+    servers = read_servers(planned(arms=dict.fromkeys((*alike, "plain"), "triton")))
+    names = [entry.name for server in servers for entry in server.configurations]
+    assert len({*names}) == len(names) == 9
+    assert max(map(len, names)) <= 24
+    assert names[-3:] == ["plain-0", "plain-1", "plain-2"]
 
 
 def test_servers_share_a_run_as_far_as_they_fit() -> None:
