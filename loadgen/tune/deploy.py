@@ -36,6 +36,8 @@ IN_STACK = ("native", "triton")
 """Targets that docker-compose.yml has."""
 OF_STACK = ("model", "weights", "precision")
 """Options that its containers take from ABSERVE_MODELS_…, the same for both servers."""
+OF_MACHINE = ("host", "artefacts", "tritonserver")
+"""Options that name an address or a folder of this machine, which containers do not have."""
 OF_TRITON_ON_GPU = ("max-batch-size", "max-queue-delay-us")
 """What the stack's Triton on a GPU, which is NVIDIA's image, takes of the options of `abserve serve triton`."""
 
@@ -113,7 +115,7 @@ def _write_exposed(folder: Path, outcome: TuningOutcome, target: str, options: M
     cores = int((environment.host.get("cpu_count") if environment is not None else None) or 1)
     if threads.isdigit() and not gpus:
         cores = int(threads) or cores
-    arguments = to_arguments({name: value for name, value in options.items() if name not in ("host", "artefacts")})
+    arguments = to_arguments({name: value for name, value in options.items() if name not in OF_MACHINE})
     folder.mkdir()
     for name, content in (
         *([] if target == "native" else [("nginx.conf", nginx_conf())]),
@@ -169,8 +171,10 @@ def no_compose_file(options: Mapping[str, Mapping[str, str]]) -> str | None:
     model = next(iter(options.values()))["model"]
     if is_language(model):
         return "its containers serve no language models"
-    if model.endswith(".onnx") or ".py:" in model or user_path(model).exists():
-        return f"its containers do not have {model}"
+    weights = dict.fromkeys(own["weights"] for own in options.values() if "weights" in own)
+    for name in (model, *weights):
+        if name.endswith(".onnx") or ".py:" in name or user_path(name).exists():
+            return f"its containers do not have {name}"
     if not set(options) & set(IN_STACK):
         return f"it has {' and '.join(IN_STACK)} only"
     for name in OF_STACK:
@@ -185,6 +189,8 @@ def compose_override(options: Mapping[str, Mapping[str, str]]) -> str:
     ignored: list[str] = []
     for target in IN_STACK:
         for name, value in options.get(target, {}).items():
+            if name in OF_MACHINE:
+                continue
             if name in OF_STACK:
                 environment[f"ABSERVE_MODELS_{_variable(name)}"] = value
                 continue

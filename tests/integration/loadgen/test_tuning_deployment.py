@@ -156,12 +156,15 @@ def test_the_winner_is_put_behind_tls_and_keys(folder: Path, outcome: TuningOutc
     assert deployment["spec"]["template"]["spec"]["containers"][0]["command"] == command
 
 
-def test_what_compose_cannot_serve_gets_no_file() -> None:
+def test_what_compose_cannot_serve_gets_no_file(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "weights.pt"
+    checkpoint.touch()
     native = {"model": "openclip_vit_b32", "weights": "random:0", "precision": "fp32"}
     assert no_compose_file({"native": native, "triton": native}) is None
     for options, why in (
         ({"native": native | {"model": "language:demo"}}, "language"),
         ({"native": native | {"model": "model.py:build"}}, "model.py:build"),
+        ({"native": native | {"weights": str(checkpoint)}}, str(checkpoint)),
         ({"native": native, "triton": native | {"precision": "fp16"}}, "precision"),
         ({"fastapi": native}, "native and triton"),
     ):
@@ -172,7 +175,9 @@ def test_what_compose_cannot_serve_gets_no_file() -> None:
 
 def test_the_override_says_what_the_image_of_nvidia_ignores() -> None:
     best = {"triton": {"model": "m", "backend": "onnxruntime", "max-batch-size": "4", "queue-size": "64"}}
+    best["triton"] |= {"tritonserver": "/opt/here", "artefacts": "/data/here"}
     text = compose_override(best)
+    assert "here" not in text, "what is on this machine alone"
     assert "takes nothing of: queue-size\n" in text
     environment = yaml.safe_load(text)["services"]["models"]["environment"]
     assert environment["ABSERVE_MODELS_TRITON_BACKENDS"] == "onnxruntime"
