@@ -164,6 +164,9 @@ def _run(
     from loadgen.engines.judging import judge_visits
     from loadgen.engines.measure import MatrixRun
     from loadgen.engines.progress import EngineProgress
+    from loadgen.measure.interruption import interruptible
+    from loadgen.measure.machine import utc_now
+    from loadgen.records.run import RunState
     from loadgen.records.store import StorageError, StoredRunError
 
     console = console_for(json_file)
@@ -181,7 +184,12 @@ def _run(
                 state = run.run()
                 if plan.kind is Kind.TOKENS and state.state == "finished":
                     progress.now("checking the answers against the reference")
-                    store.write(judge_visits(plan, store.visits(), store.directory, ABSERVE))
+                    try:
+                        with interruptible():
+                            store.write(judge_visits(plan, store.visits(), store.directory, ABSERVE))
+                    except KeyboardInterrupt:
+                        state = RunState(state="interrupted", phase="judging", finished_at=utc_now())
+                        store.write(state)
             return _report(store.directory, state, json_file, mlflow)
     except (StorageError, StoredRunError) as exc:
         complain(str(exc))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from loadgen.cli.engines import _run
+from loadgen.engines import judging, measure
 from loadgen.engines.analyse import analyse
 from loadgen.engines.files import cells_csv
 from loadgen.engines.sections import matrix_document
+from loadgen.engines.store import MatrixStore
 from loadgen.measure.token_answers import JudgedTokens
 from loadgen.ranking.analyse import from_matrix, rank
 from loadgen.ranking.report import ranking_document
 from loadgen.records.matrix import Configuration, GeneratedTokens, JudgedCell, JudgedMatrix, Matrix
 from loadgen.records.ranks import TOKEN
+from loadgen.records.run import RunState
+from loadgen.records.store import read_one
 from loadgen.report.renderers.markdown import render_markdown
 from tests.unit.loadgen.engines.simulated_matrix import ENVIRONMENT, FINISHED, configuration, plan, visits
 
@@ -97,3 +103,29 @@ def test_reports_and_ranking_speak_of_tokens() -> None:
     assert best.latency_ms is not None
     assert best.latency_ms.value == pytest.approx(1.0, rel=0.2)
     assert "without copies" not in render_markdown(ranking_document(ranking))
+
+
+def test_a_judgement_that_is_interrupted_is_made_by_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = MatrixStore(tmp_path)
+
+    class Measured:
+        def __init__(self, *_: object, **__: object) -> None:
+            """Everything is measured."""
+
+        def run(self) -> RunState:
+            store.write(FINISHED)
+            return FINISHED
+
+    def interrupted(*_: object) -> JudgedMatrix:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "MatrixRun", Measured)
+    monkeypatch.setattr(judging, "judge_visits", interrupted)
+    assert _run(store, plan(SLOTS), ENVIRONMENT, None, None, fresh=True) == 130
+    state = read_one(tmp_path, RunState)
+    assert state is not None
+    assert state.state == "interrupted"
+    assert "abserve engines --resume" in capsys.readouterr().err
+    assert (tmp_path / "report.html").exists()
