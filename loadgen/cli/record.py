@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import ssl
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -181,11 +182,21 @@ def parse_way(
 
 
 def parse_place(value: str, option: str, *, anyone: bool) -> tuple[str, int]:
-    """Host and port. Raises `ValueError`, also if other machines reach it and `anyone` does not say that they may."""
+    """Host and port. Raises `ValueError`, also if other machines reach it and `anyone` does not say that they may, and
+    if the port is taken: then nothing is written yet that would be in the way of another try."""
     host, _, port = value.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise ValueError(f"{value} is not an address to listen on; give one like 127.0.0.1:9000")
     host = host.strip("[]")
     if reason := exposure(option, host, anyone=anyone):
         raise ValueError(reason)
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+    except OSError as exc:
+        raise ValueError(f"cannot listen on {host}:{port}: {exc.strerror or exc}; choose another {option}") from exc
     return host, int(port)

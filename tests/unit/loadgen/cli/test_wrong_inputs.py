@@ -1,8 +1,9 @@
-"""A file of inputs that does not fit servers at URLs is refused before anything is written."""
+"""What cannot run is refused before anything is written: inputs that do not fit servers at URLs, ports in use."""
 
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -40,3 +41,25 @@ def test_a_wrong_file_is_a_usage_error_with_urls_too(
     assert words in done.stderr
     assert "Warning" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("record", "--to", "http://127.0.0.1:1", "--listen"),
+        ("record", "--grpc-to", "127.0.0.1:1", "--grpc-listen"),
+        ("shadow", "--primary", "http://127.0.0.1:1", "--candidate", "http://127.0.0.1:2", "--listen"),
+        ("shadow", "--primary", "http://127.0.0.1:1", "--candidate", "http://127.0.0.1:2", "--metrics-listen"),
+    ],
+)
+def test_a_port_in_use_leaves_no_folder_in_the_way_of_another_try(tmp_path: Path, command: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-m", "loadgen.entry", *command, place, "--out", "run"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert f"cannot listen on {place}" in done.stderr
+    assert f"choose another {command[-1]}" in done.stderr
+    assert list(tmp_path.iterdir()) == []
