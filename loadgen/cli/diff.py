@@ -40,6 +40,9 @@ def diff(
     """
     if as_json and as_markdown:
         fail("give --json or --markdown, not both")
+    for path in (old, new):
+        if path is not None and not path.exists():
+            fail(f"{path} does not exist; give {_RUN[0].lower()}{_RUN[1:-1]}")
     announce("reading both runs", in_logs=False)
     from loadgen.base.documents import indented
     from loadgen.records.store import StoredRunError
@@ -52,7 +55,8 @@ def diff(
         if old is None or new is None:
             from loadgen.report.history import last_of_its_question
 
-            old, new = last_of_its_question(Path("results") if old is None else old.absolute().parent, old)
+            run = old and (old if old.is_dir() else old.parent).resolve()
+            old, new = last_of_its_question(run.parent if run else Path("results"), run)
             complain(f"{old} and {new}: the same model, servers and loads", kind="note", style="dim")
         runs = [_read(path) for path in (old, new)]
         with readable(old if old == new else Path(f"{old} or {new}")):
@@ -75,7 +79,5 @@ def _read(path: Path) -> Result:
     """The result of a run: a folder's records are analysed again, so that both runs get the same analysis."""
     from loadgen.verdict.result import read_result, readable, stored_result
 
-    if not path.exists():
-        fail(f"{path} does not exist; give {_RUN[0].lower()}{_RUN[1:-1]}")
     with readable(path):
         return stored_result(path) if path.is_dir() else read_result(path.resolve())

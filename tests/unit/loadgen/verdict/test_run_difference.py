@@ -264,6 +264,7 @@ def test_without_names_the_last_run_meets_the_one_before_it_of_the_same_question
     for arguments, pair in (
         ((), ("results/second", "results/last")),
         (("results/second",), ("results/first", "results/second")),
+        (("results/second/result.json",), ("results/first", "results/second")),
     ):
         status, output = diff(*arguments, "--json")
         document = json.loads(output[output.index("{") :])
@@ -272,6 +273,12 @@ def test_without_names_the_last_run_meets_the_one_before_it_of_the_same_question
     for alone in ("results/first", "results/others"):
         status, output = diff(alone)
         assert (status, "give OLD and NEW" in output) == (2, True)
+    assert "results/none does not exist" in diff("results/none")[1]
+    final = tmp_path / "results/tuning/final"
+    final.mkdir(parents=True)
+    (final.parent / "tuning.json").touch()
+    in_other_place(runs["slower"], final / "result.json", started_at="2026-01-09T00:00:00Z")
+    assert "results/last and" in diff("results/tuning")[1]
 
 
 FAST = SimulatedArm(3.0, 4.0, 1.5)
