@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -43,6 +42,8 @@ WITHIN = "within one pair"
 """After the range of a first ratio, which shows how its two blocks vary, and not yet how pairs differ."""
 LOG_SECONDS = 10.0
 """A log gets a line of the ratios at the end of every round, and within a longer one not more often than this."""
+BELOW_THE_TIME = 7
+"""Columns by which lines below one with the time are indented."""
 MIN_TRACK, MAX_TRACK = 10, 40
 _HIGHER_IS_BETTER = {metric.title: metric.higher_is_better for metric in METRICS.values()}
 
@@ -64,10 +65,9 @@ class MovingLine:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.stop()
+        attempt(self._leave, lambda _: None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -82,8 +82,14 @@ class MovingLine:
     def _line(self) -> RenderableType:
         raise NotImplementedError
 
-    def _say(self, text: str, style: str = "") -> None:
-        self._console.print(Text(text, style=style), soft_wrap=not self._console.is_terminal)  # a log has no width
+    def _leave(self) -> None:
+        """Print what stays on the screen at the end."""
+
+    def _say(self, text: str, style: str = "", indent: int = 0) -> None:
+        if self._console.is_terminal:
+            self._console.print(Padding.indent(Text(text, style=style), indent))
+        else:  # a log has no width
+            self._console.print(Text(" " * indent + text, style=style), soft_wrap=True)
 
     def _elapsed(self) -> float:
         return monotonic() - self._started
@@ -113,19 +119,13 @@ class RichProgress(MovingLine, RunProgress):
         self._records: list[ArmRecord] = []
         super().__init__(console)  # draws the line
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        attempt(self._leave_ratios, lambda _: None)
-
     def plan(self, seconds: float) -> None:
         """Update the estimate of the time left."""
         self._ends_at = monotonic() + seconds
 
     def phase(self, title: str) -> None:
         """Print a new phase."""
-        self._leave_ratios()
+        self._leave()
         self._phase, self._now, self._last_block = title, "", ""
         self._console.print(Text(f"{clock(self._elapsed())}  {title}", style="bold"))
 
@@ -234,7 +234,7 @@ class RichProgress(MovingLine, RunProgress):
         table = ratio_table(latest, self._console.width)
         return Group(table, Text(f"last: {self._last_block}", style="dim"), Text(note, style="dim"), self._spinner)
 
-    def _leave_ratios(self) -> None:
+    def _leave(self) -> None:
         """Leave the table on the screen, and the last round in a log, when the phase is over."""
         self._print_round()
         if self._unprinted and self._ratios is not None and self._console.is_terminal:
@@ -254,11 +254,8 @@ class RichProgress(MovingLine, RunProgress):
             self._told_at = monotonic()
         self._round, self._of_round = None, []
 
-    def _say(self, text: str, style: str = "") -> None:
-        if self._console.is_terminal:
-            self._console.print(Padding(Text(text, style=style), (0, 0, 0, 7)))
-        else:  # a log has no width
-            self._console.print(Text(f"       {text}", style=style), soft_wrap=True)
+    def _say(self, text: str, style: str = "", indent: int = BELOW_THE_TIME) -> None:
+        super()._say(text, style, indent)
 
 
 def clock(seconds: float) -> str:

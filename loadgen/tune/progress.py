@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import monotonic
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -13,7 +12,7 @@ from loadgen.base.documents import one_line
 from loadgen.base.quantities import counted
 from loadgen.records.run import Label
 from loadgen.records.tuning import Space, TuningRun
-from loadgen.report.progress import MovingLine, clock
+from loadgen.report.progress import BELOW_THE_TIME, MovingLine, clock
 from loadgen.tune.outcome import settings_in_words, times_in_words
 from loadgen.tune.race import RaceProgress
 from loadgen.tune.search import RaceLead
@@ -29,10 +28,7 @@ class RichRaceProgress(MovingLine, RaceProgress):
         self._stage = ""
         super().__init__(console)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def _leave(self) -> None:
         if self._console.is_terminal:
             self._print_leads()
 
@@ -51,13 +47,13 @@ class RichRaceProgress(MovingLine, RaceProgress):
 
     def arm_left_out(self, label: Label, why: str) -> None:
         """Say that a contender is out."""
-        self._say(f"       {label} is out: {one_line(why)}", "red")
+        self._say(f"{label} is out: {one_line(why)}", "red", BELOW_THE_TIME)
 
     def run_done(self, run: TuningRun, leads: Sequence[RaceLead]) -> None:
         """Update the lines of the race."""
         self._leads = leads
         if run.problem is not None:
-            self._say(f"       this run does not count: {one_line(run.problem)}", "yellow")
+            self._say(f"this run does not count: {one_line(run.problem)}", "yellow", BELOW_THE_TIME)
         if not self._console.is_terminal:
             self._print_leads()
 
@@ -69,7 +65,7 @@ class RichRaceProgress(MovingLine, RaceProgress):
 
     def _print_leads(self) -> None:
         for lead in self._leads:
-            self._say(f"       {lead_in_words(lead, self._sizes[lead.target])}")
+            self._say(lead_in_words(lead, self._sizes[lead.target]), indent=BELOW_THE_TIME)
 
 
 def lead_in_words(lead: RaceLead, contenders: int) -> str:
