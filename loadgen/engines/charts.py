@@ -54,7 +54,7 @@ def style_place(matrix: Matrix, place: int) -> int:
 
 
 def colour(style: int) -> str:
-    return f"--{doc.ARM_STYLES[style % len(doc.ARM_STYLES)]}"
+    return f"--{charts.style_at(style)}"
 
 
 def shown_length(cells: Iterable[CellResult]) -> int | None:
@@ -67,29 +67,20 @@ def _line(
     matrix: Matrix, place: int, points: Sequence[tuple[CellResult, float, Estimate]], hover: str, **more: object
 ) -> doc.Figure:
     """One configuration's values with error bars; a cell that is not ranked has a hollow marker."""
-    style, name = style_place(matrix, place), matrix.plan.configurations[place].title
+    style, name = style_place(matrix, place), charts.label_text(matrix.plan.configurations[place].title)
     symbol = charts.MARKERS[(style + style // len(charts.MARKERS)) % len(charts.MARKERS)]
-    shade = colour(style)
     values = [estimate.value for _, _, estimate in points]
     bounds = [estimate.interval for _, _, estimate in points]
-    about: doc.Figure = {
-        "name": charts.label_text(name),
+    places, text = [(x, estimate.value) for _, x, estimate in points], f"{hover} %{{customdata}}<extra>{name}</extra>"
+    drawn = charts.joined(style, name, places, text)
+    drawn["line"]["dash"] = charts.DASHES[style // len(doc.ARM_STYLES) % len(charts.DASHES)]
+    drawn["marker"]["symbol"] = [symbol + ("-open" if cell.excluded else "") for cell, _, _ in points]
+    about = {
         "legendgroup": str(style),
-        "error_y": charts.errors(values, bounds, color=shade),
-        "line": {
-            "color": shade,
-            "width": 1.5,
-            "dash": charts.DASHES[style // len(doc.ARM_STYLES) % len(charts.DASHES)],
-        },
-        "marker": {
-            "symbol": [symbol + ("-open" if cell.excluded else "") for cell, _, _ in points],
-            "size": 8,
-            "color": shade,
-        },
+        "error_y": charts.errors(values, bounds, color=colour(style)),
         "customdata": [EXCLUDED_MARK if cell.excluded else "" for cell, _, _ in points],
-        "hovertemplate": f"{hover} %{{customdata}}<extra>{charts.label_text(name)}</extra>",
     }
-    return charts.scatter(((x, estimate.value) for _, x, estimate in points), "lines+markers") | about | more
+    return drawn | about | more
 
 
 Get = Callable[[CellResult], Estimate | None]

@@ -319,7 +319,7 @@ def _chart(
         symbol = charts.MARKERS[place % len(charts.MARKERS)]
         marker: doc.Figure = {
             "size": [12 if index in cost.front else 7 for index, *_ in marks],
-            "color": f"--{doc.ARM_STYLES[place % len(doc.ARM_STYLES)]}",
+            "color": f"--{charts.style_at(place)}",
             "symbol": [symbol if index in cost.front else f"{symbol}-open" for index, *_ in marks],
         }
         name, texts = f"{option.name}, {option.machine}", [charts.label_text(point.name) for _, point, _, _ in marks]

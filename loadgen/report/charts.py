@@ -49,6 +49,11 @@ def base_and_arm(result: Result) -> tuple[str, str]:
     return base, "the arm" if several(result) else others[0]
 
 
+def style_at(place: int) -> doc.Style:
+    """The colour of a place in tables and lists; there are as many markers and lines of charts."""
+    return doc.ARM_STYLES[place % len(doc.ARM_STYLES)]
+
+
 def place_of(result: Result, label: Label) -> int:
     """The place of an arm's colour, marker and line; 0 is the baseline."""
     return result.experiment.labels.index(label) % len(doc.ARM_STYLES)
@@ -56,17 +61,12 @@ def place_of(result: Result, label: Label) -> int:
 
 def arm_style(result: Result, label: Label) -> doc.Style:
     """An arm's colour in a table or a list."""
-    return doc.ARM_STYLES[place_of(result, label)]
+    return style_at(place_of(result, label))
 
 
 def colour(result: Result, label: Label) -> str:
     """An arm's colour in a chart."""
     return f"--{arm_style(result, label)}"
-
-
-def marker_of(result: Result, label: Label) -> str:
-    """An arm's marker in a chart."""
-    return MARKERS[place_of(result, label)]
 
 
 def label_text(text: str) -> str:
@@ -79,10 +79,10 @@ def rounded(value: float) -> float:
     return significant(value, 6)
 
 
-def scatter(points: Iterable[tuple[float, float]], mode: str, **more: object) -> doc.Figure:
+def scatter(points: Iterable[tuple[float | str, float]], mode: str, **more: object) -> doc.Figure:
     """Points of a chart: "markers", "lines" or both."""
     places = list(points)
-    across, up = [rounded(x) for x, _ in places], [rounded(y) for _, y in places]
+    across, up = [x if isinstance(x, str) else rounded(x) for x, _ in places], [rounded(y) for _, y in places]
     return {"type": "scatter", "mode": mode, "x": across, "y": up, **more}
 
 
@@ -90,6 +90,17 @@ def front(points: Iterable[tuple[float, float]], color: str, name: str = "", **l
     """A line through the best of the points that are drawn, in the legend if it has a name."""
     named: doc.Figure = {"name": name} if name else {"showlegend": False}
     return scatter(points, "lines", line={"color": color, **line}, hoverinfo="skip", **named)
+
+
+def joined(
+    place: int, name: str, points: Iterable[tuple[float | str, float]], hover: str, *, size: int = 8
+) -> doc.Figure:
+    """Points that are joined and marked in the way of a place. `hover` is the text at a point."""
+    shade, number = f"--{style_at(place)}", place % len(DASHES)
+    return scatter(
+        points, "lines+markers", name=name, line={"color": shade, "width": 1.5, "dash": DASHES[number]},
+        marker={"symbol": MARKERS[number], "size": size, "color": shade}, hovertemplate=hover,
+    )  # fmt: skip
 
 
 def line(
@@ -103,16 +114,12 @@ def line(
     style: doc.Figure | None = None,
     **more: object,
 ) -> doc.Figure:
-    """Points of one arm, joined and marked. `hover` is the text at a point, `name` is added to the arm's name."""
-    shade = colour(result, label)
-    about: doc.Figure = {
-        "name": arm_name(result, label) + name,
-        "legendgroup": label + name,
-        "line": {"color": shade, "width": 1.5, "dash": DASHES[place_of(result, label)], **(style or {})},
-        "marker": {"symbol": marker_of(result, label), "size": 8, "color": shade, **(marker or {})},
-        "hovertemplate": f"{hover}<extra>{label_text(shown(label))}</extra>",
-    }
-    return scatter(points, "lines+markers") | about | more
+    """Points of one arm, joined and marked. `name` is added to the arm's name."""
+    text = f"{hover}<extra>{label_text(shown(label))}</extra>"
+    drawn = joined(place_of(result, label), arm_name(result, label) + name, points, text)
+    drawn["line"] |= style or {}
+    drawn["marker"] |= marker or {}
+    return drawn | {"legendgroup": label + name} | more
 
 
 def tall(result: Result, height: int) -> int:
@@ -122,7 +129,8 @@ def tall(result: Result, height: int) -> int:
 
 def hollow(result: Result, label: Label, filled: Iterable[bool]) -> doc.Figure:
     """An arm's markers, some of them not filled."""
-    return {"symbol": [marker_of(result, label) + ("" if is_filled else "-open") for is_filled in filled]}
+    marker = MARKERS[place_of(result, label)]
+    return {"symbol": [marker + ("" if is_filled else "-open") for is_filled in filled]}
 
 
 def bars_across(

@@ -18,7 +18,7 @@ from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.metrics.registry import METRICS
 from loadgen.records.machine import CEILING_SHARE_LIMIT, Calibration, CalibrationWorkload, TimingError
 from loadgen.records.run import Label, Pairing, shown
-from loadgen.report.charts import several
+from loadgen.report.charts import several, style_at
 from loadgen.report.sections import checks, comparisons, conditions, surface, tokens, verdict
 from loadgen.report.sections.comparisons import against_baseline, better_of, comparison_table
 from loadgen.verdict.result import Result
@@ -162,7 +162,7 @@ def _labels(difference: RunDifference) -> list[Label]:
 def _change_row(change: ComparisonChange, difference: RunDifference, several_arms: bool) -> tuple[str | doc.Cell, ...]:
     arm, metric, pairing = change.better_for, METRICS[change.metric], Pairing(change.baseline, change.arm)
     short = f"{shown(arm)} gained" if arm else "?" if change.change_ci95 is None else " "
-    style = doc.ARM_STYLES[_labels(difference).index(arm) % len(doc.ARM_STYLES)] if arm else None
+    style = style_at(_labels(difference).index(arm)) if arm else None
     old, new, factor = (
         better_of(pairing, value, ci95, metric.higher_is_better)
         for value, ci95 in (

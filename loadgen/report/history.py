@@ -23,7 +23,7 @@ from loadgen.metrics.registry import METRICS
 from loadgen.records.run import Label, shown
 from loadgen.records.store import StoredRunError, is_running
 from loadgen.records.targets import ROUTES
-from loadgen.report.charts import DASHES, LEGEND_ABOVE, MARKERS, add_view, axis, errors, label_text, rounded, value_axis
+from loadgen.report.charts import LEGEND_ABOVE, add_view, axis, errors, joined, label_text, value_axis
 from loadgen.report.published import Published
 from loadgen.report.renderers.tables import render_csv
 from loadgen.report.sections.comparisons import against_baseline
@@ -212,23 +212,13 @@ def _values(comparisons: Iterable[Comparison]) -> Iterator[tuple[Label, float]]:
 
 def _over_time(last: PastRun, label: Label, points: Sequence[tuple[str, float, str]], unit: str) -> doc.Figure:
     labels = last.result.experiment.labels
-    place = labels.index(label) % len(doc.ARM_STYLES) if label in labels else 0
-    color, dash, marker = f"--{doc.ARM_STYLES[place]}", DASHES[place], MARKERS[place]
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": label_text(f"{shown(label)} {last.servers[labels.index(label)] if label in labels else ''}"),
-        "x": [started for started, _, _ in points],
-        "y": [rounded(value) for _, value, _ in points],
-        "text": [label_text(text) for _, _, text in points],
-        "line": {"color": color, "width": 1.5, "dash": dash},
-        "marker": {
-            "symbol": [marker if text.endswith(": VALID") else f"{marker}-open" for _, _, text in points],
-            "size": 9,
-            "color": color,
-        },
-        "hovertemplate": f"%{{text}}<br>%{{y:,.4~g}} {label_text(unit)}<extra></extra>",
-    }
+    place = labels.index(label) if label in labels else 0
+    name = label_text(f"{shown(label)} {last.servers[place] if label in labels else ''}")
+    hover = f"%{{text}}<br>%{{y:,.4~g}} {label_text(unit)}<extra></extra>"
+    drawn = joined(place, name, [(started, value) for started, value, _ in points], hover, size=9)
+    marker = drawn["marker"]
+    marker["symbol"] = [marker["symbol"] + ("" if text.endswith(": VALID") else "-open") for _, _, text in points]
+    return drawn | {"text": [label_text(text) for _, _, text in points]}
 
 
 def _overlay(group: Sequence[PastRun], name: str) -> doc.Chart | None:
@@ -239,26 +229,15 @@ def _overlay(group: Sequence[PastRun], name: str) -> doc.Chart | None:
             comparisons = [c for c in run.leading if c.pairing == pairing and c.ratio]
             if not comparisons:
                 continue
-            place = number % len(doc.ARM_STYLES)
-            color: str = f"--{doc.ARM_STYLES[place]}"
             leads = [lead.exp() for c in comparisons if (lead := log_lead(c, pairing.arm)) is not None]
             ratios = [lead.value for lead in leads]
             limits = [None if c.ci95 is None else lead.interval for c, lead in zip(comparisons, leads, strict=True)]
-            pair = f", {shown(pairing.arm)} over {shown(pairing.baseline)}"
-            lines.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines+markers",
-                    "name": label_text(f"{run.started or run.folder.name}{pair}"),
-                    "x": [label_text(c.workload) for c in comparisons],
-                    "y": [rounded(ratio) for ratio in ratios],
-                    "error_y": errors(ratios, limits, color=color),
-                    "line": {"color": color, "width": 1.5, "dash": DASHES[place]},
-                    "marker": {"symbol": MARKERS[place], "size": 8, "color": color},
-                    "visible": True if number >= len(group) - SHOWN else "legendonly",
-                    "hovertemplate": f"{label_text(run.folder.name)}<br>%{{x}}: %{{y:.3~g}}×<extra></extra>",
-                }
-            )
+            name = f"{run.started or run.folder.name}, {shown(pairing.arm)} over {shown(pairing.baseline)}"
+            loads = [label_text(c.workload) for c in comparisons]
+            hover = f"{label_text(run.folder.name)}<br>%{{x}}: %{{y:.3~g}}×<extra></extra>"
+            drawn = joined(number, label_text(name), zip(loads, ratios, strict=True), hover)
+            drawn["error_y"] = errors(ratios, limits, color=drawn["line"]["color"])
+            lines.append(drawn | {"visible": True if number >= len(group) - SHOWN else "legendonly"})
     ratios = [y for line in lines for y in line["y"]]
     one: dict[str, Any] = {"type": "line", "xref": "paper", "yref": "y", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
     layout = {

@@ -86,7 +86,7 @@ def load_in_words(settings: TuneSettings) -> str:
 
 def _style(target: TargetOutcome) -> doc.Style:
     """The colour of a target in tables and charts."""
-    return doc.ARM_STYLES[target.place % len(doc.ARM_STYLES)]
+    return charts.style_at(target.place)
 
 
 def _name(target: TargetOutcome) -> doc.Cell:

@@ -13,6 +13,7 @@ from loadgen.metrics.claims import place
 from loadgen.metrics.comparisons import leading_comparisons, log_lead
 from loadgen.metrics.registry import METRICS
 from loadgen.records.run import Experiment, Label, shown
+from loadgen.report.charts import style_at
 from loadgen.stats.estimates import Estimate
 from loadgen.stats.ratios import geometric_mean
 from loadgen.verdict.result import Result
@@ -28,7 +29,7 @@ def _server(result: Result, label: Label) -> Label:
 
 
 def _style(result: Result, server: Label) -> doc.Style:
-    return doc.ARM_STYLES[[*dict.fromkeys(result.experiment.servers.values())].index(server) % len(doc.ARM_STYLES)]
+    return style_at([*dict.fromkeys(result.experiment.servers.values())].index(server))
 
 
 def _value(figure: ServerFigure) -> str:
