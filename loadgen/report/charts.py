@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import loadgen.report.document as doc
 from loadgen.base.documents import printable
 from loadgen.base.quantities import per_second, significant
+from loadgen.metrics.registry import OUTPUT_TOKENS, RATES
 from loadgen.records.run import Label, item_of, shown
 from loadgen.verdict.result import Result
 
@@ -36,6 +37,12 @@ def arm_name(result: Result, label: Label) -> str:
 def rate_unit(result: Result) -> str:
     """The unit of a throughput: images/s."""
     return per_second(item_of(result.environment))
+
+
+def rate_in_words(result: Result) -> str:
+    """What the arms are compared by: "images/s", of a language model "output tokens/s"."""
+    metric = RATES[result.experiment.kind]
+    return f"{'output ' if metric is OUTPUT_TOKENS else ''}{metric.unit_for(item_of(result.environment))}"
 
 
 def several(result: Result) -> bool:

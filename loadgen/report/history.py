@@ -232,13 +232,13 @@ def _overlay(group: Sequence[PastRun], name: str) -> doc.Chart | None:
             leads = [lead.exp() for c in comparisons if (lead := log_lead(c, pairing.arm)) is not None]
             ratios = [lead.value for lead in leads]
             limits = [None if c.ci95 is None else lead.interval for c, lead in zip(comparisons, leads, strict=True)]
-            name = f"{run.started or run.folder.name}, {shown(pairing.arm)} over {shown(pairing.baseline)}"
+            line = f"{run.started or run.folder.name}, {shown(pairing.arm)} over {shown(pairing.baseline)}"
             loads = [label_text(c.workload) for c in comparisons]
             hover = f"{label_text(run.folder.name)}<br>%{{x}}: %{{y:.3~g}}×<extra></extra>"
-            drawn = joined(number, label_text(name), zip(loads, ratios, strict=True), hover)
+            drawn = joined(number, label_text(line), zip(loads, ratios, strict=True), hover)
             drawn["error_y"] = errors(ratios, limits, color=drawn["line"]["color"])
             lines.append(drawn | {"visible": True if number >= len(group) - SHOWN else "legendonly"})
-    ratios = [y for line in lines for y in line["y"]]
+    ratios = [y for drawn in lines for y in drawn["y"]]
     one: dict[str, Any] = {"type": "line", "xref": "paper", "yref": "y", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
     layout = {
         "height": 380 + 22 * len(lines),

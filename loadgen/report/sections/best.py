@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
 
 import loadgen.report.document as doc
 from loadgen.base.quantities import measured, measured_with_interval, ratio_with_interval, share
@@ -12,7 +11,7 @@ from loadgen.findings.best import BestFound, ServerFigure
 from loadgen.metrics.claims import place
 from loadgen.metrics.comparisons import leading_comparisons, log_lead
 from loadgen.metrics.registry import METRICS
-from loadgen.records.run import Experiment, Label, shown
+from loadgen.records.run import Label, shown
 from loadgen.report.charts import style_at
 from loadgen.stats.estimates import Estimate
 from loadgen.stats.ratios import geometric_mean
@@ -32,26 +31,18 @@ def _style(result: Result, server: Label) -> doc.Style:
     return style_at([*dict.fromkeys(result.experiment.servers.values())].index(server))
 
 
-def _value(figure: ServerFigure) -> str:
-    """ "10,100 (10,050–10,150)" """
-    return measured_with_interval(figure.value, figure.ci95)
-
-
-def _place(experiment: Experiment, name: str) -> str:
-    return next((place(load) for load in experiment.workloads if load.name == name), name)
-
-
 def at_best(result: Result) -> doc.Section | None:
     """Table 1: every server at its best for each load."""
     found = result.of(BestFound)
     rows: list[tuple[doc.Value, ...]] = []
-    for name, group in groupby(sorted(found.at_best, key=lambda f: _order(result, f.workload)), lambda f: f.workload):
-        figures = list(group)
+    for load in result.experiment.workloads:
+        figures = [figure for figure in found.at_best if figure.workload == load.name]
         first = _leader(figures)
         for figure in figures:
             settings = found.settings_of(figure.arm)
-            behind = _behind(result, name, first, figure.arm)
-            rows.append((name, _name(result, figure.server), _value(figure), figure.unit, settings, behind))
+            behind = _behind(result, load.name, first, figure.arm)
+            value = measured_with_interval(figure.value, figure.ci95)
+            rows.append((load.name, _name(result, figure.server), value, figure.unit, settings, behind))
     columns = (
         *doc.names("load", "server"),
         *doc.numbers("measured"),
@@ -67,10 +58,6 @@ def at_best(result: Result) -> doc.Section | None:
         doc.Items([doc.Item(problem, "warning") for problem in found.problems]),
         on=doc.READ,
     )  # fmt: skip
-
-
-def _order(result: Result, name: str) -> int:
-    return [load.name for load in result.experiment.workloads].index(name)
 
 
 def _leader(figures: Sequence[ServerFigure]) -> Label | None:
@@ -102,10 +89,12 @@ def one_configuration(result: Result) -> doc.Section | None:
         settings = found.settings_of(figures[0].arm)
         for figure in figures:
             loss = "–" if figure.loss is None else _loss(figure.loss)
-            rows.append((_name(result, server), settings, figure.workload, _value(figure), figure.unit, loss))
+            value = measured_with_interval(figure.value, figure.ci95)
+            rows.append((_name(result, server), settings, figure.workload, value, figure.unit, loss))
         mean = found.mean_loss.get(server)
         rows.append((_name(result, server), settings, "all loads", "", "", "–" if mean is None else _share(mean - 1.0)))
-    orders = [doc.Item(f"{_place(result.experiment, r.workload)}: {r.words()}") for r in found.rankings]
+    places = {load.name: place(load) for load in result.experiment.workloads}
+    orders = [doc.Item(f"{places.get(r.workload, r.workload)}: {r.words()}") for r in found.rankings]
     columns = (
         *doc.names("server", "settings", "load"), *doc.numbers("measured"), *doc.names("unit"),
         *doc.numbers("own best better by"),

@@ -11,9 +11,8 @@ import math
 import loadgen.report.charts as charts
 import loadgen.report.document as doc
 from loadgen.base.quantities import counted, ratio, ratio_interval, sentence, share
-from loadgen.metrics.registry import OUTPUT_TOKENS, RATES
 from loadgen.metrics.surface import AXIS_TITLES, Surface, SurfacePoint, place_of_users, rows_in_words
-from loadgen.records.run import item_of, shown
+from loadgen.records.run import shown
 from loadgen.verdict.result import Result
 
 WIDTH = 0.97
@@ -55,8 +54,8 @@ def surface_chart(result: Result) -> doc.Chart | None:
     return doc.Chart(
         "surface",
         "",
-        f"The best arm and how many times better it is than the next, by {_measure(result)}; the deeper the colour, "
-        "the larger. The line is where another arm becomes the best, the bar its 95 % interval.",
+        f"The best arm and how many times better it is than the next, by {charts.rate_in_words(result)}; the deeper "
+        "the colour, the larger. The line is where another arm becomes the best, the bar its 95 % interval.",
         data,
         {
             "height": 112 + 40 * len(users),
@@ -89,9 +88,9 @@ def decision_surface(result: Result) -> doc.Section | None:
         ),
         doc.Items([doc.Item(sentence(text)) for text in rows_in_words(surface, result.names)]),
         doc.Text(
-            f"The best arm and how many times better it is than the next, by {_measure(result)}. = means equal within "
-            f"±{margin}, ? that nothing can be told, ✗ that a check failed. A crossing is interpolated between the "
-            "loads beside it; in brackets its 95 % interval.",
+            f"The best arm and how many times better it is than the next, by {charts.rate_in_words(result)}. = means "
+            f"equal within ±{margin}, ? that nothing can be told, ✗ that a check failed. A crossing is interpolated "
+            "between the loads beside it; in brackets its 95 % interval.",
             "note",
             on=doc.TERMINAL | doc.MARKDOWN,
         ),
@@ -102,11 +101,6 @@ def decision_surface(result: Result) -> doc.Section | None:
 def _axes(surface: Surface) -> tuple[list[int], list[int]]:
     """All sizes and all numbers of users, ascending."""
     return sorted({point.size for point in surface.points}), sorted({point.users for point in surface.points})
-
-
-def _measure(result: Result) -> str:
-    metric = RATES[result.experiment.kind]
-    return f"{'output ' if metric is OUTPUT_TOKENS else ''}{metric.unit_for(item_of(result.environment))}"
 
 
 def _factor(point: SurfacePoint) -> str:

@@ -9,7 +9,7 @@ import loadgen.report.document as doc
 from loadgen.base.quantities import join, measured, ratio
 from loadgen.metrics.claims import verdict_words
 from loadgen.metrics.comparisons import Comparison, advantage, leading_comparisons
-from loadgen.metrics.registry import METRICS, OUTPUT_TOKENS, RATES, SERVED, Metric
+from loadgen.metrics.registry import METRICS, RATES, SERVED, Metric
 from loadgen.metrics.summaries import WorkloadSummary, figure_of, interval_of
 from loadgen.records.run import item_of, shown
 from loadgen.report.sections.comparisons import against_baseline
@@ -29,7 +29,7 @@ def throughput_chart(result: Result) -> doc.Chart | None:
     because there the length of a bar says nothing. None without any throughput, and for a shadow, whose arms get the
     same requests."""
     served = {workload.name: workload for workload in result.experiment.workloads if workload.scenario != "shadow"}
-    metric = _metric_of(result)
+    metric = RATES[result.experiment.kind]
     summaries = [s for s in result.summaries if figure_of(s, metric) and s.workload in served]
     names = list(dict.fromkeys(s.workload for s in summaries))
     if not names:
@@ -47,7 +47,7 @@ def throughput_chart(result: Result) -> doc.Chart | None:
         traces = [trace for label in result.experiment.labels for trace in _traces(result, label, some, is_log=is_log)]
         made.append(charts.add_view(data, title, traces, **_layout(result, loads, some)))
     is_log = any("log" in str(view.layout["xaxis"].get("type")) for view in made)
-    item = f"output {metric.unit}" if metric is OUTPUT_TOKENS else charts.rate_unit(result)
+    item = charts.rate_in_words(result)
     return doc.Chart(
         "throughput",
         "",
@@ -60,22 +60,13 @@ def throughput_chart(result: Result) -> doc.Chart | None:
     )
 
 
-def _metric_of(result: Result) -> Metric:
-    """What the bars show: items per second, of a language model output tokens per second."""
-    return RATES[result.experiment.kind]
-
-
-def _unit(result: Result) -> str:
-    return _metric_of(result).unit_for(item_of(result.environment))
-
-
 def _ends(summaries: Sequence[WorkloadSummary], metric: Metric) -> list[float]:
     return [value for s in summaries if (value := figure_of(s, metric))]
 
 
 def _traces(result: Result, label: str, summaries: Sequence[WorkloadSummary], *, is_log: bool) -> list[doc.Figure]:
     """One arm's bars or points, and the figures beside them."""
-    metric = _metric_of(result)
+    metric = RATES[result.experiment.kind]
     rows = [(s.workload, figure_of(s, metric), interval_of(s, metric)) for s in summaries if s.label == label]
     points = [(name, value, bounds) for name, value, bounds in rows if value]
     if not points:
@@ -91,7 +82,8 @@ def _traces(result: Result, label: str, summaries: Sequence[WorkloadSummary], *,
         "offsetgroup": label,
         "showlegend": False,
     }
-    hover = f"%{{y}}: %{{customdata}} {_unit(result)}<extra>{charts.label_text(shown(label))}</extra>"
+    unit = metric.unit_for(item_of(result.environment))
+    hover = f"%{{y}}: %{{customdata}} {unit}<extra>{charts.label_text(shown(label))}</extra>"
     drawn: doc.Figure = {
         **common,
         "x": [charts.rounded(value) for value in values],
@@ -122,9 +114,10 @@ def _traces(result: Result, label: str, summaries: Sequence[WorkloadSummary], *,
 
 
 def _layout(result: Result, names: Sequence[str], summaries: Sequence[WorkloadSummary]) -> doc.Figure:
-    metric, unit = _metric_of(result), _unit(result)
+    metric = RATES[result.experiment.kind]
     ends = _ends(summaries, metric)
     values = [*ends, *(bound for s in summaries for bound in interval_of(s, metric) or ())]
+    unit = metric.unit_for(item_of(result.environment))
     across = charts.value_axis(unit, values if charts.squeezed(ends) else [max(values)])
     # Room for the figure beside the longest bar.
     if across.get("type") == "log":

@@ -258,12 +258,9 @@ def gaps(result: Result) -> doc.Section | None:
 
 def _gap_axis(values: Sequence[float]) -> doc.Figure:
     """From 0, or logarithmic where a stall would squeeze the rest; gaps of 0 are then left of it."""
-    title = "gap, ms"
-    positive = [value for value in values if value > 0.0]
-    most = sorted(positive)[len(positive) // 20 :]  # the shortest gaps are those of chunks that were read together
-    if charts.squeezed(most):
-        return charts.axis(f"{title}, log scale", **charts.log_axis(most))
-    return charts.axis(title, rangemode="tozero")
+    positive = sorted(value for value in values if value > 0.0)
+    # The shortest gaps are those of chunks that were read together.
+    return charts.value_axis("gap, ms", positive[len(positive) // 20 :])
 
 
 def costs(result: Result) -> doc.Section | None:
