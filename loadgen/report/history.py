@@ -185,7 +185,7 @@ def _title(group: Sequence[PastRun]) -> str:
 def _trend(group: Sequence[PastRun], name: str) -> doc.Chart | None:
     """What each server reached in every run, with a button per load."""
     data, views = list[doc.Figure](), list[doc.View]()
-    often = Counter(load for run in group for load in {comparison.workload for comparison in run.leading})
+    often = Counter(load for run in group for load in dict.fromkeys(c.workload for c in run.leading))
     for load, _ in often.most_common():
         points: dict[Label, list[tuple[str, float, str]]] = {}
         about = next(c for run in reversed(group) for c in run.leading if c.workload == load)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from loadgen.cli.report import report
 from loadgen.report.document import Cell
-from loadgen.report.history import past_runs, stored
+from loadgen.report.history import history_document, past_runs, stored
 from loadgen.verdict.result import read_result
 from tests.golden.synthetic_run import Plan, write_run
 
@@ -116,3 +116,16 @@ def test_a_directory_without_a_run_gets_one_sentence(tmp_path: Path) -> None:
     assert "holds no run" in output
     assert "Traceback" not in output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_loads_of_a_trend_stand_in_their_order(tmp_path: Path) -> None:
+    """Not in one that changes from call to call; loads that were measured more often come first."""
+    source = Path(__file__).resolve().parents[4] / "docs/results/2026-11-22-h200-models/resnet50/result.json.gz"
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        shutil.copy(source, tmp_path / name)
+    runs, _ = past_runs(tmp_path)
+    trend = history_document(runs, {}, tmp_path).charts[0]
+    loads = list(dict.fromkeys(comparison.workload for comparison in runs[0].leading))
+    assert len(loads) > 4
+    assert [view.label for view in trend.views] == loads
