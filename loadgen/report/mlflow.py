@@ -89,7 +89,7 @@ def export_result(result: Result, uri: str, folder: Path) -> str:
     for row in result.comparisons:
         if row.ratio is not None:
             base = f"ratio.{row.metric}.{row.workload}.{row.arm}_over_{row.baseline}"
-            overall += _bounds(base, row.ratio, *(row.ci95 or (None, None)))
+            overall += _estimate(base, Estimate.of(row.ratio, row.ci95))
     tags = {"schema": result.schema, "validity": validity(result.checks), "verdict": result.verdict.sentence}
     return _export(uri, "compare", folder, params, result.environment, tags, overall, list(_arms(result)))
 
@@ -149,8 +149,8 @@ def _figures(summary: WorkloadSummary) -> Iterator[Logged]:
         name, value = metric.column or metric.name, figure_of(summary, metric)
         if value is not None and name not in logged and (metric.compared_in is not None or metric.is_count):
             logged.add(name)
-            limits = interval_of(summary, metric) or (None, None)
-            yield from _bounds(f"{name}.{summary.workload}", float(value), *limits)
+            estimate = Estimate.of(float(value), interval_of(summary, metric))
+            yield from _estimate(f"{name}.{summary.workload}", estimate)
 
 
 def _cell(cell: CellResult) -> Iterator[Logged]:
@@ -179,11 +179,7 @@ def _cell(cell: CellResult) -> Iterator[Logged]:
 
 
 def _estimate(name: str, estimate: Estimate, step: int = 0) -> list[Logged]:
-    return _bounds(name, estimate.value, estimate.low, estimate.high, step)
-
-
-def _bounds(name: str, value: float, low: float | None, high: float | None, step: int = 0) -> list[Logged]:
-    numbers = {name: value, f"{name}.low": low, f"{name}.high": high}
+    numbers = {name: estimate.value, f"{name}.low": estimate.low, f"{name}.high": estimate.high}
     return [(key, number, step) for key, number in numbers.items() if number is not None]
 
 

@@ -334,7 +334,7 @@ class _Compared:
         for metric in (self.metric, P99, *(METRICS[name] for name in self.limits)):
             value = figure_of(summary, metric)
             if metric is ENERGY:
-                value = _joules(self.final, contender.name, summary.workload)
+                value = self.final.of(GpuFound).joules_per_item(contender.name, summary.workload)
             figures[metric.name] = FinalFigure(
                 value, _interval(self.final, summary, metric), self.limits.get(metric.name)
             )
@@ -351,15 +351,12 @@ def _interval(final: Result, summary: WorkloadSummary, metric: Metric) -> Interv
     return interval_of(summary, metric)
 
 
-def _joules(final: Result, label: Label, workload: str) -> float | None:
-    return final.of(GpuFound).joules_per_item(label, workload)
-
-
 def _by_energy(final: Result, comparison: Comparison) -> Comparison:
     """The same arms by the energy per item, which is known over all rounds only. Its error is that of the throughput:
     at a nearly constant power the energy per item varies as the time per item does. A winner is named after
     Bonferroni's correction for all pairs of arms."""
-    baseline, arm = (_joules(final, label, comparison.workload) for label in comparison.pairing)
+    joules_per_item = final.of(GpuFound).joules_per_item
+    baseline, arm = (joules_per_item(label, comparison.workload) for label in comparison.pairing)
     error, margin = comparison.error_log, final.experiment.equivalence_margin
     quotient, ci95, is_apart = None, None, False
     if baseline and arm and error is not None:

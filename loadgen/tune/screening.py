@@ -36,7 +36,7 @@ from loadgen.metrics.tokens import samples_of
 from loadgen.records.run import Experiment, Label, RunState
 from loadgen.records.store import StoredRun, read_run
 from loadgen.records.tuning import ANCHOR, OverLimit, Score, TuningRun
-from loadgen.stats.estimates import critical_t
+from loadgen.stats.estimates import SIGNIFICANCE, critical_t
 from loadgen.stats.tails import percentile_of_rounds
 from loadgen.tune.outcome import goal_metrics
 from loadgen.tune.search import Z95
@@ -47,7 +47,6 @@ LEAST_ERROR = 1e-4
 NOT_KNOWN = 1e6
 """The upper end of a limit's interval where the answers are too few for one."""
 LEAST_FOR_P99 = 100
-SIGNIFICANCE = 0.05
 TOO_SLOW = "It is too slow: no block as long as the anchor needs has enough of its requests."
 _MOST_WORDS = 600
 """Characters of why a contender is out: a check may name several."""

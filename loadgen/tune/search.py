@@ -119,8 +119,6 @@ class Choice:
     """None if no finalist was measured, or none meets the limit."""
     equals: tuple[Contender, ...] = ()
     """The other finalists whose measured difference to the best is below the margin."""
-    certain: bool = True
-    """Whether the winner's whole interval is within the limit, not just its value; true without a limit."""
     nearest: Contender | None = None
     """The finalist nearest to the limit, if none meets it."""
 
@@ -264,17 +262,14 @@ class Search:
         is_fresh = any(score.contender in own for score in self._scores("finalists"))
         standings = self.standings(target, "finalists" if is_fresh else "screening")
         measured = [s for s in standings if s.log_ratio is not None and s.out is None]
-        able = [s for s in measured if s.is_safe]
-        certain = bool(able)
-        if not able:
-            able = [s for s in measured if s.over_limit <= 1.0]
+        able = [s for s in measured if s.is_safe] or [s for s in measured if s.over_limit <= 1.0]
         if not able:
             nearest = min(measured, key=lambda s: s.over_limit, default=None)
             return Choice(target, nearest=None if nearest is None else nearest.contender)
         best = max(_value(s) for s in able)
         equal = [s for s in able if _value(s) >= best - CHOICE_MARGIN]
         winner = min(equal, key=lambda s: (len(s.contender.settings), -_value(s))).contender
-        return Choice(target, winner, tuple(s.contender for s in equal if s.contender != winner), certain)
+        return Choice(target, winner, tuple(s.contender for s in equal if s.contender != winner))
 
     def _suggestions(self, target: str) -> Iterator[Contender]:
         """Of one target, what promises most first. Each counts as measured for the next."""
