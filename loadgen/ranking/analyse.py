@@ -9,6 +9,7 @@ intervals may stand in either order. What of a result cannot be ranked is left o
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -212,6 +213,7 @@ def from_result(name: str, result: Result) -> RankInput:
         return nothing("it does not describe its machine")
     machine = machine_of(result.environment).id
     weights = next((str(arm.in_effect["weights"]) for arm in result.arms if arm.in_effect.get("weights")), None)
+    options = Counter(map(_arm_name, result.arms))
     candidates: list[Candidate] = []
     left_out: list[LeftOut] = []
     for arm in result.arms:
@@ -222,7 +224,8 @@ def from_result(name: str, result: Result) -> RankInput:
             continue
         request = result.experiment.arm(arm.label)
         by_length: dict[str | None, list[Point]] = {}
-        for workload in result.experiment.workloads:
+        planned = [load for load in result.experiment.workloads if arm.label in result.experiment.loaded(load)]
+        for workload in planned:
             point, reason = _point(result, arm.label, workload)
             if point is not None:
                 by_length.setdefault(_length(result.environment, workload), []).append(point)
@@ -240,6 +243,8 @@ def from_result(name: str, result: Result) -> RankInput:
                 item={Kind.TENSORS: item_of(result.environment), Kind.TOKENS: TOKEN}[result.experiment.kind],
             )
             option = _arm_name(arm)
+            if options[option] > 1:
+                option = f"{option}: {result.names[arm.label]}"
             candidates.append(Candidate(work=work, name=option, machine=machine, result=name, points=tuple(points)))
     return RankInput(name, result.environment, tuple(candidates), tuple(left_out))
 

@@ -142,3 +142,14 @@ def test_every_published_result_can_be_read() -> None:
         read = from_result(str(path), result)
         assert read.candidates or read.left_out
         assert not result.valid or read.candidates or result.environment is None
+
+
+def test_arms_of_one_server_are_told_apart_and_miss_nothing_that_was_not_planned_for_them() -> None:
+    """A comparison of every server at its best, whose arms each have some of the loads."""
+    table = read_result(RESULTS / "2026-11-29-h200/table/result.json")
+    read = from_result("r", table)
+    names = [candidate.name for candidate in read.candidates]
+    assert len({*names}) == len(names) == len(table.arms)
+    assert "Triton 2.70, python backend, torch fp16 (auto): Triton with engine torch and 4 instances" in names
+    assert "native torch fp16 (graph)" in names
+    assert read.left_out == ()
