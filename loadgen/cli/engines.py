@@ -120,12 +120,9 @@ def _new(out: Path | None, settings: MatrixSettings) -> tuple[MatrixPlan, Enviro
     from loadgen.engines.plan import expand, make_plan, requests_of
     from loadgen.engines.worker_process import check, read_offers
     from loadgen.measure.machine import read_environment
-    from loadgen.records.matrix import MatrixPlan
 
     check_out(out)
     announce("asking which engines and models this machine can measure")
-    if out is not None and (out / MatrixPlan.FILE).exists():
-        raise PlanError(f"--out {out} already holds a matrix; give another folder, or continue it with --resume {out}")
     try:
         kind = settings.kind
     except ValueError as exc:

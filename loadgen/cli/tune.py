@@ -130,8 +130,6 @@ def _check(settings: TuneSettings, out: Path | None) -> Experiment:
         arms[ANCHOR] = ArmSettings(target=settings.arms[0])
     asked = screening_settings(settings, arms)
     check_tuning(settings, gpu=expects_gpu(*make_arms(asked)))
-    if out is not None and (out / Tuning.FILE).exists():
-        raise PlanError(f"--out {out} already holds a tuning; give another folder, or go on with --resume {out}")
     return check_run(plan_experiment(asked), out, {}).runs[0][1]
 
 

@@ -181,6 +181,8 @@ MISTAKES = [
     ("compare --out file.yaml", "--out file.yaml is a file; give a folder"),
     ("compare --out /proc/none", "--out /proc/none: cannot write to /proc"),
     ("compare --out run", "--out run already holds a run; give another folder"),
+    ("compare --best --out chosen", "--out chosen already holds a comparison with --best; give another folder, or"),
+    ("compare --out tuned", "--out tuned already holds a tuning; give another folder, or continue it with --resume"),
     ("compare no-such.yaml", "no-such.yaml: No such file or directory; give the path of an experiment file"),
     ("compare file.yaml", "file.yaml: unknown key concurency; did you mean concurrency?"),
     ("compare --a native --b native --model openclip_vit_b23", "unknown model 'openclip_vit_b23'"),
@@ -205,6 +207,9 @@ def test_a_mistake_is_one_sentence_with_status_2_and_nothing_is_written(
     (tmp_path / "file.yaml").write_text("concurency: 3\n")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "experiment.json").write_text("{}")
+    for folder, name in (("chosen", "best.json"), ("tuned", "tuning.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text("{}")
     before = sorted(tmp_path.rglob("*"))
     done = called(*line.split(), columns=300)
     assert done.exit_code == 2, done.output
