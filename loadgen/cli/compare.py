@@ -215,7 +215,8 @@ def _run_best(
         if not record.done:
             record = choose(settings, planned, record, folder, run_stage, gpu=expects_gpu(*planned.arms))
     except KeyboardInterrupt:
-        complain(f"interrupted while choosing; go on with: {again}", style="bold yellow")
+        more = f" while choosing; go on with: {again}" if (folder / BestRecord.FILE).exists() else " before any load"
+        complain(f"interrupted{more}", style="bold yellow")
         return EXIT_INTERRUPTED, None
     except (PlanError, StorageError, StoredRunError) as exc:
         complain(str(exc))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from loadgen.cli.compare import _resumed
+from loadgen.cli.compare import _resumed, _run_best
 from loadgen.experiment.plan import GPU_BLOCK_S, GPU_REQUESTS, GPU_WINDOW_S, PlanError
 from loadgen.experiment.settings import ExperimentSettings
 from loadgen.findings.best import BestRecord, Tried, TriedConfiguration, TriedServer
@@ -217,3 +217,19 @@ def test_it_goes_on_where_it_was_begun_alone(tmp_path: Path) -> None:
     write_record(tmp_path / FOLDER / "1" / Environment.FILE, other)
     with pytest.raises(PlanError, match=r"another machine or with other versions \(cpu_model another CPU instead of"):
         _resumed(tmp_path, None)
+
+
+def test_an_interruption_names_how_it_goes_on_only_if_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> BestRecord:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(best, "read_servers", interrupted)
+    monkeypatch.setattr(best, "choose", interrupted)
+    settings = ExperimentSettings.model_validate({"best": True})
+    assert _run_best(settings, planned(), tmp_path, None) == (130, None)
+    assert "--resume" not in capsys.readouterr().err
+    write_record(tmp_path / BestRecord.FILE, BestRecord(servers=(), settings=settings.content()))
+    assert _run_best(settings, planned(), tmp_path, None) == (130, None)
+    assert "abserve compare --resume" in capsys.readouterr().err
