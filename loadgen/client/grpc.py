@@ -108,6 +108,50 @@ GREETING = (
 """What a client says first: no dynamic table of headers, no pushes, and windows that no answer fills."""
 
 
+class SendLimits:
+    """What the server at the other end lets its client send, by the frames that it has sent so far."""
+
+    def __init__(self) -> None:
+        self.window = self.stream_window = self._initial_window = DEFAULT_WINDOW
+        """Bytes for which the connection and the current stream have room, and what a new stream has."""
+        self.max_frame = DEFAULT_FRAME
+        self.has_settings = False
+        self.stream = 0
+
+    def open(self, stream: int) -> None:
+        """A new stream is the current one."""
+        self.stream, self.stream_window = stream, self._initial_window
+
+    def take(self, kind: int, flags: int, stream: int, content: bytes | memoryview) -> list[bytes | memoryview]:
+        """Heed a frame; the parts that answer it. Raises `ResponseError` for what HTTP/2 does not allow."""
+        if kind == WINDOW_UPDATE:
+            increment = NUMBER.unpack_from(content)[0] & MOST_WINDOW
+            if stream == 0:
+                self.window += increment
+            elif stream == self.stream:
+                self.stream_window += increment
+        elif kind == SETTINGS and not flags & ACK:
+            self._take_settings(content)
+            return [frame_head(SETTINGS, ACK, 0, 0)]
+        elif kind == PING and not flags & ACK:
+            return [frame_head(PING, ACK, 0, len(content)), bytes(content)]
+        return []
+
+    def _take_settings(self, content: bytes | memoryview) -> None:
+        for place in range(0, len(content) - 5, SETTING.size):
+            name, value = SETTING.unpack_from(content, place)
+            if name == INITIAL_WINDOW_SIZE:
+                if value > MOST_WINDOW:
+                    raise ResponseError("the server sets a window that HTTP/2 does not allow")
+                self.stream_window += value - self._initial_window
+                self._initial_window = value
+            elif name == MAX_FRAME_SIZE:
+                if not DEFAULT_FRAME <= value <= _LARGEST_FRAME:
+                    raise ResponseError("the server sets a frame size that HTTP/2 does not allow")
+                self.max_frame = value
+        self.has_settings = True
+
+
 class Http2Connection:
     """One connection. After a `ResponseError`, an `OSError` or a `TimeoutError` it can only be closed."""
 
@@ -122,14 +166,9 @@ class Http2Connection:
         self._buffer = bytearray(4 * DEFAULT_FRAME)
         self._view = memoryview(self._buffer)
         self._filled = 0
-        self._send_window = DEFAULT_WINDOW
-        self._initial_window = DEFAULT_WINDOW
-        self._stream_window = 0
-        self._max_frame = DEFAULT_FRAME
+        self._limits = SendLimits()
         self._unacknowledged = 0
         self._next_stream = 1
-        self._stream = 0
-        self._has_settings = False
         self.going_away = False
         """The server accepts no more streams on this connection."""
         self.answered = False
@@ -147,7 +186,7 @@ class Http2Connection:
         self._decoder.header_table_size = self._decoder.max_allowed_table_size = 0
         self._deadline.begin(connection, perf_counter_ns())
         self._socket.sendall(GREETING)
-        while not self._has_settings:
+        while not self._limits.has_settings:
             self.receive()
 
     def close(self) -> None:
@@ -171,17 +210,16 @@ class Http2Connection:
         `ended`. The deadline counts from `now_ns`."""
         self._deadline.begin(self._socket, now_ns)
         self._bytes_left = self._most_bytes
-        sent, total = 0, sum(map(len, pieces))
-        self._idle_frames = -_UPDATES_PER_FRAME * (total // self._max_frame)
+        sent, total, limits = 0, sum(map(len, pieces)), self._limits
+        self._idle_frames = -_UPDATES_PER_FRAME * (total // limits.max_frame)
         stream, self._next_stream = self._next_stream, self._next_stream + 2
-        self._stream, self._stream_window = stream, self._initial_window
+        limits.open(stream)
         self.answered = self.ended = False
         self.fields, self.body, self.reset = {}, [], None
         parts: list[bytes | memoryview] = [frame_head(HEADERS, END_HEADERS, stream, len(head)), head]
         piece, start = 0, 0
         while sent < total:
-            room = min(self._send_window, self._stream_window)
-            size = min(room, self._max_frame, total - sent)
+            size = min(limits.window, limits.stream_window, limits.max_frame, total - sent)
             if size <= 0:
                 self._send(parts)
                 parts = []
@@ -190,8 +228,8 @@ class Http2Connection:
                 if self.ended:
                     break
                 continue
-            self._send_window -= size
-            self._stream_window -= size
+            limits.window -= size
+            limits.stream_window -= size
             last = sent + size == total
             parts.append(frame_head(DATA, END_STREAM if last else 0, stream, size))
             sent += size
@@ -223,7 +261,7 @@ class Http2Connection:
                 raise ResponseError("the server does not speak HTTP/2, or sends frames larger than allowed")
             if end > self._filled:
                 break
-            if not self._has_settings and kind != SETTINGS:
+            if not self._limits.has_settings and kind != SETTINGS:
                 raise ResponseError("the server does not begin with HTTP/2 settings")
             if kind != DATA or start == end:
                 self._idle_frames += 1
@@ -240,7 +278,7 @@ class Http2Connection:
         if place and left:
             self._view[:left] = bytes(self._view[place : self._filled])
         self._filled = left
-        if not self.ended or not self._has_settings:
+        if not self.ended or not self._limits.has_settings:
             self._deadline.check(connection)
 
     def _process(self, kind: int, flags: int, stream: int, content: memoryview) -> None:
@@ -248,37 +286,14 @@ class Http2Connection:
             self._process_data(flags, stream, content)
         elif kind in (HEADERS, CONTINUATION):
             self._process_headers(kind, flags, stream, content)
-        elif kind == WINDOW_UPDATE:
-            increment = NUMBER.unpack_from(content)[0] & MOST_WINDOW
-            if stream == 0:
-                self._send_window += increment
-            elif stream == self._stream:
-                self._stream_window += increment
-        elif kind == SETTINGS and not flags & ACK:
-            self._process_settings(content)
-        elif kind == PING and not flags & ACK:
-            self._send([frame_head(PING, ACK, 0, len(content)), bytes(content)])
-        elif kind == RST_STREAM and stream == self._stream:
+        elif kind == RST_STREAM and stream == self._limits.stream:
             self.reset, self.ended = NUMBER.unpack_from(content)[0], True
         elif kind == GOAWAY:
             self.going_away = True
-            if not self.ended and NUMBER.unpack_from(content)[0] & MOST_WINDOW < self._stream:
+            if not self.ended and NUMBER.unpack_from(content)[0] & MOST_WINDOW < self._limits.stream:
                 raise ResponseError("the server closes the connection and has not processed the request")
-
-    def _process_settings(self, content: memoryview) -> None:
-        for place in range(0, len(content) - 5, SETTING.size):
-            name, value = SETTING.unpack_from(content, place)
-            if name == INITIAL_WINDOW_SIZE:
-                if value > MOST_WINDOW:
-                    raise ResponseError("the server sets a window that HTTP/2 does not allow")
-                self._stream_window += value - self._initial_window
-                self._initial_window = value
-            elif name == MAX_FRAME_SIZE:
-                if not DEFAULT_FRAME <= value <= _LARGEST_FRAME:
-                    raise ResponseError("the server sets a frame size that HTTP/2 does not allow")
-                self._max_frame = value
-        self._has_settings = True
-        self._send([frame_head(SETTINGS, ACK, 0, 0)])
+        elif answer := self._limits.take(kind, flags, stream, content):
+            self._send(answer)
 
     def _process_data(self, flags: int, stream: int, content: memoryview) -> None:
         self._unacknowledged += len(content)
@@ -288,7 +303,7 @@ class Http2Connection:
         self._bytes_left -= len(content) + _FRAME_COST_BYTES
         if self._bytes_left < 0:
             raise ResponseError(f"the response is larger than the limit of {self._most_bytes:,} bytes")
-        if stream != self._stream or self.ended:
+        if stream != self._limits.stream or self.ended:
             return
         self.answered = True
         if flags & PADDED:
@@ -307,7 +322,7 @@ class Http2Connection:
         self._blocks += content
         if len(self._blocks) > _MOST_HEADER_BYTES:
             raise ResponseError(f"the server sends more than {_MOST_HEADER_BYTES:,} bytes of headers")
-        if not flags & END_HEADERS or stream != self._stream or self.ended:
+        if not flags & END_HEADERS or stream != self._limits.stream or self.ended:
             return
         self.answered = True
         self.fields |= self._decoded(self._blocks)

@@ -25,25 +25,17 @@ from typing import Literal, cast
 
 from loadgen.client.connection import Address
 from loadgen.client.grpc import (
-    ACK,
     DATA,
-    DEFAULT_FRAME,
-    DEFAULT_WINDOW,
     END_HEADERS,
     END_STREAM,
     GOAWAY,
     GREETING,
     HEADERS,
-    INITIAL_WINDOW_SIZE,
-    MAX_FRAME_SIZE,
     MOST_WINDOW,
     NUMBER,
-    PING,
     PREFIX,
     SERVICE,
-    SETTING,
-    SETTINGS,
-    WINDOW_UPDATE,
+    SendLimits,
     frame_head,
     header_block,
 )
@@ -400,9 +392,8 @@ class _GrpcCopyConnection(_CopyConnection):
         super().__init__(shadow)
         self._stream = -1
         self._unsent = memoryview(b"")
-        self._has_settings = self._is_ending = False
-        self._window = self._initial_window = self._stream_window = DEFAULT_WINDOW
-        self._most_frame = DEFAULT_FRAME
+        self._is_ending = False
+        self._limits = SendLimits()
         self._received_bytes = 0
 
     def _make_tap(self) -> GrpcTap:
@@ -416,7 +407,7 @@ class _GrpcCopyConnection(_CopyConnection):
         """Its time begins anew with the last frame, for which the candidate may have no room yet."""
         copy.sent_ns = perf_counter_ns()
         self._stream += 2
-        self._stream_window = self._initial_window
+        self._limits.open(self._stream)
         prefix = PREFIX.pack("grpc-encoding" in copy.headers, copy.content_bytes)
         self._unsent = memoryview(b"".join([prefix, *copy.content]))
         address = self._shadow.candidate
@@ -427,13 +418,14 @@ class _GrpcCopyConnection(_CopyConnection):
 
     def _send_unsent(self, parts: list[bytes | memoryview]) -> None:
         """Send these parts, and as much of the message as the candidate takes now."""
-        while self._has_settings and self._unsent:
-            size = min(self._window, self._stream_window, self._most_frame, len(self._unsent))
+        limits = self._limits
+        while limits.has_settings and self._unsent:
+            size = min(limits.window, limits.stream_window, limits.max_frame, len(self._unsent))
             if size <= 0:
                 break
             piece, self._unsent = self._unsent[:size], self._unsent[size:]
-            self._window -= size
-            self._stream_window -= size
+            limits.window -= size
+            limits.stream_window -= size
             flags = 0 if self._unsent else END_STREAM
             parts.append(frame_head(DATA, flags, self._stream, size) + piece)
         if self._transport is None or not parts:
@@ -444,19 +436,8 @@ class _GrpcCopyConnection(_CopyConnection):
             self._write_last(self.copy, parts)
 
     def _control(self, kind: int, flags: int, stream: int, content: bytes) -> None:
-        answer: list[bytes | memoryview] = []
-        if kind == WINDOW_UPDATE:
-            size = NUMBER.unpack_from(content)[0] & MOST_WINDOW
-            if not stream & MOST_WINDOW:
-                self._window += size
-            elif stream == self._stream:
-                self._stream_window += size
-        elif kind == SETTINGS and not flags & ACK:
-            self._take_settings(content)
-            answer = [frame_head(SETTINGS, ACK, 0, 0)]
-        elif kind == PING and not flags & ACK:
-            answer = [frame_head(PING, ACK, 0, len(content)), content]
-        elif kind == GOAWAY:
+        answer = self._limits.take(kind, flags, stream, content)
+        if kind == GOAWAY:
             self._is_ending = True
             if self.copy is None or NUMBER.unpack_from(content)[0] & MOST_WINDOW < self._stream:
                 self._has_received = False
@@ -466,15 +447,6 @@ class _GrpcCopyConnection(_CopyConnection):
             self._transport.write(b"".join(answer))
             if self._unsent:
                 self._send_unsent([])
-
-    def _take_settings(self, content: bytes) -> None:
-        for name, value in SETTING.iter_unpack(content):
-            if name == INITIAL_WINDOW_SIZE:
-                self._stream_window += value - self._initial_window
-                self._initial_window = value
-            elif name == MAX_FRAME_SIZE:
-                self._most_frame = value
-        self._has_settings = True
 
     def buffer_updated(self, nbytes: int) -> None:
         self._received_bytes += nbytes
