@@ -183,7 +183,7 @@ def figures_in(label: str, pair: int, figure: float | None, restart: int = 0) ->
     return BlockSummary(
         **{
             **empty, "index": pair, "workload": STREAMED.name, "round": pair, "label": label, "restart": restart,
-            "complete": True, "errors": 0, "samples": 0,
+            "complete": True, "requests": 1, "errors": 0, "samples": 0,
             "figures": {metric.name: figure for metric in metrics_of(STREAMED)},
         }
     )  # fmt: skip

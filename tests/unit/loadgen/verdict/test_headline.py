@@ -61,17 +61,15 @@ def test_of_several_servers_one_is_ahead_where_it_beats_all_of_them(
     assert ("ahead at both loads" in text) is ahead
 
 
-def test_an_arm_is_not_called_ahead_of_one_that_it_is_not_separated_from() -> None:
+@pytest.mark.parametrize(("beside_c", "said"), [("inconclusive", False), ("baseline_better", True)])
+def test_an_arm_is_not_called_ahead_of_one_that_it_is_not_separated_from(beside_c: Outcome, said: bool) -> None:
     """B beats C, and A, whose figures vary, measured first."""
-    for beside_c, said in (("inconclusive", False), ("baseline_better", True)):
-        first, second, main = (
-            compared("a", "b", 0.9, "inconclusive"), compared("a", "c", 0.5, beside_c),
-            compared("b", "c", 0.55, "baseline_better"),
-        )  # fmt: skip
-        (ranking,) = rank([first, second, main], lambda _: "a")
-        wordings = _claims(main, {label: label.upper() for label in "abc"}, "with 16 users", ranking)
-        assert any("ahead, not separated" in wording for wording in wordings) is said
-        assert all("B handles 1.82 times the load of C" in wording for wording in wordings)
+    first, second = compared("a", "b", 0.9, "inconclusive"), compared("a", "c", 0.5, beside_c)
+    main = compared("b", "c", 0.55, "baseline_better")
+    (ranking,) = rank([first, second, main], lambda _: "a")
+    wordings = _claims(main, {label: label.upper() for label in "abc"}, "with 16 users", ranking)
+    assert any("ahead, not separated" in wording for wording in wordings) is said
+    assert all("B handles 1.82 times the load of C" in wording for wording in wordings)
 
 
 def test_a_run_that_is_not_valid_says_so_before_it_names_a_leader(results: dict[str, Result]) -> None:
