@@ -16,6 +16,7 @@ together (`loadgen.stats.tails`). All of them allow for successive pairs that re
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -459,12 +460,11 @@ the arm that wins."""
 
 def _failed_shares(blocks: Sequence[BlockSummary]) -> dict[tuple[str, Label], float]:
     """The share of an arm's requests in a workload that failed, over its complete blocks."""
-    counts: dict[tuple[str, Label], tuple[int, int]] = {}
-    for block in blocks:
-        if block.complete:
-            errors, requests = counts.get((block.workload, block.label), (0, 0))
-            counts[block.workload, block.label] = errors + block.errors, requests + block.requests
-    return {key: errors / requests for key, (errors, requests) in counts.items() if requests}
+    errors, requests = Counter[tuple[str, Label]](), Counter[tuple[str, Label]]()
+    for block in (block for block in blocks if block.complete):
+        errors[block.workload, block.label] += block.errors
+        requests[block.workload, block.label] += block.requests
+    return {key: errors[key] / sent for key, sent in requests.items() if sent}
 
 
 def _of_answers(
