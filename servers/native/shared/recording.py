@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ import structlog
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import Statistics
 from servers.native.shared.tls import Front
-from servers.options.command_line import flag_of
+from servers.options.command_line import flag_of, is_chosen
 from servers.options.defaults import OptionError
 
 log = structlog.get_logger("abserve.server")
@@ -86,7 +87,7 @@ def recording(settings: NativeSettings) -> Iterator[socket.socket | None]:
 def check_recording(settings: NativeSettings) -> None:
     """Raise `OptionError` if the settings record into a folder that holds a recording, or nothing is to be recorded."""
     if settings.record is None:
-        for name in settings.chosen(RECORD_OPTIONS):
+        for name in filter(partial(is_chosen, settings), RECORD_OPTIONS):
             raise OptionError(f"{flag_of(name)} is for a server that records: add --record FOLDER")
         return
     folder = settings.record
