@@ -20,6 +20,7 @@ from servers.engines.interface import EngineDescription
 from servers.engines.padding import batch_key, pad_to_text, padding_of
 from servers.models.images import Decoding, DecodingSettings, ImageDecoder
 from servers.models.specification import ModelSpecification
+from servers.native.front.templates import INLINE_READ_BYTES, TemplateCache
 from servers.native.shared.errors import FailureLog, RefusedError, expired
 from servers.native.shared.interface import (
     ControlModel,
@@ -51,8 +52,6 @@ from servers.protocol.tensors import Array
 log = FailureLog("abserve.front")
 
 DECODING_S = 30.0
-INLINE_READ_BYTES = 2**20
-"""More bytes of system shared memory than this are read in threads."""
 PIECE_BYTES = 4 * 2**20
 """What one thread reads at a time: a core copies this much in half a millisecond."""
 
@@ -211,6 +210,8 @@ class InferenceService(ModelService):
         super().__init__(signature_of(specification, settings), settings, statistics)
         self.specification = specification
         self.padding = padding_of(specification, settings.pad_sizes)
+        self.templates = TemplateCache(self.signature, self.padding)
+        """Of requests over HTTP."""
         self.decoding: DecodingSettings | None = None  # None for a model that takes tensors
         self._decoder: RequestDecoder | None = None
         if specification.payload == "jpeg":
@@ -268,6 +269,7 @@ class InferenceService(ModelService):
         """The same model on another link, not ready until `apply` says so; see `ServedModels.replace`."""
         service = copy(self)
         service._link, service.state, service.description = link, ModelState.LOADING, None
+        service.templates = TemplateCache(self.signature, self.padding)  # answers name the version
         return service
 
     def latest(self) -> InferenceService:

@@ -19,7 +19,6 @@ import numpy as np
 import orjson
 
 from servers.engines.padding import BatchKey, Padding, batch_key
-from servers.native.front.inference import INLINE_READ_BYTES
 from servers.native.shared.interface import QueuedRequest
 from servers.protocol.codec import HEADER_LENGTH, encode_response, write_output
 from servers.protocol.records import (
@@ -34,6 +33,8 @@ from servers.protocol.records import (
 )
 from servers.protocol.tensors import Array, like
 
+INLINE_READ_BYTES = 2**20
+"""More bytes of system shared memory than this are read in threads."""
 KEPT_TEMPLATES = 256
 KEPT_BYTES = 4096
 """Requests with more bytes around their tensors are decoded each time."""

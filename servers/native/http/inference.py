@@ -15,7 +15,7 @@ from typing import Any
 
 from servers.native.front.inference import InferenceService, ServedModels, check_version
 from servers.native.front.region_table import RegionTable
-from servers.native.front.templates import KEPT_BYTES, Repeated, RequestTemplate, TemplateCache
+from servers.native.front.templates import KEPT_BYTES, Repeated, RequestTemplate
 from servers.native.http.connection import CONTINUE, Application, HttpFrontEnd, HttpServerConnection
 from servers.native.http.parser import HttpRequest, HttpResponse, RequestHead, refusal
 from servers.native.shared.errors import HOLDS_ENOUGH, INTERNAL_ERROR, FailureLog, failure_reason
@@ -38,16 +38,6 @@ _ENCODINGS = ("gzip", "x-gzip", "deflate")
 _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 
 
-class ServiceTemplates(dict[InferenceService, TemplateCache]):
-    """The templates of each model; without those of services that others have replaced."""
-
-    def __missing__(self, service: InferenceService) -> TemplateCache:
-        for replaced in [known for known in self if known.successor is not None]:
-            del self[replaced]
-        self[service] = templates = TemplateCache(service.signature, service.padding)
-        return templates
-
-
 class InferenceFrontEnd(HttpFrontEnd[InferenceService]):
     """The front end of models that take and answer tensors."""
 
@@ -61,7 +51,6 @@ class InferenceFrontEnd(HttpFrontEnd[InferenceService]):
     ) -> None:
         super().__init__(application, models, settings, memory)
         self.regions = regions
-        self.templates = ServiceTemplates()
         # One thread each: JSON holds the interpreter, so that more threads would only take longer each.
         self.parsing = ThreadPoolExecutor(1, "parsing")
         self.encoding = ThreadPoolExecutor(1, "encoding")
@@ -182,11 +171,11 @@ class PendingHttpRequest:
         request: InferRequest | None = None
         header_bytes = body.nbytes if json_bytes is None else json_bytes
         if 0 < header_bytes <= KEPT_BYTES and service.direct:
-            templates, header = front_end.templates[service], bytes(body[:header_bytes])
-            repeated = templates.find(header, body.nbytes)
+            header = bytes(body[:header_bytes])
+            repeated = service.templates.find(header, body.nbytes)
             if repeated is None:
                 request = self._decode(body, json_bytes)
-                repeated = templates.keep(header, request, body.nbytes)
+                repeated = service.templates.keep(header, request, body.nbytes)
             times.decode_ns = time.perf_counter_ns() - received_ns
             if repeated is not None:
                 return repeated

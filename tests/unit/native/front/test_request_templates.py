@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servers.engines.padding import Padding
-from servers.native.front.inference import INLINE_READ_BYTES
-from servers.native.front.templates import TemplateCache
+from servers.native.front.templates import INLINE_READ_BYTES, TemplateCache
 from servers.protocol.codec import decode_request, encode_response
 from servers.protocol.errors import InvalidRequestError, NotFoundError
 from servers.protocol.records import InferResponse, ModelSignature, OutputTensor, RegionReference, RegionWindow
