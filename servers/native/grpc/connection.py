@@ -36,13 +36,7 @@ from servers.native.grpc.http2 import (
 from servers.native.grpc.messages import MessageTemplates
 from servers.native.shared.errors import HOLDS_ENOUGH, failure_reason
 from servers.native.shared.keys import NO_KEY, OPEN_METHODS, Keys
-from servers.native.shared.limits import (
-    KEYLESS_LINGER_BYTES,
-    MAX_INFLATING,
-    STREAM_UNREAD_BYTES,
-    InflatingThread,
-    Uptake,
-)
+from servers.native.shared.limits import KEYLESS_LINGER_BYTES, STREAM_UNREAD_BYTES, InflatingThread, Uptake
 from servers.native.shared.memory import RequestMemory, UnreadAnswers
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes, Statistics
@@ -652,9 +646,7 @@ class GrpcConnections(FrontConnections):
         self.budget = memory.budget
         # One thread: reading values holds the interpreter, so that more threads would only take longer each.
         self.reading = ThreadPoolExecutor(1, "reading")
-        self.inflating = InflatingThread(
-            f"the server inflates {MAX_INFLATING} messages now; send it later or uncompressed"
-        )
+        self.inflating = InflatingThread()
         self.templates = MessageTemplates()
         self._methods = methods
         self._statistics = statistics

@@ -20,7 +20,7 @@ from servers.native.http.connection import CONTINUE, Application, HttpFrontEnd, 
 from servers.native.http.parser import HttpRequest, HttpResponse, RequestHead, refusal
 from servers.native.shared.errors import HOLDS_ENOUGH, INTERNAL_ERROR, FailureLog, failure_reason
 from servers.native.shared.interface import QueuedRequest
-from servers.native.shared.limits import MAX_INFLATING, InflatingThread, decompress, in_thread
+from servers.native.shared.limits import InflatingThread, decompress, in_thread
 from servers.native.shared.memory import ByteBudget, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.protocol.codec import HEADER_LENGTH, decode_request, encode_pieces, is_slow_to_encode, parse_header_length
@@ -54,9 +54,7 @@ class InferenceFrontEnd(HttpFrontEnd[InferenceService]):
         # One thread each: JSON holds the interpreter, so that more threads would only take longer each.
         self.parsing = ThreadPoolExecutor(1, "parsing")
         self.encoding = ThreadPoolExecutor(1, "encoding")
-        self.inflating = InflatingThread(
-            f"the server inflates {MAX_INFLATING} bodies now; send this later or uncompressed"
-        )
+        self.inflating = InflatingThread()
 
     def pending(self, connection: HttpServerConnection, request: HttpRequest) -> PendingHttpRequest:
         return PendingHttpRequest(self, connection, request)

@@ -122,15 +122,14 @@ class InflatingThread:
     """Inflates compressed bodies one at a time, and refuses more than `MAX_INFLATING` at once; for one event loop. One
     thread, apart from those that parse: a few compressed bytes are as much work as a megabyte of plain JSON."""
 
-    def __init__(self, refusal: str) -> None:
-        self._refusal = refusal
+    def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "inflating")
         self._count = 0
 
     async def run(self, inflate: Callable[..., R], *arguments: object) -> R:
         """Call `inflate` in the thread. Raises `UnavailableError` when too many wait already."""
         if self._count >= MAX_INFLATING:
-            raise UnavailableError(self._refusal)
+            raise UnavailableError(f"the server inflates {MAX_INFLATING} requests now; send this later or uncompressed")
         self._count += 1
         try:
             return await in_thread(self._thread, inflate, *arguments)
