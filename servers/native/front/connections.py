@@ -6,9 +6,10 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from servers.native.shared.errors import FailureLog
-from servers.native.shared.limits import Turns
+from servers.native.shared.limits import InflatingThread, Turns
 from servers.native.shared.memory import RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes
@@ -36,6 +37,9 @@ class FrontConnections(ABC):
         self.scratch = bytearray(READ_BYTES)
         self.room = memoryview(self.scratch)
         """Of all connections, since each read is used up before the next."""
+        # One thread each: reading values holds the interpreter, so that more threads would only take longer each.
+        self.reading = ThreadPoolExecutor(1, "reading")
+        self.inflating = InflatingThread()
         self.turns = Turns(turns_ns)
         """Of connections that have more to be read or answered than others should wait for."""
         self.on_close: Callable[[], None] = lambda: None

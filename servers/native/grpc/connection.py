@@ -17,7 +17,6 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -36,7 +35,7 @@ from servers.native.grpc.http2 import (
 from servers.native.grpc.messages import MessageTemplates
 from servers.native.shared.errors import HOLDS_ENOUGH, failure_reason
 from servers.native.shared.keys import NO_KEY, OPEN_METHODS, Keys
-from servers.native.shared.limits import KEYLESS_LINGER_BYTES, STREAM_UNREAD_BYTES, InflatingThread, Uptake
+from servers.native.shared.limits import KEYLESS_LINGER_BYTES, STREAM_UNREAD_BYTES, Uptake
 from servers.native.shared.memory import RequestMemory, UnreadAnswers
 from servers.native.shared.settings import NativeSettings
 from servers.native.shared.statistics import RequestTimes, Statistics
@@ -644,9 +643,6 @@ class GrpcConnections(FrontConnections):
         self.keys: Keys | None = None
         """One of which a call needs; None: it needs none."""
         self.budget = memory.budget
-        # One thread: reading values holds the interpreter, so that more threads would only take longer each.
-        self.reading = ThreadPoolExecutor(1, "reading")
-        self.inflating = InflatingThread()
         self.templates = MessageTemplates()
         self._methods = methods
         self._statistics = statistics

@@ -20,7 +20,7 @@ from servers.native.http.connection import CONTINUE, Application, HttpFrontEnd, 
 from servers.native.http.parser import HttpRequest, HttpResponse, RequestHead, refusal
 from servers.native.shared.errors import HOLDS_ENOUGH, INTERNAL_ERROR, FailureLog, failure_reason
 from servers.native.shared.interface import QueuedRequest
-from servers.native.shared.limits import InflatingThread, decompress, in_thread
+from servers.native.shared.limits import decompress, in_thread
 from servers.native.shared.memory import ByteBudget, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.protocol.codec import HEADER_LENGTH, decode_request, encode_pieces, is_slow_to_encode, parse_header_length
@@ -51,10 +51,7 @@ class InferenceFrontEnd(HttpFrontEnd[InferenceService]):
     ) -> None:
         super().__init__(application, models, settings, memory)
         self.regions = regions
-        # One thread each: JSON holds the interpreter, so that more threads would only take longer each.
-        self.parsing = ThreadPoolExecutor(1, "parsing")
-        self.encoding = ThreadPoolExecutor(1, "encoding")
-        self.inflating = InflatingThread()
+        self.encoding = ThreadPoolExecutor(1, "encoding")  # as `reading`
 
     def pending(self, connection: HttpServerConnection, request: HttpRequest) -> PendingHttpRequest:
         return PendingHttpRequest(self, connection, request)
@@ -201,7 +198,7 @@ class PendingHttpRequest:
             if (body.nbytes if json_bytes is None else json_bytes) <= INLINE_JSON_BYTES:
                 request = self._decode(body, json_bytes)
             else:
-                request = await in_thread(self._front_end.parsing, self._decode, body, json_bytes)
+                request = await in_thread(self._front_end.reading, self._decode, body, json_bytes)
         times.decode_ns = time.perf_counter_ns() - started_ns
         response = await self._service.infer(request, times)
         assert self._head.target is not None
