@@ -50,7 +50,6 @@ from servers.protocol.errors import (
     UnsupportedError,
 )
 from servers.protocol.records import InferRequest, RegionWindow
-from servers.protocol.tensors import Array
 
 log = FailureLog("abserve.grpc")
 
@@ -218,7 +217,8 @@ class PendingGrpcRequest:
         version = message.model_version or None
         self._service = service = front_end.models.find(message.model_name, version)
         service.check_accepting()
-        request = decode_message(parsed, front_end.regions.find, service.signature, front_end.allocate)
+        regions = front_end.regions
+        request = decode_message(parsed, regions.find, service.signature, regions.allocate)
         return request, raw, version
 
     def _succeed(self, pieces: list[bytes]) -> None:
@@ -283,13 +283,6 @@ class GrpcFrontEnd(GrpcConnections):
         if call.method.infers:
             return PendingGrpcRequest(self, call, message)
         return ControlCall(self._documents[call.method.name], call, message)
-
-    def allocate(self, size: int) -> Array:
-        """Memory for an input's decoded values, which count as held; any thread. Raises `ContractError`."""
-        limit = self.settings.max_body_bytes
-        if size > limit:
-            raise TooLargeError(f"an input's values have {size} bytes when they are decoded, the server takes {limit}")
-        return self.memory.allocate(size)
 
 
 class ControlCall:
