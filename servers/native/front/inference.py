@@ -100,7 +100,6 @@ class RequestDecoder:
         if self.pending >= self._queue_size:
             raise RefusedError("queue_full", f"Exceeds maximum queue size of {self._queue_size} requests")
         self._count(1)
-        self.idle.clear()
         decoding: Decoding | None = None
         timeout_s = float("inf") if deadline_ns is None else max(0.0, (deadline_ns - time.perf_counter_ns()) / 1e9)
         try:
@@ -116,14 +115,13 @@ class RequestDecoder:
             raise RefusedError("expired", message) from None
         finally:
             self._count(-1)
-            if not self.pending:
-                self.idle.set()
             if decoding is not None:
                 decoding.cancel()  # only a failure leaves images to cancel
         return {self._pixels: decoding.pixels}
 
     def _count(self, change: int) -> None:
         self.pending += change
+        (self.idle.clear if self.pending else self.idle.set)()
         self._statistics.set_decoding(self.pending)
 
     def close(self) -> None:
