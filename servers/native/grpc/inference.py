@@ -121,13 +121,10 @@ class PendingGrpcRequest:
             queued = template.queued(content, offset, find, self._call.deadline_ns, self.wake)
             self._targets = template.targets(queued, find)
             self._times.decode_ns = time.perf_counter_ns() - begun_ns
-            self._queued = queued
             queued.trace = self._times.trace_context
             service.enqueue(queued)
+            self._queued = queued
         except Exception as error:  # noqa: BLE001  see `for_client`
-            if self._queued is not None:
-                self._queued.waiter = None
-                self._queued = None
             self._fail(log.for_client(error, "a call failed unexpectedly"))
 
     def stop(self, reason: str) -> None:

@@ -110,14 +110,11 @@ class PendingHttpRequest:
                 find = self._front_end.regions.find
                 queued = self._template.queued(body, offset, find, None, self.wake)
                 self._targets = self._template.targets(queued, find)
-                self._queued = queued
                 queued.trace = self._times.trace_context
                 self._service.enqueue(queued)
+                self._queued = queued
                 return
         except Exception as error:  # noqa: BLE001  see `for_client`
-            if self._queued is not None:
-                self._queued.waiter = None
-                self._queued = None
             self._refuse(log.for_client(error, "a request failed unexpectedly"))
         else:
             self._task = asyncio.get_running_loop().create_task(self._answer_in_task(work))

@@ -188,7 +188,8 @@ class EngineLink(Protocol):
     """The way from a front end to the engine; belongs to the event loop, where it calls `QueuedRequest.waiter`."""
 
     def submit(self, model: int, queued: QueuedRequest) -> None:
-        """Queue a checked request for a model, by its number. Raises `ContractError`, or completes it with one."""
+        """Queue a checked request for a model, by its number. Raises `ContractError`, or completes it later with
+        one."""
 
     def withdraw(self, model: int, queued: QueuedRequest) -> bool:
         """Take it back; True if the engine will not execute it and its waiter will not be called. False: it will be
