@@ -18,13 +18,13 @@ from servers.native.front.region_table import RegionTable
 from servers.native.front.templates import KEPT_BYTES, Repeated, RequestTemplate
 from servers.native.http.connection import CONTINUE, Application, HttpFrontEnd, HttpServerConnection
 from servers.native.http.parser import HttpRequest, HttpResponse, RequestHead, refusal
-from servers.native.shared.errors import HOLDS_ENOUGH, INTERNAL_ERROR, FailureLog, failure_reason
+from servers.native.shared.errors import HOLDS_ENOUGH, FailureLog, failure_reason
 from servers.native.shared.interface import QueuedRequest
 from servers.native.shared.limits import decompress, in_thread
 from servers.native.shared.memory import ByteBudget, RequestMemory
 from servers.native.shared.settings import NativeSettings
 from servers.protocol.codec import HEADER_LENGTH, decode_request, encode_pieces, is_slow_to_encode, parse_header_length
-from servers.protocol.errors import ContractError, InternalError, InvalidRequestError, TooLargeError, UnavailableError
+from servers.protocol.errors import ContractError, InvalidRequestError, TooLargeError, UnavailableError
 from servers.protocol.records import InferRequest, InferResponse, RegionWindow
 
 log = FailureLog("abserve.http")
@@ -140,12 +140,22 @@ class PendingHttpRequest:
 
     def wake(self, queued: QueuedRequest) -> None:
         self._queued = None  # breaks the cycle of the two, which with the arrays would wait for the garbage collector
-        answer = None if queued.error is not None else self._encode(queued)
         if self._connection.gone:
             self._service.statistics.record_disconnect(self._times)
-        elif answer is None:
-            self._refuse(queued.error or InternalError(INTERNAL_ERROR))
-        elif self._has_room(len(answer)):
+            return
+        if queued.error is not None:
+            self._refuse(queued.error)
+            return
+        assert self._template is not None
+        start_ns = time.perf_counter_ns()
+        try:
+            common, outputs, signature = self._connection.common_headers, queued.outputs or {}, self._service.signature
+            answer = self._template.answer(outputs, self._targets, signature, common, self._request_id)
+        except Exception as error:  # noqa: BLE001  see `for_client`
+            self._refuse(log.for_client(error, "a response could not be encoded"))
+            return
+        self._times.encode_ns = time.perf_counter_ns() - start_ns
+        if self._has_room(len(answer)):
             self._connection.send(answer)
 
     def _prepare(self, body: memoryview) -> Repeated[RequestTemplate] | Coroutine[Any, Any, HttpResponse]:
@@ -240,20 +250,6 @@ class PendingHttpRequest:
         reason = failure_reason(error)
         self._service.statistics.record_failure(reason, self._times)
         self._connection.answer(refusal(error))
-
-    def _encode(self, queued: QueuedRequest) -> bytes | None:
-        """The response's bytes; None if encoding fails, which becomes the request's error and stops no thread."""
-        assert self._template is not None
-        start_ns = time.perf_counter_ns()
-        try:
-            common = self._connection.common_headers
-            outputs, signature = queued.outputs or {}, self._service.signature
-            answer = self._template.answer(outputs, self._targets, signature, common, self._request_id)
-        except Exception as error:  # noqa: BLE001  see `for_client`
-            queued.error = log.for_client(error, "a response could not be encoded")
-            return None
-        self._times.encode_ns = time.perf_counter_ns() - start_ns
-        return answer
 
     def _has_room(self, count: int) -> bool:
         """Whether the response may be sent, which counts it; else the request is refused."""
