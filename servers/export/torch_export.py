@@ -103,9 +103,9 @@ def _export(specification: ModelSpecification, module: torch.nn.Module, path: Pa
 
     from servers.engines.torch.fused_layers import dynamic_shapes
 
-    if (size := weight_bytes(module)) > _MAX_BYTES:
+    if (held := weight_bytes(module)) > _MAX_BYTES:
         raise ExportError(
-            f"{specification.name} has {size / 1e9:.1f} GB of weights, and an ONNX file holds at most 2 GB; "
+            f"{specification.name} has {held / 1e9:.1f} GB of weights, and an ONNX file holds at most 2 GB; "
             "use the engine torch"
         )
     names = [tensor.name for tensor in specification.inputs]

@@ -332,7 +332,7 @@ def test_the_wait_for_another_start_takes_none_of_the_time_to_choose(
         yield
 
     monkeypatch.setattr(plans, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(plans.ChoiceCache, "held", held)
+    monkeypatch.setattr(choice.ChoiceCache, "held", held)
     engine = loaded(specification_of())
     assert set(engine.describe().details["plan_origins"].values()) == {"measured"}
     assert plans_of(engine) == {"1": LAST.title, "2": FIRST.title, "4": LAST_FOLDED.title}

@@ -219,8 +219,9 @@ def test_requests_without_elements_fly_too(specification: ModelSpecification) ->
     class TwoFlights(NullEngine):
         flights = 2
 
-    shapes = {"inputs": (TensorSpec("empty", "INT64", (-1, 0)), TensorSpec("full", "FP32", (-1, 2)))}
-    model = replace(specification, **shapes, outputs=(TensorSpec("y", "FP32", (-1, 1)),), kinds={}, image=None)
+    inputs = (TensorSpec("empty", "INT64", (-1, 0)), TensorSpec("full", "FP32", (-1, 2)))
+    outputs = (TensorSpec("y", "FP32", (-1, 1)),)
+    model = replace(specification, inputs=inputs, outputs=outputs, kinds={}, image=None)
     engine = TwoFlights(model, EngineSettings("null", device="cpu"))
     rate = flight_rate(engine, model, 2, {}, 0.0)
     assert rate is not None

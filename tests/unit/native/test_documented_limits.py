@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from servers.language.options import TOKENS_ONLY
 from servers.native.front.connections import READ_BYTES
 from servers.native.front.inference import DECODING_S
 from servers.native.grpc.call import (
@@ -43,7 +44,7 @@ from servers.native.http.connection import PIECES_PER_TURN
 from servers.native.http.parser import FREE_CHUNKS, MIN_MEAN_CHUNK_BYTES
 from servers.native.shared.limits import CONTROL_BODY_BYTES, KEYLESS_LINGER_BYTES, MAX_INFLATING, STREAM_UNREAD_BYTES
 from servers.native.shared.memory import UNCOUNTED_BYTES
-from servers.native.shared.settings import TOKENS_ONLY, NativeSettings
+from servers.native.shared.settings import NativeSettings
 from servers.native.shared.tls import HANDSHAKE_S, MAX_HANDSHAKES
 from servers.protocol.codec import MAX_ID_CHARACTERS
 from servers.protocol.values import MAX_BYTES_ELEMENTS, MAX_DIMENSIONS, MAX_SPECIAL_BYTES
