@@ -6,7 +6,7 @@ import hashlib
 import socket
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 import torch
 
