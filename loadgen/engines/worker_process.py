@@ -81,7 +81,7 @@ class WorkerProcess:
     ) -> None:
         """Start it; arguments that are not text are passed as JSON."""
         argv = [*worker, *(part if isinstance(part, str) else _text(part) for part in arguments)]
-        self._limits, self._answers = limits, False
+        self._limits, self._answers, self._asked_at = limits, False, monotonic()
         try:
             self._process = ChildProcess(argv, log_path=log_path, pipes=True)
         except (ProcessError, OSError) as exc:
@@ -142,15 +142,15 @@ class WorkerProcess:
         self._process.stop(timeout_s=min(self._limits.stop, 5.0))
 
     def _send(self, command: Mapping[str, Any]) -> None:
+        self._asked_at = monotonic()
         if not self._process.send(_text(command).encode()):
             raise WorkerError(_death(self._process))
 
     def _answer(self, limit_s: float, *, of_cell: bool = False) -> _WorkerMessage:
         self._answers, answered = False, self._answers
-        started = monotonic()
         line = self._process.read_line(limit_s)
         if line is None:
-            raise WorkerError(f"no answer after {monotonic() - started:.0f} s; {self._process.last_words()}")
+            raise WorkerError(f"no answer after {monotonic() - self._asked_at:.0f} s; {self._process.last_words()}")
         if not line:
             raise WorkerError(_death(self._process))
         try:

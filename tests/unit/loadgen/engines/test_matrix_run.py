@@ -117,8 +117,10 @@ def test_a_bad_configuration_is_told_and_the_others_are_measured(tmp_path: Path,
     assert stored_state(store.directory).state == "finished"
 
 
-def test_a_hanging_process_is_stopped_in_time(tmp_path: Path) -> None:
-    store = run(make_plan(tmp_path, "hangs", rounds=1), tmp_path, Limits(prepare=30, load=1, cell=1, stop=0.2))
+@pytest.mark.parametrize("processes", ["fresh", "kept"])
+def test_a_hanging_process_is_stopped_in_time(tmp_path: Path, processes: str) -> None:
+    limits = Limits(prepare=30, load=1, cell=1, stop=0.2)
+    store = run(make_plan(tmp_path, "hangs", rounds=1, processes=processes), tmp_path, limits)
     assert [len(visit.cells) for visit in of(store, 0)] == [4]
     assert "no answer after 1 s" in str(of(store, 1)[0].error)
     assert not [child for child in psutil.Process().children() if "fake_worker" in " ".join(child.cmdline())]
