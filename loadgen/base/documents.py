@@ -181,6 +181,8 @@ FILES_OF: Mapping[FolderKind, tuple[str, ...]] = {
     "comparison": ("result.json", "experiment.json"),
 }
 """What each command leaves in its folder: `abserve tune`, `engines` and `compare`."""
+CHOICE = "best.json"
+"""What was chosen for a comparison whose folder it is in, with the runs that chose below it."""
 FINAL = "final"
 """The folder in that of a tuning whose comparison is its answer."""
 
@@ -193,13 +195,14 @@ def kind_of(folder: Path) -> FolderKind | None:
 
 def results_in(folder: Path) -> Iterator[Path]:
     """The folders of engine matrices and comparisons in a folder: itself, or those below it. Of a tuning that is its
-    final comparison alone, since its other runs chose, and the best of many looks better than it is."""
+    final comparison alone, and none of a comparison that still chooses: other runs chose, and the best of many looks
+    better than it is."""
     kind = kind_of(folder)
     if kind is not None and kind != "tuning":
         yield folder
         return
     inner = [folder / FINAL] if kind == "tuning" else sorted(path for path in folder.iterdir() if path.is_dir())
-    for path in inner:
+    for path in inner if not (folder / CHOICE).exists() else ():
         if path.is_dir() and not path.is_symlink():
             yield from results_in(path)
 

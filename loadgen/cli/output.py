@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 
-from loadgen.base.documents import free_path, indented, kind_of, one_line
+from loadgen.base.documents import CHOICE, free_path, indented, kind_of, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,7 +106,6 @@ def check_out(out: Path | None) -> None:
     """Raises `PlanError` for a folder that cannot take a new run: also where another one only began to choose, since
     what it chose is for other settings."""
     from loadgen.experiment.plan import PlanError
-    from loadgen.findings.best import BestRecord
 
     if out is None:
         return
@@ -115,7 +114,7 @@ def check_out(out: Path | None) -> None:
     kind = kind_of(out)
     if kind == "comparison":
         raise PlanError(f"--out {out} already holds a run; give another folder")
-    if kind is not None or (out / BestRecord.FILE).exists():
+    if kind is not None or (out / CHOICE).exists():
         held = {"tuning": "a tuning", "engines": "a matrix", None: "a comparison with --best"}[kind]
         raise PlanError(f"--out {out} already holds {held}; give another folder, or continue it with --resume {out}")
     place = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())

@@ -129,3 +129,13 @@ def test_the_loads_of_a_trend_stand_in_their_order(tmp_path: Path) -> None:
     loads = list(dict.fromkeys(comparison.workload for comparison in runs[0].leading))
     assert len(loads) > 4
     assert [view.label for view in trend.views] == loads
+
+
+def test_runs_that_choose_are_no_comparisons(tmp_path: Path) -> None:
+    """Those of a comparison with --best that has not begun to compare."""
+    write_run(tmp_path / "best/choices/1", Plan(pairs=2, requests=40))
+    assert [run.folder.name for run in past_runs(tmp_path)[0]] == ["1"]
+    (tmp_path / "best/best.json").touch()
+    runs, faults = past_runs(tmp_path)
+    assert (runs, faults) == ([], {tmp_path / "best": "it holds no run"})
+    assert run(str(tmp_path / "best"))[0] == 2
