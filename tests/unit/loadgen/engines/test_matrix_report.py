@@ -6,14 +6,11 @@ import csv
 import gzip
 import io
 import json
-import re
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import plotly.graph_objects as go
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -32,6 +29,7 @@ from loadgen.records.store import StoredRunError
 from loadgen.report.renderers.html import render_html
 from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.terminal import PlainConsole, print_document
+from tests.report_page import Page, check_figures
 from tests.unit.loadgen.engines.simulated_matrix import (
     BERT,
     DISTILBERT,
@@ -49,7 +47,6 @@ from tests.unit.loadgen.engines.simulated_matrix import (
     visits,
 )
 
-TOKEN = re.compile(r"--[a-z][a-z0-9-]*")
 ENGINES = (
     ("torch", "eager", "fp32"), ("torch", "eager", "fp16"), ("torch", "traced", "fp32"), ("torch", "compile", "fp32"),
     ("onnxruntime", "session", "fp32"), ("onnxruntime", "session", "int8"), ("openvino", "compiled", "fp32"),
@@ -94,35 +91,9 @@ def analysed() -> Matrix:
     return large()
 
 
-class Figures(HTMLParser):
-    """The figures of a page, and the text that needs no JavaScript."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.figures: dict[str, dict[str, Any]] = {}
-        self.seen: list[str] = []
-        self._in: dict[str, str | None] | None = None
-        self.feed(text)
-        self.text = " ".join(" ".join(self.seen).split())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in ("script", "style"):
-            self._in = dict(attrs)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("script", "style"):
-            self._in = None
-
-    def handle_data(self, data: str) -> None:
-        if self._in is None:
-            self.seen.append(data)
-        elif self._in.get("type") == "application/json":
-            self.figures[str(self._in["id"])] = json.loads(data)
-
-
 def test_every_figure_is_valid_plotly_with_known_colours_and_a_view_per_model_and_threads(analysed: Matrix) -> None:
     text = render_html(matrix_document(analysed))
-    figures = Figures(text).figures
+    figures = Page(text).figures
     views = {name.removesuffix("-figure"): len(figure["views"]) for name, figure in figures.items()}
     assert views == {
         "engine-winners": 8,
@@ -132,23 +103,14 @@ def test_every_figure_is_valid_plotly_with_known_colours_and_a_view_per_model_an
         "engine-memory": 8,
         "engine-energy": 8,
     }
-    light, dark = (
-        text.split("<style>")[1].split("</style>")[0].split("@media screen and (prefers-color-scheme: dark)")[:2]
-    )
+    check_figures(text)
     for figure in figures.values():
-        for token in set(TOKEN.findall(json.dumps(figure))):
-            assert f"{token}:" in light
-            assert f"{token}:" in dark
-        data = json.loads(TOKEN.sub("#123456", json.dumps(figure["data"])))
         shown = [place for view in figure["views"] for place in view["traces"]]
-        assert shown == list(range(len(data)))
-        for view in figure["views"]:
-            layout = json.loads(TOKEN.sub("#123456", json.dumps(view["layout"])))
-            go.Figure(data=[data[place] for place in view["traces"]], layout=layout)
+        assert shown == list(range(len(figure["data"])))
 
 
 def test_a_view_has_a_line_per_configuration_and_hollow_markers_for_what_is_not_ranked(analysed: Matrix) -> None:
-    figure = Figures(render_html(matrix_document(analysed))).figures["engine-speedup-figure"]
+    figure = Page(render_html(matrix_document(analysed))).figures["engine-speedup-figure"]
     traces = {figure["data"][place]["name"]: figure["data"][place] for place in figure["views"][0]["traces"]}
     assert len(traces) == 9  # all but the baseline
     int8 = traces["onnxruntime/session int8"]
@@ -165,7 +127,7 @@ def test_the_heat_map_names_the_winner_and_marks_the_uncertain_ones() -> None:
     sure = matrix(plan(TORCH, ONNX, lengths=(64, 128)), per_item({"onnxruntime": 2.0}))
     texts = []
     for analysed in (equal, sure):
-        figure = Figures(render_html(matrix_document(analysed))).figures["engine-winners-figure"]["data"][0]
+        figure = Page(render_html(matrix_document(analysed))).figures["engine-winners-figure"]["data"][0]
         assert (figure["x"], figure["y"]) == (["1", "8"], ["64", "128"])
         texts.append([text for row in figure["text"] for text in row])
     assert all(text.startswith("openvino ?<br>compiled ") for text in texts[0])
@@ -173,7 +135,7 @@ def test_the_heat_map_names_the_winner_and_marks_the_uncertain_ones() -> None:
 
 
 def test_the_page_says_everything_without_javascript(analysed: Matrix) -> None:
-    text = Figures(render_html(matrix_document(analysed))).text
+    text = Page(render_html(matrix_document(analysed))).text
     for part in (
         "COMPLETE", "4 models, 80 configurations, 480 cells in 3 rounds", "Example CPU", "1 combination refused",
         "Break-even of conversions", "PyTorch → ONNX → ONNX Runtime",
@@ -263,7 +225,7 @@ def test_names_from_outside_are_text(tmp_path: Path) -> None:
     analysed = matrix(plan(TORCH, *evil), SPEEDS)
     text = render_html(matrix_document(analysed))
     assert "<img src=x" not in text
-    assert all("<img" not in json.dumps(figure) for figure in Figures(text).figures.values())
+    assert all("<img" not in json.dumps(figure) for figure in Page(text).figures.values())
     rows = list(csv.DictReader(io.StringIO(files.cells_csv(analysed))))
     assert {row["mode"] for row in rows} == {"eager", "'=1+1"}
     assert {row["model"] for row in rows} == {RESNET, "'@SUM(A1)"}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import html
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
-import plotly.graph_objects as go
 import pytest
 
 import loadgen.report.document as doc
@@ -18,40 +16,7 @@ from loadgen.report.renderers.markdown import render_markdown
 from loadgen.report.renderers.tables import render_csv
 from loadgen.verdict.result import analyse
 from tests.golden.synthetic_run import Plan, write_run
-
-TOKEN = re.compile(r"--[a-z][a-z0-9-]*")
-
-
-class Page(HTMLParser):
-    """What a reader without JavaScript sees, and what the page would load."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.stack: list[str] = []
-        self.seen: list[str] = []
-        self.loads: list[str] = []
-        self.figures: dict[str, dict[str, object]] = {}
-        self._script: dict[str, str | None] = {}
-        self.feed(text)
-        self.text = " ".join(" ".join(self.seen).split())
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        targets = [value or "" for name, value in attrs if name in ("src", "href", "data", "action")]
-        # A place in the page itself, or the icon, which is in it.
-        self.loads += [target for target in targets if not target.startswith(("#", "data:image/svg+xml,"))]
-        if tag in ("script", "style", "title"):
-            self.stack.append(tag)
-            self._script = dict(attrs)
-
-    def handle_endtag(self, tag: str) -> None:
-        if self.stack and self.stack[-1] == tag:
-            self.stack.pop()
-
-    def handle_data(self, data: str) -> None:
-        if not self.stack:
-            self.seen.append(data)
-        elif self._script.get("type") == "application/json":
-            self.figures[str(self._script["id"])] = json.loads(data)
+from tests.report_page import Page, check_figures
 
 
 @pytest.fixture(scope="module")
@@ -91,20 +56,7 @@ def test_every_figure_is_valid_plotly_with_known_colours(page: Page, text: str) 
         f"{name}-figure"
         for name in ("throughput", "stages", "latency", "batch-sizes", "batches", "cold-starts", "blocks")
     }
-    style = text.split("<style>")[1].split("</style>")[0]
-    light, dark = style.split("@media screen and (prefers-color-scheme: dark)")[:2]
-    for figure in page.figures.values():
-        raw = json.dumps(figure)
-        for token in set(TOKEN.findall(raw)):
-            assert f"{token}:" in light
-            assert f"{token}:" in dark
-        views = figure.pop("views")
-        assert isinstance(views, list)
-        data = json.loads(TOKEN.sub("#123456", json.dumps(figure["data"])))
-        layout = json.loads(TOKEN.sub("#123456", json.dumps(figure["layout"])))
-        go.Figure(data=data, layout=layout)
-        for view in views:
-            assert max(view["traces"]) < len(data)
+    check_figures(text)
 
 
 def test_what_a_server_calls_itself_is_text(tmp_path: Path) -> None:

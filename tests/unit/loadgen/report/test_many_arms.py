@@ -11,7 +11,6 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import msgspec
-import plotly.graph_objects as go
 import pytest
 from rich.console import Console
 
@@ -30,6 +29,7 @@ from loadgen.report.sections.comparisons import comparisons, ranking
 from loadgen.report.sections.verdict import overview
 from loadgen.verdict.result import Result, analyse
 from tests.golden.synthetic_run import Plan, SimulatedArm, write_run
+from tests.report_page import check_figures
 
 PLAN = Plan(pairs=4, requests=120, others=(SimulatedArm(4.0, 5.4, 1.0), SimulatedArm()))
 NAMES = {"a": "torch", "b": "triton", "c": "torch-compiled", "d": "torch-again"}
@@ -174,13 +174,7 @@ def test_names_are_written_as_they_are_and_coloured_by_their_place(named: Result
     assert "torch-compiled/triton" in text
     assert [doc.style_of(row[3]) for row in tables(overview(named))[0].rows[:3]] == ["arm-1", "arm-2", "arm-3"]
     assert '<li class="is-arm-2"><b>torch-compiled</b>' in page
-    style = page.split("<style>")[1].split("</style>")[0]
-    for chart in (block for section in document.sections for block in section.blocks if isinstance(block, doc.Chart)):
-        raw = json.dumps([chart.data, chart.layout])
-        for token in set(re.findall(r'"(--[a-z0-9-]+)"', raw)):
-            assert style.count(f"{token}:") == 2, "in the light and in the dark scheme"
-        data, layout = json.loads(re.sub(r'"--[a-z0-9-]+"', '"#123456"', raw))
-        go.Figure(data=data, layout=layout)
+    check_figures(page)
 
 
 @pytest.mark.parametrize("width", [80, 120])
