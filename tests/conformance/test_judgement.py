@@ -85,7 +85,7 @@ def test_responses_are_counted_by_status() -> None:
 class Answering(Subject):
     """A server that gives one body to every request."""
 
-    def raw(self, *_: object, **__: object) -> Response:  # type: ignore[override]
+    def raw(self, *_: object, **__: object) -> Response:
         return Response("200", {}, self.answer)
 
     answer = b""

@@ -157,7 +157,8 @@ def test_runs_that_are_no_longer_shown_are_forgotten(tmp_path: Path, monkeypatch
 
 def test_a_scrape_misses_no_file_that_another_one_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store(tmp_path / "r1", result={"valid": True})
-    collector, beside = RunsCollector(tmp_path), []
+    collector = RunsCollector(tmp_path)
+    beside: list[dict[str, Any]] = []
 
     def reading(*arguments: Any) -> Any:
         if not beside:
