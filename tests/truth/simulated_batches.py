@@ -43,7 +43,7 @@ class WaitsFor(BatchFormer):
     def wait_ns(self, now_ns: int, rows: int, oldest_ns: int) -> int:
         if rows < self._least:
             return max(0, oldest_ns + PATIENCE_NS - now_ns)
-        return super().wait_ns(now_ns, rows, oldest_ns) if self.running else 0
+        return super().wait_ns(now_ns, rows, oldest_ns) if self._running else 0
 
 
 class Served(NamedTuple):
