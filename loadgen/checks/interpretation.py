@@ -8,10 +8,10 @@ from loadgen.base.quantities import detectable, do_not, join, number, share
 from loadgen.checks.noise_floor import is_self_comparison, unknown_floor
 from loadgen.checks.registry import Judgement, check, of_tensors, per_comparison, per_load
 from loadgen.findings.ceiling import CeilingsFound
+from loadgen.findings.load import FORMED_FACTOR, LoadFound
 from loadgen.metrics.breakdown import OVERLAP_LIMIT, Stalls, find_stalls
 from loadgen.metrics.comparisons import Comparison, leading_comparisons
 from loadgen.metrics.facts import Facts, WorkloadFacts
-from loadgen.metrics.summaries import FORMED_FACTOR
 from loadgen.records.checks import Severity
 from loadgen.records.model_config import POLICY_EFFECT, executed_models, queue_policy_of
 from loadgen.records.payloads import BACKEND_ENDINGS
@@ -34,15 +34,16 @@ COVERING_RESTARTS = 5
 )
 @per_load
 def batching_formed(load: WorkloadFacts, facts: Facts) -> Judgement | None:
-    names = facts.names
+    names, batches = facts.names, facts.of(LoadFound).of_workload(load.workload.name)
     if load.workload.concurrency <= 1:
         return None
-    means = {names[s.label]: s.executed_batch_mean for s in load.summaries if s.executed_batch_mean is not None}
-    least, limit = min(means.values(), default=None), FORMED_FACTOR * load.workload.batch_size
+    means = {names[arm.label]: arm.mean for arm in batches if arm.mean is not None and arm.formed is not None}
+    least = min(means.values(), default=None)
+    limit = FORMED_FACTOR * max((arm.request_items for arm in batches), default=load.workload.batch_size)
     if silent := [name for label in facts.run.experiment.loaded(load.workload) if (name := names[label]) not in means]:
         return Judgement(None, f"{do_not(silent, 'report')} executed batches", least, limit)
-    idle = [label for label, mean in means.items() if mean < limit]
     detail = "mean executed batch: " + ", ".join(f"{label} {number(mean)}" for label, mean in means.items())
+    idle = [names[arm.label] for arm in batches if arm.formed is False]
     if idle:
         detail += f", so {join(idle)} did not merge requests"
     return Judgement(not idle, detail, least, limit)

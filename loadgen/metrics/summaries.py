@@ -43,8 +43,6 @@ from loadgen.stats.ratios import interval_of_mean, mean_over_starts
 
 _MOST_NS = 10 * 365 * 86_400 * int(NS_PER_S)
 """Ten years: a longer load is a damaged file."""
-FORMED_FACTOR = 1.1
-"""Requests were merged if the mean execution holds at least this many times the items of one request."""
 
 
 class MeasuredFigures(Record, frozen=True, kw_only=True):

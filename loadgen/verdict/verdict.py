@@ -35,6 +35,7 @@ from loadgen.checks.registry import CHECKS, complaints, invalidating
 from loadgen.checks.run import same_payload
 from loadgen.experiment.schedule import load_workloads
 from loadgen.findings.causes import CauseEffect, CausesFound
+from loadgen.findings.load import ExecutedBatches, LoadFound
 from loadgen.findings.tokens import TokensFound, explain_tokens
 from loadgen.metrics.breakdown import STAGE_TITLES, ArmStages, LatencyBreakdown, find_stalls
 from loadgen.metrics.claims import (
@@ -51,7 +52,7 @@ from loadgen.metrics.claims import (
 from loadgen.metrics.comparisons import Comparison, Outcome, advantage, leading_comparisons
 from loadgen.metrics.facts import Facts, WorkloadFacts
 from loadgen.metrics.registry import METRICS, SERVED, THROUGHPUT, TPOT
-from loadgen.metrics.summaries import FORMED_FACTOR, WorkloadSummary, figure_of
+from loadgen.metrics.summaries import WorkloadSummary, figure_of
 from loadgen.metrics.surface import Surface, rows_in_words, surface_of, uncertain
 from loadgen.records.checks import Check
 from loadgen.records.model_config import queue_policy_of, whole
@@ -263,7 +264,10 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
         reasons += _explain_tokens(facts, leading)
         summaries = [s for s in facts.summaries if s.workload == leading.workload and s.label in leading.pairing]
         reasons += [text for summary in summaries for text in _explain_arm(summary, facts.names)]
-        reasons += _explain_batching(facts.run.experiment.by_name[leading.workload], summaries, facts.names)
+        workload = facts.run.experiment.by_name[leading.workload]
+        batches = LoadFound.among(facts.findings).of_workload(leading.workload)
+        compared = [arm for arm in batches if arm.label in leading.pairing]
+        reasons += _explain_batching(workload, compared, facts.names)
     return ScenarioVerdict(
         workload=leading.workload,
         baseline=leading.baseline,
@@ -338,14 +342,12 @@ def _explain_arm(summary: WorkloadSummary, names: Mapping[Label, str]) -> list[s
     return reasons
 
 
-def _explain_batching(
-    workload: Workload, summaries: Sequence[WorkloadSummary], names: Mapping[Label, str]
-) -> list[str]:
-    means = {names[s.label]: s.executed_batch_mean for s in summaries if s.executed_batch_mean is not None}
+def _explain_batching(workload: Workload, batches: Sequence[ExecutedBatches], names: Mapping[Label, str]) -> list[str]:
+    means = {names[arm.label]: arm.mean for arm in batches if arm.mean is not None}
     if workload.concurrency <= 1 or not means:
         return []
     text = ", ".join(f"{number(mean)} on {label}" for label, mean in sorted(means.items()))
-    idle = [label for label, mean in sorted(means.items()) if mean < FORMED_FACTOR * workload.batch_size]
+    idle = sorted(names[arm.label] for arm in batches if arm.formed is False)
     return [f"Mean executed batch: {text}" + (f"; {join(idle)} did not merge requests." if idle else ".")]
 
 

@@ -184,7 +184,7 @@ def executed_batches(result: Result) -> doc.Section | None:
             (
                 batches.workload,
                 shown(batches.label),
-                str(batches.request_items),
+                f"{batches.request_items:.3g}",
                 mean,
                 sizes + more or "–",
                 batches.sentence,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,20 @@ def test_requests_were_merged_from_a_mean_of_a_tenth_above_their_size(
     batches = judged(directory, mean)
     assert (batches.request_items, batches.mean, batches.formed) == (4, mean, formed)
     assert ("not merged" in batches.sentence) == (formed is False)
+
+
+@pytest.mark.parametrize(("mean", "formed"), [(8.0, False), (9.0, True)])
+def test_recorded_requests_of_several_items_are_not_merged_ones(directory: Path, mean: float, formed: bool) -> None:
+    """A replay counts requests, whatever they hold: eight items of one were told as eight requests in one batch."""
+    run, result = read_run(directory), analyse_run(directory)
+    summaries = tuple(msgspec.structs.replace(s, executed_batch_mean=mean) for s in result.summaries)
+    blocks = tuple(msgspec.structs.replace(block, items=8 * block.requests) for block in result.blocks)
+    loads = tuple(
+        msgspec.structs.replace(load, batch_size=1, traffic="recorded") for load in result.experiment.workloads
+    )
+    facts = Facts(replace(run, experiment=msgspec.structs.replace(run.experiment, workloads=loads)), blocks, summaries)
+    found = analyse(facts).executed_batches
+    assert {(batches.request_items, batches.formed) for batches in found} == {(8.0, formed)}
 
 
 def test_every_arm_and_workload_is_there(directory: Path) -> None:
