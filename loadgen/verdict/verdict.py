@@ -266,8 +266,7 @@ def _scenario(facts: Facts, leading: Comparison) -> ScenarioVerdict:
         reasons += [text for summary in summaries for text in _explain_arm(summary, facts.names)]
         workload = facts.run.experiment.by_name[leading.workload]
         batches = LoadFound.among(facts.findings).of_workload(leading.workload)
-        compared = [arm for arm in batches if arm.label in leading.pairing]
-        reasons += _explain_batching(workload, compared, facts.names)
+        reasons += _explain_batching(workload, [b for b in batches if b.label in leading.pairing], facts.names)
     return ScenarioVerdict(
         workload=leading.workload,
         baseline=leading.baseline,
