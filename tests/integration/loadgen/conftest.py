@@ -66,6 +66,12 @@ def await_true(condition: Callable[[], object], what: str, seconds: float = DEAD
         time.sleep(0.01)
 
 
+def programs_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """All that it has started, without the fork server that a fork has as a child."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if str(fork_server.__file__) not in child.cmdline()]
+
+
 def make_experiment(
     *,
     workloads: tuple[Workload, ...] | None = None,

@@ -32,6 +32,7 @@ from tests.integration.loadgen.conftest import (
     UNWATCHED_ABSERVE,
     await_true,
     make_experiment,
+    programs_of,
     start_runner,
 )
 
@@ -74,7 +75,7 @@ def test_ctrl_c_in_a_cold_start_keeps_the_blocks_and_the_starts_and_leaves_nobod
         return json.loads(path.read_bytes()) if path.exists() else []
 
     await_true(lambda: any(start["label"] == "b" for start in starts()), "B has started once", 60)
-    children = psutil.Process(process.pid).children(recursive=True)
+    children = programs_of(process)
     kept = len(starts())
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130

@@ -21,8 +21,7 @@ from loadgen.records.samples import read_samples
 from loadgen.records.store import RunStore, StorageError
 from loadgen.report.files import published
 from loadgen.verdict.result import analyse
-from tests import fork_server
-from tests.integration.loadgen.conftest import await_true, blocks, make_experiment, start_runner, stored
+from tests.integration.loadgen.conftest import await_true, blocks, make_experiment, programs_of, start_runner, stored
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
@@ -52,12 +51,6 @@ def finished(out: Path) -> Check:
     (check,) = [check for check in result.checks if check.name == "run_finished"]
     assert check.ok is False
     return check
-
-
-def programs_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """All that it has started, without the fork server that a fork has as a child."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if str(fork_server.__file__) not in child.cmdline()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
