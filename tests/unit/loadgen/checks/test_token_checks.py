@@ -144,6 +144,8 @@ FAULTS: list[tuple[str, str, str, Edit | None, LanguagePlan]] = [
         lambda d: probed(d, 0, 16),
         plan(),
     ),
+    ("same_first_tokens", "invalidates", "1 of 20 answers of Triton", lambda d: probed(d, 1, 20), plan()),
+    ("same_first_tokens", "warns", "2 of 20 answers of Triton", lambda d: probed(d, 2, 20), plan()),
     ("same_first_tokens", "warns", "0 of 15 answers of Triton", lambda d: probed(d, 0, 15), plan()),
     ("same_first_tokens", "warns", "9 of 20 answers of Triton", lambda d: probed(d, 9, 20), plan()),
     ("same_first_tokens", "warns", "0 of 20 answers of Triton", probed_at_any_temperature, plan()),
