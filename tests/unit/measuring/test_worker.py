@@ -47,6 +47,7 @@ from servers.measuring.worker import measured_cell, private_compile_cache
 from servers.models.registry import get_specification
 from servers.models.weights import RandomWeights
 from servers.protocol.tensors import Array
+from tests.again import again
 
 TEXT = "transformers:bert-base-uncased"
 IMAGE = "torchvision:resnet50"
@@ -163,6 +164,7 @@ def test_both_sides_name_the_same_fields() -> None:
 
 
 @pytest.mark.parametrize(("slow_calls", "timed"), [(1, MIN_REPEATS_PER_ROUND), (9, 1)])
+@again
 def test_a_first_call_that_compiles_does_not_make_a_batch_slow(
     slow_calls: int, timed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
