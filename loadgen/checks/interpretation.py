@@ -34,9 +34,9 @@ COVERING_RESTARTS = 5
 )
 @per_load
 def batching_formed(load: WorkloadFacts, facts: Facts) -> Judgement | None:
-    names, batches = facts.names, facts.of(LoadFound).of_workload(load.workload.name)
     if load.workload.concurrency <= 1:
         return None
+    names, batches = facts.names, facts.of(LoadFound).of_workload(load.workload.name)
     means = {names[arm.label]: arm.mean for arm in batches if arm.mean is not None and arm.formed is not None}
     least = min(means.values(), default=None)
     limit = FORMED_FACTOR * max((arm.request_items for arm in batches), default=load.workload.batch_size)

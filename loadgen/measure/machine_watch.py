@@ -116,8 +116,8 @@ def machine_load(
 
 
 def _shares_cores(number: int) -> bool:
-    """Whether a process may use a core of those that this one may use. The time of a server that is pinned to others
-    must not hide what somebody else takes from these."""
+    """Whether a process may use one of the cores that this one may use. Otherwise its CPU time is not time of these
+    cores, and would be subtracted from what other programs take of them."""
     try:
         return not os.sched_getaffinity(0).isdisjoint(os.sched_getaffinity(number))
     except OSError:  # it has ended

@@ -634,8 +634,8 @@ def roughen(
     comparisons: Sequence[Comparison], lost: Mapping[str, Mapping[Label, float]], margin: float
 ) -> tuple[Comparison, ...]:
     """Widen the intervals of the rough workloads by what others may have taken from one arm and not from the other;
-    `lost` is the share of its time of each arm by workload. A winner that this difference could make, or that it leaves
-    to chance among all comparisons of the run, is none."""
+    `lost` is the share of its time of each arm by workload. There is no winner where this difference could explain the
+    lead, or where the rest of the lead is not significant among all comparisons of the run."""
     rough = [
         msgspec.structs.replace(c, lost=(of_arms.get(c.baseline, 0.0), of_arms.get(c.arm, 0.0)))
         if (of_arms := lost.get(c.workload)) is not None

@@ -328,7 +328,7 @@ class ShadowRun:
             return case
         try:
             datatypes, reference = _outputs(expected, bodies[0])
-        except Exception:  # noqa: BLE001 (that the primary's answer cannot be read is no fault of the candidate)
+        except Exception:  # noqa: BLE001 (an unreadable answer of the primary does not count against the candidate)
             return None
         rules = tolerances_for(datatypes, {}, self._tolerance or self._read_arms())
         try:

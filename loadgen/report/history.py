@@ -103,8 +103,8 @@ def _result(folder: Path) -> Result:
 
 
 def last_of_its_question(folder: Path, run: Path | None = None) -> tuple[Path, Path]:
-    """The run before a run (None: before the last run in the folder) that asked the same question, and that run, which
-    may be in a folder of `run` as the final of a tuning is. Raises `StoredRunError` if there is none."""
+    """The run before a run (None: before the last run in the folder) that asked the same question, and that run. `run`
+    may also be the folder of a tuning, for its final. Raises `StoredRunError` if there is none."""
     runs = [past for past in past_runs(folder)[0] if past.result.comparisons]
     places = [place for place, past in enumerate(runs) if run is None or past.folder.resolve().is_relative_to(run)]
     if not places:

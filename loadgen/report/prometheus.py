@@ -129,9 +129,9 @@ class RunsCollector(Collector):
                 with suppress(OSError):
                     runs.append((path.stat().st_mtime, path.parent))
         newest = sorted(runs)[-NEWEST:]
-        for path in list(self._read_files):  # scrapes may overlap
-            if path.parent not in {folder for _, folder in newest}:
-                self._read_files.pop(path, None)
+        shown = {folder for _, folder in newest}
+        for path in [path for path in list(self._read_files) if path.parent not in shown]:
+            self._read_files.pop(path, None)  # scrapes may overlap
         return newest
 
     def _read(self, folder: Path, name: str) -> Mapping[str, Any]:

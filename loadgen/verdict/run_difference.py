@@ -245,7 +245,7 @@ def _why_not_compared(old: Comparison, new: Comparison) -> str | None:
 
 def _test(old: Comparison, new: Comparison) -> tuple[float, Interval | None, float | None, str | None]:
     """The change, its 95 % interval, p of no change, and why interval and p are missing, if they are. What others took
-    from rough runs is no chance: it moves both ends in full, of both runs together."""
+    from rough runs is not a random error: each end of the interval moves by the sum of what both runs lost."""
     centre = math.log(new.ratio or 1.0) - math.log(old.ratio or 1.0)
     (old_down, old_up), (new_down, new_up) = (may_be_moved(run) or (0.0, 0.0) for run in (old, new))
     down, up = new_down + old_up, new_up + old_down

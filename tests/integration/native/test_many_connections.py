@@ -103,7 +103,7 @@ def test_connections_are_spread_evenly_after_many_have_closed_at_once(controlled
             for client in leaving:
                 client.close()
             wait_until(lambda: first not in owners(server).values(), "the front end has closed them")
-        for _ in range(100):  # until the supervisor has read what it was told meanwhile
+        for _ in range(100):  # until the supervisor has read all messages of the front end
             few = connect(stack, server.port, 4)
             assert {ask(client) for client in few} == {200}
             known = owners(server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,17 +29,23 @@ def verdicts(folder: Path, times: float, seed: int, *, swap: bool = False) -> se
     return planted(folder, times, seed, swap=swap)[1]
 
 
+def begun(
+    folder: Path, say: Callable[[Outcome, str], None] = lambda *_: None, *, swap: bool = False
+) -> tuple[ShadowRun, Shadow, list[str]]:
+    """A run, what pairs its requests, and why it failed, if it does."""
+    failures: list[str] = []
+    run = ShadowRun(
+        RunStore(folder), ARMS, share=1.0, block_s=1.0, margin=0.05, say=say, failed=failures.append, takes_turns=swap
+    )
+    return run, Shadow(Address("127.0.0.1", 1), None, paired=run.take), failures
+
+
 def planted(folder: Path, times: float, seed: int, *, swap: bool = False) -> tuple[ShadowRun, set[Outcome]]:
     """A run, and the verdicts after each block, of a candidate that takes so many times the latency. Both servers feel
     the same load, which lasts for blocks, and each its own noise. With `swap` they take turns."""
     rng = np.random.default_rng(seed)
     said: list[Outcome] = []
-    failures: list[str] = []
-    run = ShadowRun(
-        RunStore(folder), ARMS, share=1.0, block_s=1.0, margin=0.05,
-        say=lambda verdict, _: said.append(verdict), failed=failures.append, takes_turns=swap,
-    )  # fmt: skip
-    shadow = Shadow(Address("127.0.0.1", 1), None, paired=run.take)
+    run, shadow, failures = begun(folder, say=lambda verdict, _: said.append(verdict), swap=swap)
     load = 0.0
     turns = 2 if swap else 1
     for turn in range(turns * (BLOCKS + 1)):
@@ -160,12 +167,7 @@ TEXT, INFER = "/v1/completions", "/v2/models/m/infer"
 def test_what_cannot_be_read_costs_its_pair_and_only_the_candidate_is_wrong(
     pair: Any, compared: int, wrong: int, tmp_path: Path
 ) -> None:
-    failures: list[str] = []
-    run = ShadowRun(
-        RunStore(tmp_path / "run"), ARMS, share=1.0, block_s=1.0, margin=0.05, say=lambda *_: None,
-        failed=failures.append,
-    )  # fmt: skip
-    shadow = Shadow(Address("127.0.0.1", 1), None, paired=run.take)
+    run, shadow, failures = begun(tmp_path / "run")
     run.take(*pair_of(shadow, *pair))
     assert run.finish(100)
     assert failures == []
@@ -175,12 +177,7 @@ def test_what_cannot_be_read_costs_its_pair_and_only_the_candidate_is_wrong(
 def test_a_candidate_that_always_fails_takes_a_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks had no end, and a message for each request."""
     monkeypatch.setattr(shadow_run, "MOST_ROWS", 600)
-    failures: list[str] = []
-    run = ShadowRun(
-        RunStore(tmp_path / "run"), ARMS, share=1.0, block_s=1.0, margin=0.05, say=lambda *_: None,
-        failed=failures.append,
-    )  # fmt: skip
-    shadow = Shadow(Address("127.0.0.1", 1), None, paired=run.take)
+    run, shadow, failures = begun(tmp_path / "run")
     for number in range(2000):
         primary, copy = pair_of(shadow, "http", INFER, b"{}", JSON, b"")
         sent_ns = run.started_ns + number // 100 * 10**9
@@ -196,11 +193,7 @@ def test_a_candidate_that_always_fails_takes_a_bounded_memory(tmp_path: Path, mo
 
 
 def test_a_model_that_the_primary_does_not_have_is_none_of_the_run(tmp_path: Path) -> None:
-    run = ShadowRun(
-        RunStore(tmp_path / "run"), ARMS, share=1.0, block_s=1.0, margin=0.05, say=lambda *_: None,
-        failed=lambda _: None,
-    )  # fmt: skip
-    shadow = Shadow(Address("127.0.0.1", 1), None, paired=run.take)
+    run, shadow, _ = begun(tmp_path / "run")
     run.take(*pair_of(shadow, "http", INFER, b"{}", JSON, JSON))
     wrong = pair_of(shadow, "http", "/v2/models/other/infer", b"{}", b"no", b"no")
     for request in wrong:

@@ -107,6 +107,11 @@ class Answered:
         self._memory = RequestMemory.alone(self.settings)
         self.answering_count = 0
         self.sent: list[str] = []
+        self.counted: list[str] = []
+        """Why inferences without a message failed."""
+
+    def count_failure(self, error: errors.ContractError, _start_ns: int) -> None:
+        self.counted.append(failure_reason(error))
 
     def allocate_message(self, call: Call, size: int, *, compressed: bool) -> GrpcMessage:
         message = GrpcMessage(self._memory, call, size, aligned_at=0, spare=9)
@@ -142,15 +147,14 @@ def test_a_stream_s_messages_that_waited_are_all_answered_before_it_ends():
 
 def test_a_message_that_has_not_come_when_its_deadline_passes_is_counted_as_expired():
     everything: Any = Answered()
-    counted, ends = [], list[bytes]()
-    everything.count_failure = lambda error, _start_ns: counted.append(failure_reason(error))
+    ends = list[bytes]()
     everything.finish = lambda _call, trailers: ends.append(trailers)
     call = Call(everything, everything, 1, CallHead(GrpcMethod("M", True, False, 1000), 1_000_000), 65535)
     half = b"\0\0\0\0\2x"
     for place in (0, 5):
         call.feed(half, place, len(half))
     call.expire(time.monotonic() + 1, 0.0, pressed=False, scarce=False)
-    assert counted == ["expired"]
+    assert everything.counted == ["expired"]
     (fields,) = ({str(name): str(value) for name, value in Decoder().decode(end)} for end in ends)
     assert fields["grpc-status"] == "4"
 
@@ -163,8 +167,6 @@ def test_a_message_that_has_not_come_when_its_deadline_passes_is_counted_as_expi
 def test_a_message_that_is_not_taken_is_counted(streams, prefix, reason):
     """Also one of a stream, of which the server has read no more than its length."""
     everything: Any = Answered()
-    counted = []
-    everything.count_failure = lambda error, _start_ns: counted.append(failure_reason(error))
 
     def full(*_: object, **__: object) -> None:
         raise errors.UnavailableError("full")
@@ -172,29 +174,25 @@ def test_a_message_that_is_not_taken_is_counted(streams, prefix, reason):
     everything.allocate_message = full
     call = Call(everything, everything, 1, CallHead(GrpcMethod("M", True, streams, 1000)), 65535)
     call.feed(prefix, 0, 5)
-    assert counted == [reason]
+    assert everything.counted == [reason]
     assert everything.sent == ["end"]
 
 
 def test_a_call_that_is_given_up_is_counted_once():
     everything: Any = Answered()
-    counted = []
-    everything.count_failure = lambda error, _start_ns: counted.append(failure_reason(error))
     call = Call(everything, everything, 1, CallHead(GrpcMethod("M", True, False, 1000)), 65535)
     whole = b"\0\0\0\0\1x"
     for place in (0, 5):
         call.feed(whole, place, len(whole))
     answering: Any = call.answering
-    answering.stop = counted.append
+    answering.stop = everything.counted.append
     call.give_up()
-    assert counted == ["shutting_down"]
+    assert everything.counted == ["shutting_down"]
     assert everything.sent == ["end"]
 
 
 def test_a_message_for_which_there_is_no_room_to_wait_is_counted():
     everything: Any = Answered()
-    counted = []
-    everything.count_failure = lambda error, _start_ns: counted.append(failure_reason(error))
     call = Call(everything, everything, 1, CallHead(GrpcMethod("S", True, True, 1000)), 65535)
     both = b"\0\0\0\0\1x\0\0\0\0\2xy"
     place = 0
@@ -203,5 +201,5 @@ def test_a_message_for_which_there_is_no_room_to_wait_is_counted():
     budget = everything._memory.budget
     assert budget.hold(budget.left - 1)
     call.feed(both, place, len(both))
-    assert counted == ["unavailable"]
+    assert everything.counted == ["unavailable"]
     assert everything.sent == ["end"]
